@@ -1,0 +1,3 @@
+"""clipstream trains contrastive image-text models (CLIP, SigLIP) over WebDataset shards."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,70 @@
+"""Owns Batch, what the data room hands to the model room: one rank's part of a global batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's part of a global batch, n samples in lane order.
+
+    The tensors may be views of a slab that the loader fills again: they are valid until the next batch is asked for.
+
+    Attributes:
+        pixels: uint8 [n, 3, H, W], not normalised, channels_last in memory; None where `features` holds the images.
+        ids: int32 [n, T], token ids; or class ids [n, 1] of labelled data.
+        weights: float32 [n]; 0 makes loss, gradients and metrics as if the sample were not there.
+        keys: n strings 'SHARD_BASENAME/KEY', to name samples in logs and to compare orders.
+        sources: uint8 or int tensor [n], position of each sample's source in the sorted list of source names.
+        step: number of this batch in its run, from 0.
+        global_size: samples of the global batch over all ranks, B.
+        features: precomputed features of frozen towers by name, [n, D] each; empty for pixels.
+    """
+
+    pixels: torch.Tensor | None
+    ids: torch.Tensor
+    weights: torch.Tensor
+    keys: tuple[str, ...]
+    sources: torch.Tensor
+    step: int
+    global_size: int
+    features: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The batch on a device, copied without blocking where its memory is pinned."""
+        move = lambda t: t.to(device, non_blocking=True)  # noqa: E731
+        return Batch(
+            pixels=None if self.pixels is None else move(self.pixels),
+            ids=move(self.ids),
+            weights=move(self.weights),
+            keys=self.keys,
+            sources=self.sources,
+            step=self.step,
+            global_size=self.global_size,
+            features={name: move(tensor) for name, tensor in self.features.items()},
+        )
+
+
+@dataclass(frozen=True)
+class ImageSpec:
+    """How a picture becomes the model's pixels before normalisation, as open_clip's preprocessing config says it.
+
+    Attributes:
+        size: (height, width) in pixels.
+        interpolation: 'bicubic' or 'bilinear'.
+        resize_mode: 'shortest' (then a centre crop), 'longest' (then padding) or 'squash'.
+        fill: value from 0 to 255 of padding in mode 'longest'.
+    """
+
+    size: tuple[int, int]
+    interpolation: str = "bicubic"
+    resize_mode: str = "shortest"
+    fill: int = 0

@@ -1,0 +1,1 @@
+"""A URL becomes a Batch; this room knows no model."""

@@ -1,0 +1,168 @@
+"""Owns the settings of the data room: tokenizer, sources, captions, sampling; imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, SerializeAsAny, field_validator
+
+from clipstream.section import PluginSection, Section
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class TokenizerSettings(PluginSection):
+    """How a caption becomes token ids. `type` may be a user's own `package.module:Name`."""
+
+    type: str = Field("model", description="model (the model's own), hub, path, or package.module:Name")
+    context_length: int | None = Field(None, ge=1, description="tokens a caption; the model's own unless set")
+
+
+class ModelTokenizer(TokenizerSettings):
+    """The tokenizer that belongs to the model."""
+
+    type: Literal["model"] = "model"
+
+
+class HubTokenizer(TokenizerSettings):
+    """A tokenizer of the Hugging Face Hub."""
+
+    type: Literal["hub"] = "hub"
+    name: str = Field(description="repository on the Hub, e.g. timm/ViT-B-16-SigLIP")
+
+
+class PathTokenizer(TokenizerSettings):
+    """A tokenizer in a local folder (tokenizer.json, tokenizer_config.json)."""
+
+    type: Literal["path"] = "path"
+    name: str = Field(description="folder with tokenizer.json, or that file")
+
+
+TokenizerSettings.builtin = {"model": ModelTokenizer, "hub": HubTokenizer, "path": PathTokenizer}
+
+
+class CaptionSettings(PluginSection):
+    """Where the caption of a sample is. `type` may be a user's own `package.module:Name`."""
+
+    type: str = Field("text", description="text, json, or package.module:Name")
+
+
+class TextCaption(CaptionSettings):
+    """A text member holds the caption."""
+
+    type: Literal["text"] = "text"
+    key: str = Field("txt", min_length=1, description="suffix of the text member; several by ';', first present wins")
+
+
+class JsonCaption(CaptionSettings):
+    """A field of the JSON member holds the caption.
+
+    A path is names and list positions joined by dots (`texts.1.t`). Several are tried in order, or drawn by
+    `weights`. A path that ends at a list of strings gives one of them, drawn in training, the first in evaluation.
+    """
+
+    type: Literal["json"] = "json"
+    path: str | list[str] = Field(description="path into the JSON member, e.g. caption.en; several: tried in order")
+    key: str = Field("json", min_length=1, description="suffix of the JSON member")
+    fallback: str | None = Field(None, description="suffix of a text member used when no path gives a caption")
+    weights: list[float] | None = Field(None, description="one per path: draw the path instead of taking the first")
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths as a list."""
+        return [self.path] if isinstance(self.path, str) else list(self.path)
+
+    @field_validator("path")
+    @classmethod
+    def _no_empty_path(cls, value: str | list[str]) -> str | list[str]:
+        paths = [value] if isinstance(value, str) else value
+        if not paths or any(not part for path in paths for part in path.split(".")):
+            raise ValueError("a path is names and list positions joined by single dots, e.g. caption.en or texts.1.t")
+        return value
+
+    @field_validator("weights")
+    @classmethod
+    def _weights_fit(cls, value: list[float] | None) -> list[float] | None:
+        if value is not None and (any(w < 0 for w in value) or sum(value) <= 0):
+            raise ValueError("weights must be 0 or more, and one of them positive")
+        return value
+
+
+CaptionSettings.builtin = {"text": TextCaption, "json": JsonCaption}
+
+
+class SourceSettings(Section):
+    """One named source of image-text pairs: WebDataset shards and how to read them."""
+
+    shards: str | list[str] = Field(
+        description="tars: braces, lists, '::', globs, pipe:, http(s):, or scenes:SPLIT (the embedded data)"
+    )
+    weight: float = Field(1.0, gt=0, description="share of the samples, relative to the other sources' weights")
+    image_key: str = Field(
+        "jpg;jpeg;png;webp", min_length=1, description="suffixes of the image member by ';', first present wins"
+    )
+    caption: SerializeAsAny[CaptionSettings] = Field(
+        default_factory=TextCaption, description="where the caption is: {type: text, key: txt}, {type: json, path: …}"
+    )
+    transform: str | None = Field(
+        None, description="the user's own sample -> sample or None (drop), as package.module:fn, before the caption"
+    )
+    background: str = Field("white", description="colour laid under transparent pixels: a name or #rrggbb")
+
+    @field_validator("shards")
+    @classmethod
+    def _some_shards(cls, value: str | list[str]) -> str | list[str]:
+        if not value or (isinstance(value, list) and not all(value)):
+            raise ValueError("name at least one shard")
+        return value
+
+
+class SamplingSettings(Section):
+    """In which order shards come."""
+
+    mode: Literal["resampled", "epoch"] = Field(
+        "resampled", description="resampled: shards drawn with replacement, endless; epoch: each shard once a pass"
+    )
+
+
+class ShuffleSettings(Section):
+    """How far samples are mixed. A window is `window` samples out of `shards` shards that are open together."""
+
+    window: int = Field(2000, ge=1, description="samples of a lane that are permuted together")
+    shards: int = Field(4, ge=1, description="shards of a lane that are open together")
+
+
+class AugmentSettings(Section):
+    """Training's picture transform: a random crop, resized to the model's size."""
+
+    scale: tuple[float, float] = Field((0.9, 1.0), description="share of the picture's area that a crop takes, min and max")
+    ratio: tuple[float, float] = Field((0.75, 4 / 3), description="aspect ratio of a crop, min and max")
+    interpolation: Literal["random", "bilinear", "bicubic"] = Field("bicubic", description="of the resize")
+    flip: Share = Field(0.0, description="probability of a mirrored picture")
+
+    @field_validator("scale", "ratio")
+    @classmethod
+    def _ordered(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not 0 < value[0] <= value[1]:
+            raise ValueError("min and max must be positive and in order")
+        return value
+
+
+class DataSettings(Section):
+    """What a run trains on, and how samples are read, ordered and fed."""
+
+    global_batch_size: int = Field(512, ge=2, description="samples a step over all ranks")
+    lanes: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
+        "auto", description="virtual lanes of the run; the order of samples depends on them, not on ranks or workers"
+    )
+    workers: int = Field(2, ge=0, description="reading processes a rank; 0 reads in the training process")
+    prefetch: int = Field(3, ge=1, description="batches of a rank that are filled ahead, each in its slab")
+    sources: dict[str, SourceSettings] = Field(default_factory=dict, description="named sources, mixed by weight")
+    sampling: SamplingSettings = Field(default_factory=SamplingSettings)
+    shuffle: ShuffleSettings = Field(default_factory=ShuffleSettings)
+    augment: AugmentSettings = Field(default_factory=AugmentSettings)
+    cache: str | None = Field(None, description="folder for spooled remote shards; a temporary one unless set")
+    max_shard_failures: Share = Field(0.1, description="share of opened shards that may fail before the run ends")
+    max_sample_failures: Share = Field(0.5, description="share of read samples that may be dropped before the run ends")
+    stall_timeout: float = Field(300.0, gt=0, description="seconds without a batch before the run ends")
+    slab_dir: str | None = Field(None, description="folder for the shared slabs; /dev/shm where it is large enough")

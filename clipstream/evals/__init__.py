@@ -1,0 +1,1 @@
+"""Evaluators: each yields (name, value) for a model and a data source."""

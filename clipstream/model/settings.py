@@ -1,0 +1,55 @@
+"""Owns the settings of the model room: which model, its weights, its loss; imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, SerializeAsAny
+
+from clipstream.section import PluginSection, Section
+
+
+class ModelSettings(Section):
+    """A CLIP-like model of open_clip."""
+
+    name: str = Field("ViT-B-32", description="open_clip's name, a path to a JSON config, hf-hub:ORG/NAME or local-dir:PATH")
+    pretrained: str | None = Field(None, description="a tag (webli, openai, …), a weights file, hf-hub:ORG/NAME or local-dir:PATH")
+    cache_dir: str | None = Field(None, description="the Hub's cache; $HF_HUB_CACHE unless set")
+    image_size: int | None = Field(None, ge=1, description="pixels a side; the model's own unless set")
+    grad_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
+    lock_image: bool = Field(False, description="freeze the image tower")
+    lock_text: bool = Field(False, description="freeze the text tower")
+    allow_mismatch: bool = Field(
+        False, description="let a model train with a loss or tokenizer that its weights were not made for"
+    )
+
+
+class LossSettings(PluginSection):
+    """The contrastive loss. `type` may be a user's own `package.module:Name`."""
+
+    type: str = Field("auto", description="auto (the model's own), clip, siglip, or package.module:Name")
+
+
+class AutoLoss(LossSettings):
+    """The loss that the model was made for: siglip where it has a logit bias, clip elsewhere."""
+
+    type: Literal["auto"] = "auto"
+
+
+class ClipLossSettings(LossSettings):
+    """Softmax over the rows and columns of the global batch (CLIP, arXiv:2103.00020)."""
+
+    type: Literal["clip"] = "clip"
+    max_logit_scale: float | None = Field(100.0, gt=0, description="upper limit of exp(logit_scale); none to lift it")
+
+
+class SiglipLossSettings(LossSettings):
+    """A sigmoid on every pair of the global batch (SigLIP, arXiv:2303.15343)."""
+
+    type: Literal["siglip"] = "siglip"
+    max_logit_scale: float | None = Field(None, gt=0, description="upper limit of exp(logit_scale); none as published")
+
+
+LossSettings.builtin = {"auto": AutoLoss, "clip": ClipLossSettings, "siglip": SiglipLossSettings}
+
+LossField = SerializeAsAny[LossSettings]

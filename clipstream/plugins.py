@@ -1,0 +1,33 @@
+"""Owns the way from 'package.module:Name' to the object it names; never keeps what it loaded."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+
+def load_plugin(path: str) -> Any:
+    """Import the object that `package.module:Name` names.
+
+    The current folder is searched as well, so that a file of one's own beside the shards works without packaging.
+
+    Raises:
+        ValueError: the path has no colon, the module does not import, or has no such name.
+    """
+    module_name, colon, name = path.partition(":")
+    if not colon or not module_name or not name:
+        raise ValueError(f"{path!r} is not of the form 'package.module:Name'")
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(f"cannot import {module_name!r} for {path!r}: {error}") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"module {module_name!r} has no {name!r}")
+        found = getattr(found, part)
+    return found

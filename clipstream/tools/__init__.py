@@ -1,0 +1,1 @@
+"""What the verbs other than train do."""

@@ -1,0 +1,67 @@
+"""Owns the settings of the training room: run, optimiser, schedule, steps, checkpoints; imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from clipstream.section import Section
+
+
+class RunSettings(Section):
+    """Who and where a run is."""
+
+    logs: str = Field("runs", description="folder of runs")
+    name: str | None = Field(None, description="name of the run's folder; dated, with model and batch, unless set")
+    seed: int = Field(0, ge=0, description="fixes the order of samples, augmentation, weights and dropout")
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    threads: int | None = Field(None, ge=1, description="CPU threads of a rank's arithmetic; its share of the cores unless set")
+    deterministic: bool = Field(False, description="torch's deterministic algorithms; slower, equal bits")
+    debug: bool = Field(False, description="show tracebacks with errors")
+
+
+class OptimSettings(Section):
+    """The optimiser: AdamW with decoupled weight decay on matrices only (gains, biases and scales have none)."""
+
+    type: Literal["adamw"] = Field("adamw", description="adamw")
+    lr: float = Field(5e-4, ge=0, description="peak learning rate")
+    wd: float = Field(0.2, ge=0, description="weight decay")
+    betas: tuple[float, float] | None = Field(None, description="0.9 0.98 for ViT and 0.9 0.999 for ResNet unless set")
+    eps: float | None = Field(None, gt=0, description="1e-6 for ViT and 1e-8 for ResNet unless set")
+    grad_clip_norm: float | None = Field(None, gt=0, description="gradients with a larger norm are scaled down to it")
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_in_range(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value is not None and not all(0 <= beta < 1 for beta in value):
+            raise ValueError("each beta must be at least 0 and below 1")
+        return value
+
+
+class ScheduleSettings(Section):
+    """The learning rate over the steps."""
+
+    type: Literal["cosine", "constant", "linear"] = Field("cosine", description="course after the warm-up")
+    warmup: int = Field(0, ge=0, description="steps of linear warm-up")
+    min_lr: float = Field(0.0, ge=0, description="learning rate at the end of cosine and linear")
+
+
+class TrainSettings(Section):
+    """How long and in which arithmetic to train. Exactly one of steps, samples and epochs rules; steps first."""
+
+    steps: int | None = Field(None, ge=0, description="steps of the whole run")
+    samples: int | None = Field(None, ge=1, description="samples of the whole run, rounded up to whole steps")
+    epochs: float | None = Field(None, gt=0, description="passes over epoch_samples samples")
+    epoch_samples: int | None = Field(None, ge=1, description="samples that make an epoch (--train-num-samples)")
+    precision: Literal["fp32", "bf16", "fp64"] = Field("bf16", description="bf16 is autocast over float32 weights; fp64 is for checks")
+    micro_batch_size: int | None = Field(None, ge=1, description="samples a forward pass takes at once on a rank; all unless set")
+    compile: bool = Field(False, description="torch.compile the towers")
+
+
+class CheckpointSettings(Section):
+    """When to save and from where to go on."""
+
+    every: int = Field(1000, ge=0, description="steps between checkpoints; 0 saves at the end only")
+    keep_last: int = Field(3, ge=1, description="newest checkpoints that are kept")
+    resume: str | None = Field(None, description="a checkpoint's path, latest (must exist) or auto (if there is one)")

@@ -1,0 +1,139 @@
+"""Owns World: which rank this process is, on which device. The only reader of RANK, WORLD_SIZE and LOCAL_RANK.
+
+A World is passed as an argument, so that a test can play many ranks in one process. It imports torch only where it
+talks to other ranks. With one rank every collective is the identity, and no process group exists.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from clipstream.errors import SettingsError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class World:
+    """One process among `size`.
+
+    Attributes:
+        rank: 0 to size - 1.
+        size: number of processes of the run.
+        local_rank: rank among the processes of this node.
+        local_size: processes of this node.
+        device: torch's name of this rank's device: 'cpu' or 'cuda:N'.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    device: str = "cpu"
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank speaks to the user and writes the run's files."""
+        return self.rank == 0
+
+    @classmethod
+    def from_env(cls, device: str = "cpu", env: Mapping[str, str] | None = None) -> World:
+        """The world that torchrun's variables describe; a single process without them.
+
+        Args:
+            device: 'cpu' or 'cuda' ('cuda' becomes this node's GPU number `local_rank`), or 'cuda:N' with one rank.
+
+        Raises:
+            SettingsError: the variables are incomplete or not numbers.
+        """
+        env = os.environ if env is None else env
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        given = {name: env[name] for name in names if name in env}
+        if "RANK" not in given and "WORLD_SIZE" not in given:
+            return cls(device="cuda:0" if device == "cuda" else device)
+        try:
+            rank, size = int(given["RANK"]), int(given["WORLD_SIZE"])
+            local_rank = int(given.get("LOCAL_RANK", given["RANK"]))
+            local_size = int(given.get("LOCAL_WORLD_SIZE", given["WORLD_SIZE"]))
+        except (KeyError, ValueError) as error:
+            raise SettingsError(
+                f"the environment has {given}, which is not what a launcher sets: start the run with torchrun, "
+                "or unset RANK and WORLD_SIZE"
+            ) from error
+        if device == "cuda":
+            device = f"cuda:{local_rank}"
+        return cls(rank=rank, size=size, local_rank=local_rank, local_size=local_size, device=device)
+
+    def start(self, timeout: timedelta = timedelta(minutes=30)) -> None:
+        """Make the process group (nccl with gloo beside it on CUDA, gloo on the CPU); nothing with one rank."""
+        if self.size == 1:
+            return
+        import torch
+        import torch.distributed as dist
+
+        if self.device.startswith("cuda"):
+            torch.cuda.set_device(self.device)
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, rank=self.rank, world_size=self.size)
+        else:
+            dist.init_process_group("gloo", timeout=timeout, rank=self.rank, world_size=self.size)
+
+    def stop(self) -> None:
+        """Take the process group down, if there is one."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.gather_objects(None)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's `value` (picklable, small), in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's `value` on every rank."""
+        if self.size == 1:
+            return value
+        import torch
+        import torch.distributed as dist
+
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum `tensor` over the ranks, in place, and return it."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Concatenate every rank's rows [n_r, ...] in rank order, without gradient; n_r may differ by rank."""
+        if self.size == 1:
+            return tensor
+        import torch
+        import torch.distributed as dist
+
+        counts = self.gather_objects(tensor.shape[0])
+        longest = max(counts)
+        padded = tensor.new_zeros((longest, *tensor.shape[1:]))
+        padded[: tensor.shape[0]] = tensor
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
