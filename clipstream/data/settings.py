@@ -165,4 +165,3 @@ class DataSettings(Section):
     max_shard_failures: Share = Field(0.1, description="share of opened shards that may fail before the run ends")
     max_sample_failures: Share = Field(0.5, description="share of read samples that may be dropped before the run ends")
     stall_timeout: float = Field(300.0, gt=0, description="seconds without a batch before the run ends")
-    slab_dir: str | None = Field(None, description="folder for the shared slabs; /dev/shm where it is large enough")

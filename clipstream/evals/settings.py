@@ -27,12 +27,16 @@ class RetrievalSettings(EvalSettings):
 
 
 class ZeroShotSettings(EvalSettings):
-    """Zero-shot classification of `data`: the label is a member (`cls`) or a JSON field; prompts make the classifier."""
+    """Zero-shot classification of `data`: a member (`cls`) or a JSON field has the label, prompts the classes."""
 
     type: Literal["zero_shot"] = "zero_shot"
-    label: str = Field("cls", min_length=1, description="member with the class (number or name), or json:PATH into the JSON member")
+    label: str = Field(
+        "cls", min_length=1, description="member with the class (number or name), or json:PATH into the JSON member"
+    )
     classes: str | list[str] = Field(description="class names: a list, a file with one a line, or imagenet")
-    templates: str | list[str] = Field("openai", description="prompts with {c} or {}: a list, a file, openai (80), simple (7) or plain (1)")
+    templates: str | list[str] = Field(
+        "openai", description="prompts with {c} or {}: a list, a file, openai (80), simple (7) or plain (1)"
+    )
 
 
 EvalSettings.builtin = {"retrieval": RetrievalSettings, "zero_shot": ZeroShotSettings}

@@ -12,8 +12,12 @@ from clipstream.section import PluginSection, Section
 class ModelSettings(Section):
     """A CLIP-like model of open_clip."""
 
-    name: str = Field("ViT-B-32", description="open_clip's name, a path to a JSON config, hf-hub:ORG/NAME or local-dir:PATH")
-    pretrained: str | None = Field(None, description="a tag (webli, openai, …), a weights file, hf-hub:ORG/NAME or local-dir:PATH")
+    name: str = Field(
+        "ViT-B-32", description="open_clip's name, a path to a JSON config, hf-hub:ORG/NAME or local-dir:PATH"
+    )
+    pretrained: str | None = Field(
+        None, description="a tag (webli, openai, …), a weights file, hf-hub:ORG/NAME or local-dir:PATH"
+    )
     cache_dir: str | None = Field(None, description="the Hub's cache; $HF_HUB_CACHE unless set")
     image_size: int | None = Field(None, ge=1, description="pixels a side; the model's own unless set")
     grad_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")

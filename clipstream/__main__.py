@@ -1,0 +1,8 @@
+"""Makes `python -m clipstream VERB` the same as the console script."""
+
+import sys
+
+from clipstream.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,287 @@
+"""Owns the tree of settings: its sections, how it is loaded, checked as a whole, resolved and written down.
+
+Never imports torch, and never trains, reads data or starts processes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path as FilePath
+
+import yaml
+from pydantic import Field, PrivateAttr, SerializeAsAny, ValidationError
+
+from clipstream.data.settings import CaptionSettings, DataSettings, JsonCaption, TokenizerSettings
+from clipstream.errors import SettingsError
+from clipstream.evals.settings import EvalSettings
+from clipstream.flags import flag_layer, split
+from clipstream.layers import Dumper, Layer, Places, merged, merged_texts, yaml_layer
+from clipstream.model.settings import LossSettings, ModelSettings
+from clipstream.references import expand_env
+from clipstream.report.settings import LogSettings
+from clipstream.schema import Path, annotation_at, fit, kinds
+from clipstream.section import Section
+from clipstream.training.settings import (
+    CheckpointSettings,
+    OptimSettings,
+    RunSettings,
+    ScheduleSettings,
+    TrainSettings,
+)
+from clipstream.wording import joined, problem, worded
+from clipstream.world import World
+
+__all__ = ["Settings", "dump", "expand_env", "load", "resolve", "steps_of", "validate_run"]
+
+LANES = 48
+
+
+class Settings(Section):
+    """Everything that a run can be told."""
+
+    run: RunSettings = Field(default_factory=RunSettings)
+    model: ModelSettings = Field(default_factory=ModelSettings)
+    tokenizer: SerializeAsAny[TokenizerSettings] = Field(
+        default_factory=lambda: TokenizerSettings.model_validate({"type": "model"})
+    )
+    data: DataSettings = Field(default_factory=DataSettings)
+    loss: SerializeAsAny[LossSettings] = Field(default_factory=lambda: LossSettings.model_validate({"type": "auto"}))
+    optim: OptimSettings = Field(default_factory=OptimSettings)
+    schedule: ScheduleSettings = Field(default_factory=ScheduleSettings)
+    train: TrainSettings = Field(default_factory=TrainSettings)
+    checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
+    evals: dict[str, SerializeAsAny[EvalSettings]] = Field(default_factory=dict, description="evaluators by name")
+    log: LogSettings = Field(default_factory=LogSettings)
+
+    _places: Places = PrivateAttr(default_factory=Places)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run, from steps, samples or epochs.
+
+        Raises:
+            SettingsError: none of them is set.
+        """
+        train, batch = self.train, self.data.global_batch_size
+        if train.steps is not None:
+            return train.steps
+        if train.samples is not None:
+            return math.ceil(train.samples / batch)
+        if train.epochs is not None and train.epoch_samples is not None:
+            return math.ceil(train.epochs * train.epoch_samples / batch)
+        raise SettingsError("train: nothing says how long to train: give --steps, --train.samples or --epochs")
+
+    @property
+    def run_folder(self) -> FilePath:
+        """LOGS/NAME, once the name is known.
+
+        Raises:
+            SettingsError: the run has no name yet (see `resolve`).
+        """
+        if self.run.name is None:
+            raise SettingsError("run.name: the run has no name yet: give --name")
+        return FilePath(self.run.logs) / self.run.name
+
+
+def steps_of(settings: Settings) -> int:
+    """Steps of the whole run: `settings.total_steps`."""
+    return settings.total_steps
+
+
+def load(argv: Sequence[str], *, ranks: int | None = None) -> Settings:
+    """The settings that `argv` describes: defaults, then each `--config` file in order, then flags.
+
+    Args:
+        argv: the command line without the program's name and without the flags of a verb's own.
+        ranks: processes of the run, for `--batch-size`; what the launcher says unless given.
+
+    Raises:
+        SettingsError: everything that is wrong, one line each, with file and line or flag.
+    """
+    problems: list[str] = []
+    configs, given = split(argv, problems)
+    files = [yaml_layer(file, problems) for file in configs]
+    ranks = World.from_env().size if ranks is None else ranks
+    layers = [*files, flag_layer(given, files, ranks, problems)]
+    texts = merged_texts(layers)
+    places = Places(tuple(layer.places for layer in reversed(layers)))
+    tree = fit(Settings, merged(Settings, layers), (), texts)
+    bare = _bare_flags(tree, layers[-1])
+    problems += [f"{places.of(path)}: needs a value" for path in bare]
+    try:
+        settings = Settings.model_validate(tree)
+    except ValidationError as error:
+        said = {places.of(path) for path in bare}
+        lines = worded(Settings, tree, error, places)
+        problems += [line for line in lines if line.partition(":")[0] not in said]
+    if problems:
+        raise SettingsError(joined(problems))
+    settings._places = places
+    return settings
+
+
+def _bare_flags(tree: dict[str, object], flags: Layer) -> list[Path]:
+    """Flags without a value whose key is no switch. Unknown keys are told as such instead."""
+    found = [(path, annotation_at(Settings, tree, path)) for path in sorted(flags.bare, key=str)]
+    return [path for path, annotation in found if annotation is not None and bool not in kinds(annotation)]
+
+
+def validate_run(settings: Settings, world: World) -> None:
+    """Check what no section can check alone, before torch is imported and before anything is written.
+
+    Every rank looks for an existing run folder: rank 0 must not make it before all of them have been here.
+
+    Raises:
+        SettingsError: every contradiction, one line each.
+    """
+    found = [
+        *_length_problems(settings),
+        *_batch_problems(settings, world),
+        *_data_problems(settings),
+        *_folder_problems(settings),
+    ]
+    if found:
+        raise SettingsError(joined(problem(settings._places, path, text) for path, text in found))
+
+
+Found = list[tuple[Path, str]]
+
+
+def _length_problems(settings: Settings) -> Found:
+    train = settings.train
+    given = [key for key in ("steps", "samples", "epochs") if getattr(train, key) is not None]
+    if not given:
+        return [(("train",), "nothing says how long to train: give --steps, --train.samples or --epochs")]
+    if len(given) > 1:
+        return [(("train", given[1]), f"{' and '.join(given)} are all given: keep the one that is meant")]
+    if given == ["epochs"] and train.epoch_samples is None:
+        return [(("train", "epochs"), "how many samples are an epoch? Give --train-num-samples, or --steps instead")]
+    steps, warmup = settings.total_steps, settings.schedule.warmup
+    if 0 < steps < warmup:
+        return [(("schedule", "warmup"), f"{warmup} steps of warm-up, but the run has {steps}: lower --warmup")]
+    return []
+
+
+def _batch_problems(settings: Settings, world: World) -> Found:
+    found: Found = []
+    data, micro = settings.data, settings.train.micro_batch_size
+    batch, lanes = data.global_batch_size, data.lanes
+    if batch < world.size:
+        found.append((("data", "global_batch_size"), f"{batch} samples cannot be shared by {world.size} ranks"))
+    if lanes != "auto" and lanes > batch:
+        text = f"{lanes} lanes, but a global batch has {batch} samples: a lane needs one each step"
+        found.append((("data", "lanes"), text))
+    if lanes != "auto" and lanes < world.size:
+        found.append((("data", "lanes"), f"{lanes} lanes cannot be shared by {world.size} ranks: one each at least"))
+    if micro is not None and micro > batch:
+        text = f"{micro} is more than data.global_batch_size, {batch}"
+        found.append((("train", "micro_batch_size"), text))
+    return found
+
+
+def _data_problems(settings: Settings) -> Found:
+    found: Found = []
+    if not settings.data.sources:
+        text = "there is no data: give --train-data SHARDS, or --config configs/quickstart.yaml for a first look"
+        found.append((("data", "sources"), text))
+    captions: list[tuple[Path, CaptionSettings]] = [
+        (("data", "sources", name), source.caption) for name, source in settings.data.sources.items()
+    ]
+    for name, evaluator in settings.evals.items():
+        if evaluator.data is not None:
+            captions.append((("evals", name, "data"), evaluator.data.caption))
+        elif evaluator.type in EvalSettings.builtin:
+            text = f"the evaluator has no data: give --evals.{name}.data.shards, or remove it with --evals.{name} null"
+            found.append((("evals", name), text))
+    for path, caption in captions:
+        if isinstance(caption, JsonCaption) and caption.weights and len(caption.weights) != len(caption.paths):
+            text = f"{len(caption.weights)} weights for {len(caption.paths)} paths: give one for each"
+            found.append(((*path, "caption", "weights"), text))
+    return found
+
+
+def _folder_problems(settings: Settings) -> Found:
+    resume, name = settings.checkpoint.resume, settings.run.name
+    if name is None:
+        if resume in ("latest", "auto"):
+            return [(("checkpoint", "resume"), f"{resume} of which run? Give its --name")]
+        return []
+    if name in (".", "..") or re.search(r"[/\\]", name) or not name.strip():
+        return [(("run", "name"), f"{name!r} is no name for a folder: leave out slashes, and set the place by --logs")]
+    folder = settings.run_folder
+    if resume is None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        text = f"{folder} exists: go on with it by --resume auto, or start another run by another --name"
+        return [(("run", "name"), text)]
+    return []
+
+
+def resolve(settings: Settings, world: World) -> Settings:
+    """The settings with the run's name and `data.lanes` fixed, the same on every rank.
+
+    `run.device`, `loss.type` and `log.progress` stay 'auto': they depend on the machine, the model and the terminal.
+    To be called after `world.start()`, as the ranks agree on the name that rank 0 gives.
+
+    Raises:
+        SettingsError: a source's shards cannot be listed, or there are fewer of them than ranks in `epoch` mode.
+    """
+    name = settings.run.name
+    if name is None:
+        name = world.broadcast_object(_dated_name(settings) if world.is_main else None)
+    lanes = settings.data.lanes
+    if lanes == "auto":
+        lanes = _auto_lanes(settings, world)
+    return settings.model_copy(
+        update={
+            "run": settings.run.model_copy(update={"name": name}),
+            "data": settings.data.model_copy(update={"lanes": lanes}),
+        }
+    )
+
+
+def _auto_lanes(settings: Settings, world: World) -> int:
+    """48·2^k, to have at least ranks x workers; fewer where the batch, or the shards in `epoch` mode, are fewer."""
+    data = settings.data
+    lanes = LANES
+    while lanes < world.size * max(1, data.workers):
+        lanes *= 2
+    lanes = min(lanes, data.global_batch_size)
+    if data.sampling.mode != "epoch":
+        return lanes
+    from clipstream.data.shards import expand
+
+    for name, source in data.sources.items():
+        shards = len(expand(source.shards))
+        if shards < world.size:
+            path: Path = ("data", "sources", name, "shards")
+            text = (
+                f"{shards} shards cannot be dealt to {world.size} ranks in the mode 'epoch': "
+                "make more of them, or set --data.sampling.mode resampled"
+            )
+            raise SettingsError(problem(settings._places, path, text))
+        lanes = min(lanes, shards)
+    return lanes
+
+
+def _dated_name(settings: Settings) -> str:
+    """`2026_11_21-10_30_00-model_ViT-B-32-b_512`, with a number behind it where that folder exists."""
+    model = settings.model.name
+    model = FilePath(model).stem if model.endswith(".json") else re.sub(r"^[a-z-]+:", "", model)
+    model = re.sub(r"[^\w.-]+", "-", model).strip("-")
+    name = f"{datetime.now():%Y_%m_%d-%H_%M_%S}-model_{model}-b_{settings.data.global_batch_size}"
+    taken, number = name, 1
+    while (FilePath(settings.run.logs) / name).exists():
+        number += 1
+        name = f"{taken}-{number}"
+    return name
+
+
+def dump(settings: Settings) -> str:
+    """The settings as YAML that, given as `--config`, repeats the run.
+
+    `checkpoint.resume` is left out: it says how this process starts, not what the run is. `${NAME}` references stay.
+    """
+    tree = settings.model_dump(mode="json", exclude={"checkpoint": {"resume"}})
+    return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)

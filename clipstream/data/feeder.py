@@ -1,0 +1,181 @@
+"""Owns the way of one sample: a lane's next reference becomes pixels and a caption in a slot of a slab.
+
+A Feeder serves some lanes of a rank, in a worker process or in the training process alike. It replaces a bad sample by
+the next one of the same lane and source, and counts it. It knows nothing of processes and queues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from clipstream.data.fields import CaptionExtractor, SampleTransform, image_bytes
+from clipstream.data.health import PROFILED, Health
+from clipstream.data.order import Draws, SourceMix
+from clipstream.data.slab import Slab
+from clipstream.data.text import Tokenizer
+from clipstream.data.walk import Taken, Walk
+from clipstream.errors import Dropped
+
+INTERIM = 200  # samples of a source without a usable one after which a feeder reports before its part is full
+
+
+class ImageTransform(Protocol):
+    """Bytes of a picture to pixels."""
+
+    def __call__(
+        self, data: bytes, draws: Draws | None, out: np.ndarray[Any, Any] | None = None
+    ) -> np.ndarray[Any, Any]:
+        """uint8 [H, W, 3], written into `out` where that is given. Raises Dropped."""
+        ...
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How a source's samples are read: members, the user's transform, caption, picture.
+
+    Attributes:
+        name: the source's name.
+        image_key: suffixes of the image member.
+        caption: gives the caption.
+        image: gives the pixels.
+        transform: the user's own, or None.
+    """
+
+    name: str
+    image_key: str
+    caption: CaptionExtractor
+    image: ImageTransform
+    transform: SampleTransform | None
+
+    @property
+    def members(self) -> tuple[str, ...] | None:
+        """Suffixes of the members that are read; None for all."""
+        if self.transform is not None or self.caption.members is None:
+            return None
+        return (*self.image_key.replace(",", ";").split(";"), *self.caption.members)
+
+
+@dataclass
+class Lane:
+    """A lane on its way: its walks by source, the samples it gave, its slots in the rank's batch."""
+
+    number: int
+    walks: list[Walk]
+    slots: range
+    drawn: int = 0
+
+    def save(self) -> dict[str, Any]:
+        """The lane's state for JSON."""
+        return {"drawn": self.drawn, "cursors": [walk.cursor.save() for walk in self.walks]}
+
+
+@dataclass
+class Part:
+    """What a feeder says of a filled part of a batch.
+
+    Attributes:
+        step: number of the batch.
+        keys: slot -> 'SHARD/KEY' of the sample in it; a slot that is missing holds none.
+        lanes: lane number -> state after this batch.
+        health: what was counted since the last report.
+        ended: whether all lanes are at their end (evaluation).
+    """
+
+    step: int
+    keys: dict[int, str]
+    lanes: dict[int, dict[str, Any]]
+    health: Health
+    ended: bool = False
+
+
+@dataclass
+class Feeder:
+    """Fills the slots of its lanes, batch by batch.
+
+    Attributes:
+        lanes: the lanes it serves.
+        readers: one per source, in the order of the sources' names.
+        mix: chooses the source of each sample.
+        tokenizer: captions to ids.
+        health: counts since the last report.
+        report: called with the counts when a source gives nothing for long, before a part is full.
+        trace: called with (stage, sample) at each stage, so that a stall can be named.
+    """
+
+    lanes: list[Lane]
+    readers: Sequence[Reader]
+    mix: SourceMix
+    tokenizer: Tokenizer
+    health: Health
+    report: Callable[[Health], None]
+    trace: Callable[[str, str], None]
+
+    def fill(self, step: int, slab: Slab) -> Part:
+        """Fill this feeder's slots of a batch; a slot stays empty (weight 0) where its lane has ended."""
+        captions: list[str] = []
+        keys: dict[int, str] = {}
+        for lane in self.lanes:
+            for slot in lane.slots:
+                source = self.mix.source(lane.number, lane.drawn)
+                found = self._next_usable(lane.walks[source], self.readers[source], slab.pixels[slot])
+                slab.weights[slot] = 0.0 if found is None else 1.0
+                if found is None:
+                    continue
+                lane.drawn += 1
+                slab.sources[slot] = source
+                caption, keys[slot] = found
+                captions.append(caption)
+        if captions:
+            self.trace("tokenize", "")
+            slab.ids[list(keys)] = self.tokenizer.encode(captions)
+        lanes = {lane.number: lane.save() for lane in self.lanes}
+        ended = not keys and any(lane.slots for lane in self.lanes)
+        return Part(step, keys, lanes, self.health.take(), ended)
+
+    def pulse(self, source: str) -> None:
+        """Report early where a source has given nothing usable for a while."""
+        health = self.health.sources[source]
+        if health.used == 0 and (health.read >= INTERIM or health.unopened):
+            self.report(self.health.take())
+
+    def _next_usable(self, walk: Walk, reader: Reader, out: np.ndarray[Any, Any]) -> tuple[str, str] | None:
+        """Write the next usable sample's pixels to `out`; its caption and name. None at the end of the walk."""
+        while (taken := walk.take()) is not None:
+            health = self.health.sources[reader.name]
+            health.read += 1
+            draws = None if taken.draws_key is None else Draws(taken.draws_key)
+            try:
+                caption = self._read(taken, reader, draws, out)
+            except Dropped as drop:
+                health.drop(drop.reason, taken.name, drop.detail)
+                if sum(health.dropped.values()) <= PROFILED:
+                    health.profile.add(_whole(taken))
+                self.pulse(reader.name)
+                continue
+            health.used += 1
+            return caption, taken.name
+        return None
+
+    def _read(self, taken: Taken, reader: Reader, draws: Draws | None, out: np.ndarray[Any, Any]) -> str:
+        self.trace("read", taken.name)
+        sample: Mapping[str, Any] | None = _sample(taken, reader.members)
+        if reader.transform is not None:
+            self.trace("transform", taken.name)
+            sample = reader.transform(sample)
+        caption = reader.caption(sample, draws)
+        self.trace("decode", taken.name)
+        reader.image(image_bytes(sample, reader.image_key), draws, out)
+        return caption
+
+
+def _sample(taken: Taken, members: tuple[str, ...] | None) -> dict[str, Any]:
+    """The sample as users' own code sees it: `__key__`, `__url__` and the members by suffix."""
+    return {"__key__": taken.ref.key, "__url__": taken.url, **taken.shard.load(taken.ref, members)}
+
+
+def _whole(taken: Taken) -> dict[str, Any]:
+    return _sample(taken, None)

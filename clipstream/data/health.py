@@ -1,0 +1,153 @@
+"""Owns the counts of what was read, used and dropped, by source and reason, and says when that is too little.
+
+Workers fill one Health and send it as a delta; the rank's loader merges the deltas and checks the sum. It never opens a
+shard and never ends a process: it raises DataError.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from clipstream.data.profile import Profile
+from clipstream.errors import DataError
+
+FIRST_SAMPLES = 2000  # read without one that is usable: the run ends
+PROFILED = 64  # dropped samples whose members are looked into for the advice
+_SHOWN = 5
+
+
+@dataclass
+class SourceHealth:
+    """Counts of one source.
+
+    Attributes:
+        read: samples that were taken from shards.
+        used: samples that reached a batch.
+        dropped: samples by reason of their drop.
+        examples: reason -> 'shard/key: detail' of the first drop.
+        shards: numbers of the shards that were tried.
+        faults: shard (without credentials) -> what is wrong with it.
+        unopened: how many of `faults` gave no sample at all.
+        profile: members and JSON fields of the first dropped samples.
+    """
+
+    read: int = 0
+    used: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+    shards: set[int] = field(default_factory=set)
+    faults: dict[str, str] = field(default_factory=dict)
+    unopened: set[int] = field(default_factory=set)
+    profile: Profile = field(default_factory=Profile)
+
+    def drop(self, reason: str, where: str, detail: str) -> None:
+        """Count a dropped sample, keeping the first of each reason as an example."""
+        self.dropped[reason] += 1
+        self.examples.setdefault(reason, f"{where}: {detail}" if detail else where)
+
+    def merge(self, delta: SourceHealth) -> None:
+        """Add another's counts."""
+        self.read += delta.read
+        self.used += delta.used
+        self.dropped.update(delta.dropped)
+        for reason, example in delta.examples.items():
+            self.examples.setdefault(reason, example)
+        self.shards |= delta.shards
+        self.faults.update(delta.faults)
+        self.unopened |= delta.unopened
+        if sum(self.profile.suffixes.values()) < 100 * PROFILED:
+            self.profile.merge(delta.profile)
+
+
+class Health:
+    """Counts by source."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.sources = {name: SourceHealth() for name in names}
+
+    def merge(self, delta: Health) -> None:
+        """Add another's counts."""
+        for name, health in delta.sources.items():
+            self.sources[name].merge(health)
+
+    def take(self) -> Health:
+        """What was counted since the last take; counting starts again from nothing."""
+        delta = Health([])
+        delta.sources = self.sources
+        self.sources = {name: SourceHealth() for name in self.sources}
+        return delta
+
+    def summary(self) -> dict[str, Any]:
+        """Counts for metrics: {source: {read, used, dropped: {reason: n}, shards, shard_faults}}."""
+        return {
+            name: {
+                "read": h.read,
+                "used": h.used,
+                "dropped": dict(sorted(h.dropped.items())),
+                "shards": len(h.shards),
+                "shard_faults": len(h.faults),
+            }
+            for name, h in self.sources.items()
+        }
+
+
+@dataclass(frozen=True)
+class Budget:
+    """When a source's failures end the run.
+
+    Attributes:
+        total_shards: source -> number of its shards.
+        hints: source -> (image_key, caption settings), for the advice.
+        max_shard_failures: share of the tried shards, 0 to 1.
+        max_sample_failures: share of the read samples, 0 to 1.
+    """
+
+    total_shards: dict[str, int]
+    hints: dict[str, tuple[str, Any]]
+    max_shard_failures: float
+    max_sample_failures: float
+
+    def check(self, health: Health) -> None:
+        """Raise DataError where a source gives nothing, or fails more often than the settings allow."""
+        for name, h in health.sources.items():
+            total = self.total_shards[name]
+            if h.shards and len(h.unopened) == len(h.shards) and len(h.shards) >= min(total, 32):
+                raise DataError(f"source {name!r}: none of the {_tried(h, total)} could be read{_faults(h)}")
+            if h.used == 0 and h.read >= FIRST_SAMPLES:
+                raise DataError(self.nothing_usable(name, h))
+            tried = max(len(h.shards), min(total, 20))
+            if len(h.faults) > math.ceil(self.max_shard_failures * tried):
+                raise DataError(
+                    f"source {name!r}: {len(h.faults)} of the {_tried(h, total)} are broken, more than "
+                    f"--data.max-shard-failures {self.max_shard_failures:g} allows{_faults(h)}"
+                )
+            dropped = sum(h.dropped.values())
+            if h.read >= FIRST_SAMPLES and dropped > self.max_sample_failures * h.read:
+                raise DataError(
+                    f"source {name!r}: {dropped} of {h.read} samples were dropped, more than "
+                    f"--data.max-sample-failures {self.max_sample_failures:g} allows{_drops(h)}"
+                )
+
+    def nothing_usable(self, name: str, h: SourceHealth) -> str:
+        """What to say of a source that gave no usable sample."""
+        image_key, caption = self.hints[name]
+        advice = h.profile.advice(image_key, caption)
+        return f"source {name!r}: none of the first {h.read} samples is usable{_drops(h)}{_faults(h)}\n{advice}"
+
+
+def _tried(h: SourceHealth, total: int) -> str:
+    return f"{len(h.shards)} shards tried (of {total})"
+
+
+def _drops(h: SourceHealth) -> str:
+    lines = [f"\n  {n} x {reason}, e.g. {h.examples[reason]}" for reason, n in h.dropped.most_common(_SHOWN)]
+    return ":" + "".join(lines) if lines else ""
+
+
+def _faults(h: SourceHealth) -> str:
+    shown = [f"\n  {url}: {fault}" for url, fault in list(h.faults.items())[:_SHOWN]]
+    more = f"\n  … and {len(h.faults) - _SHOWN} more" if len(h.faults) > _SHOWN else ""
+    return ":" + "".join(shown) + more if shown else ""

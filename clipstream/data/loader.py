@@ -1,0 +1,245 @@
+"""Owns a rank's stream of batches: its slabs, its workers, what was prefetched and what was consumed.
+
+The loader asks its workers for batch t as soon as slab t modulo depth is free; a batch is whole when every worker has
+reported its part. It hands batches out in order, keeps the lanes' states of the last one handed out (never of what was
+prefetched), checks the health, and turns a dead or stalled worker into a DataError. It never looks into a sample.
+
+With workers = 0 the training process fills the slab itself, when the batch is asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from clipstream.batch import Batch
+from clipstream.data.feeder import Feeder, Part
+from clipstream.data.health import Budget, Health
+from clipstream.data.slab import Slab, SlabRing, SlabShape
+from clipstream.data.worker import Status, Worker
+from clipstream.errors import ClipstreamError, DataError
+
+DataState = dict[str, Any]
+
+MakeFeeder = Callable[[int, Callable[[Any], None], Status], Feeder]
+
+
+@dataclass(frozen=True)
+class LoaderPlan:
+    """What a loader is made of.
+
+    Attributes:
+        make_feeder: (worker number, report, status) -> the feeder of that worker's lanes.
+        workers: processes; 0 for none.
+        depth: slabs.
+        shape: of a slab.
+        global_size: B.
+        names: of the sources.
+        budget: of failures.
+        stall_timeout: seconds.
+        lanes_total: L.
+        fingerprint: of what fixes the order of samples.
+        ends: whether the stream ends (evaluation).
+        pin: whether slabs are registered as pinned memory.
+    """
+
+    make_feeder: MakeFeeder
+    workers: int
+    depth: int
+    shape: SlabShape
+    global_size: int
+    names: list[str]
+    budget: Budget
+    stall_timeout: float
+    lanes_total: int
+    fingerprint: str
+    ends: bool = False
+    pin: bool = False
+
+
+class Loader:
+    """Iterator over a rank's batches.
+
+    A batch's tensors are views of its slab, valid until the next batch is asked for.
+
+    Attributes:
+        health: counts of this rank since the start.
+        wait_seconds: total time that the caller waited for batches.
+    """
+
+    def __init__(self, plan: LoaderPlan, start: DataState | None = None) -> None:
+        self.plan = plan
+        self.health = Health(plan.names)
+        self.wait_seconds = 0.0
+        self._step = int(start["step"]) if start else 0  # the batch that is handed out next
+        self._asked = self._step  # the batch that workers are asked for next
+        self._lanes: dict[str, Any] = dict(start["lanes"]) if start else {}  # after the last batch handed out
+        self._parts: dict[int, list[Part]] = {}
+        self._ring = SlabRing(plan.shape, plan.depth if plan.workers else 1)
+        if plan.pin:
+            _register_pinned(self._ring)
+        self._workers: list[Worker] = []
+        self._feeder: Feeder | None = None
+        if plan.workers:
+            for number in range(plan.workers):
+                self._workers.append(Worker.start(_bind(plan.make_feeder, number), self._ring))
+            for _ in range(plan.depth):
+                self._ask()
+        else:
+            self._feeder = plan.make_feeder(0, self._merge_and_check, Status())
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        began = time.perf_counter()
+        if self._feeder is not None:
+            parts = [self._feeder.fill(self._step, self._ring[self._step])]
+            self._merge_and_check(parts[0].health)
+        else:
+            if self._asked < self._step + self.plan.depth:
+                self._ask()  # the slab of the batch before is free now
+            parts = self._collect(self._step)
+        self.wait_seconds += time.perf_counter() - began
+        if self.plan.ends and all(part.ended for part in parts):
+            self._check_end()
+            raise StopIteration
+        return self._hand_out(parts)
+
+    def state(self) -> DataState:
+        """This rank's part of the data's state, after the last batch that was handed out."""
+        return {
+            "step": self._step,
+            "lanes_total": self.plan.lanes_total,
+            "plan": self.plan.fingerprint,
+            "lanes": dict(self._lanes),
+        }
+
+    def close(self) -> None:
+        """End the workers."""
+        for worker in self._workers:
+            worker.stop()
+        self._workers = []
+
+    def worker_pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return [worker.process.pid for worker in self._workers if worker.process.pid is not None]
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ask(self) -> None:
+        for worker in self._workers:
+            try:
+                worker.connection.send(self._asked)
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # its death is told, with the reason, when its part is collected
+        self._asked += 1
+
+    def _collect(self, step: int) -> list[Part]:
+        """Wait until every worker has filled its part of batch `step`."""
+        last_word = time.monotonic()
+        while len(self._parts.get(step, ())) < len(self._workers):
+            ready = wait([worker.connection for worker in self._workers], timeout=1.0)
+            for number, worker in enumerate(self._workers):
+                if worker.connection in ready:
+                    last_word = time.monotonic()
+                    self._receive(number, worker)
+            if time.monotonic() - last_word > self.plan.stall_timeout:
+                raise DataError(self._stalled())
+        return self._parts.pop(step)
+
+    def _receive(self, number: int, worker: Worker) -> None:
+        try:
+            message = worker.connection.recv()
+        except (EOFError, ConnectionResetError):
+            raise DataError(f"data worker {number} (pid {worker.process.pid}) {worker.death()}") from None
+        if isinstance(message, Part):
+            self._parts.setdefault(message.step, []).append(message)
+            self._merge_and_check(message.health)
+        elif isinstance(message, Health):
+            self._merge_and_check(message)
+        elif isinstance(message, ClipstreamError):
+            raise message
+        else:
+            raise DataError(f"data worker {number} (pid {worker.process.pid}) failed {message}")
+
+    def _merge_and_check(self, delta: Health) -> None:
+        self.health.merge(delta)
+        self.plan.budget.check(self.health)
+
+    def _check_end(self) -> None:
+        """At the end of a stream that ends: something must have come of what was read."""
+        for name, health in self.health.sources.items():
+            if health.read and not health.used:
+                raise DataError(self.plan.budget.nothing_usable(name, health))
+
+    def _stalled(self) -> str:
+        lines = []
+        for number, worker in enumerate(self._workers):
+            doing, age = worker.status.get()
+            lines.append(f"  worker {number} (pid {worker.process.pid}): {doing}, for {age:.0f} s")
+        return (
+            f"no data for {self.plan.stall_timeout:.0f} s (--data.stall-timeout), batch {self._step} is not whole:\n"
+            + "\n".join(lines)
+        )
+
+    def _hand_out(self, parts: list[Part]) -> Batch:
+        slab = self._ring[self._step]
+        keys: dict[int, str] = {}
+        for part in parts:
+            keys.update(part.keys)
+            self._lanes.update({str(lane): state for lane, state in part.lanes.items()})
+        batch = _batch(slab, keys, self._step, self.plan.global_size)
+        self._step += 1
+        return batch
+
+
+def merge_states(states: list[DataState]) -> DataState:
+    """The whole run's data state, from the states of all ranks."""
+    lanes = {lane: state for part in states for lane, state in part["lanes"].items()}
+    return {**states[0], "lanes": dict(sorted(lanes.items(), key=lambda item: int(item[0])))}
+
+
+def _batch(slab: Slab, keys: dict[int, str], step: int, global_size: int) -> Batch:
+    """The slab as a batch; without its empty slots where a stream ended in it."""
+    pixels, ids, weights, sources = slab.pixels, slab.ids, slab.weights, slab.sources
+    order = sorted(keys)
+    if len(order) < len(weights):
+        pixels, ids, weights, sources = pixels[order], ids[order], weights[order], sources[order]
+    return Batch(
+        pixels=torch.from_numpy(pixels).permute(0, 3, 1, 2),
+        ids=torch.from_numpy(ids),
+        weights=torch.from_numpy(weights),
+        keys=tuple(keys[slot] for slot in order),
+        sources=torch.from_numpy(sources),
+        step=step,
+        global_size=global_size,
+    )
+
+
+def _bind(make_feeder: MakeFeeder, number: int) -> Callable[[Callable[[Any], None], Status], Feeder]:
+    def make(report: Callable[[Any], None], status: Status) -> Feeder:
+        return make_feeder(number, report, status)
+
+    return make
+
+
+def _register_pinned(ring: SlabRing) -> None:
+    """Let CUDA copy from the slabs without a copy of its own in between."""
+    memory = np.frombuffer(ring.memory, dtype=np.uint8)
+    code = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
+    if int(code) != 0:
+        raise RuntimeError(f"cudaHostRegister of {memory.nbytes} bytes failed with code {int(code)}")

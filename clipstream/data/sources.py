@@ -1,0 +1,236 @@
+"""Owns the way from settings to a loader: sources to readers and orders, lanes to ranks and workers.
+
+Both loaders, training's and evaluation's, are the same machine: lanes, a feeder, slabs. They differ in the walk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from clipstream.batch import ImageSpec
+from clipstream.data.feeder import Feeder, Lane, Reader
+from clipstream.data.fields import CaptionExtractor, build_caption, build_transform
+from clipstream.data.health import Budget, Health
+from clipstream.data.images import EvalTransform, TrainTransform
+from clipstream.data.loader import DataState, Loader, LoaderPlan
+from clipstream.data.order import Cursor, SourceMix, SourceOrder, lane_share, lanes_of_rank
+from clipstream.data.remote import ShardStore
+from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.shards import expand
+from clipstream.data.slab import SlabShape
+from clipstream.data.text import Tokenizer
+from clipstream.data.walk import OnceWalk, OpenShards, Walk, WindowWalk
+from clipstream.data.worker import Status
+from clipstream.errors import SettingsError
+from clipstream.world import World
+
+MakeWalk = Callable[[int, int, OpenShards, Callable[[], None]], Walk]  # (source, lane, shards, pulse) -> walk
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """All that the feeders of a rank share."""
+
+    names: list[str]
+    readers: list[Reader]
+    urls: list[list[str]]
+    mix: SourceMix
+    make_walk: MakeWalk
+    slots: dict[int, range]  # lane -> its slots in the rank's batch
+    drawn: dict[int, int]  # lane -> samples it gave before the start
+    workers: int
+    tokenizer: Tokenizer
+    store: ShardStore
+
+    def feeder(self, worker: int, report: Callable[[Any], None], status: Status) -> Feeder:
+        """The feeder of a worker: every `workers`-th lane of the rank."""
+        feeder = Feeder([], self.readers, self.mix, self.tokenizer, Health(self.names), report, status.set)
+        shards = [
+            OpenShards(urls, self.store, lambda name=name: feeder.health.sources[name], status.set)  # type: ignore[misc]
+            for name, urls in zip(self.names, self.urls, strict=True)
+        ]
+        for lane in list(self.slots)[worker :: max(1, self.workers)]:
+            walks = [
+                self.make_walk(i, lane, shards[i], lambda name=name: feeder.pulse(name))  # type: ignore[misc]
+                for i, name in enumerate(self.names)
+            ]
+            feeder.lanes.append(Lane(lane, walks, self.slots[lane], self.drawn.get(lane, 0)))
+        return feeder
+
+    def plan(self, budget: Budget, image: ImageSpec, depth: int, global_size: int, **more: Any) -> LoaderPlan:
+        """The loader's plan for this stream."""
+        height, width = image.size
+        samples = sum(len(slots) for slots in self.slots.values())
+        return LoaderPlan(
+            make_feeder=self.feeder,
+            workers=self.workers,
+            depth=depth,
+            shape=SlabShape(samples, height, width, self.tokenizer.context_length),
+            global_size=global_size,
+            names=self.names,
+            budget=budget,
+            **more,
+        )
+
+
+def training_loader(
+    settings: DataSettings,
+    *,
+    world: World,
+    seed: int,
+    tokenizer: Tokenizer,
+    image: ImageSpec,
+    start: DataState | None = None,
+) -> Loader:
+    """The endless stream of this rank's parts of the global batches.
+
+    Args:
+        start: the run's data state (all ranks' lanes) to go on from.
+
+    Raises:
+        SettingsError: no lanes for a rank, or `start` belongs to another order of samples.
+    """
+    lanes = settings.lanes
+    if not isinstance(lanes, int):
+        raise SettingsError("data.lanes is 'auto': resolve the settings first")
+    names = sorted(settings.sources)
+    sources = [settings.sources[name] for name in names]
+    urls = [expand(source.shards) for source in sources]
+    fingerprint = _fingerprint(settings, seed, names, urls)
+    if start is not None and start["plan"] != fingerprint:
+        raise SettingsError(
+            "the checkpoint's data order is not that of these settings: batch size, lanes, seed, shards, weights, "
+            "sampling and shuffle must be as they were; go back to them, or start a new run from the checkpoint's "
+            "weights (--pretrained local-dir:CHECKPOINT)"
+        )
+    mine = lanes_of_rank(world.rank, world.size, lanes)
+    saved = {lane: start["lanes"][str(lane)] for lane in mine if str(lane) in start["lanes"]} if start else {}
+
+    def make_walk(source: int, lane: int, shards: OpenShards, pulse: Callable[[], None]) -> Walk:
+        order = SourceOrder(
+            seed, source, len(shards.urls), lanes, settings.sampling.mode, settings.shuffle.shards,
+            settings.shuffle.window,
+        )  # fmt: skip
+        cursor = Cursor.load(saved[lane]["cursors"][source]) if lane in saved else Cursor()
+        return WindowWalk(order, lane, cursor, shards, pulse)
+
+    slots: dict[int, range] = {}
+    first = 0
+    for lane in mine:
+        share = lane_share(lane, lanes, settings.global_batch_size)
+        slots[lane] = range(first, first + share)
+        first += share
+    if first == 0:
+        raise SettingsError(
+            f"rank {world.rank} of {world.size} gets no sample of a global batch of {settings.global_batch_size} over "
+            f"{lanes} lanes: use fewer ranks, or a larger --data.global-batch-size or --data.lanes"
+        )
+    stream = _Stream(
+        names=names,
+        readers=[
+            _reader(name, source, TrainTransform(image, settings.augment, source.background))
+            for name, source in zip(names, sources, strict=True)
+        ],
+        urls=urls,
+        mix=SourceMix(seed, tuple(source.weight for source in sources)),
+        make_walk=make_walk,
+        slots=slots,
+        drawn={lane: int(state["drawn"]) for lane, state in saved.items()},
+        workers=min(settings.workers, len(slots)),
+        tokenizer=tokenizer,
+        store=ShardStore(settings.cache),
+    )
+    mine_start = None if start is None else {**start, "lanes": {str(lane): state for lane, state in saved.items()}}
+    plan = stream.plan(
+        _budget(names, sources, urls, settings.max_shard_failures, settings.max_sample_failures),
+        image,
+        settings.prefetch,
+        settings.global_batch_size,
+        stall_timeout=settings.stall_timeout,
+        lanes_total=lanes,
+        fingerprint=fingerprint,
+        pin=world.device.startswith("cuda"),
+    )
+    return Loader(plan, mine_start)
+
+
+def evaluation_loader(
+    source: SourceSettings,
+    *,
+    batch_size: int,
+    world: World,
+    tokenizer: Tokenizer,
+    image: ImageSpec,
+    workers: int = 0,
+    target: CaptionExtractor | None = None,
+    max_samples: int | None = None,
+    name: str = "eval",
+    stall_timeout: float = 300.0,
+) -> Loader:
+    """This rank's part of every sample of `source`, once, in batches of at most `batch_size`; then it ends.
+
+    Args:
+        target: what becomes ids in place of the caption (class numbers, with a tokenizer that knows them).
+        max_samples: only the first so many samples of the source.
+    """
+    per_rank = max(1, workers)
+    batch_size = max(batch_size, per_rank)
+    lanes = world.size * per_rank
+    urls = expand(source.shards)
+
+    def make_walk(_: int, lane: int, shards: OpenShards, pulse: Callable[[], None]) -> Walk:
+        return OnceWalk(lane, lanes, shards, pulse, max_samples)
+
+    cuts = [i * batch_size // per_rank for i in range(per_rank + 1)]
+    stream = _Stream(
+        names=[name],
+        readers=[_reader(name, source, EvalTransform(image, source.background), target)],
+        urls=[urls],
+        mix=SourceMix(0, (1.0,)),
+        make_walk=make_walk,
+        slots={world.rank * per_rank + i: range(cuts[i], cuts[i + 1]) for i in range(per_rank)},
+        drawn={},
+        workers=workers,
+        tokenizer=tokenizer,
+        store=ShardStore(None),
+    )
+    plan = stream.plan(
+        _budget([name], [source], [urls], 1.0, 1.0),
+        image,
+        2,
+        batch_size * world.size,
+        stall_timeout=stall_timeout,
+        lanes_total=lanes,
+        fingerprint="",
+        ends=True,
+    )
+    return Loader(plan)
+
+
+def _reader(
+    name: str, source: SourceSettings, image: TrainTransform | EvalTransform, target: CaptionExtractor | None = None
+) -> Reader:
+    caption = build_caption(source.caption) if target is None else target
+    return Reader(name, source.image_key, caption, image, build_transform(source.transform))
+
+
+def _budget(
+    names: list[str], sources: list[SourceSettings], urls: list[list[str]], shard_failures: float, sample_failures: float
+) -> Budget:
+    hints = {name: (source.image_key, source.caption) for name, source in zip(names, sources, strict=True)}
+    totals = {name: len(set(shards)) for name, shards in zip(names, urls, strict=True)}
+    return Budget(totals, hints, shard_failures, sample_failures)
+
+
+def _fingerprint(settings: DataSettings, seed: int, names: list[str], urls: list[list[str]]) -> str:
+    """A short hash of what fixes the order of samples; the folder of the shards does not."""
+    fixed = [
+        seed, settings.global_batch_size, settings.lanes, settings.sampling.mode, settings.shuffle.window,
+        settings.shuffle.shards, names, [[url.rsplit("/", 1)[-1] for url in shards] for shards in urls],
+        [settings.sources[name].weight for name in names],
+    ]  # fmt: skip
+    return hashlib.sha256(json.dumps(fixed).encode()).hexdigest()[:16]

@@ -1,0 +1,209 @@
+"""Owns a lane's walk through one source: opens its shards, goes from sample to sample, knows where it stands.
+
+It reads no member and decodes nothing: it gives out `Taken` samples, whose bytes the feeder loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from clipstream.data.health import SourceHealth
+from clipstream.data.order import Cursor, SourceOrder
+from clipstream.data.remote import ShardError, ShardStore
+from clipstream.data.shards import redact
+from clipstream.data.tarstream import SampleRef, Shard
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A sample that a lane stands at.
+
+    Attributes:
+        shard: the open shard that holds it.
+        ref: its key and where its members are.
+        url: the shard's name, without credentials.
+        draws_key: key of its own generator; None in evaluation, where nothing is drawn.
+    """
+
+    shard: Shard
+    ref: SampleRef
+    url: str
+    draws_key: int | None
+
+    @property
+    def name(self) -> str:
+        """'SHARD_BASENAME/KEY'."""
+        return f"{Path(self.url).name}/{self.ref.key}"
+
+
+class OpenShards:
+    """A worker's open shards of one source, shared by its lanes; a shard is closed when no lane holds it."""
+
+    def __init__(
+        self,
+        urls: list[str],
+        store: ShardStore,
+        health: Callable[[], SourceHealth],
+        trace: Callable[[str, str], None],
+    ) -> None:
+        self.urls = urls
+        self._store = store
+        self._health = health
+        self._trace = trace
+        self._open: dict[int, tuple[Shard, int]] = {}
+
+    def hold(self, number: int) -> Shard | None:
+        """Open a shard, or take it once more. None, and counted, where it gives no sample."""
+        if number in self._open:
+            shard, holders = self._open[number]
+            self._open[number] = (shard, holders + 1)
+            return shard
+        url = self.urls[number]
+        self._trace("open", redact(url))
+        health = self._health()
+        health.shards.add(number)
+        try:
+            shard = Shard(self._store.local(url))
+        except ShardError as error:
+            health.faults[redact(url)] = str(error)
+            health.unopened.add(number)
+            return None
+        if shard.index.fault is not None:
+            health.faults[redact(url)] = str(shard.index.fault)
+        if not shard.index.samples:
+            health.faults.setdefault(redact(url), "empty: no sample in it")
+            health.unopened.add(number)
+            shard.close()
+            self._store.release(url)
+            return None
+        self._open[number] = (shard, 1)
+        return shard
+
+    def release(self, number: int) -> None:
+        """Give a shard back."""
+        shard, holders = self._open[number]
+        if holders > 1:
+            self._open[number] = (shard, holders - 1)
+            return
+        del self._open[number]
+        shard.close()
+        self._store.release(self.urls[number])
+
+
+class Walk(Protocol):
+    """A lane's way through one source."""
+
+    cursor: Cursor
+
+    def take(self) -> Taken | None:
+        """The sample that the lane stands at, and one step on; None at the end of a walk that ends."""
+        ...
+
+
+class WindowWalk:
+    """The endless walk of training: groups of shards, windows of a group, permuted samples of a window."""
+
+    def __init__(
+        self, order: SourceOrder, lane: int, cursor: Cursor, shards: OpenShards, pulse: Callable[[], None]
+    ) -> None:
+        self.cursor = cursor
+        self._order = order
+        self._lane = lane
+        self._shards = shards
+        self._pulse = pulse
+        self._held: dict[int, Shard] = {}  # place in the group -> shard
+        self._numbers: list[int] = []
+        self._sizes: list[int] | None = None  # None: the cursor's group is not open
+        self._samples: list[tuple[int, int]] | None = None  # None: the cursor's window is not laid out
+
+    def take(self) -> Taken:
+        """The next sample; opens the next group or window where the last one is used up."""
+        samples = self._samples
+        while samples is None or self.cursor.position >= len(samples):
+            samples = self._advance(samples is not None)
+        place, number = samples[self.cursor.position]
+        taken = Taken(
+            self._held[place],
+            self._held[place].index.samples[number],
+            redact(self._shards.urls[self._numbers[place]]),
+            self._order.sample_key(self._lane, self.cursor),
+        )
+        self.cursor.position += 1
+        return taken
+
+    def _advance(self, window_done: bool) -> list[tuple[int, int]] | None:
+        """Lay out the cursor's window, or step to the next window or group. None: call again."""
+        cursor = self.cursor
+        if window_done:
+            cursor.window += 1
+            cursor.position = 0
+            self._samples = None
+        if self._sizes is None:
+            self._open_group()
+        assert self._sizes is not None
+        if cursor.window >= self._order.windows(self._sizes):
+            self._close_group()
+            self.cursor = Cursor(group=cursor.group + 1)
+            self._pulse()  # a source without one readable shard must not spin here unseen
+            return None
+        self._samples = self._order.walk(self._lane, cursor.group, cursor.window, self._sizes)
+        return self._samples
+
+    def _open_group(self) -> None:
+        self._numbers = self._order.group(self._lane, self.cursor.group)
+        for place, number in enumerate(self._numbers):
+            if place in self.cursor.skipped:
+                continue
+            shard = self._shards.hold(number)
+            if shard is None:
+                self.cursor.skipped.append(place)
+            else:
+                self._held[place] = shard
+            self._pulse()
+        self._sizes = [
+            len(self._held[place].index.samples) if place in self._held else 0 for place in range(len(self._numbers))
+        ]
+
+    def _close_group(self) -> None:
+        for place in self._held:
+            self._shards.release(self._numbers[place])
+        self._held.clear()
+        self._sizes = None
+
+
+class OnceWalk:
+    """The walk of evaluation: a lane takes its stretch of every shard, in order, once, and ends.
+
+    Every lane looks into every shard, so that few shards still spread evenly over ranks and workers.
+    """
+
+    def __init__(
+        self, lane: int, lanes: int, shards: OpenShards, pulse: Callable[[], None], limit: int | None = None
+    ) -> None:
+        self.cursor = Cursor()
+        self._stream = self._run(lane, lanes, shards, pulse, limit)
+
+    def take(self) -> Taken | None:
+        """The next sample, None after the last."""
+        return next(self._stream, None)
+
+    def _run(
+        self, lane: int, lanes: int, shards: OpenShards, pulse: Callable[[], None], limit: int | None
+    ) -> Iterator[Taken]:
+        before = 0
+        for number, url in enumerate(shards.urls):
+            if limit is not None and before >= limit:
+                return
+            shard = shards.hold(number)
+            pulse()
+            if shard is None:
+                continue
+            samples = shard.index.samples
+            size = len(samples) if limit is None else min(len(samples), limit - before)
+            for i in range(lane * size // lanes, (lane + 1) * size // lanes):
+                yield Taken(shard, samples[i], redact(url), None)
+            shards.release(number)
+            before += size

@@ -1,0 +1,125 @@
+"""Owns a worker process: it fills its part of the batches that the loader asks for, and dies with its parent.
+
+Workers are forked, because they share the slabs, the tokenizer and the users' own objects that the parent has built,
+without importing or pickling anything. They use one thread each, ignore signals that ask a run to end (the parent saves
+first, and ends them), and the kernel kills them when the parent is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import multiprocessing
+import os
+import signal
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from clipstream.data.feeder import Feeder
+from clipstream.data.slab import SlabRing
+from clipstream.errors import ClipstreamError
+
+_PR_SET_PDEATHSIG = 1
+_HEAD = struct.Struct("<dH")
+_STATUS_BYTES = 1024
+
+
+class Status:
+    """A worker's last word on what it is doing, in shared memory, readable also when the worker hangs or is dead."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, _STATUS_BYTES)
+
+    def set(self, stage: str, sample: str) -> None:
+        """Say what is being done now."""
+        text = f"{stage} {sample}".encode()[: _STATUS_BYTES - _HEAD.size]
+        _HEAD.pack_into(self._memory, 0, time.monotonic(), len(text))
+        self._memory[_HEAD.size : _HEAD.size + len(text)] = text
+
+    def get(self) -> tuple[str, float]:
+        """What was said last, and how many seconds ago."""
+        since, length = _HEAD.unpack_from(self._memory, 0)
+        if not length:
+            return "start", 0.0
+        text = self._memory[_HEAD.size : _HEAD.size + length].decode(errors="replace")
+        return text, time.monotonic() - since
+
+
+@dataclass
+class Worker:
+    """The loader's side of a worker process."""
+
+    process: multiprocessing.process.BaseProcess
+    connection: Connection
+    status: Status
+
+    @classmethod
+    def start(cls, make_feeder: Callable[[Callable[[Any], None], Status], Feeder], ring: SlabRing) -> Worker:
+        """Fork a worker; `make_feeder` is called in it with what sends a report, and with its status."""
+        ours, theirs = multiprocessing.Pipe()
+        status = Status()
+        process = multiprocessing.get_context("fork").Process(
+            target=_main, args=(make_feeder, ring, theirs, ours, status, os.getpid()), daemon=True
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        process.start()
+        theirs.close()
+        return cls(process, ours, status)
+
+    def stop(self) -> None:
+        """End the process and wait for it."""
+        self.connection.close()
+        self.process.join(timeout=0.2)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+    def death(self) -> str:
+        """How the process ended, in words."""
+        self.process.join(timeout=5)
+        code = self.process.exitcode
+        doing, _ = self.status.get()
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            hint = " (the system kills the largest process when memory runs out)" if name == "SIGKILL" else ""
+            return f"was killed by {name}{hint} while it was at: {doing}"
+        return f"ended with code {code} while it was at: {doing}"
+
+
+def _main(
+    make_feeder: Callable[[Callable[[Any], None], Status], Feeder],
+    ring: SlabRing,
+    connection: Connection,
+    parents_end: Connection,
+    status: Status,
+    parent: int,
+) -> None:
+    """A worker's life: wait for a batch number, fill it, report."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return  # the parent died before the request above was in force
+    parents_end.close()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    try:
+        feeder = make_feeder(connection.send, status)
+        while True:
+            step = connection.recv()
+            connection.send(feeder.fill(step, ring[step]))
+            status.set("idle", "")
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the loader was closed
+    except ClipstreamError as error:
+        connection.send(error)
+    except BaseException:
+        doing, _ = status.get()
+        connection.send(RuntimeError(f"while it was at: {doing}\n{traceback.format_exc()}"))

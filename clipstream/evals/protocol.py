@@ -1,0 +1,278 @@
+"""Owns what an evaluator is, what it may use, and when evaluators run; knows no metric.
+
+An evaluator is a class that is constructed with its settings and yields (name, value) when called with an EvalContext.
+Every rank calls it. It sees its rank's part of the data and has to sum over the ranks itself, so that all ranks yield
+the same values. Training goes on with the same bits whether evaluations run or not: random states and the towers'
+modes are put back, and no gradient is touched.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from clipstream.batch import Batch, ImageSpec
+from clipstream.data.fields import CaptionExtractor
+from clipstream.data.settings import SourceSettings
+from clipstream.data.sources import evaluation_loader
+from clipstream.data.text import Tokenizer
+from clipstream.errors import DataError, SettingsError
+from clipstream.evals.settings import EvalSettings
+from clipstream.plugins import load_plugin
+from clipstream.world import World
+
+Record = dict[str, Any]
+
+
+class Encoder(Protocol):
+    """What evaluators need of the towers: `clipstream.model.towers.Towers` is one."""
+
+    def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
+        """uint8 [n, 3, H, W] -> L2-normalised [n, D]."""
+
+    def encode_text(self, ids: torch.Tensor) -> torch.Tensor:
+        """int [n, T] -> L2-normalised [n, D]."""
+
+    def modules(self) -> Iterator[nn.Module]:
+        """All modules, as nn.Module has it."""
+
+
+@dataclass
+class EvalContext:
+    """What an evaluator works with, on one rank.
+
+    Attributes:
+        towers: the model, without DDP's wrapper.
+        tokenizer: of the model's texts.
+        world: this rank among the others.
+        image: how pictures become pixels.
+        workers: reading processes a rank.
+        precision: 'fp32', 'bf16' (autocast) or 'fp64', as in training.
+        dropped: samples that `batches` could not use on this rank, since the start.
+    """
+
+    towers: Encoder
+    tokenizer: Tokenizer
+    world: World
+    image: ImageSpec
+    workers: int = 0
+    precision: str = "fp32"
+    dropped: int = field(default=0, init=False)
+
+    def batches(
+        self,
+        source: SourceSettings,
+        batch_size: int,
+        *,
+        target: CaptionExtractor | None = None,
+        tokenizer: Tokenizer | None = None,
+        max_samples: int | None = None,
+    ) -> Iterator[Batch]:
+        """This rank's part of a source: every sample once over all ranks, those of weight 0 left out.
+
+        Args:
+            source: what to read.
+            batch_size: samples a batch on this rank, at most.
+            target: what `ids` are made of; the source's caption unless set.
+            tokenizer: what makes `ids` of it; the model's unless set.
+            max_samples: only the first so many samples of the source.
+
+        Raises:
+            DataError: nothing usable, or too many failures.
+        """
+        loader = evaluation_loader(
+            source,
+            batch_size=batch_size,
+            world=self.world,
+            tokenizer=tokenizer or self.tokenizer,
+            image=self.image,
+            workers=self.workers,
+            target=target,
+            max_samples=max_samples,
+        )
+        with loader:
+            for batch in loader:
+                yield _without_padding(batch)
+            self.dropped += sum(source.dropped.total() for source in loader.health.sources.values())
+
+    def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
+        """uint8 [n, 3, H, W] -> L2-normalised float32 [n, D] on the world's device, without gradient."""
+        return self._encode(self.towers.encode_image, pixels)
+
+    def encode_text(self, ids: torch.Tensor) -> torch.Tensor:
+        """int [n, T] -> L2-normalised float32 [n, D] on the world's device, without gradient."""
+        return self._encode(self.towers.encode_text, ids)
+
+    def encode_prompts(self, prompts: Sequence[str], batch_size: int = 256) -> torch.Tensor:
+        """Texts [n] -> L2-normalised float32 [n, D] on every rank; each rank encodes its share of them.
+
+        Every rank calls this, with the same texts (at least one).
+        """
+        rank, size = self.world.rank, self.world.size
+        mine = prompts[len(prompts) * rank // size : len(prompts) * (rank + 1) // size]
+        # A rank without a share encodes one text all the same: only so it knows D.
+        parts = [
+            self.encode_text(torch.from_numpy(self.tokenizer.encode(some)))
+            for some in _chunks(mine or prompts[:1], batch_size)
+        ]
+        return self.world.gather_rows(torch.cat(parts)[: len(mine)])
+
+    def _encode(self, encode: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+        device = torch.device(self.world.device)
+        # no_grad, not inference_mode: a tensor that a tower keeps for later (a mask, a table of positions) has to
+        # work in the next training step.
+        with evaluating(self.towers), torch.no_grad(), autocast(device, self.precision):
+            return encode(rows.to(device, non_blocking=True)).float()
+
+
+class Evaluator(Protocol):
+    """Yields (metric, value) of one model and one source. Constructed as `Name(settings)`."""
+
+    def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
+        """Evaluate, on all ranks at once; the values are the same on every rank."""
+
+
+def source_of(settings: EvalSettings) -> SourceSettings:
+    """The data of an evaluator that cannot do without.
+
+    Raises:
+        SettingsError: none are set.
+    """
+    if settings.data is None:
+        raise SettingsError("the evaluator has no data: give data.shards")
+    return settings.data
+
+
+def build_evaluators(settings: Mapping[str, EvalSettings]) -> dict[str, Evaluator]:
+    """The evaluators that the settings name, in their order.
+
+    Raises:
+        SettingsError: a class is not found, or a file that the settings name is not there or wrong.
+    """
+    from clipstream.evals.retrieval import Retrieval
+    from clipstream.evals.zero_shot import ZeroShot
+
+    builtin: dict[str, Callable[[Any], Evaluator]] = {"retrieval": Retrieval, "zero_shot": ZeroShot}
+    evaluators = {}
+    for name, section in settings.items():
+        try:
+            make = builtin.get(section.type) or load_plugin(section.type)
+            evaluators[name] = make(section)
+        except (SettingsError, ValueError) as error:
+            raise SettingsError(f"evals.{name}: {error}") from error
+    return evaluators
+
+
+class EvalRunner:
+    """Runs a run's evaluators when they are due.
+
+    Args:
+        settings: name -> settings of an evaluator.
+        context: what they work with.
+        emit: takes the record of each evaluation; called on rank 0 only.
+
+    An error of an evaluator ends the run.
+    """
+
+    def __init__(
+        self, settings: Mapping[str, EvalSettings], context: EvalContext, emit: Callable[[Record], None]
+    ) -> None:
+        self.settings = settings
+        self.context = context
+        self.emit = emit
+        self.evaluators = build_evaluators(settings)
+
+    def due(self, step: int, last: bool = False) -> list[str]:
+        """Names of the evaluators to run after `step` steps; all of them after the last one."""
+        return [name for name, s in self.settings.items() if last or (s.every and step and step % s.every == 0)]
+
+    def __call__(self, step: int, last: bool = False) -> list[Record]:
+        """Run what is due; on every rank, at the same step.
+
+        Returns:
+            A record an evaluation: step, eval (its name), its metrics, dropped (samples of its data that could not be
+            used, over all ranks) and seconds.
+
+        Raises:
+            ClipstreamError: what the evaluator or its data raised.
+        """
+        records = []
+        for name in self.due(step, last):
+            records.append(self._run(step, name))
+            if self.context.world.is_main:
+                self.emit(records[-1])
+        return records
+
+    def _run(self, step: int, name: str) -> Record:
+        context = self.context
+        began, dropped = time.perf_counter(), context.dropped
+        try:
+            with evaluating(context.towers), same_randomness(context.world.device):
+                metrics = dict(self.evaluators[name](context))
+        except (DataError, SettingsError) as error:
+            raise type(error)(f"evals.{name}: {error}") from error
+        dropped = sum(context.world.gather_objects(context.dropped - dropped))
+        seconds = round(time.perf_counter() - began, 3)
+        return {"step": step, "eval": name, **metrics, "dropped": dropped, "seconds": seconds}
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
+    """The arithmetic of a precision: bf16 is autocast over float32 weights, anything else is the weights' own."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
+@contextmanager
+def evaluating(towers: Encoder) -> Iterator[None]:
+    """The towers in eval mode; afterwards each module has its former mode (a frozen tower may have been in another)."""
+    training = [module for module in towers.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def same_randomness(device: str) -> Iterator[None]:
+    """Put every random state back that an evaluator may move: Python's, NumPy's, torch's on the CPU and the device."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state(device) if device.startswith("cuda") else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
+
+
+def _without_padding(batch: Batch) -> Batch:
+    kept = batch.weights > 0
+    if bool(kept.all()):
+        return batch
+    return Batch(
+        pixels=None if batch.pixels is None else batch.pixels[kept],
+        ids=batch.ids[kept],
+        weights=batch.weights[kept],
+        keys=tuple(key for key, keep in zip(batch.keys, kept.tolist(), strict=True) if keep),
+        sources=batch.sources[kept],
+        step=batch.step,
+        global_size=batch.global_size,
+        features={name: rows[kept] for name, rows in batch.features.items()},
+    )
+
+
+def _chunks(texts: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+    for start in range(0, len(texts), size):
+        yield texts[start : start + size]

@@ -1,0 +1,154 @@
+"""Owns zero-shot classification: prompts make a classifier, labelled pictures are counted against it.
+
+The classifier is CLIP's (arXiv:2103.00020, section 3.1.4): each prompt's feature is normalised, the mean over a class's
+prompts is normalised again. Ties: see `ranking`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from clipstream.data.fields import LabelField
+from clipstream.data.text import LabelEncoder
+from clipstream.errors import DataError, SettingsError
+from clipstream.evals.protocol import EvalContext, source_of
+from clipstream.evals.ranking import hits, place
+from clipstream.evals.settings import ZeroShotSettings
+
+Template = Callable[[str], str]
+PROMPTS_AT_ONCE = 8192  # over all ranks; bounds what is gathered
+
+
+class ZeroShot:
+    """Yields top1, top5 (top C with C < 5 classes), mean_per_class_recall, n (pictures) and chance (1/C).
+
+    mean_per_class_recall is the mean of top1 over the classes that the data have, as scikit-learn's
+    balanced_accuracy_score.
+
+    Raises:
+        SettingsError: no data are set, or a file of names or templates is not there or wrong.
+    """
+
+    def __init__(self, settings: ZeroShotSettings) -> None:
+        self.settings = settings
+        self.source = source_of(settings)
+        self.classes = class_names(settings.classes)
+        self.templates = prompt_templates(settings.templates)
+
+    def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
+        """Evaluate on all ranks; the values are 0 to 1, but for n.
+
+        Raises:
+            DataError: no usable picture, or a label outside the classes.
+        """
+        settings, count = self.settings, len(self.classes)
+        classifier = text_classifier(context, self.classes, self.templates)
+        tally = torch.zeros((count, 3), dtype=torch.float64, device=classifier.device)  # top1, top5, n by class
+        target = LabelField(settings.label)
+        encoder = LabelEncoder(self.classes)
+        for batch in context.batches(self.source, settings.batch_size, target=target, tokenizer=encoder):
+            assert batch.pixels is not None, "an evaluation source gives pixels"
+            labels = batch.ids[:, 0].to(classifier.device, torch.int64)
+            tally.index_add_(0, labels, score(context.encode_image(batch.pixels), classifier, labels))
+        yield from figures(context.world.all_reduce_sum(tally))
+
+
+def score(images: torch.Tensor, classifier: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Hits among the first 1 and 5 places, and 1, of each picture.
+
+    Args:
+        images: [n, D], L2-normalised.
+        classifier: [C, D], L2-normalised.
+        labels: int64 [n], 0 to C - 1.
+
+    Returns:
+        float64 [n, 3].
+    """
+    ahead, level = place(images, classifier, labels)
+    top1, top5 = hits(ahead, level, 1), hits(ahead, level, 5)
+    return torch.stack([top1, top5, torch.ones_like(top1)], dim=1)
+
+
+def figures(tally: torch.Tensor) -> Iterator[tuple[str, float]]:
+    """The metrics of a whole data set, from its sums by class: float64 [C, 3] of top1, top5 and n.
+
+    Raises:
+        DataError: the sums hold no picture.
+    """
+    top1, top5, n = tally.cpu().unbind(dim=1)
+    total = int(n.sum())
+    if total == 0:
+        raise DataError("the source has no usable picture with a label")
+    present = n > 0
+    yield "top1", float(top1.sum()) / total
+    yield "top5", float(top5.sum()) / total
+    yield "mean_per_class_recall", float((top1[present] / n[present]).mean())
+    yield "n", total
+    yield "chance", 1 / len(n)
+
+
+def text_classifier(context: EvalContext, classes: Sequence[str], templates: Sequence[Template]) -> torch.Tensor:
+    """The classifier of C classes, float32 [C, D] with rows of length 1, on every rank; ranks share the encoding."""
+    step = max(1, PROMPTS_AT_ONCE // len(templates))
+    rows = []
+    for start in range(0, len(classes), step):
+        some = classes[start : start + step]
+        features = context.encode_prompts([template(name) for name in some for template in templates])
+        rows.append(features.view(len(some), len(templates), -1).mean(dim=1))
+    return torch.nn.functional.normalize(torch.cat(rows), dim=1)
+
+
+def class_names(spec: str | Sequence[str]) -> list[str]:
+    """The names that a setting gives: a list, 'imagenet' (open_clip's names), or a file with one a line.
+
+    Raises:
+        SettingsError: no such file, or fewer than 2 names.
+    """
+    if spec == "imagenet":
+        from open_clip import IMAGENET_CLASSNAMES
+
+        return list(IMAGENET_CLASSNAMES)
+    names = _lines(spec, "classes") if isinstance(spec, str) else list(spec)
+    if len(names) < 2:
+        raise SettingsError(f"classes: {len(names)} given, classification takes at least 2")
+    return names
+
+
+def prompt_templates(spec: str | Sequence[str]) -> list[Template]:
+    """The templates that a setting gives: a list, 'openai', 'simple', 'plain', or a file with one a line.
+
+    Raises:
+        SettingsError: no such file, or a template without {c} or {}.
+    """
+    if spec in ("openai", "simple"):
+        import open_clip
+
+        return list(open_clip.OPENAI_IMAGENET_TEMPLATES if spec == "openai" else open_clip.SIMPLE_IMAGENET_TEMPLATES)
+    texts = ["{c}"] if spec == "plain" else _lines(spec, "templates") if isinstance(spec, str) else list(spec)
+    for text in texts:
+        if not has_place(text):
+            raise SettingsError(f"templates: {text!r} has no {{c}} or {{}} where the class name goes")
+    if not texts:
+        raise SettingsError("templates: none given")
+    return [_template(text) for text in texts]
+
+
+def has_place(text: str) -> bool:
+    """Whether a template says where the class name goes."""
+    return "{c}" in text or "{}" in text
+
+
+def _template(text: str) -> Template:
+    return lambda name: text.replace("{c}", name).replace("{}", name)
+
+
+def _lines(path: str, what: str) -> list[str]:
+    """The lines of a text file that are not blank."""
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{what}: cannot read the file {path!r}: {error}") from error
+    return [line.strip() for line in text.splitlines() if line.strip()]

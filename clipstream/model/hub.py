@@ -1,0 +1,133 @@
+"""Owns the way to files of the Hugging Face Hub: what of them is in the cache, what is missing, how they get there.
+
+Never imports torch, never knows what a model is, and never talks to the Hub for a file that is in the cache.
+"""
+
+from __future__ import annotations
+
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+
+from clipstream.errors import SettingsError
+
+
+@dataclass(frozen=True)
+class Need:
+    """Files that a model needs out of one repository.
+
+    Attributes:
+        repo: 'ORG/NAME'.
+        files: for each file that is needed its names in order of preference: any one of them will do.
+        extras: files that are taken along where the repository has them.
+    """
+
+    repo: str
+    files: tuple[tuple[str, ...], ...]
+    extras: tuple[str, ...] = ()
+
+
+def cache_folder(cache_dir: str | None) -> Path:
+    """The Hub's cache: `cache_dir`, or $HF_HUB_CACHE, or the one in the user's home."""
+    return Path(cache_dir or constants.HF_HUB_CACHE).expanduser()
+
+
+def cached(repo: str, names: Iterable[str], cache_dir: str | None) -> Path | None:
+    """The first of `names` that the cache holds for the repository's main revision.
+
+    Raises:
+        SettingsError: `repo` cannot be the name of a repository.
+    """
+    for name in names:
+        try:
+            path = try_to_load_from_cache(repo, name, cache_dir=cache_folder(cache_dir))
+        except HFValidationError as error:
+            raise SettingsError(f"{repo!r} is not a repository of the Hugging Face Hub (ORG/NAME): {error}") from error
+        if isinstance(path, str):
+            return Path(path)
+    return None
+
+
+def missing(needs: Iterable[Need], cache_dir: str | None) -> list[Need]:
+    """What of `needs` the cache does not hold."""
+    found = []
+    for need in needs:
+        files = tuple(names for names in need.files if cached(need.repo, names, cache_dir) is None)
+        if files:
+            found.append(Need(need.repo, files, need.extras))
+    return found
+
+
+def why_unreachable(timeout: float = 4.0) -> str | None:
+    """Why the Hub cannot be asked, or None. One try: a name server may not hold the run up for minutes."""
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    outcome = [f"{constants.ENDPOINT} does not answer within {timeout:g} s"]
+
+    def ask() -> None:
+        try:
+            with urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=timeout):
+                outcome.clear()
+        except urllib.error.HTTPError:
+            outcome.clear()  # an answer, whatever it says
+        except (OSError, ValueError) as error:
+            outcome[0] = f"{constants.ENDPOINT} cannot be reached ({getattr(error, 'reason', error)})"
+
+    # urllib's own limit leaves the name lookup out; the thread that is stuck in one is left behind.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    return outcome[0] if outcome else None
+
+
+def explain(needs: Iterable[Need], cache_dir: str | None, label: str, reason: str) -> SettingsError:
+    """The error for files that are neither in the cache nor within reach: what, where, and the command that helps."""
+    by_repo: dict[str, list[tuple[str, ...]]] = {}
+    for need in needs:
+        listed = by_repo.setdefault(need.repo, [])
+        listed.extend(names for names in need.files if names not in listed)
+    option = f" --cache-dir {cache_dir}" if cache_dir else ""
+    lines = [f"{label} needs files of the Hugging Face Hub that are not in its cache, and {reason}."]
+    for repo, files in by_repo.items():
+        where = cache_folder(cache_dir) / f"models--{repo.replace('/', '--')}"
+        wanted = ", ".join(names[0] + (f" (or {', '.join(names[1:])})" if names[1:] else "") for names in files)
+        lines += [
+            f"  repository: {repo}",
+            f"  files:      {wanted}",
+            f"  looked in:  {where}" + ("" if where.is_dir() else " (there is no such folder)"),
+            f"  to fetch them with a network: hf download {repo} {' '.join(names[0] for names in files)}{option}",
+        ]
+    return SettingsError("\n".join(lines))
+
+
+def download(needs: Iterable[Need], cache_dir: str | None) -> None:
+    """Fetch files into the cache, the first name of each that the repository has.
+
+    Raises:
+        SettingsError: there is no such repository or file, it is closed to the user, or the network broke.
+    """
+    for need in needs:
+        for names in need.files:
+            if not any(_fetch(need.repo, name, cache_dir) for name in names):
+                raise SettingsError(f"the Hub's repository {need.repo!r} has no {' or '.join(names)}")
+        for name in need.extras:
+            _fetch(need.repo, name, cache_dir)
+
+
+def _fetch(repo: str, name: str, cache_dir: str | None) -> bool:
+    """Whether the repository has the file, which is then in the cache."""
+    try:
+        hf_hub_download(repo, name, cache_dir=cache_folder(cache_dir))
+    except LocalEntryNotFoundError as error:  # also an EntryNotFoundError, but says that the network failed
+        raise SettingsError(f"cannot fetch {name} of {repo!r} from the Hub: {error}") from error
+    except EntryNotFoundError:
+        return False
+    except Exception as error:  # the client's network errors have no common base
+        raise SettingsError(f"cannot fetch {name} of {repo!r} from the Hub: {error}") from error
+    return True

@@ -1,0 +1,393 @@
+"""Owns what a model is made of: its configuration, weights, preprocessing and tokenizer files, and where they lie.
+
+Never imports torch, so that a missing file is found within a second of the start; never builds a model (`towers`
+does). open_clip's table of pretrained tags and its configurations are read from the installed package without
+importing it, unless it is imported already: then names that were registered with `open_clip.add_model_config` count.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import json
+import sys
+import types
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from clipstream.errors import ClipstreamError, SettingsError
+from clipstream.model import hub
+from clipstream.model.hub import Need
+from clipstream.model.settings import ModelSettings
+from clipstream.world import World
+
+HUB, LOCAL = "hf-hub:", "local-dir:"
+CONFIG_FILE = "open_clip_config.json"
+WEIGHT_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
+LOCAL_WEIGHT_FILES = (*WEIGHT_FILES, "model.safetensors", "pytorch_model.bin", "model.pth")
+TOKENIZER_FILES = ("tokenizer.json", "spiece.model", "sentencepiece.bpe.model", "vocab.txt", "vocab.json")
+TOKENIZER_EXTRAS = ("special_tokens_map.json", "added_tokens.json", "merges.txt", "config.json")
+PREPROCESS_KEYS = ("mean", "std", "interpolation", "resize_mode", "fill_color")
+
+
+class TokenizerChoice(Protocol):
+    """What the model room needs of the tokenizer's settings; 'hub' and 'path' ones have a `name` as well."""
+
+    @property
+    def type(self) -> str:
+        """model, hub, path, or a user's own package.module:Name."""
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens a caption, or the model's own."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """All that is needed to build a model, on this machine's disk.
+
+    Attributes:
+        label: how messages call it.
+        model_cfg: open_clip's model configuration.
+        preprocess_cfg: mean, std, interpolation, …: what is not open_clip's default.
+        weights: file of the weights; None for a fresh model.
+        tokenizer: folder of a Hugging Face tokenizer; None for open_clip's own BPE.
+        text_model: folder with config.json (and base weights) of a Hugging Face text tower.
+    """
+
+    label: str
+    model_cfg: dict[str, Any]
+    preprocess_cfg: dict[str, Any]
+    weights: Path | None
+    tokenizer: Path | None
+    text_model: Path | None
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Where weights come from: a repository's `names`, or a local `path`; or nowhere (a fresh model)."""
+
+    repo: str = ""
+    names: tuple[str, ...] = ()
+    path: Path | None = None
+    config: dict[str, Any] | None = None
+    quick_gelu: bool = False
+
+
+def preflight(settings: ModelSettings, tokenizer: TokenizerChoice | None = None) -> None:
+    """Find out, without torch and within seconds, whether the model's files are here or can be fetched.
+
+    Raises:
+        SettingsError: a name, tag or file is unknown; the tokenizer is not the one that the weights were made with;
+            or files of the Hub are not in the cache and the Hub is not in reach.
+    """
+    missing = hub.missing(needs(settings, tokenizer), settings.cache_dir)
+    if missing and (reason := hub.why_unreachable()):
+        raise hub.explain(missing, settings.cache_dir, _label(settings), reason)
+
+
+def fetch(settings: ModelSettings, tokenizer: TokenizerChoice | None, world: World) -> None:
+    """Bring the model's files into the Hub's cache: one rank a node talks to the Hub, all ranks wait for it.
+
+    Collective: every rank calls it, and an error of one is raised on all.
+
+    Raises:
+        SettingsError: as `preflight`, or a download failed.
+    """
+    problem = None
+    if world.local_rank == 0:
+        try:
+            # A configuration on the Hub names further files: ask again when it is here.
+            while missing := hub.missing(needs(settings, tokenizer), settings.cache_dir):
+                if reason := hub.why_unreachable():
+                    raise hub.explain(missing, settings.cache_dir, _label(settings), reason)
+                hub.download(missing, settings.cache_dir)
+        except (ClipstreamError, OSError) as error:
+            problem = str(error)
+    for message in world.gather_objects(problem):
+        if message:
+            raise SettingsError(message)
+
+
+def needs(settings: ModelSettings, tokenizer: TokenizerChoice | None = None) -> list[Need]:
+    """The Hub's files that a model takes. A configuration that is not in the cache yet hides those that it names.
+
+    Raises:
+        SettingsError: a name, tag or local file that does not exist; or a tokenizer that the weights do not know.
+    """
+    found = []
+    if settings.name.startswith(HUB):
+        found.append(Need(settings.name[len(HUB) :], ((CONFIG_FILE,),)))
+    weights = _weights(settings)
+    if weights.repo:
+        config = ((CONFIG_FILE,),) if (settings.pretrained or "").startswith(HUB) else ()
+        found.append(Need(weights.repo, (*config, weights.names)))
+    config_found = _named_config(settings)
+    if config_found is None:
+        return found
+    text_cfg = config_found["model_cfg"]["text_cfg"]
+    _check_tokenizer(settings, tokenizer, text_cfg, fresh=weights == _Weights())
+    repo = _tokenizer_repo(settings, tokenizer, text_cfg)
+    if isinstance(repo, str):
+        found.append(Need(repo, (TOKENIZER_FILES, ("tokenizer_config.json",)), TOKENIZER_EXTRAS))
+    text_model = text_cfg.get("hf_model_name")
+    if text_model and not Path(text_model).is_dir():
+        base = weights == _Weights() and text_cfg.get("hf_model_pretrained", True)
+        files = (("model.safetensors", "pytorch_model.bin"),) if base else ()
+        found.append(Need(text_model, (("config.json",), *files)))
+    return found
+
+
+def resolve(settings: ModelSettings, tokenizer: TokenizerChoice | None = None) -> Source:
+    """Where everything lies on this machine's disk; asks no network.
+
+    Raises:
+        SettingsError: as `preflight`, also for files that the Hub could give (`fetch` brings them first).
+    """
+    cache, label = settings.cache_dir, _label(settings)
+    if missing := hub.missing(needs(settings, tokenizer), cache):
+        raise hub.explain(missing, cache, label, "they were not fetched")
+    config, weights = _named_config(settings), _weights(settings)
+    assert config is not None, "needs() names a configuration that is not in the cache"
+    path = hub.cached(weights.repo, weights.names, cache) if weights.repo else weights.path
+    weights_config = weights.config
+    if weights_config is None and (settings.pretrained or "").startswith(HUB):
+        config_file = hub.cached(weights.repo, (CONFIG_FILE,), cache)
+        assert config_file is not None
+        weights_config = _read_config(config_file)["preprocess_cfg"]
+    own, theirs = _preprocess_only(config["preprocess_cfg"]), _preprocess_only(weights_config or {})
+    # Preprocessing belongs to the weights; what a user wrote into a configuration file of his own stands above that.
+    preprocess_cfg = {**theirs, **own} if _is_path(settings.name) else {**own, **theirs}
+    model_cfg = deepcopy(config["model_cfg"])
+    if weights.quick_gelu:
+        model_cfg["quick_gelu"] = True
+    repo = _tokenizer_repo(settings, tokenizer, model_cfg["text_cfg"])
+    folder = _parent(hub.cached(repo, TOKENIZER_FILES, cache)) if isinstance(repo, str) else repo
+    _set_tokenizer(model_cfg["text_cfg"], tokenizer)
+    text_name = model_cfg["text_cfg"].get("hf_model_name")
+    text_model = None
+    if text_name:
+        local = Path(text_name)
+        text_model = local if local.is_dir() else _parent(hub.cached(text_name, ("config.json",), cache))
+    return Source(label, model_cfg, preprocess_cfg, path, folder, text_model)
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """' (did you mean a, b?)', or nothing where no known word is near."""
+    by_lower = {name.lower(): name for name in known}
+    near = [by_lower[name] for name in difflib.get_close_matches(word.lower(), by_lower, n=3, cutoff=0.5)]
+    return f" (did you mean {', '.join(near)}?)" if near else ""
+
+
+def _label(settings: ModelSettings) -> str:
+    return f"model {settings.name}" + (f" with {settings.pretrained}" if settings.pretrained else "")
+
+
+def _is_path(name: str) -> bool:
+    return not name.startswith((HUB, LOCAL)) and (name.endswith(".json") or Path(name).is_file())
+
+
+def _preprocess_only(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: config[key] for key in PREPROCESS_KEYS if config.get(key) is not None}
+
+
+def _parent(path: Path | None) -> Path | None:
+    return None if path is None else path.parent
+
+
+@functools.cache
+def _package() -> Path:
+    spec = importlib.util.find_spec("open_clip")
+    if spec is None or not spec.submodule_search_locations:
+        raise SettingsError("open_clip is not installed: pip install open_clip_torch")
+    return Path(spec.submodule_search_locations[0])
+
+
+def _table() -> Any:
+    """open_clip's module of pretrained tags, from an import that leaves out open_clip/__init__ and with it torch."""
+    name = "_clipstream_open_clip"
+    if "open_clip.pretrained" in sys.modules:
+        return sys.modules["open_clip.pretrained"]
+    if f"{name}.pretrained" not in sys.modules:
+        stub = types.ModuleType(name)
+        stub.__path__ = [str(_package())]
+        sys.modules[name] = stub
+        # The table's module tries safetensors.torch, for its downloads, and does without where it cannot be imported.
+        absent = "safetensors.torch" not in sys.modules
+        if absent:
+            sys.modules["safetensors.torch"] = None  # type: ignore[assignment]
+        try:
+            importlib.import_module(f"{name}.pretrained")
+        finally:
+            if absent:
+                del sys.modules["safetensors.torch"]
+    return sys.modules[f"{name}.pretrained"]
+
+
+def _builtin(name: str) -> dict[str, Any]:
+    """open_clip's configuration of that name.
+
+    Raises:
+        SettingsError: it has none; names near to it are suggested.
+    """
+    factory = sys.modules.get("open_clip.factory")
+    if factory is not None:
+        known = factory.list_models()
+        config = factory.get_model_config(name) if name in known else None
+    else:
+        files = {path.stem: path for path in (_package() / "model_configs").glob("*.json")}
+        known, config = list(files), None
+        if name in files:
+            config = json.loads(files[name].read_text())
+    if config is None:
+        raise SettingsError(
+            f"open_clip has no model {name!r}{suggest(name, known)}; model.name is open_clip's name, a path to a JSON "
+            f"configuration, {HUB}ORG/NAME or {LOCAL}PATH"
+        )
+    found: dict[str, Any] = config
+    return found
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """A configuration file as {'model_cfg': …, 'preprocess_cfg': …}; a bare model_cfg is taken as well."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise SettingsError(f"there is no model configuration {path}") from error
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"cannot read the model configuration {path}: {error}") from error
+    model_cfg = config.get("model_cfg", config) if isinstance(config, dict) else None
+    if not isinstance(model_cfg, dict) or not {"embed_dim", "vision_cfg", "text_cfg"} <= model_cfg.keys():
+        raise SettingsError(f"{path} is no configuration of open_clip: it needs embed_dim, vision_cfg and text_cfg")
+    return {"model_cfg": model_cfg, "preprocess_cfg": config.get("preprocess_cfg") or {}}
+
+
+def _named_config(settings: ModelSettings) -> dict[str, Any] | None:
+    """The configuration that `model.name` names; None while it is on the Hub and not in the cache."""
+    name = settings.name
+    if name.startswith(HUB):
+        path = hub.cached(name[len(HUB) :], (CONFIG_FILE,), settings.cache_dir)
+        config = None if path is None else _read_config(path)
+    elif name.startswith(LOCAL):
+        config = _read_config(Path(name[len(LOCAL) :]) / CONFIG_FILE)
+    elif _is_path(name):
+        config = _read_config(Path(name))
+    else:
+        config = {"model_cfg": _builtin(name.replace("/", "-")), "preprocess_cfg": {}}
+    if config is not None:
+        _refuse(name, config["model_cfg"])
+    return config
+
+
+def _refuse(name: str, model_cfg: dict[str, Any]) -> None:
+    """Raise for models that are no pair of an image and a text tower of fixed size."""
+    vision = model_cfg["vision_cfg"]
+    kind = ""
+    if "multimodal_cfg" in model_cfg:
+        kind = "a CoCa model, which generates captions"
+    elif any("naflex" in key for key in (*model_cfg, *vision, str(vision.get("timm_model_name")))):
+        kind = "a NaFlex model, which takes pictures of any shape"
+    elif any("audio" in key for key in model_cfg):
+        kind = "an audio model"
+    if kind:
+        raise SettingsError(f"model {name} is {kind}: clipstream trains image-text models of one picture size")
+
+
+def _weights(settings: ModelSettings) -> _Weights:
+    """Where the weights of `settings` come from.
+
+    Raises:
+        SettingsError: an unknown tag, a folder without weights, a missing file.
+    """
+    name, chosen = settings.name, settings.pretrained
+    if chosen is None:
+        if not name.startswith((HUB, LOCAL)):
+            return _Weights()
+        chosen = name
+    if chosen.startswith(HUB):
+        return _Weights(repo=chosen[len(HUB) :], names=WEIGHT_FILES)
+    if chosen.startswith(LOCAL):
+        folder = Path(chosen[len(LOCAL) :])
+        config = _read_config(folder / CONFIG_FILE)
+        path = next((folder / file for file in LOCAL_WEIGHT_FILES if (folder / file).is_file()), None)
+        if path is None:
+            raise SettingsError(
+                f"{chosen} has no weights: {folder} holds none of {', '.join(LOCAL_WEIGHT_FILES)}; to start fresh, "
+                f"give the path of its {CONFIG_FILE} as model.name"
+            )
+        return _Weights(path=path, config=config["preprocess_cfg"])
+    # As in open_clip.add_model_config, a configuration file goes by its stem: its tags are those of that name.
+    known = Path(name).stem if _is_path(name) else name.replace("/", "-")
+    tags = [] if name.startswith((HUB, LOCAL)) else _table().list_pretrained_tags_by_model(known)
+    entry = _table().get_pretrained_cfg(known, chosen) if tags else {}
+    if entry:
+        if not entry.get("hf_hub"):
+            raise SettingsError(f"tag {chosen!r} is not on the Hub: fetch {entry.get('url')} and give the file's path")
+        repo, _, file = entry["hf_hub"].rpartition("/")
+        names = (str(Path(file).with_suffix(".safetensors")), file) if file else WEIGHT_FILES
+        return _Weights(repo=repo, names=names, config=entry, quick_gelu=bool(entry.get("quick_gelu")))
+    if Path(chosen).is_dir():
+        raise SettingsError(f"model.pretrained {chosen!r} is a folder: write {LOCAL}{chosen}, or name the file in it")
+    if not Path(chosen).is_file():
+        listed = f"tags of {known}: {', '.join(tags)}" if tags else f"{name} has no tags"
+        raise SettingsError(f"model.pretrained {chosen!r} is neither a tag nor a file{suggest(chosen, tags)}; {listed}")
+    return _Weights(path=Path(chosen))
+
+
+def _check_tokenizer(
+    settings: ModelSettings, tokenizer: TokenizerChoice | None, text_cfg: dict[str, Any], *, fresh: bool
+) -> None:
+    """Raise where pretrained weights would get token ids that they were not made for."""
+    if fresh or tokenizer is None or tokenizer.type == "model" or settings.allow_mismatch:
+        return
+    own = text_cfg.get("hf_tokenizer_name")
+    if own and getattr(tokenizer, "name", None) == own:
+        return
+    raise SettingsError(
+        f"the weights of {_label(settings)} were trained with the model's own tokenizer "
+        f"({own or 'the BPE of CLIP'}), not with tokenizer.type {tokenizer.type!r}: leave tokenizer.type at 'model', "
+        "or set model.allow_mismatch to true"
+    )
+
+
+def _tokenizer_repo(
+    settings: ModelSettings, tokenizer: TokenizerChoice | None, text_cfg: dict[str, Any]
+) -> str | Path | None:
+    """The tokenizer's repository on the Hub, or its local folder, or None: open_clip's own or a user's class."""
+    kind = tokenizer.type if tokenizer is not None else "model"
+    if kind == "hub":
+        return str(getattr(tokenizer, "name", ""))
+    if kind == "path":
+        path = Path(getattr(tokenizer, "name", "")).expanduser()
+        folder = path.parent if path.is_file() else path
+    elif kind != "model" or not text_cfg.get("hf_tokenizer_name"):
+        return None
+    elif settings.name.startswith(LOCAL):
+        folder = Path(settings.name[len(LOCAL) :])
+    elif Path(text_cfg["hf_tokenizer_name"]).is_dir():
+        folder = Path(text_cfg["hf_tokenizer_name"])
+    else:
+        return str(text_cfg["hf_tokenizer_name"])
+    if not any((folder / file).is_file() for file in TOKENIZER_FILES):
+        raise SettingsError(f"{folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
+    return folder
+
+
+def _set_tokenizer(text_cfg: dict[str, Any], tokenizer: TokenizerChoice | None) -> None:
+    """Write the run's own choice of tokenizer into the model's configuration, as open_clip reads it."""
+    if tokenizer is None:
+        return
+    if tokenizer.context_length is not None:
+        text_cfg["context_length"] = tokenizer.context_length
+    name = getattr(tokenizer, "name", None)
+    if tokenizer.type not in ("hub", "path") or name == text_cfg.get("hf_tokenizer_name"):
+        return
+    # open_clip takes the files beside a saved configuration whatever the name: a path of this machine stays out.
+    text_cfg["hf_tokenizer_name"] = name if tokenizer.type == "hub" else "tokenizer"
+    text_cfg.pop("tokenizer_kwargs", None)
+    text_cfg.pop("tokenizer_mode", None)

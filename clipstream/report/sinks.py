@@ -1,0 +1,124 @@
+"""Owns the files that metrics go to: metrics.jsonl and TensorBoard's events; never talks to the terminal.
+
+A sink takes flat records: a training line (step, loss, …), an evaluation (step, eval, metrics) or the data's health
+(step, health). One process writes: rank 0. A run that is resumed at step s keeps what was written up to s and loses
+the rest, so that a file holds each step once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from clipstream.errors import SettingsError
+
+Record = Mapping[str, Any]
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+
+
+class MetricsFile:
+    """FOLDER/metrics.jsonl: a JSON object a line, on the disk as soon as `write` returns.
+
+    JSON has no word for NaN and infinity: they become null.
+
+    Args:
+        folder: the run's.
+        resume_step: the checkpoint's step of a resumed run: later lines, and a line that a kill tore, are cut off.
+            None starts the file anew.
+    """
+
+    def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
+        self.path = Path(folder) / METRICS_FILE
+        kept = []
+        if resume_step is not None and self.path.exists():
+            kept = [line for line, record in _lines(self.path) if record.get("step", 0) <= resume_step]
+        draft = self.path.with_suffix(".tmp")
+        with draft.open("wb") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def write(self, record: Record) -> None:
+        """Append a record."""
+        self._file.write(json.dumps(_jsonable(record), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """FOLDER/tensorboard: scalars train/KEY, eval/NAME/METRIC and health/SOURCE/…
+
+    Args:
+        folder: the run's.
+        resume_step: as for `MetricsFile`; TensorBoard then hides what was written for later steps.
+    """
+
+    def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise SettingsError(f"no tensorboard here ({error}): install it, or --log.tensorboard false") from error
+        purge = None if resume_step is None else resume_step + 1
+        make: Any = SummaryWriter  # untyped in torch
+        self._writer = make(str(Path(folder) / TENSORBOARD_FOLDER), purge_step=purge, flush_secs=20)
+
+    def write(self, record: Record) -> None:
+        """Add the record's numbers at its step."""
+        step = record["step"]
+        for tag, value in scalars(record):
+            self._writer.add_scalar(tag, value, step)
+
+    def close(self) -> None:
+        """Write out what is left and close the file."""
+        self._writer.close()
+
+
+def scalars(record: Record) -> Iterator[tuple[str, float]]:
+    """The numbers of a record with their TensorBoard tags."""
+    prefix = f"eval/{record['eval']}" if "eval" in record else "" if "health" in record else "train"
+    numbers = {key: value for key, value in record.items() if key not in ("step", "eval")}
+    for tag, value in flat(numbers, prefix).items():
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield tag, value
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, keys joined by '/'."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{prefix}/{key}" if prefix else str(key)
+        leaves.update(flat(value, path) if isinstance(value, Mapping) else {path: value})
+    return leaves
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The whole lines that hold a JSON object."""
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:  # torn by a kill in the middle of a write
+                continue
+            if isinstance(record, dict) and line.endswith(b"\n"):
+                yield line, record
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,199 @@
+"""Owns the evaluation of a checkpoint outside training: where it lies, its settings, the table and the figures' file.
+
+Never trains, and never changes a checkpoint or the run's own metrics. Torch is imported when the settings are known to
+be right.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clipstream.config import Settings, load
+from clipstream.errors import SettingsError
+from clipstream.failure import FailureWatch
+from clipstream.model.pretrained import CONFIG_FILE, LOCAL, preflight
+from clipstream.model.settings import ModelSettings
+from clipstream.report.progress import chance_of, duration, percent
+from clipstream.world import World
+
+if TYPE_CHECKING:
+    from clipstream.evals.protocol import EvalContext
+
+RESULTS_FILE = "evaluations.jsonl"
+OWN_FLAGS = {
+    "--checkpoint": "a run's folder (its latest checkpoint), or a checkpoint's; the model of the settings without it",
+    "--output": f"file that gets a JSON line an evaluation; {RESULTS_FILE} in the run's folder unless given",
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated.
+
+    Attributes:
+        label: how it is called in the results.
+        checkpoint: its folder, which open_clip reads as local-dir:; None for the model that the settings name.
+        run: the run's folder that it belongs to, if there is one.
+        step: of the checkpoint; 0 where there is none.
+    """
+
+    label: str
+    checkpoint: Path | None = None
+    run: Path | None = None
+    step: int = 0
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """Evaluate what the command line names, on all ranks; the exit code.
+
+    Raises:
+        SettingsError: wrong settings, no such checkpoint, or nothing to evaluate on.
+    """
+    own, flags = split_own(argv)
+    subject = locate(own.get("--checkpoint"), flags)
+    config = None if subject.run is None else subject.run / "config.yaml"
+    before = ["--config", str(config)] if config is not None and config.is_file() else []
+    settings = load([*before, *flags])
+    if not settings.evals:
+        raise SettingsError("nothing to evaluate on: give --val-data SHARDS, or --config with a section evals")
+    model = settings.model
+    if subject.checkpoint is not None:
+        model = ModelSettings.model_validate({"name": f"{LOCAL}{subject.checkpoint}", "cache_dir": model.cache_dir})
+    preflight(model, settings.tokenizer)
+    output = own.get("--output") or (None if subject.run is None else str(subject.run / RESULTS_FILE))
+    world = World.from_env(_device(settings.run.device))
+    watch = FailureWatch(world, debug=settings.run.debug)
+    try:
+        world.start()
+        watch.start()
+        records = _records(settings, model, subject, world)
+        if world.is_main:
+            print(table(records))
+            if output is not None:
+                _append(Path(output), records, settings, subject)
+                print(f"written to {output}")
+        watch.stop()
+    except BaseException as error:
+        return watch.report(error)
+    finally:
+        world.stop()
+    return 0
+
+
+def split_own(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The verb's own flags with their values, and the rest of the command line.
+
+    Raises:
+        SettingsError: one of them has no value.
+    """
+    own: dict[str, str] = {}
+    rest: list[str] = []
+    tokens = list(argv)
+    while tokens:
+        flag, equals, value = tokens.pop(0).partition("=")
+        if flag not in OWN_FLAGS:
+            rest.append(flag + equals + value)
+            continue
+        if not equals:
+            value = tokens.pop(0) if tokens and not tokens[0].startswith("--") else ""
+        if not value:
+            raise SettingsError(f"{flag}: needs a value: {OWN_FLAGS[flag]}")
+        own[flag] = value
+    return own, rest
+
+
+def locate(path: str | None, flags: Sequence[str] = ()) -> Subject:
+    """What --checkpoint names: a run's folder, one of its checkpoints, or any folder that open_clip reads.
+
+    Raises:
+        SettingsError: there is no checkpoint, or `flags` name another model as well.
+    """
+    if path is None:
+        return Subject("model of the settings")
+    named = [flag for flag in flags if flag.startswith(("--model", "--pretrained"))]
+    if named:
+        raise SettingsError(f"{named[0]} and --checkpoint both name a model: give one of them")
+    from clipstream.training.checkpoint import find
+
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise SettingsError(f"--checkpoint: there is no folder {folder}")
+    if (folder / "config.yaml").is_file() or (folder / "checkpoints").is_dir():
+        found = find(folder)
+        return Subject(found.name, found, folder, _step(found))
+    if not (folder / CONFIG_FILE).is_file():
+        raise SettingsError(f"--checkpoint: {folder} is neither a run (config.yaml) nor a checkpoint ({CONFIG_FILE})")
+    run = folder.resolve().parent.parent
+    return Subject(folder.name, folder, run if (run / "config.yaml").is_file() else None, _step(folder))
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Evaluations for reading: a line a metric, with what guessing gives beside it."""
+    rows = [("evaluation", "metric", "value", "chance")]
+    for record in records:
+        for name, value in record.items():
+            if name in ("step", "eval") or name.startswith("chance"):
+                continue
+            chance = chance_of(record, name)
+            count = isinstance(value, int) or not 0 <= value <= 1
+            shown = duration(value) if name == "seconds" else f"{value:g}" if count else percent(value)
+            rows.append((record["eval"], name, shown, "" if chance is None else percent(chance)))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}" for a, b, c, d in rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _records(settings: Settings, model: ModelSettings, subject: Subject, world: World) -> list[dict[str, Any]]:
+    import torch
+
+    from clipstream.evals.protocol import EvalRunner
+    from clipstream.model.pretrained import fetch
+
+    threads = settings.run.threads or max(1, (os.cpu_count() or 1) // world.local_size)
+    torch.set_num_threads(threads)
+    fetch(model, settings.tokenizer, world)
+    context = _context(settings, model, world)
+    if world.is_main:
+        print(f"{subject.label} on {', '.join(settings.evals)}, {world.size} x {world.device}", flush=True)
+    return EvalRunner(settings.evals, context, lambda record: None)(subject.step, last=True)
+
+
+def _context(settings: Settings, model: ModelSettings, world: World) -> EvalContext:
+    import torch
+
+    from clipstream.data.text import build_tokenizer
+    from clipstream.evals.protocol import EvalContext
+    from clipstream.model.towers import build_towers
+
+    towers = build_towers(model, seed=settings.run.seed, tokenizer=settings.tokenizer).to(world.device).eval()
+    if settings.train.precision == "fp64":
+        towers.to(torch.float64)
+    tokenizer = build_tokenizer(settings.tokenizer, towers.open_clip_tokenizer(), towers.context_length)
+    return EvalContext(towers, tokenizer, world, towers.image, settings.data.workers, settings.train.precision)
+
+
+def _append(path: Path, records: Sequence[dict[str, Any]], settings: Settings, subject: Subject) -> None:
+    """Add a JSON line an evaluation: its figures, what was evaluated, and the evaluator's settings."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        for record in records:
+            section = settings.evals[record["eval"]].model_dump(mode="json")
+            file.write(json.dumps({**record, "checkpoint": subject.label, "settings": section}) + "\n")
+
+
+def _step(checkpoint: Path) -> int:
+    number = checkpoint.name.removeprefix("step_")
+    return int(number) if number.isdecimal() else 0
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,63 @@
+"""Owns DDP: how a module is wrapped, so that ranks' gradients are summed exactly and alike in every run.
+
+Never computes a loss. With one rank the module is used as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from clipstream.training.precision import same_randomness
+from clipstream.world import World
+
+
+def wrap(module: nn.Module, world: World) -> nn.Module:
+    """The module in DDP (with one rank: itself), its weights made rank 0's.
+
+    DDP averages gradients, so a rank's share of the loss is multiplied by `world.size` before `backward`. Buffers are
+    not broadcast: those that move (batch statistics) are made rank 0's when the run saves. No static graph: it does
+    not go with `no_sync`, which micro-batches need.
+    """
+    if world.size == 1:
+        return module
+    device = torch.device(world.device)
+    return DistributedDataParallel(
+        module,
+        device_ids=[device] if device.type == "cuda" else None,
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+    )
+
+
+def no_sync(module: nn.Module) -> AbstractContextManager[Any]:
+    """A context whose backward passes add gradients up on this rank alone."""
+    return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
+
+
+def warm_up_buckets(module: nn.Module, forward: Callable[[], None], world: World) -> None:
+    """Let DDP settle its gradient buckets before the first step, without a trace in weights, buffers or random states.
+
+    DDP rebuilds its buckets after the first backward pass in the order in which gradients came. Their borders decide
+    in which order 3 or more ranks add, so a resumed run would differ from the undisturbed one in the last bits of its
+    first step. So every run, fresh or resumed, does it before its first step.
+
+    Args:
+        module: what `wrap` gave.
+        forward: a forward and backward pass over all trainable parameters with gradients of zero.
+    """
+    if world.size == 1:
+        return
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    with same_randomness(world.device):
+        for _ in range(2):  # the buckets are rebuilt when the second pass begins
+            forward()
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    module.zero_grad(set_to_none=True)

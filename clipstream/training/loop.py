@@ -1,0 +1,251 @@
+"""Owns the course of a run: steps, training lines, evaluations, checkpoints, the end; and its position.
+
+Everything it does is done by parts that it is given; it knows no model, no shard and no file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from clipstream.batch import Batch
+from clipstream.errors import ClipstreamError, DataError, Stopped
+from clipstream.training.step import StepResult
+from clipstream.training.stopping import StopSignals
+from clipstream.world import World
+
+Record = dict[str, Any]
+HEALTH_LINES = 10  # training lines between two of the data's health
+
+
+class Step(Protocol):
+    """One training step; `clipstream.training.step.TrainStep` is one."""
+
+    def __call__(self, batch: Batch, lr: float, stop: bool = False) -> StepResult:
+        """Train on a batch; the same result on all ranks."""
+
+
+class Batches(Protocol):
+    """An endless stream of this rank's batches; `clipstream.data.loader.Loader` is one."""
+
+    wait_seconds: float
+    health: Any
+
+    def __next__(self) -> Batch:
+        """The next batch."""
+
+    def state(self) -> dict[str, Any]:
+        """Position after the last batch that was handed out; JSON-able."""
+
+
+class Sink(Protocol):
+    """Where records go."""
+
+    def write(self, record: Record) -> None:
+        """Take a record."""
+
+
+class Trainer:
+    """The run on one rank, step by step.
+
+    Args:
+        step: trains on a batch.
+        loader: gives batches, from the position of `state`.
+        lr: learning rate of a step (from 0).
+        world: this rank among the others.
+        total_steps: of the whole run.
+        log_every: steps between training lines.
+        sinks: rank 0's take the records; the other ranks' are not used.
+        evaluate: called as evaluate(steps_done, last) on all ranks after each step, and decides itself what is due.
+        save: called as save(steps_done, state) on all ranks; returns the checkpoint's folder, or None if it could not.
+        save_every: steps between checkpoints; 0 for one at the end only.
+        signals: entered by the caller.
+        state: what `state()` gave, of a resumed run.
+        epoch_samples: adds `epoch` to the training lines.
+
+    Attributes:
+        step: steps done.
+        samples: samples trained on, over all ranks.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        loader: Batches,
+        *,
+        lr: Callable[[int], float],
+        world: World,
+        total_steps: int,
+        log_every: int,
+        sinks: Sequence[Sink],
+        evaluate: Callable[[int, bool], object],
+        save: Callable[[int, dict[str, Any]], Path | None],
+        save_every: int,
+        signals: StopSignals,
+        state: dict[str, Any] | None = None,
+        epoch_samples: int | None = None,
+    ) -> None:
+        self.train_step, self.loader, self.lr, self.world = step, loader, lr, world
+        self.total_steps, self.log_every, self.save_every = total_steps, log_every, save_every
+        self.sinks, self.evaluate, self.save, self.signals = sinks, evaluate, save, signals
+        self.epoch_samples = epoch_samples
+        state = state or {}
+        self.step, self.samples = int(state.get("step", 0)), int(state.get("samples", 0))
+        self._interval = _Interval(**state.get("interval", {}))
+        self._saved_step = self.step if state else -1
+
+    def run(self) -> None:
+        """Train to the end.
+
+        Raises:
+            Stopped: a signal came on some rank; the run is saved.
+            DataError, DivergedError: as loader and step raise them.
+        """
+        self._interval.begin(self.loader.wait_seconds)
+        while self.step < self.total_steps:
+            lr = self.lr(self.step)
+            result = self.train_step(self._next_batch(), lr, self.signals.received is not None)
+            self._count(result)
+            if self.step % self.log_every == 0 or self.step == self.total_steps:
+                self._log(result, lr)
+            if self.step == self.total_steps:
+                break
+            with self._interval.paused():
+                self.evaluate(self.step, False)
+                if result.stop:
+                    self._stop()
+                if self.save_every and self.step % self.save_every == 0:
+                    self._save()
+        self._write_health()
+        self.evaluate(self.step, True)
+        if self._save() is None:
+            raise ClipstreamError(f"the last checkpoint, of step {self.step}, could not be written")
+
+    def state(self) -> dict[str, Any]:
+        """Position of the run, JSON-able; the data's is this rank's part."""
+        return {
+            "step": self.step,
+            "samples": self.samples,
+            "interval": self._interval.state(),
+            "data": self.loader.state(),
+        }
+
+    def _next_batch(self) -> Batch:
+        try:
+            return next(self.loader)
+        except StopIteration:
+            raise DataError(f"the training data ended after {self.step} of {self.total_steps} steps") from None
+
+    def _count(self, result: StepResult) -> None:
+        self.step += 1
+        self.samples += result.n
+        self._interval.add(result)
+
+    def _log(self, result: StepResult, lr: float) -> None:
+        """Write a training line: means over the interval of loss and gradient norm, the rest of its last step."""
+        mine = self._interval.times(self.loader.wait_seconds)
+        times = self.world.gather_objects(mine)
+        seconds = max(wall for wall, _ in times)
+        loss, grad_norm = self._interval.means()
+        record: Record = {
+            "step": self.step,
+            "samples": self.samples,
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "logit_scale": result.logit_scale,
+            "samples_per_s": self._interval.timed_samples / seconds,
+            "data_wait": max(wait / wall for wall, wait in times),
+        }
+        if self.epoch_samples:
+            record["epoch"] = self.samples / self.epoch_samples
+        self._write(record)
+        if self.step % (self.log_every * HEALTH_LINES) == 0 or self.step == self.log_every:
+            self._write_health()
+        self._interval = _Interval()
+        self._interval.begin(self.loader.wait_seconds)
+
+    def _write_health(self) -> None:
+        """Write the data's health, summed over the ranks."""
+        summaries = self.world.gather_objects(self.loader.health.summary())
+        self._write({"step": self.step, "health": _sum(summaries)})
+
+    def _write(self, record: Record) -> None:
+        if self.world.is_main:
+            for sink in self.sinks:
+                sink.write(record)
+
+    def _save(self) -> Path | bool | None:
+        if self._saved_step == self.step:
+            return True
+        path = self.save(self.step, self.state())
+        if path is not None:
+            self._saved_step = self.step
+        return path
+
+    def _stop(self) -> None:
+        by = self.signals.received or "a signal to another rank"
+        if self._save() is None:
+            raise Stopped(f"stopped by {by} after step {self.step}, which could not be saved; --resume latest goes on")
+        raise Stopped(f"stopped by {by}, step {self.step} is saved; the same command with --resume latest goes on")
+
+
+class _Interval:
+    """What happened since the last training line.
+
+    Its sums are saved, so that a resumed run writes the same lines; its clock is not: speed and waiting are those of
+    the present process, and leave out evaluations and saves.
+    """
+
+    def __init__(self, loss: float = 0.0, grad_norm: float = 0.0, steps: int = 0) -> None:
+        self.loss, self.grad_norm, self.steps = loss, grad_norm, steps
+        self.timed_samples = 0
+        self._began = self._wait_began = self._pause = 0.0
+
+    def state(self) -> dict[str, Any]:
+        return {"loss": self.loss, "grad_norm": self.grad_norm, "steps": self.steps}
+
+    def begin(self, wait_seconds: float) -> None:
+        self._began, self._wait_began = time.perf_counter(), wait_seconds
+
+    def add(self, result: StepResult) -> None:
+        self.loss += result.loss
+        self.grad_norm += result.grad_norm
+        self.steps += 1
+        self.timed_samples += result.n
+
+    def means(self) -> tuple[float, float]:
+        return self.loss / self.steps, self.grad_norm / self.steps
+
+    def times(self, wait_seconds: float) -> tuple[float, float]:
+        """Seconds of training since `begin`, and how many of them this rank waited for data."""
+        return time.perf_counter() - self._began - self._pause, wait_seconds - self._wait_began
+
+    def paused(self) -> _Pause:
+        return _Pause(self)
+
+    def leave_out(self, seconds: float) -> None:
+        self._pause += seconds
+
+
+class _Pause:
+    """Context whose time an interval leaves out."""
+
+    def __init__(self, interval: _Interval) -> None:
+        self.interval = interval
+
+    def __enter__(self) -> None:
+        self.began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.interval.leave_out(time.perf_counter() - self.began)
+
+
+def _sum(trees: list[Any]) -> Any:
+    """Sum the numbers of equally meant trees of dicts, leaf by leaf; a leaf may be missing in some."""
+    if not isinstance(trees[0], dict):
+        return sum(trees)
+    keys = dict.fromkeys(key for tree in trees for key in tree)
+    return {key: _sum([tree[key] for tree in trees if key in tree]) for key in keys}

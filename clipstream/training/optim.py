@@ -1,0 +1,77 @@
+"""Owns the optimiser: its parameter groups, the learning rate over the steps, and gradient clipping.
+
+Never reads a batch. The learning rate is a function of the step alone, so a resumed run needs no scheduler state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from clipstream.errors import SettingsError
+from clipstream.training.settings import OptimSettings, ScheduleSettings
+
+VIT_BETAS, VIT_EPS = (0.9, 0.98), 1e-6
+RESNET_BETAS, RESNET_EPS = (0.9, 0.999), 1e-8
+
+
+def parameter_groups(module: nn.Module, wd: float) -> list[dict[str, Any]]:
+    """The trainable parameters in two groups: matrices with weight decay `wd`; gains, biases and scales with none.
+
+    A group without parameters is left out.
+    """
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": wd},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(module: nn.Module, settings: OptimSettings, *, batch_norm: bool) -> torch.optim.Optimizer:
+    """AdamW (arXiv:1711.05101) over the module's trainable parameters, fused.
+
+    Args:
+        module: the towers, on their device and in their final type.
+        settings: of the optimiser; where betas or eps are not set, they are CLIP's (arXiv:2103.00020, table 18).
+        batch_norm: whether the model is of the ResNet kind, which wants another beta2 and eps than a ViT.
+
+    Raises:
+        SettingsError: nothing is trainable.
+    """
+    groups = parameter_groups(module, settings.wd)
+    if not groups:
+        raise SettingsError("nothing is left to train: unset model.lock_image or model.lock_text")
+    betas = settings.betas or (RESNET_BETAS if batch_norm else VIT_BETAS)
+    eps = settings.eps or (RESNET_EPS if batch_norm else VIT_EPS)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=eps, fused=True)
+
+
+def lr_at(step: int, *, peak: float, schedule: ScheduleSettings, total_steps: int) -> float:
+    """Learning rate of step `step` (from 0) of a run of `total_steps`.
+
+    Warm-up is linear, peak * (step + 1) / warmup; then the course of the schedule's type from `peak` towards
+    `min_lr`, which would be reached at step `total_steps`. The same as open_clip's for min_lr = 0.
+    """
+    if step < schedule.warmup:
+        return peak * (step + 1) / schedule.warmup
+    if schedule.type == "constant":
+        return peak
+    done = (step - schedule.warmup) / max(1, total_steps - schedule.warmup)
+    left = 0.5 * (1 + math.cos(math.pi * done)) if schedule.type == "cosine" else 1 - done
+    return schedule.min_lr + (peak - schedule.min_lr) * left
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """Scalar L2 norm of all gradients as one vector, in their type (float32 or float64), without a host sync."""
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, limit: float | None) -> None:
+    """Scale all gradients in place by limit / norm where `norm` is above `limit`; without a host sync."""
+    if limit is not None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)

@@ -1,0 +1,80 @@
+"""Owns the arithmetic of a run: weights' type, autocast, threads, determinism, random states; no model, no rank logic.
+
+`fp32` and `fp64` compute in the weights' type; `bf16` is autocast over float32 weights.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+Precision = Literal["fp32", "bf16", "fp64"]
+RandomState = dict[str, Any]
+
+
+def prepare(module: nn.Module, precision: Precision) -> nn.Module:
+    """The module with weights of the precision's type: float64 for fp64, float32 for the others; in place."""
+    return module.to(torch.float64 if precision == "fp64" else torch.float32)
+
+
+def autocast(device: str | torch.device, precision: Precision) -> AbstractContextManager[Any]:
+    """The context of a forward pass."""
+    return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=precision == "bf16")
+
+
+def seed_all(seed: int, rank: int) -> None:
+    """Seed Python's, NumPy's and torch's generators, each rank with its own: dropout differs between ranks."""
+    mixed = int(np.random.SeedSequence([seed, rank]).generate_state(1, np.uint64)[0])
+    random.seed(mixed)
+    np.random.seed(mixed % 2**32)
+    torch.manual_seed(mixed >> 1)
+
+
+def random_state(device: str | torch.device) -> RandomState:
+    """All random states of this process, of types that `torch.load(weights_only=True)` reads."""
+    name, keys, position, has_gauss, gauss = np.random.get_state()
+    state: RandomState = {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys, np.int64)), position, has_gauss, gauss),
+        **torch_state(device),
+    }
+    return state
+
+
+def set_random_state(state: RandomState, device: str | torch.device) -> None:
+    """Put back what `random_state` gave."""
+    random.setstate(state["python"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    set_torch_state(state, device)
+
+
+def torch_state(device: str | torch.device) -> RandomState:
+    """torch's random states alone: the CPU's, and the device's where it has one."""
+    state: RandomState = {"cpu": torch.get_rng_state()}
+    if torch.device(device).type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_torch_state(state: RandomState, device: str | torch.device) -> None:
+    """Put back what `torch_state` gave."""
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.device(device).type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+@contextmanager
+def same_randomness(device: str | torch.device) -> Iterator[None]:
+    """Put all random states back at the end, whatever is drawn inside."""
+    state = random_state(device)
+    try:
+        yield
+    finally:
+        set_random_state(state, device)

@@ -1,0 +1,235 @@
+"""Owns one training step: from a rank's batch to the exact gradients of the global batch, and the update.
+
+Never reads data, logs or saves. It agrees on what it returns: the result is the same on all ranks.
+
+**Exactness.** A loss gives each rank its share of the global loss, and one backward pass on every rank gives gradients
+whose sum over the ranks is that of the whole batch. DDP averages, so the share is multiplied by the number of ranks.
+
+**Micro-batches** are GradCache's (arXiv:2101.06983). Chunks of the batch go through the towers without a graph, the
+loss is computed once on all features together and gives their gradients, and then each chunk goes through the towers
+again, with the same random numbers, to carry its features' gradients to the weights. This costs one more forward pass
+and memory for the features, n x 2D. Ranks may have different numbers of chunks: gradients are summed over the ranks
+once, in the last chunk of each. Scale and bias take part in the last chunk alone, so that they are counted once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from clipstream.batch import Batch
+from clipstream.errors import DivergedError, SettingsError
+from clipstream.model.towers import Features
+from clipstream.training.distributed import no_sync, warm_up_buckets, wrap
+from clipstream.training.optim import clip_gradients, gradient_norm
+from clipstream.training.precision import Precision, autocast, set_torch_state, torch_state
+from clipstream.world import World
+
+_SHOWN_KEYS = 8
+
+
+class Loss(Protocol):
+    """A rank's share of the global batch's loss, as `clipstream.model.losses` has it."""
+
+    def __call__(
+        self, features: Features, weights: torch.Tensor, world: World, global_size: int
+    ) -> torch.Tensor:
+        """Scalar; the sum over the ranks is the loss."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did, the same on all ranks.
+
+    Attributes:
+        loss: of the global batch, before the update.
+        grad_norm: L2 norm of the global gradient, before clipping.
+        logit_scale: exp of the parameter as the loss used it.
+        n: samples of the global batch.
+        stop: whether any rank asked to stop.
+    """
+
+    loss: float
+    grad_norm: float
+    logit_scale: float
+    n: int
+    stop: bool
+
+
+class TrainStep:
+    """Callable: one step on a batch.
+
+    Args:
+        model: the towers (or torch.compile of them) on this rank's device, in their final type; `image.size`,
+            `context_length`, `has_batch_norm` and `clip.logit_scale` are read. Not wrapped in DDP.
+        loss: gives shares of the global loss.
+        optimizer: over the model's trainable parameters.
+        world: this rank among the others.
+        precision: of the forward pass.
+        micro_batch_size: samples a forward pass takes at once on this rank; None for all.
+        clip_norm: gradients with a larger norm are scaled down to it; None for no limit.
+        max_logit_scale: upper limit of exp(logit_scale); None for none. A step never raises the scale above it. A
+            scale that was above it when it was loaded stays where it is or falls, so that lr 0 changes nothing.
+
+    Raises:
+        SettingsError: micro-batches with batch norm: features would depend on the cut.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: torch.optim.Optimizer,
+        world: World,
+        *,
+        precision: Precision = "fp32",
+        micro_batch_size: int | None = None,
+        clip_norm: float | None = None,
+        max_logit_scale: float | None = None,
+    ) -> None:
+        if micro_batch_size is not None and getattr(model, "has_batch_norm", False):
+            raise SettingsError(
+                "train.micro_batch_size: this model has batch norm, whose statistics would be those of the "
+                "micro-batches: unset it, or take a model without batch norm (a ViT)"
+            )
+        self.towers: Any = model
+        self.loss, self.optimizer, self.world = loss, optimizer, world
+        self.precision, self.micro_batch_size = precision, micro_batch_size
+        self.clip_norm, self.max_logit_scale = clip_norm, max_logit_scale
+        self.model = wrap(model, world)
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        warm_up_buckets(self.model, self._zero_pass, world)
+
+    def __call__(self, batch: Batch, lr: float, stop: bool = False) -> StepResult:
+        """One step.
+
+        Args:
+            batch: this rank's part, at least one sample.
+            lr: learning rate.
+            stop: this rank's wish to stop after the step.
+
+        Raises:
+            DivergedError: loss or gradient is not finite; on all ranks alike, and the weights are as before.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        batch = batch.to(self.world.device)
+        share, scale = self._backward(batch)
+        norm = gradient_norm(self.parameters)
+        agreed = self.world.all_reduce_sum(torch.stack([share.double(), share.new_tensor(stop).double()]))
+        loss, stops, grad_norm, logit_scale = torch.cat([agreed, torch.stack([norm, scale]).double()]).tolist()
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise DivergedError(_diverged(batch, loss, grad_norm))
+        clip_gradients(self.parameters, norm, self.clip_norm)
+        self._update()
+        return StepResult(loss, grad_norm, logit_scale, batch.global_size, stops > 0)
+
+    def _backward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put the global batch's gradients into the parameters; this rank's share of the loss, and the scale."""
+        size = self.micro_batch_size or len(batch)
+        if size >= len(batch):
+            features = self._features(self.model, batch.pixels, batch.ids)
+            leaves, share = self._loss(features, batch)
+            _carry(features, leaves)
+            return share, leaves.logit_scale.detach()
+        chunks = list(zip(_parts(batch.pixels, size), batch.ids.split(size), strict=True))
+        states, parts = [], []
+        with torch.no_grad():
+            for pixels, ids in chunks:
+                states.append(torch_state(self.world.device))
+                parts.append(self._features(self.towers, pixels, ids))
+        leaves, share = self._loss(_join(parts), batch)
+        after = torch_state(self.world.device)
+        slices = _cut(leaves, size)
+        for number, ((pixels, ids), state) in enumerate(zip(chunks, states, strict=True)):
+            set_torch_state(state, self.world.device)
+            if number < len(chunks) - 1:
+                with no_sync(self.model):
+                    features = self._features(self.model, pixels, ids)
+                    _carry(features, slices[number], scalars=False)
+            else:
+                _carry(self._features(self.model, pixels, ids), slices[number])
+        set_torch_state(after, self.world.device)
+        return share, leaves.logit_scale.detach()
+
+    def _features(self, module: nn.Module, pixels: torch.Tensor | None, ids: torch.Tensor) -> Features:
+        with autocast(self.world.device, self.precision):
+            features: Features = module(pixels, ids)
+        return features
+
+    def _loss(self, features: Features, batch: Batch) -> tuple[Features, torch.Tensor]:
+        """The features as leaves with their gradients of the global loss (times the number of ranks); the share."""
+        leaves = Features(*(None if t is None else t.detach().requires_grad_() for t in features))  # type: ignore[arg-type]
+        share = self.loss(leaves, batch.weights, self.world, batch.global_size)
+        (share * self.world.size).backward()  # type: ignore[no-untyped-call]
+        return leaves, share.detach()
+
+    def _update(self) -> None:
+        scale = self.towers.clip.logit_scale
+        before = scale.detach().clone()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.max_logit_scale is not None and scale.requires_grad:
+            with torch.no_grad():
+                scale.copy_(torch.minimum(scale, before.clamp(min=math.log(self.max_logit_scale))))
+
+    def _zero_pass(self) -> None:
+        """Two samples of zeros through the model and back, with gradients of zero."""
+        device = self.world.device
+        pixels = torch.zeros(2, 3, *self.towers.image.size, dtype=torch.uint8, device=device)
+        ids = torch.zeros(2, self.towers.context_length, dtype=torch.int32, device=device)
+        features = self._features(self.model, pixels, ids)
+        _carry(features, Features(*(None if t is None else t.detach() for t in features)))  # type: ignore[arg-type]
+
+
+def _carry(features: Features, leaves: Features, *, scalars: bool = True) -> None:
+    """Backward pass of the towers from the gradients of `leaves`; zeros where the loss did not use a feature."""
+    count = len(features) if scalars else 2
+    outputs, gradients = [], []
+    for output, leaf in zip(features[:count], leaves[:count], strict=True):
+        if output is not None and leaf is not None and output.requires_grad:
+            outputs.append(output)
+            gradients.append(torch.zeros_like(output) if leaf.grad is None else leaf.grad.to(output.dtype))
+    if outputs:
+        torch.autograd.backward(outputs, gradients)
+
+
+def _parts(pixels: torch.Tensor | None, size: int) -> tuple[torch.Tensor, ...]:
+    assert pixels is not None, "a batch of precomputed features has no pixels to cut"
+    return pixels.split(size)
+
+
+def _join(parts: list[Features]) -> Features:
+    """Chunks' features as those of the whole batch."""
+    return Features(
+        image=torch.cat([part.image for part in parts]),
+        text=torch.cat([part.text for part in parts]),
+        logit_scale=parts[0].logit_scale,
+        logit_bias=parts[0].logit_bias,
+    )
+
+
+def _cut(leaves: Features, size: int) -> list[Features]:
+    """The leaves of the whole batch by chunks, with their gradients."""
+    chunks = []
+    for start in range(0, len(leaves.image), size):
+        rows = []
+        for leaf in (leaves.image, leaves.text):
+            part = leaf.detach()[start : start + size]
+            part.grad = None if leaf.grad is None else leaf.grad[start : start + size]
+            rows.append(part)
+        chunks.append(Features(rows[0], rows[1], leaves.logit_scale, leaves.logit_bias))
+    return chunks
+
+
+def _diverged(batch: Batch, loss: float, grad_norm: float) -> str:
+    more = f" and {len(batch) - _SHOWN_KEYS} more" if len(batch) > _SHOWN_KEYS else ""
+    return (
+        f"step {batch.step}: loss is {loss:g} and the gradient's norm {grad_norm:g}; lower optim.lr, set "
+        f"optim.grad_clip_norm or look at the samples: {', '.join(batch.keys[:_SHOWN_KEYS])}{more}"
+    )

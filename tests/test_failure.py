@@ -1,0 +1,127 @@
+"""The first cause of a failure ends every rank with its code, also ranks that sit in a collective."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from clipstream.errors import DataError, DivergedError, SettingsError, Stopped
+from clipstream.failure import FailureWatch
+from clipstream.world import World
+from tests.ranks import end_ranks
+
+MESSAGE = "source 'train': no caption\n  members seen: json, png"
+
+
+def fail(world: World, kind: str, failing: int) -> int:
+    """A run whose rank `failing` ends as `kind` says while the others are in an all_reduce."""
+    world.start()
+    watch = FailureWatch(world)
+    watch.start()
+    try:
+        world.barrier()
+        if world.rank == failing:
+            if kind == "data":
+                raise DataError(MESSAGE)
+            if kind == "bug":
+                raise KeyError("oops")
+            os.kill(os.getpid(), signal.SIGKILL)
+        world.all_reduce_sum(torch.ones(1))
+    except BaseException as error:
+        return watch.report(error)
+    return 0
+
+
+def end_well(world: World, kind: str) -> int:
+    """A run without a failure, whose ranks are not equally fast at the end."""
+    world.start()
+    watch = FailureWatch(world)
+    watch.start()
+    try:
+        world.barrier()
+        time.sleep(0.5 * (world.size - 1 - world.rank) if kind == "late 0" else 0.5 * world.rank)
+        if kind == "stopped":
+            raise Stopped("saved step 3")
+        if kind == "diverged":
+            raise DivergedError("loss is nan at step 3")
+    except BaseException as error:
+        return watch.report(error)
+    watch.stop()
+    world.stop()
+    return 0
+
+
+@pytest.mark.parametrize(("size", "failing"), [(2, 0), (2, 1), (3, 1)])
+def test_a_data_error_ends_all_ranks_with_its_code(size: int, failing: int) -> None:
+    began = time.monotonic()
+    ends = end_ranks(size, fail, "data", failing)
+    assert time.monotonic() - began < 30
+    assert [end.code for end in ends] == [3] * size
+    for rank, end in enumerate(ends):
+        told = MESSAGE if rank in (0, failing) else MESSAGE.partition("\n")[0]
+        assert end.stderr.endswith(f"error: rank {failing}: {told}\n"), end.stderr
+        assert "Traceback" not in end.stderr
+
+
+def test_a_bug_shows_its_traceback_where_it_arose() -> None:
+    ends = end_ranks(2, fail, "bug", 1)
+    assert [end.code for end in ends] == [1, 1]
+    assert "Traceback" not in ends[0].stderr and "Traceback" in ends[1].stderr
+    assert all(end.stderr.endswith("error: rank 1: KeyError: 'oops'\n") for end in ends)
+
+
+@pytest.mark.parametrize(("size", "failing"), [(2, 0), (3, 2)])
+def test_a_killed_rank_is_named(size: int, failing: int) -> None:
+    ends = end_ranks(size, fail, "kill", failing)
+    assert [end.code for end in ends] == [-9 if rank == failing else 1 for rank in range(size)]
+    for rank, end in enumerate(ends):
+        if rank != failing:
+            assert end.stderr.splitlines()[-1].startswith(f"error: rank {failing}: rank {failing} ended without a word")
+            assert "Traceback" not in end.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"), [("well", 0), ("late 0", 0), ("stopped", Stopped.exit_code), ("diverged", DivergedError.exit_code)]
+)
+def test_ends_that_all_ranks_agree_on(kind: str, code: int) -> None:
+    ends = end_ranks(2, end_well, kind)
+    assert [end.code for end in ends] == [code, code]
+    if kind == "stopped":
+        assert [end.stderr.splitlines()[-1:] for end in ends] == [["saved step 3"], []]
+
+
+def test_one_rank_prints_and_returns_the_code(capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert FailureWatch(World()).report(SettingsError("no such shard")) == 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err == "error: no such shard\n"
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import os, sys\n"
+        "from clipstream.world import World\n"
+        "from tests.test_failure import fail\n"
+        "world = World.from_env()\n"
+        "code = fail(world, 'data', 1)\n"
+        f"open(os.path.join({str(tmp_path)!r}, f'code{{world.rank}}'), 'w').write(str(code))\n"
+        "sys.exit(code)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 1
+    assert run.stderr.count("error: rank 1: source 'train': no caption") == 2
+    # torchrun's own table of ends: the ranks' codes.
+    assert run.stderr.count("exitcode  : 3") + run.stderr.count("exitcode: 3") >= 1, run.stderr
+    assert "exitcode  : -15" not in run.stderr

@@ -1,0 +1,226 @@
+"""The loader: one order for every layout, resume, health, workers that die or hang."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clipstream.batch import Batch, ImageSpec
+from clipstream.data.loader import DataState, Loader, merge_states
+from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.sources import evaluation_loader, training_loader
+from clipstream.errors import DataError, SettingsError
+from clipstream.world import World
+from tests.pictures import ByteTokenizer, make_shards, picture
+from tests.tars import write_tar
+
+IMAGE = ImageSpec((16, 16))
+
+
+def data(shards: Any, **changes: Any) -> DataSettings:
+    values = {
+        "global_batch_size": 12,
+        "lanes": 8,
+        "workers": 0,
+        "shuffle": {"window": 10, "shards": 2},
+        "sources": {"train": {"shards": shards}},
+        **changes,
+    }
+    return DataSettings.model_validate(values)
+
+
+def loader(settings: DataSettings, rank: int = 0, size: int = 1, start: DataState | None = None) -> Loader:
+    world = World(rank=rank, size=size)
+    return training_loader(settings, world=world, seed=3, tokenizer=ByteTokenizer(), image=IMAGE, start=start)
+
+
+def digest(parts: list[Batch]) -> str:
+    """Hash of a global batch, put together from its ranks' parts."""
+    found = hashlib.sha256()
+    for name in ("pixels", "ids", "weights", "sources"):
+        whole = torch.cat([getattr(part, name) for part in parts])
+        found.update(whole.contiguous().numpy().tobytes())
+    found.update(repr([key for part in parts for key in part.keys]).encode())
+    return found.hexdigest()
+
+
+def digests(settings: DataSettings, ranks: int, steps: int, start: DataState | None = None) -> list[str]:
+    loaders = [loader(settings, rank, ranks, start) for rank in range(ranks)]
+    try:
+        return [digest([next(one) for one in loaders]) for _ in range(steps)]
+    finally:
+        for one in loaders:
+            one.close()
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return make_shards(tmp_path_factory.mktemp("shards"), [13, 7, 20, 1, 16, 9])
+
+
+@pytest.mark.parametrize("mode", ["resampled", "epoch"])
+def test_global_batches_are_the_same_for_every_layout(shards: list[str], mode: str) -> None:
+    changes: dict[str, Any] = {"sampling": {"mode": mode}, "lanes": 6, "augment": {"scale": (0.5, 1.0), "flip": 0.5}}
+    changes["sources"] = {"a": {"shards": shards, "weight": 2}, "b": {"shards": shards[:6]}}
+    expected = digests(data(shards, **changes), 1, 25)
+    assert len(set(expected)) == 25
+    for ranks, workers in [(1, 1), (1, 3), (2, 0), (2, 2), (3, 1), (4, 0)]:
+        assert digests(data(shards, workers=workers, **changes), ranks, 25) == expected, (ranks, workers)
+
+
+def test_another_seed_gives_other_batches(shards: list[str]) -> None:
+    settings = data(shards)
+    other = training_loader(settings, world=World(), seed=4, tokenizer=ByteTokenizer(), image=IMAGE)
+    assert digest([next(other)]) != digests(settings, 1, 1)[0]
+
+
+@pytest.mark.parametrize("mode", ["resampled", "epoch"])
+def test_resume_goes_on_at_the_batch_also_on_other_ranks_and_workers(shards: list[str], mode: str) -> None:
+    settings = data(shards, sampling={"mode": mode}, lanes=6)
+    expected = digests(settings, 1, 30)
+    with_workers = data(shards, sampling={"mode": mode}, lanes=6, workers=2)
+    halves = [loader(with_workers, rank, 2) for rank in range(2)]
+    for _ in range(11):
+        for half in halves:
+            next(half)
+    state = merge_states([half.state() for half in halves])
+    for half in halves:
+        half.close()
+    assert state["step"] == 11 and len(state["lanes"]) == 6
+    for ranks, workers in [(1, 0), (3, 1)]:
+        resumed = data(shards, sampling={"mode": mode}, lanes=6, workers=workers)
+        assert digests(resumed, ranks, 19, state) == expected[11:], (ranks, workers)
+
+
+def test_resume_with_another_order_is_refused(shards: list[str]) -> None:
+    first = loader(data(shards))
+    next(first)
+    with pytest.raises(SettingsError, match="data order"):
+        loader(data(shards, global_batch_size=16), start=first.state())
+
+
+def test_an_epoch_shows_every_sample_once(shards: list[str]) -> None:
+    one_lane = data(shards, sampling={"mode": "epoch"}, lanes=1, global_batch_size=11)
+    with loader(one_lane) as stream:
+        keys = [key for _ in range(6) for key in next(stream).keys]
+    assert len(keys) == 66 == len(set(keys))
+
+
+def test_a_window_mixes_samples_and_sees_late_ones_as_often(shards: list[str]) -> None:
+    with loader(data(shards, global_batch_size=20)) as stream:
+        seen = Counter(key.split("/")[1] for _ in range(100) for key in next(stream).keys)
+    assert set(seen) == {f"{i:06d}" for i in range(66)}
+
+
+def test_bad_samples_are_replaced_and_counted(tmp_path: Path) -> None:
+    samples = [{"__key__": f"{i}", "jpg": picture(i), "txt": f"text {i}"} for i in range(30)]
+    samples[3]["jpg"] = b"no picture"
+    samples[4]["txt"] = "  "
+    del samples[5]["txt"]
+    shard = write_tar(tmp_path / "a.tar", samples)
+    with loader(data(str(shard), workers=1)) as stream:
+        keys = {key for _ in range(10) for key in next(stream).keys}
+        health = stream.health.sources["train"]
+    assert keys.isdisjoint({"a.tar/3", "a.tar/4", "a.tar/5"})
+    assert set(health.dropped) == {"undecodable_image", "empty_caption", "no_caption"}
+    assert health.read == health.used + sum(health.dropped.values())
+    assert "a.tar/3" in health.examples["undecodable_image"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_nothing_usable_ends_with_what_was_seen_and_the_flag_to_use(shards: list[str], workers: int) -> None:
+    caption = {"type": "text", "key": "caption"}
+    settings = data(shards, workers=workers, sources={"train": {"shards": shards, "caption": caption}})
+    began = time.monotonic()
+    with pytest.raises(DataError) as caught, loader(settings) as stream:
+        next(stream)
+    assert time.monotonic() - began < 20
+    message = str(caught.value)
+    for word in ("'train'", "no_caption", "txt", "json", "caption.en", "--caption-key", "--caption-json"):
+        assert word in message, message
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_missing_shards_end_the_run_by_name(tmp_path: Path, workers: int) -> None:
+    settings = data(str(tmp_path / "{00000..00003}.tar"), workers=workers)
+    with pytest.raises(DataError, match=r"none of the 4 shards tried.*00000.tar") as caught, loader(settings) as stream:
+        next(stream)
+    assert "missing" in str(caught.value)
+
+
+def test_a_few_broken_shards_are_skipped_within_the_budget(shards: list[str], tmp_path: Path) -> None:
+    broken = tmp_path / "broken.tar"
+    broken.write_bytes(b"<html>not found</html>" * 100)
+    with loader(data([*shards, str(broken)])) as stream:
+        for _ in range(20):
+            next(stream)
+        assert list(stream.health.sources["train"].faults) == [str(broken)]
+    with pytest.raises(DataError, match="max-shard-failures"), loader(data([*shards, str(broken)], max_shard_failures=0)) as stream:
+        for _ in range(20):
+            next(stream)
+
+
+def test_a_killed_worker_is_named(shards: list[str]) -> None:
+    with loader(data(shards, workers=2, prefetch=1)) as stream:
+        next(stream)
+        os.kill(stream.worker_pids()[1], signal.SIGKILL)
+        with pytest.raises(DataError, match=r"data worker 1 .*SIGKILL"):
+            for _ in range(5):
+                next(stream)
+
+
+def sleepy(sample: dict[str, Any]) -> dict[str, Any]:
+    """A user's transform that hangs."""
+    time.sleep(60)
+    return sample
+
+
+def test_a_stall_names_worker_stage_and_sample(shards: list[str]) -> None:
+    sources = {"train": {"shards": shards, "transform": "tests.test_loader:sleepy"}}
+    began = time.monotonic()
+    with (
+        pytest.raises(DataError, match=r"worker 0 .*transform 0000\d\.tar/"),
+        loader(data(shards, workers=1, stall_timeout=1.0, sources=sources)) as stream,
+    ):
+        next(stream)
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (1, 2), (2, 0), (3, 2)])
+def test_evaluation_sees_every_sample_once(shards: list[str], ranks: int, workers: int) -> None:
+    source = SourceSettings(shards=shards)
+    keys: list[str] = []
+    for rank in range(ranks):
+        world = World(rank=rank, size=ranks)
+        with evaluation_loader(
+            source, batch_size=8, world=world, tokenizer=ByteTokenizer(), image=IMAGE, workers=workers
+        ) as stream:
+            for batch in stream:
+                assert len(batch) == batch.pixels.shape[0] == batch.ids.shape[0] and bool((batch.weights == 1).all())
+                keys += batch.keys
+    assert sorted(key.split("/")[1] for key in keys) == [f"{i:06d}" for i in range(66)]
+
+
+def test_evaluation_may_take_the_first_samples_only(shards: list[str]) -> None:
+    with evaluation_loader(
+        SourceSettings(shards=shards), batch_size=8, world=World(), tokenizer=ByteTokenizer(), image=IMAGE, max_samples=17
+    ) as stream:
+        assert sorted(key.split("/")[1] for batch in stream for key in batch.keys) == [f"{i:06d}" for i in range(17)]
+
+
+def test_no_worker_outlives_its_loader(shards: list[str]) -> None:
+    stream = loader(data(shards, workers=3))
+    pids = stream.worker_pids()
+    next(stream)
+    stream.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

@@ -1,0 +1,230 @@
+"""Finding a model's files: from a Hub cache that the test writes, without network, and from a Hub on loopback."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from clipstream.errors import SettingsError
+from clipstream.model.pretrained import needs, preflight, resolve
+from clipstream.model.settings import ModelSettings
+from tests import hubtree
+
+ROOT = Path(__file__).parent.parent
+
+
+def python(code: str, *arguments: str, **env: str) -> str:
+    """Run code in a fresh process, where the Hub's settings are read from the environment as users set them."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**clean, **env}, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hub")
+    hubtree.build(folder)
+    return folder
+
+
+LOAD = """
+import socket, sys
+def refuse(*_): raise RuntimeError("a socket was opened")
+socket.socket.connect = socket.socket.connect_ex = refuse
+socket.getaddrinfo = refuse
+from clipstream.model.settings import ModelSettings
+from clipstream.model.pretrained import fetch, preflight
+from clipstream.world import World
+runs = [ModelSettings(name=sys.argv[1], pretrained="webli"), ModelSettings(name="hf-hub:" + sys.argv[2])]
+for settings in runs:
+    preflight(settings)
+    fetch(settings, None, World())
+assert "torch" not in sys.modules
+from clipstream.model.towers import build_towers
+import torch
+for settings in runs:
+    towers = build_towers(settings, seed=0).eval()
+    ids = towers.open_clip_tokenizer()(["A photo, of a DOG!"])
+    features = towers(torch.zeros(1, 3, 32, 32, dtype=torch.uint8), ids)
+    assert ids[0, :6].tolist() == [4, 5, 6, 4, 16, 1], ids
+    assert towers.image.resize_mode == "squash" and towers.mean.flatten().tolist() == [0.5] * 3
+    print(towers.loss_type, float(features.logit_bias), round(float(features.logit_scale.log()), 4))
+"""
+
+
+def test_loads_by_tag_and_by_repository_with_sockets_blocked(cache: Path, tmp_path: Path) -> None:
+    config = hubtree.write_named_config(tmp_path)
+    out = python(LOAD, str(config), hubtree.REPO, HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(cache))
+    line = f"siglip {hubtree.LOGIT_BIAS} {hubtree.LOGIT_SCALE}"
+    assert [
+        " ".join((kind, f"{float(bias):.1f}", scale)) for kind, bias, scale in map(str.split, out.splitlines())
+    ] == [
+        line,
+        line,
+    ]
+
+
+PREFLIGHT = """
+import sys, time
+from clipstream.errors import SettingsError
+from clipstream.model.pretrained import preflight
+from clipstream.model.settings import ModelSettings
+start = time.monotonic()
+try:
+    preflight(ModelSettings(name="ViT-B-16-SigLIP", pretrained="webli"))
+except SettingsError as error:
+    print(error)
+assert "torch" not in sys.modules
+print("seconds", time.monotonic() - start)
+"""
+
+
+def test_missing_files_are_told_before_torch_is_imported(tmp_path: Path) -> None:
+    out = python(PREFLIGHT, HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(tmp_path))
+    assert "HF_HUB_OFFLINE" in out and f"looked in:  {tmp_path}/models--timm--ViT-B-16-SigLIP" in out
+    assert "hf download timm/ViT-B-16-SigLIP open_clip_model.safetensors\n" in out
+    assert "hf download timm/ViT-B-16-SigLIP tokenizer.json tokenizer_config.json\n" in out or (
+        "open_clip_model.safetensors tokenizer.json" in out
+    )
+
+
+def test_a_hub_that_does_not_answer_costs_seconds(tmp_path: Path) -> None:
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen()
+        out = python(PREFLIGHT, HF_ENDPOINT=f"http://127.0.0.1:{deaf.getsockname()[1]}", HF_HUB_CACHE=str(tmp_path))
+    assert "repository: timm/ViT-B-16-SigLIP" in out
+    assert float(out.split()[-1]) < 15
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """The part of the Hub's protocol that gives files: /ORG/NAME/resolve/REVISION/FILE."""
+
+    snapshot: Path
+    asked: list[str]
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def answer(self, body: bool) -> None:
+        prefix = f"/{hubtree.REPO}/resolve/"
+        file = self.snapshot / self.path.rpartition("/")[2]
+        found = self.path.startswith(prefix) and file.is_file()
+        data = file.read_bytes() if found else b""
+        self.asked.append(self.path)
+        self.send_response(200 if found or self.path == "/" else 404)
+        if found:
+            self.send_header("ETag", f'"{file.name}-{len(data)}"')
+        elif self.path != "/":
+            self.send_header("X-Error-Code", "EntryNotFound")
+        self.send_header("X-Repo-Commit", hubtree.REVISION)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if body:
+            self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def loopback_hub(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
+    class Handler(Hub):
+        snapshot = hubtree.build(tmp_path / "served")
+        asked: list[str] = []  # noqa: RUF012
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", Handler.asked
+        server.shutdown()
+
+
+FETCH = """
+import sys
+from clipstream.errors import SettingsError
+from clipstream.model.pretrained import fetch, preflight, resolve
+from clipstream.model.settings import ModelSettings
+from clipstream.world import World
+settings = ModelSettings(name="hf-hub:" + sys.argv[1])
+preflight(settings)
+try:
+    fetch(settings, None, World())
+    source = resolve(settings)
+    print(source.weights.name, source.tokenizer.name, source.model_cfg["embed_dim"])
+except SettingsError as error:
+    print("error", error)
+"""
+
+
+def test_fetches_what_is_missing_once(loopback_hub: tuple[str, list[str]], tmp_path: Path) -> None:
+    endpoint, asked = loopback_hub
+    env = {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(tmp_path / "cache"), "NO_PROXY": "*"}
+    assert python(FETCH, hubtree.REPO, **env).split() == ["open_clip_model.safetensors", hubtree.REVISION, "24"]
+    asked.clear()
+    assert "24" in python(FETCH, hubtree.REPO, **env) and not asked
+    assert "has no open_clip_config.json" in python(FETCH, "nobody/nothing", **env)
+
+
+def test_preflight_is_quick_where_nothing_is_to_be_fetched(cache: Path, tmp_path: Path) -> None:
+    settings = ModelSettings(name=str(hubtree.write_named_config(tmp_path)), pretrained="webli", cache_dir=str(cache))
+    start = time.monotonic()
+    preflight(settings)
+    assert time.monotonic() - start < 2
+    assert needs(ModelSettings(name="ViT-B-32")) == []
+
+
+def test_names_that_do_not_exist() -> None:
+    for given, words in (
+        ({"name": "ViT-B-16-SigLlP"}, "did you mean ViT-B-16-SigLIP"),
+        ({"name": "nowhere/model.json"}, "there is no model configuration"),
+        ({"name": "local-dir:nowhere"}, "there is no model configuration"),
+        ({"name": "ViT-B-16-SigLIP", "pretrained": "weblj"}, r"did you mean webli\?.*tags of ViT-B-16-SigLIP: webli"),
+        ({"name": "ViT-M-16", "pretrained": "openai"}, "ViT-M-16 has no tags"),
+        ({"name": "ViT-B-32", "pretrained": "tests"}, "write local-dir:tests"),
+        ({"name": "hf-hub:not a repository"}, "not a repository"),
+    ):
+        with pytest.raises(SettingsError, match=words):
+            preflight(ModelSettings.model_validate(given))
+
+
+def test_another_tokenizer_than_the_weights_know_is_an_error(cache: Path, tmp_path: Path) -> None:
+    class Tokens:
+        type, context_length, name = "path", None, str(tmp_path)
+
+    hubtree.write_tokenizer(tmp_path)
+    chosen = {"name": f"hf-hub:{hubtree.REPO}", "cache_dir": str(cache)}
+    with pytest.raises(SettingsError, match="allow_mismatch"):
+        preflight(ModelSettings.model_validate(chosen), Tokens())
+    source = resolve(ModelSettings.model_validate({**chosen, "allow_mismatch": True}), Tokens())
+    assert source.tokenizer == tmp_path and "tokenizer_kwargs" not in source.model_cfg["text_cfg"]
+    Tokens.type, Tokens.name = "hub", hubtree.REPO
+    preflight(ModelSettings.model_validate(chosen), Tokens())
+
+
+def test_a_tag_brings_its_activation_and_a_users_preprocessing_stays(cache: Path, tmp_path: Path) -> None:
+    config = hubtree.tiny_config()
+    config["preprocess_cfg"] = {"resize_mode": "longest"}
+    path = tmp_path / "ViT-B-16-SigLIP.json"
+    path.write_text(json.dumps(config))
+    source = resolve(ModelSettings(name=str(path), pretrained="webli", cache_dir=str(cache)))
+    assert source.preprocess_cfg["resize_mode"] == "longest" and source.preprocess_cfg["mean"] == (0.5, 0.5, 0.5)
+    assert [need.repo for need in needs(ModelSettings(name="ViT-B-32", pretrained="openai"))] == [
+        "timm/vit_base_patch32_clip_224.openai"
+    ]

@@ -1,0 +1,125 @@
+"""Retrieval's figures against a plain reference, its tie rule, and the same figures on 1, 2 and 3 ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from clipstream.data.settings import SourceSettings
+from clipstream.errors import DataError
+from clipstream.evals.ranking import hits, place
+from clipstream.evals.retrieval import Retrieval, recalls
+from clipstream.evals.settings import RetrievalSettings
+from clipstream.world import World
+from tests.evaluating import context_of
+from tests.pictures import make_shards
+from tests.ranks import run_ranks
+
+
+def features(n: int, noise: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    images = torch.nn.functional.normalize(torch.randn(n, 8, generator=draw), dim=1)
+    texts = torch.nn.functional.normalize(images + noise * torch.randn(n, 8, generator=draw), dim=1)
+    return images, texts
+
+
+def reference(images: np.ndarray, texts: np.ndarray, k: int) -> tuple[float, float]:
+    scores = images.astype(np.float64) @ texts.astype(np.float64).T
+    found = [[i in np.argsort(-row)[:k] for i, row in enumerate(matrix)] for matrix in (scores, scores.T)]
+    return float(np.mean(found[0])), float(np.mean(found[1]))
+
+
+def part(world: World, rows: torch.Tensor) -> torch.Tensor:
+    cuts = [0, *(len(rows) * (rank + 1) ** 2 // world.size**2 for rank in range(world.size))]  # uneven on purpose
+    return rows[cuts[world.rank] : cuts[world.rank + 1]]
+
+
+def recalls_of_part(world: World, images: torch.Tensor, texts: torch.Tensor) -> dict[str, float]:
+    return dict(recalls(part(world, images), part(world, texts), world))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_equal_to_the_reference_on_any_number_of_ranks(size: int) -> None:
+    images, texts = features(157, noise=0.5)
+    results = run_ranks(size, recalls_of_part, images, texts)
+    assert all(result == results[0] for result in results)
+    for k in (1, 5, 10):
+        to_text, to_image = reference(images.numpy(), texts.numpy(), k)
+        assert results[0][f"image_to_text_R@{k}"] == pytest.approx(to_text, abs=1e-12)
+        assert results[0][f"text_to_image_R@{k}"] == pytest.approx(to_image, abs=1e-12)
+    assert results[0]["n"] == 157 and results[0]["chance_R@1"] == 1 / 157
+    assert 0.1 < results[0]["image_to_text_R@1"] < 0.9
+
+
+def test_tiles_do_not_matter() -> None:
+    images, texts = features(61, noise=0.5)
+    right = torch.arange(61)
+    whole = place(images, texts, right)
+    for rows, columns in ((1, 61), (7, 5), (64, 1)):
+        ahead, level = place(images, texts, right, rows=rows, columns=columns)
+        assert torch.equal(ahead, whole[0]) and torch.equal(level, whole[1])
+
+
+def test_a_collapsed_model_scores_chance() -> None:
+    same = torch.nn.functional.normalize(torch.ones(40, 8), dim=1)
+    result = dict(recalls(same, same, World()))
+    for k in (1, 5, 10):
+        assert result[f"image_to_text_R@{k}"] == pytest.approx(k / 40)
+        assert result[f"text_to_image_R@{k}"] == pytest.approx(k / 40)
+
+
+def test_equal_captions_share_their_place_in_any_order() -> None:
+    images, _ = features(20, noise=0)
+    texts = images.clone()
+    texts[3] = texts[11]  # picture 11 finds its caption twice; picture 3 does not find its own
+    result = dict(recalls(images, texts, World()))
+    assert result["image_to_text_R@1"] == pytest.approx((18 + 0.5) / 20)
+    turned = dict(recalls(images.flip(0), texts.flip(0), World()))
+    assert turned == pytest.approx(result)
+
+
+def test_features_that_are_not_numbers_are_misses() -> None:
+    nan = torch.full((6, 8), torch.nan)
+    assert dict(recalls(nan, nan, World()))["image_to_text_R@10"] == 0
+
+
+def test_hits_of_ties() -> None:
+    ahead, level = torch.tensor([0, 0, 2, 4, 5, 0]), torch.tensor([1, 2, 6, 3, 1, 0])
+    assert hits(ahead, level, 5).tolist() == pytest.approx([1, 1, 0.5, 1 / 3, 0, 0])
+
+
+def evaluate(world: World, folder: str, workers: int, max_samples: int | None = None) -> dict[str, float]:
+    settings = RetrievalSettings(
+        data=SourceSettings(shards=f"{folder}/0000{{0..2}}.tar"), batch_size=7, max_samples=max_samples
+    )
+    return dict(Retrieval(settings)(context_of(world, workers=workers)))
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("pairs")
+    make_shards(folder, [17, 20, 14])
+    return folder
+
+
+@pytest.mark.parametrize(("size", "workers"), [(1, 2), (2, 0), (3, 0)])
+def test_over_shards_every_pair_counts_once(pictures: Path, size: int, workers: int) -> None:
+    alone = evaluate(World(), str(pictures), 0)
+    assert alone["n"] == 51
+    for result in run_ranks(size, evaluate, str(pictures), workers):
+        assert result == pytest.approx(alone, abs=1e-9)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_first_pairs_only_even_where_a_rank_has_none(pictures: Path, size: int) -> None:
+    results = run_ranks(size, evaluate, str(pictures), 0, 1)
+    assert all(result["n"] == 1 and result["image_to_text_R@1"] == 1 for result in results)
+
+
+def test_nothing_usable_is_an_error(tmp_path: Path) -> None:
+    make_shards(tmp_path, [2, 3, 4], txt=b"")
+    with pytest.raises(DataError, match="usable"):
+        evaluate(World(), str(tmp_path), 0)

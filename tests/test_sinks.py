@@ -1,0 +1,160 @@
+"""Metrics files, TensorBoard and the terminal: what they hold after a resume, and what they say."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clipstream.report.progress import Progress, duration, evaluation_line, percent
+from clipstream.report.sinks import MetricsFile, TensorBoard, scalars
+
+
+def train_line(step: int, **more: Any) -> dict[str, Any]:
+    return {"step": step, "samples": step * 64, "loss": 4.0 / step, "lr": 4.9e-4, "samples_per_s": 800.0,
+            "data_wait": 0.031, **more}  # fmt: skip
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_lines_are_on_disk_as_soon_as_written(tmp_path: Path) -> None:
+    sink = MetricsFile(tmp_path)
+    sink.write({"step": 1, "loss": 2.5, "name": "ä"})
+    assert read(tmp_path) == [{"step": 1, "loss": 2.5, "name": "ä"}]
+    sink.close()
+
+
+def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    sink = MetricsFile(tmp_path)
+    sink.write({"step": 1, "loss": math.nan, "deep": {"x": [math.inf, 1.0]}})
+    sink.close()
+    assert read(tmp_path) == [{"step": 1, "loss": None, "deep": {"x": [None, 1.0]}}]
+
+
+def test_a_resume_cuts_later_steps_and_a_torn_line(tmp_path: Path) -> None:
+    first = MetricsFile(tmp_path)
+    for step in (10, 20, 30):
+        first.write(train_line(step))
+    first.write({"step": 20, "eval": "val", "top1": 0.5})
+    first.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 15, "lo')
+    again = MetricsFile(tmp_path, resume_step=20)
+    again.write(train_line(25))
+    again.close()
+    assert [(r["step"], r.get("eval")) for r in read(tmp_path)] == [(10, None), (20, None), (20, "val"), (25, None)]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_whole_record_without_its_newline_is_torn_too(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}')
+    sink = MetricsFile(tmp_path, resume_step=5)
+    sink.write({"step": 3})
+    sink.close()
+    assert [r["step"] for r in read(tmp_path)] == [1, 3]
+
+
+def test_a_new_run_starts_the_file_anew_and_a_resume_needs_none(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    MetricsFile(tmp_path).close()
+    assert read(tmp_path) == []
+    (tmp_path / "metrics.jsonl").unlink()
+    MetricsFile(tmp_path, resume_step=3).close()
+    assert read(tmp_path) == []
+
+
+def test_tensorboard_tags() -> None:
+    assert dict(scalars({"step": 3, "loss": 1.5, "note": "x", "fine": True})) == {"train/loss": 1.5}
+    assert dict(scalars({"step": 3, "eval": "val", "top1": 0.25})) == {"eval/val/top1": 0.25}
+    health = {"step": 3, "health": {"train": {"used": 9, "dropped": {"no_caption": 2}}}}
+    assert dict(scalars(health)) == {"health/train/used": 9, "health/train/dropped/no_caption": 2}
+
+
+def test_tensorboard_is_purged_on_resume(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = TensorBoard(tmp_path)
+    for step in (10, 20, 30):
+        first.write(train_line(step))
+    first.write({"step": 20, "eval": "val", "image_to_text_R@1": 0.5})
+    first.close()
+    again = TensorBoard(tmp_path, resume_step=20)
+    again.write(train_line(25))
+    again.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [10, 20, 25]
+    assert [event.value for event in events.Scalars("eval/val/image_to_text_R@1")] == [0.5]
+
+
+def test_lines_off_a_terminal() -> None:
+    stream = io.StringIO()
+    progress = Progress(1000, stream=stream)
+    progress.write(train_line(120, loss=2.3149))
+    progress.close()
+    # (1000 - 120) x 64 samples at 800 a second
+    assert stream.getvalue() == "step 120/1000  loss 2.315  lr 4.9e-04  800 samples/s  data wait 3%  eta 1m10s\n"
+
+
+def test_an_evaluation_is_said_with_its_chance() -> None:
+    record = {"step": 40, "eval": "val", "image_to_text_R@1": 0.083, "image_to_text_R@5": 0.2, "top1": 0.91,
+              "mine": 12.5, "n": 2000, "chance_R@1": 0.0005, "chance": 1 / 12, "dropped": 3,
+              "seconds": 2.34}  # fmt: skip
+    assert evaluation_line(record) == (
+        "eval val at step 40:  image_to_text_R@1 8.3% (chance 0.05%)  image_to_text_R@5 20.0%  top1 91.0% (chance 8.3%)"
+        "  mine 12.5  n 2000  dropped 3  2.3s"
+    )
+
+
+def test_health_is_said_only_when_something_new_is_wrong() -> None:
+    stream = io.StringIO()
+    progress = Progress(100, mode="lines", stream=stream)
+    counts: dict[str, Any] = {"read": 100, "used": 100, "dropped": {}, "shards": 3, "shard_faults": 0}
+    progress.write({"step": 10, "health": {"train": counts}})
+    assert stream.getvalue() == ""
+    worse = {**counts, "read": 200, "dropped": {"no_caption": 7}, "shard_faults": 1}
+    progress.write({"step": 20, "health": {"train": worse}})
+    progress.write({"step": 30, "health": {"train": {**worse, "read": 300}}})
+    assert stream.getvalue() == "data at step 20: train dropped no_caption 7, train shard_faults 1\n"
+
+
+def test_none_still_says_evaluations() -> None:
+    stream = io.StringIO()
+    progress = Progress(100, mode="none", stream=stream)
+    progress.write(train_line(10))
+    progress.write({"step": 10, "eval": "val", "top1": 1.0})
+    assert stream.getvalue() == "eval val at step 10:  top1 100.0%\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_on_a_terminal() -> None:
+    stream = Terminal()
+    progress = Progress(1000, stream=stream)
+    progress.write(train_line(120, loss=2.3149))
+    progress.write({"step": 120, "eval": "val", "top1": 0.5, "chance": 0.1})
+    progress.close()
+    shown = stream.getvalue()
+    assert "120/1000" in shown and "loss 2.315  800 samples/s  data wait 3%  eta 1m10s" in shown
+    assert "eval val at step 120:  top1 50.0% (chance 10.0%)" in shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.0, "0.0s"), (9.96, "10.0s"), (42.4, "42s"), (250, "4m10s"), (7530, "2h05m")]
+)
+def test_duration(seconds: float, said: str) -> None:
+    assert duration(seconds) == said
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.0, "0.0%"), (0.00054, "0.054%"), (0.0833, "8.3%"), (1.0, "100.0%")])
+def test_percent(share: float, said: str) -> None:
+    assert percent(share) == said

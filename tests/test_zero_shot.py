@@ -1,0 +1,184 @@
+"""Zero-shot figures against open_clip's own, on 1, 2 and 3 ranks; the runner that leaves training as it was."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from PIL import Image
+
+from clipstream.data.settings import SourceSettings
+from clipstream.errors import DataError, SettingsError
+from clipstream.evals.protocol import EvalContext, EvalRunner, build_evaluators
+from clipstream.evals.settings import EvalSettings, RetrievalSettings, ZeroShotSettings
+from clipstream.evals.zero_shot import ZeroShot, class_names, figures, prompt_templates, text_classifier
+from clipstream.world import World
+from tests.evaluating import context_of, tiny_towers
+from tests.pictures import ByteTokenizer, make_shards, picture
+from tests.ranks import run_ranks
+
+CLASSES = ["red", "a cat", "green dog", "snow", "x", "tree", "seven"]
+TEMPLATES = ["a {c}", "the {} there", "{c} or {c}"]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("labelled")
+    make_shards(folder, [17, 20, 14])  # class = number modulo 3
+    return folder
+
+
+def settings_of(folder: Path | str, **more: Any) -> ZeroShotSettings:
+    data = SourceSettings(shards=f"{folder}/0000{{0..2}}.tar")
+    values = {"data": data, "classes": CLASSES, "templates": TEMPLATES, "batch_size": 8, **more}
+    return ZeroShotSettings.model_validate(values)
+
+
+def evaluate(world: World, folder: str) -> dict[str, float]:
+    return dict(ZeroShot(settings_of(folder))(context_of(world)))
+
+
+def reference(n: int) -> dict[str, float]:
+    """open_clip's classifier and transform, and the figures by their definition."""
+    clip = tiny_towers().eval().clip
+    cfg = open_clip.transform.PreprocessCfg(size=16)
+    transform = open_clip.transform.image_transform_v2(cfg, is_train=False)
+    pixels = torch.stack([transform(Image.open(io.BytesIO(picture(i)))) for i in range(n)])
+    tokenize = lambda texts: torch.from_numpy(ByteTokenizer().encode(texts))  # noqa: E731
+    templates = [lambda c: f"a {c}", lambda c: f"the {c} there", lambda c: f"{c} or {c}"]
+    classifier = open_clip.build_zero_shot_classifier(clip, tokenize, CLASSES, templates)
+    with torch.no_grad():
+        order = (clip.encode_image(pixels, normalize=True) @ classifier).argsort(dim=1, descending=True).numpy()
+    labels = np.arange(n) % 3
+    first = order[:, 0] == labels
+    return {
+        "top1": float(first.mean()),
+        "top5": float((order[:, :5] == labels[:, None]).any(axis=1).mean()),
+        "mean_per_class_recall": float(np.mean([first[labels == c].mean() for c in range(3)])),
+        "n": n,
+        "chance": 1 / 7,
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_equal_to_open_clip_on_any_number_of_ranks(pictures: Path, size: int) -> None:
+    expected = reference(51)
+    assert 0 < expected["top5"] < 1
+    for result in run_ranks(size, evaluate, str(pictures)):
+        assert result == pytest.approx(expected, abs=1e-12)
+
+
+def classifier_of(world: World) -> torch.Tensor:
+    return text_classifier(context_of(world), CLASSES[:2], prompt_templates(["a {c}"]))
+
+
+def test_fewer_prompts_than_ranks() -> None:
+    alone = classifier_of(World())
+    assert alone.shape == (2, 16) and alone.norm(dim=1).tolist() == pytest.approx([1, 1])
+    for rows in run_ranks(3, classifier_of):
+        torch.testing.assert_close(rows, alone)
+
+
+def test_few_classes_and_classes_without_pictures() -> None:
+    tally = torch.tensor([[3.0, 4, 4], [0, 2, 2], [0, 0, 0]], dtype=torch.float64)
+    assert dict(figures(tally)) == pytest.approx(
+        {"top1": 0.5, "top5": 1.0, "mean_per_class_recall": 0.375, "n": 6, "chance": 1 / 3}
+    )
+    with pytest.raises(DataError, match="label"):
+        dict(figures(torch.zeros(3, 3)))
+
+
+def test_class_names(tmp_path: Path) -> None:
+    assert len(class_names("imagenet")) == 1000
+    (tmp_path / "names.txt").write_text("tench\n\n great white shark \nä\n", encoding="utf-8")
+    assert class_names(str(tmp_path / "names.txt")) == ["tench", "great white shark", "ä"]
+    with pytest.raises(SettingsError, match=r"classes: .*none\.txt"):
+        class_names(str(tmp_path / "none.txt"))
+    with pytest.raises(SettingsError, match="at least 2"):
+        class_names(["one"])
+
+
+def test_templates(tmp_path: Path) -> None:
+    say = lambda spec: [template("cat") for template in prompt_templates(spec)]  # noqa: E731
+    assert len(say("openai")) == 80 and "a photo of the small cat." in say("openai")
+    assert len(say("simple")) == 7
+    assert say("plain") == ["cat"]
+    assert say(["a {c}, {c}", "one {}", "{other} {c}"]) == ["a cat, cat", "one cat", "{other} cat"]
+    (tmp_path / "t.txt").write_text("my {c}\n\nyour {c}\n")
+    assert say(str(tmp_path / "t.txt")) == ["my cat", "your cat"]
+    with pytest.raises(SettingsError, match="'a cat'"):
+        prompt_templates(["a cat"])
+
+
+def test_a_label_outside_the_classes_is_told(pictures: Path) -> None:
+    with pytest.raises((DataError, SettingsError), match="cls"):
+        dict(ZeroShot(settings_of(pictures, classes=["a", "b"]))(context_of(World())))
+
+
+def test_built_ins_need_data_and_files_are_looked_for_at_once(pictures: Path) -> None:
+    with pytest.raises(SettingsError, match=r"evals\.val: .*data\.shards"):
+        build_evaluators({"val": RetrievalSettings()})
+    with pytest.raises(SettingsError, match=r"evals\.mine: classes: .*none"):
+        build_evaluators({"mine": settings_of(pictures, classes="none")})
+    with pytest.raises(SettingsError, match=r"evals\.mine: .*no_such_module"):
+        build_evaluators({"mine": EvalSettings.model_construct(type="no_such_module:Name", every=0)})
+
+
+class Noisy:
+    """A user's evaluator that moves every random state and sets the towers' mode."""
+
+    class Settings(EvalSettings):
+        type: str = "tests.test_zero_shot:Noisy"
+        bonus: float = 1.0
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
+        assert not tiny_towers().training
+        ids = torch.zeros((2, 16), dtype=torch.int32)
+        assert not context.encode_text(ids).requires_grad
+        yield "mine", self.settings.bonus + 0 * (random.random() + np.random.rand() + torch.rand(1).item())
+
+
+def test_a_users_evaluator_leaves_training_as_it_was() -> None:
+    section = EvalSettings.model_validate({"type": "tests.test_zero_shot:Noisy", "every": 2, "bonus": 3})
+    towers = tiny_towers()
+    records: list[dict[str, Any]] = []
+    runner = EvalRunner({"own": section}, context_of(World()), records.append)
+    towers.train()
+    towers.clip.visual.eval()  # as a frozen tower
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    assert runner(2) == records
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+    assert towers.training and towers.clip.transformer.training and not towers.clip.visual.training
+    (record,) = records
+    assert record.pop("seconds") >= 0
+    assert record == {"step": 2, "eval": "own", "mine": 3.0, "dropped": 0}
+
+
+def test_when_evaluators_are_due(pictures: Path) -> None:
+    source = SourceSettings(shards=f"{pictures}/00000.tar")
+    sections = {"often": RetrievalSettings(data=source, every=2), "end": RetrievalSettings(data=source)}
+    runner = EvalRunner(sections, context_of(World()), lambda record: None)
+    assert [runner.due(step) for step in (0, 1, 2, 3)] == [[], [], ["often"], []]
+    assert runner.due(3, last=True) == ["often", "end"]
+
+
+def test_dropped_pictures_are_told_and_errors_name_the_evaluator(tmp_path: Path) -> None:
+    make_shards(tmp_path / "good", [4])
+    make_shards(tmp_path / "bad", [3], txt=b"\xff\xfe")
+    both = {"all": RetrievalSettings(data=SourceSettings(shards=[f"{tmp_path}/{x}/*.tar" for x in ("good", "bad")]))}
+    (record,) = EvalRunner(both, context_of(World()), lambda record: None)(1, last=True)
+    assert (record["n"], record["dropped"]) == (4, 3)
+    bad = {"val": RetrievalSettings(data=SourceSettings(shards=f"{tmp_path}/bad/*.tar"))}
+    with pytest.raises(DataError, match=r"^evals\.val: "):
+        EvalRunner(bad, context_of(World()), lambda record: None)(1, last=True)
