@@ -5,7 +5,6 @@ Never imports torch, and never trains, reads data or starts processes.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from datetime import datetime
@@ -20,7 +19,6 @@ from clipstream.evals.settings import EvalSettings
 from clipstream.flags import flag_layer, split
 from clipstream.layers import Dumper, Layer, Places, merged, merged_texts, yaml_layer
 from clipstream.model.settings import LossSettings, ModelSettings
-from clipstream.references import expand_env
 from clipstream.report.settings import LogSettings
 from clipstream.schema import Path, annotation_at, fit, kinds
 from clipstream.section import Section
@@ -33,8 +31,6 @@ from clipstream.training.settings import (
 )
 from clipstream.wording import joined, problem, worded
 from clipstream.world import World
-
-__all__ = ["Settings", "dump", "expand_env", "load", "resolve", "steps_of", "validate_run"]
 
 LANES = 48
 
@@ -65,14 +61,7 @@ class Settings(Section):
         Raises:
             SettingsError: none of them is set.
         """
-        train, batch = self.train, self.data.global_batch_size
-        if train.steps is not None:
-            return train.steps
-        if train.samples is not None:
-            return math.ceil(train.samples / batch)
-        if train.epochs is not None and train.epoch_samples is not None:
-            return math.ceil(train.epochs * train.epoch_samples / batch)
-        raise SettingsError("train: nothing says how long to train: give --steps, --train.samples or --epochs")
+        return self.train.total_steps(self.data.global_batch_size)
 
     @property
     def run_folder(self) -> FilePath:
@@ -84,11 +73,6 @@ class Settings(Section):
         if self.run.name is None:
             raise SettingsError("run.name: the run has no name yet: give --name")
         return FilePath(self.run.logs) / self.run.name
-
-
-def steps_of(settings: Settings) -> int:
-    """Steps of the whole run: `settings.total_steps`."""
-    return settings.total_steps
 
 
 def load(argv: Sequence[str], *, ranks: int | None = None) -> Settings:
@@ -105,7 +89,7 @@ def load(argv: Sequence[str], *, ranks: int | None = None) -> Settings:
     configs, given = split(argv, problems)
     files = [yaml_layer(file, problems) for file in configs]
     ranks = World.from_env().size if ranks is None else ranks
-    layers = [*files, flag_layer(given, files, ranks, problems)]
+    layers = [*files, flag_layer(Settings, given, files, ranks, problems)]
     texts = merged_texts(layers)
     places = Places(tuple(layer.places for layer in reversed(layers)))
     tree = fit(Settings, merged(Settings, layers), (), texts)

@@ -1,4 +1,4 @@
-"""The verb `python -m clipstream.evaluate --checkpoint RUN`: every evaluator of a run on one checkpoint, on all ranks."""
+"""Owns the verb `python -m clipstream.evaluate --checkpoint RUN`: its help and its exit code; `tools` do the work."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from clipstream.layers import Layer
-from clipstream.schema import Path, did_you_mean, dotted
+from clipstream.schema import Path, child, did_you_mean, dotted, entries_of, leaves
+from clipstream.section import Section
 
 Sets = list[tuple[Path, Any]]
 CAPTION: Path = ("data", "sources", "train", "caption")
@@ -156,10 +157,13 @@ def split(argv: Sequence[str], problems: list[str]) -> tuple[list[str], list[Giv
     return configs, given
 
 
-def flag_layer(given: Iterable[Given], files: Sequence[Layer], ranks: int, problems: list[str]) -> Layer:
+def flag_layer(
+    root: type[Section], given: Iterable[Given], files: Sequence[Layer], ranks: int, problems: list[str]
+) -> Layer:
     """The layer of all flags but `--config`.
 
     Args:
+        root: the class of the whole tree.
         files: the layers of the YAML files, which decide whether `--caption-key` is the validation source's as well.
         ranks: processes of the run, for `--batch-size`.
         problems: gets what is wrong, in words.
@@ -174,27 +178,34 @@ def flag_layer(given: Iterable[Given], files: Sequence[Layer], ranks: int, probl
                 problems.append(f"{short.flag}: needs a value, {short.value}")
                 continue
             shorts[short.flag] = "true" if text is None else text
-        elif "." not in one.flag and not _names_section(one.flag):
-            near = did_you_mean(one.flag, [*_BY_FLAG, "--config", "--help"])
-            problems.append(f"{one.flag}: unknown flag{near or '; --help lists all'}")
+        elif "." not in one.flag and one.flag.removeprefix("--") not in root.model_fields:
+            problems.append(f"{one.flag}: unknown flag{_meant(root, one.flag) or '; --help lists all'}")
         else:
-            path = _path(one.flag)
+            path = _path(root, one.flag)
             layer.put_text(path, "true" if one.text is None else one.text, one.flag)
             (layer.bare.add if one.text is None else layer.bare.discard)(path)
     _put_shorts(shorts, layer, files, ranks, problems)
     return layer
 
 
-def _names_section(flag: str) -> bool:
-    sections = ("run", "model", "tokenizer", "data", "loss", "optim", "schedule", "train", "checkpoint", "evals", "log")
-    return flag.removeprefix("--") in sections
+def _meant(root: type[Section], flag: str) -> str:
+    """The flag that was meant: the key of this name in some section, or the nearest short flag."""
+    name = flag.removeprefix("--").replace("-", "_")
+    keys = [key for key, _ in leaves(root) if key.rpartition(".")[2] == name and "NAME" not in key]
+    if keys:
+        return f"; did you mean '--{keys[0].replace('_', '-')}'?"
+    return did_you_mean(flag, [*_BY_FLAG, "--config", "--help"])
 
 
-def _path(flag: str) -> Path:
+def _path(root: type[Section], flag: str) -> Path:
     """Kebab case becomes snake case, but not in the names that users give to sources and evaluators."""
-    parts = flag.removeprefix("--").split(".")
-    named = {2} if parts[:2] == ["data", "sources"] else {1} if parts[:1] == ["evals"] else set()
-    return tuple(part if place in named else part.replace("-", "_") for place, part in enumerate(parts))
+    annotation: Any = root
+    path: Path = ()
+    for part in flag.removeprefix("--").split("."):
+        name = part if entries_of(annotation) is not None else part.replace("-", "_")
+        annotation = child(annotation, None, name)
+        path = (*path, name)
+    return path
 
 
 def _put_shorts(shorts: dict[str, str], layer: Layer, files: Sequence[Layer], ranks: int, problems: list[str]) -> None:

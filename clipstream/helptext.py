@@ -25,7 +25,7 @@ _INTRO = """\
 Settings come from the defaults, then each --config file in order, then flags; later ones win. Every key is a flag,
 --section.key VALUE or --section.key=VALUE. A value is written as in YAML: 3, 1e-3, true, null, '[a, b]'. A flag given
 again replaces its earlier value. NAME stands for a name of your own, and --evals.NAME null removes an evaluator.
-${NAME} in a text is that environment variable, looked up when it is used and never written down."""
+${NAME} in the name of a shard is that environment variable, looked up when it is used and never written down."""
 
 
 def help_text(root: type[Section], verb: str, width: int | None = None) -> str:

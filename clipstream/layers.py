@@ -127,12 +127,13 @@ class _Reader:
                 for parent in reversed(parents):
                     inherited.update(self._mapping(parent, path))
                 continue
+            here = (*path, key)
             if key in own:
-                first = self.layer.places[(*path, key)]
+                first = self.layer.places[here]
                 self.problems.append(f"{self.place(key_node)}: the key '{key}' is given twice (first at {first})")
                 continue
-            self.layer.places[(*path, key)] = self.place(key_node)
-            own[key] = self.value(value_node, (*path, key))
+            self.layer.places[here] = self.place(key_node)
+            own[key] = self.value(value_node, here)
         return {**inherited, **own}
 
 

@@ -13,23 +13,17 @@ from typing import Any
 REPO = "timm/ViT-B-16-SigLIP"
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 LOGIT_SCALE, LOGIT_BIAS = 4.7215, -12.9
-WORDS = "a photo of the small large red green blue circle square triangle dog cat left right two".split()
+WORDS = ["a", "photo", "of", "the", "small", "large", "red", "green", "circle", "square", "dog", "cat", "left", "two"]
 
 
 def tiny_config(repo: str = REPO) -> dict[str, Any]:
     """open_clip_config.json of a two-layer model: 32 px, 16 tokens, mean and std 0.5."""
+    vision_cfg = {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8, "pool_type": "avg"}
     model_cfg = {
         "embed_dim": 24,
         "init_logit_bias": -10,
         "custom_text": True,
-        "vision_cfg": {
-            "image_size": 32,
-            "layers": 2,
-            "width": 32,
-            "head_width": 16,
-            "patch_size": 8,
-            "pool_type": "avg",
-        },
+        "vision_cfg": vision_cfg,
         "text_cfg": {
             "context_length": 16,
             "vocab_size": 64,

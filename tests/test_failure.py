@@ -20,6 +20,17 @@ from tests.ranks import end_ranks
 MESSAGE = "source 'train': no caption\n  members seen: json, png"
 
 
+def nothing(world: World) -> int:
+    """A rank that ends at once."""
+    return 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _started() -> None:
+    """Have the server of new processes up, so that what the tests time is the end alone."""
+    end_ranks(1, nothing)
+
+
 def fail(world: World, kind: str, failing: int) -> int:
     """A run whose rank `failing` ends as `kind` says while the others are in an all_reduce."""
     world.start()

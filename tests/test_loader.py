@@ -151,9 +151,9 @@ def test_nothing_usable_ends_with_what_was_seen_and_the_flag_to_use(shards: list
 @pytest.mark.parametrize("workers", [0, 1])
 def test_missing_shards_end_the_run_by_name(tmp_path: Path, workers: int) -> None:
     settings = data(str(tmp_path / "{00000..00003}.tar"), workers=workers)
-    with pytest.raises(DataError, match=r"none of the 4 shards tried.*00000.tar") as caught, loader(settings) as stream:
+    with pytest.raises(DataError, match="none of the 4 shards tried") as caught, loader(settings) as stream:
         next(stream)
-    assert "missing" in str(caught.value)
+    assert "00000.tar: missing" in str(caught.value)
 
 
 def test_a_few_broken_shards_are_skipped_within_the_budget(shards: list[str], tmp_path: Path) -> None:
@@ -163,7 +163,8 @@ def test_a_few_broken_shards_are_skipped_within_the_budget(shards: list[str], tm
         for _ in range(20):
             next(stream)
         assert list(stream.health.sources["train"].faults) == [str(broken)]
-    with pytest.raises(DataError, match="max-shard-failures"), loader(data([*shards, str(broken)], max_shard_failures=0)) as stream:
+    strict = data([*shards, str(broken)], max_shard_failures=0)
+    with pytest.raises(DataError, match="max-shard-failures"), loader(strict) as stream:
         for _ in range(20):
             next(stream)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
 import open_clip.loss
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from clipstream.errors import SettingsError
@@ -17,6 +15,7 @@ from clipstream.model.losses import ContrastiveLoss, build_loss, chosen_loss_typ
 from clipstream.model.settings import ClipLossSettings, LossSettings, SiglipLossSettings
 from clipstream.model.towers import Features
 from clipstream.world import World
+from tests.ranks import run_ranks
 
 KINDS = ("clip", "siglip")
 COUNTS = {1: [9], 2: [6, 3], 3: [4, 1, 5], 4: [2, 5, 0, 3]}
@@ -52,21 +51,16 @@ def loss_and_gradients(
     return {"loss": loss.detach(), **found}
 
 
-def play_rank(rank: int, counts: list[int], folder: str) -> None:
-    torch.set_num_threads(1)
-    world = World(rank=rank, size=len(counts))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=len(counts))
+def play_rank(world: World, counts: list[int]) -> dict[tuple[str, str], Any]:
+    """This rank's share and gradients summed over the ranks, by loss and name."""
+    start = sum(counts[: world.rank])
+    rows = slice(start, start + counts[world.rank])
     inputs, weights = make_inputs(sum(counts)), make_weights(sum(counts))
-    start = sum(counts[:rank])
-    rows = slice(start, start + counts[rank])
-    found = {}
-    for kind in KINDS:
-        for name, tensor in loss_and_gradients(kind, inputs, weights, rows, world).items():
-            found[kind, name] = world.all_reduce_sum(tensor)
-    if rank == 0:
-        torch.save(found, Path(folder) / "found.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return {
+        (kind, name): world.all_reduce_sum(tensor).numpy()
+        for kind in KINDS
+        for name, tensor in loss_and_gradients(kind, inputs, weights, rows, world).items()
+    }
 
 
 def make_weights(n: int) -> torch.Tensor:
@@ -75,28 +69,14 @@ def make_weights(n: int) -> torch.Tensor:
     return weights
 
 
-@pytest.fixture(scope="module")
-def processes() -> Any:
-    # Forked from a server that has torch imported but never used: quick, and no thread of torch is forked.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["clipstream.model.losses", "open_clip.loss"])
-    return context
-
-
 @pytest.mark.parametrize("size", sorted(COUNTS))
-def test_shares_of_uneven_ranks_sum_to_the_full_batch(size: int, processes: Any, tmp_path: Path) -> None:
+def test_shares_of_uneven_ranks_sum_to_the_full_batch(size: int) -> None:
     counts = COUNTS[size]
-    started = [processes.Process(target=play_rank, args=(rank, counts, str(tmp_path))) for rank in range(size)]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join(120)
-    assert [process.exitcode for process in started] == [0] * size
-    found = torch.load(tmp_path / "found.pt")
     inputs, weights = make_inputs(sum(counts)), make_weights(sum(counts))
-    for kind in KINDS:
-        for name, wanted in loss_and_gradients(kind, inputs, weights, slice(None), World()).items():
-            torch.testing.assert_close(found[kind, name], wanted, rtol=0, atol=1e-10)
+    for found in run_ranks(size, play_rank, counts):
+        for kind in KINDS:
+            for name, wanted in loss_and_gradients(kind, inputs, weights, slice(None), World()).items():
+                torch.testing.assert_close(torch.as_tensor(found[kind, name]), wanted, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -60,22 +60,16 @@ for settings in runs:
     towers = build_towers(settings, seed=0).eval()
     ids = towers.open_clip_tokenizer()(["A photo, of a DOG!"])
     features = towers(torch.zeros(1, 3, 32, 32, dtype=torch.uint8), ids)
-    assert ids[0, :6].tolist() == [4, 5, 6, 4, 16, 1], ids
+    assert ids[0, :6].tolist() == [4, 5, 6, 4, 14, 1], ids
     assert towers.image.resize_mode == "squash" and towers.mean.flatten().tolist() == [0.5] * 3
-    print(towers.loss_type, float(features.logit_bias), round(float(features.logit_scale.log()), 4))
+    print(towers.loss_type, round(float(features.logit_bias), 4), round(float(features.logit_scale.log()), 4))
 """
 
 
 def test_loads_by_tag_and_by_repository_with_sockets_blocked(cache: Path, tmp_path: Path) -> None:
     config = hubtree.write_named_config(tmp_path)
     out = python(LOAD, str(config), hubtree.REPO, HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(cache))
-    line = f"siglip {hubtree.LOGIT_BIAS} {hubtree.LOGIT_SCALE}"
-    assert [
-        " ".join((kind, f"{float(bias):.1f}", scale)) for kind, bias, scale in map(str.split, out.splitlines())
-    ] == [
-        line,
-        line,
-    ]
+    assert out.splitlines() == [f"siglip {hubtree.LOGIT_BIAS} {hubtree.LOGIT_SCALE}"] * 2
 
 
 PREFLIGHT = """
@@ -96,10 +90,8 @@ print("seconds", time.monotonic() - start)
 def test_missing_files_are_told_before_torch_is_imported(tmp_path: Path) -> None:
     out = python(PREFLIGHT, HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(tmp_path))
     assert "HF_HUB_OFFLINE" in out and f"looked in:  {tmp_path}/models--timm--ViT-B-16-SigLIP" in out
-    assert "hf download timm/ViT-B-16-SigLIP open_clip_model.safetensors\n" in out
-    assert "hf download timm/ViT-B-16-SigLIP tokenizer.json tokenizer_config.json\n" in out or (
-        "open_clip_model.safetensors tokenizer.json" in out
-    )
+    files = "open_clip_model.safetensors tokenizer.json tokenizer_config.json"
+    assert f"hf download timm/ViT-B-16-SigLIP {files}\n" in out
 
 
 def test_a_hub_that_does_not_answer_costs_seconds(tmp_path: Path) -> None:

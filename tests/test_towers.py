@@ -83,6 +83,25 @@ def test_a_hugging_face_tokenizer_is_saved_with_the_model(tmp_path: Path) -> Non
     assert_open_clip_agrees(towers, tmp_path / "saved")
 
 
+def test_a_hugging_face_text_tower_starts_from_its_base_weights(tmp_path: Path) -> None:
+    from transformers import RobertaConfig, RobertaModel
+
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    base = RobertaModel(RobertaConfig(**small, vocab_size=64, max_position_embeddings=40), add_pooling_layer=False)
+    base.save_pretrained(tmp_path / "base")
+    hubtree.write_tokenizer(tmp_path / "base")
+    here = str(tmp_path / "base")
+    text = {"hf_model_name": here, "hf_tokenizer_name": here, "hf_pooler_type": "mean_pooler", "context_length": 12}
+    config = {"embed_dim": 24, "vision_cfg": VIT, "text_cfg": text}
+    (tmp_path / "hf.json").write_text(json.dumps(config))
+    towers = build(str(tmp_path / "hf.json"), lock_text=True)
+    words = "embeddings.word_embeddings.weight"
+    assert torch.equal(towers.clip.text.transformer.state_dict()[words], base.state_dict()[words])
+    trained = {name for name, parameter in towers.clip.text.named_parameters() if parameter.requires_grad}
+    assert trained and all(name.startswith("proj.") for name in trained)
+    assert_open_clip_agrees(towers, tmp_path / "saved")
+
+
 def test_the_seed_alone_decides_and_random_state_stays(tmp_path: Path) -> None:
     name = write(tmp_path)
     before = torch.get_rng_state()

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import io
 import math
-from functools import lru_cache
+from functools import cache
 from random import Random
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageChops, ImageDraw, ImageFilter
 
 SIDE = 64
 JPEG_QUALITY = 90
@@ -31,8 +31,9 @@ COLOURS: dict[str, tuple[int, int, int]] = {
     "black": (22, 22, 26),
 }
 TEXTURES = ("plain", "striped", "dotted", "checked")
-SIZES: dict[str, tuple[int, int]] = {"small": (11, 13), "medium": (18, 20), "large": (27, 30)}
+SIZES: dict[str, tuple[int, int]] = {"small": (12, 14), "medium": (18, 20), "large": (28, 31)}
 TILTS = (-12, -6, 0, 6, 12)
+RAMP = np.linspace(-0.5, 0.5, SIDE, dtype=np.float32)
 
 Point = tuple[float, float]
 
@@ -61,7 +62,10 @@ POLYGONS: dict[str, list[Point]] = {
     "triangle": [(0.5, 0.04), (0.98, 0.92), (0.02, 0.92)],
     "diamond": [(0.5, 0.0), (0.85, 0.5), (0.5, 1.0), (0.15, 0.5)],
     "star": _wheel(5, 0.42),
-    "cross": [(x / 3, y / 3) for x, y in ((1, 0), (2, 0), (2, 1), (3, 1), (3, 2), (2, 2), (2, 3), (1, 3), (1, 2), (0, 2), (0, 1), (1, 1))],
+    "cross": [
+        (x / 3, y / 3)
+        for x, y in ((1, 0), (2, 0), (2, 1), (3, 1), (3, 2), (2, 2), (2, 3), (1, 3), (1, 2), (0, 2), (0, 1), (1, 1))
+    ],
     "heart": _heart(),
     "arrow": [(0.0, 0.33), (0.5, 0.33), (0.5, 0.05), (1.0, 0.5), (0.5, 0.95), (0.5, 0.67), (0.0, 0.67)],
     "hourglass": [(0.08, 0.02), (0.92, 0.02), (0.56, 0.5), (0.92, 0.98), (0.08, 0.98), (0.44, 0.5)],
@@ -70,7 +74,7 @@ POLYGONS: dict[str, list[Point]] = {
 SHAPES = ("circle", "ring", "crescent", *POLYGONS)
 
 
-@lru_cache(maxsize=None)
+@cache
 def shape_mask(shape: str, size: int, tilt: int) -> Image.Image:
     """Coverage of a shape: an 'L' picture [size, size], 255 inside, turned by `tilt` degrees."""
     full = size * FINE
@@ -86,7 +90,7 @@ def shape_mask(shape: str, size: int, tilt: int) -> Image.Image:
     return mask.rotate(tilt, Image.Resampling.BILINEAR).reduce(FINE)
 
 
-@lru_cache(maxsize=None)
+@cache
 def texture_mask(texture: str, size: int, phase: int) -> Image.Image:
     """Where the second, lighter colour shows: an 'L' picture [size, size]; `phase` in 0..3 shifts the pattern."""
     period = max(4.0, size / 4.0)
@@ -104,11 +108,10 @@ def texture_mask(texture: str, size: int, phase: int) -> Image.Image:
 
 def _background(random: Random) -> Image.Image:
     """A pale colour that fades a little from one side to the other."""
-    base = np.array([random.randint(205, 250) for _ in range(3)], dtype=np.float32)
+    base = np.array([205 + 45 * random.random() for _ in range(3)], dtype=np.float32)
     slope_x, slope_y = random.uniform(-14, 14), random.uniform(-14, 14)
-    ramp = np.linspace(-0.5, 0.5, SIDE, dtype=np.float32)
-    fade = slope_x * ramp[None, :] + slope_y * ramp[:, None]
-    return Image.fromarray((base + fade[:, :, None]).clip(0, 255).astype(np.uint8))
+    fade = slope_x * RAMP[None, :] + slope_y * RAMP[:, None]
+    return Image.fromarray(np.minimum(base + fade[:, :, None], 255).astype(np.uint8))
 
 
 class Canvas:
@@ -121,14 +124,19 @@ class Canvas:
     def stamp(self, shape: str, colour: str, texture: str, size: int, left: int, top: int, phase: int) -> None:
         """Lay one thing of `size` pixels with its upper left corner at (left, top)."""
         random = self._random
-        tone = tuple(min(255, max(0, part + random.randint(-16, 16))) for part in COLOURS[colour])
+        tone = tuple(min(255, max(0, part - 16 + int(random.random() * 33))) for part in COLOURS[colour])
+        mask = shape_mask(shape, size, random.choice(TILTS))
         patch = Image.new("RGB", (size, size), tone)
         if texture != "plain":
-            # Nearly white, so that the texture never looks like another colour of the list.
-            patch.paste((250, 250, 248), (0, 0), texture_mask(texture, size, phase))
-        self._picture.paste(patch, (left, top), shape_mask(shape, size, random.choice(TILTS)))
+            # A rim keeps the shape's outline whole; the second colour is nearly white, so that no texture looks like
+            # another colour of the list.
+            inner = ImageChops.multiply(mask.filter(ImageFilter.MinFilter(3)), texture_mask(texture, size, phase))
+            patch.paste((250, 250, 248), (0, 0), inner)
+        self._picture.paste(patch, (left, top), mask)
 
-    def group(self, box: tuple[int, int, int, int], count: int, size: str, colour: str, texture: str, shape: str) -> None:
+    def group(
+        self, box: tuple[int, int, int, int], count: int, size: str, colour: str, texture: str, shape: str
+    ) -> None:
         """Lay `count` like things apart from each other inside the box (left, top, right, bottom).
 
         The box is cut into cells that hold one thing each, so they cannot overlap.

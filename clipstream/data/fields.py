@@ -201,7 +201,8 @@ class _OwnExtractor:
     def __init__(self, extractor: CaptionExtractor) -> None:
         self._extractor = extractor
         members = getattr(extractor, "members", None)
-        self.members = None if members is None else split_keys(members if isinstance(members, str) else ";".join(members))
+        names = members if isinstance(members, str) or members is None else ";".join(members)
+        self.members = None if names is None else split_keys(names)
 
     def __call__(self, sample: RawSample, draws: Draws | None) -> str:
         try:

@@ -15,6 +15,7 @@ from clipstream.data.profile import Profile
 from clipstream.errors import DataError
 
 FIRST_SAMPLES = 2000  # read without one that is usable: the run ends
+FIRST_SHARDS = 20  # tried (or all, where there are fewer) before their failures count
 PROFILED = 64  # dropped samples whose members are looked into for the advice
 _SHOWN = 5
 
@@ -114,12 +115,12 @@ class Budget:
         """Raise DataError where a source gives nothing, or fails more often than the settings allow."""
         for name, h in health.sources.items():
             total = self.total_shards[name]
-            if h.shards and len(h.unopened) == len(h.shards) and len(h.shards) >= min(total, 32):
+            enough = len(h.shards) >= min(total, FIRST_SHARDS)
+            if enough and len(h.unopened) == len(h.shards):
                 raise DataError(f"source {name!r}: none of the {_tried(h, total)} could be read{_faults(h)}")
             if h.used == 0 and h.read >= FIRST_SAMPLES:
                 raise DataError(self.nothing_usable(name, h))
-            tried = max(len(h.shards), min(total, 20))
-            if len(h.faults) > math.ceil(self.max_shard_failures * tried):
+            if enough and len(h.faults) > math.ceil(self.max_shard_failures * len(h.shards)):
                 raise DataError(
                     f"source {name!r}: {len(h.faults)} of the {_tried(h, total)} are broken, more than "
                     f"--data.max-shard-failures {self.max_shard_failures:g} allows{_faults(h)}"

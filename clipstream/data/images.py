@@ -12,7 +12,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image, ImageColor
+from PIL import Image, ImageColor, UnidentifiedImageError
 
 from clipstream.batch import ImageSpec
 from clipstream.data.settings import AugmentSettings
@@ -157,7 +157,7 @@ def _open(data: bytes) -> Image.Image:
         picture: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError as error:
         raise Dropped("image_too_large", str(error)) from error
-    except Image.UnidentifiedImageError as error:
+    except UnidentifiedImageError as error:
         raise Dropped("undecodable_image", f"no picture: {len(data)} bytes that begin {bytes(data[:8])!r}") from error
     except Exception as error:  # Pillow's readers raise nearly anything on broken files
         raise Dropped("undecodable_image", repr(error)) from error

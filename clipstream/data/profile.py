@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from clipstream.data.fields import split_keys
 from clipstream.data.settings import CaptionSettings, JsonCaption, TextCaption
 
 MAX_FIELDS = 500  # a JSON member whose names are ids would otherwise fill the memory
@@ -75,7 +76,7 @@ class Profile:
     def suggestion(self, image_key: str, caption: CaptionSettings) -> list[str]:
         """The flags that would read these samples, best guess first; only those that differ from the settings."""
         flags = []
-        wanted = _names(image_key)
+        wanted = split_keys(image_key)
         if not any(self.suffixes[suffix] for suffix in wanted):
             flags += [f"--image-key {_quoted(suffix)}" for suffix, _ in self.images.most_common(1)]
         if not self._caption_found(caption):
@@ -85,7 +86,7 @@ class Profile:
     def advice(self, image_key: str, caption: CaptionSettings) -> str:
         """Lines for a user whose source gives nothing usable: what was seen, what is missing, the flag to use."""
         lines = self.summary()
-        wanted = _names(image_key)
+        wanted = split_keys(image_key)
         if not any(self.suffixes[suffix] for suffix in wanted):
             lines.append(f"no sample has an image member named {' or '.join(wanted)} (--image-key)")
         if not self._caption_found(caption):
@@ -136,19 +137,20 @@ class Profile:
     def _caption_found(self, caption: CaptionSettings) -> bool:
         """Whether any sample has what the settings name; a user's own extractor is trusted to find its members."""
         if isinstance(caption, TextCaption):
-            return any(self.suffixes[suffix] for suffix in _names(caption.key))
+            return any(self.suffixes[suffix] for suffix in split_keys(caption.key))
         if isinstance(caption, JsonCaption):
-            if caption.fallback and any(self.suffixes[suffix] for suffix in _names(caption.fallback)):
+            if caption.fallback and any(self.suffixes[suffix] for suffix in split_keys(caption.fallback)):
                 return True
             prefix = "" if caption.key.lower() == "json" else f"{caption.key.lower()}:"
             return any(self._has_text(prefix + path) for path in caption.paths)
         return True
 
     def _has_text(self, path: str) -> bool:
-        field = self.json_fields.get(path)
+        fields = {name.lower(): field for name, field in self.json_fields.items()}
+        field = fields.get(path.lower())
         if field is None:  # a position in a list of strings is no field of its own
-            parent, _, position = path.rpartition(".")
-            field = self.json_fields.get(parent) if position.isdigit() else None
+            parent, _, position = path.lower().rpartition(".")
+            field = fields.get(parent) if position.isdigit() else None
         return field is not None and field.type in ("str", "list of str")
 
     def _caption_flags(self, caption: CaptionSettings) -> list[str]:
@@ -158,8 +160,8 @@ class Profile:
         """
         text_rank = 15 if isinstance(caption, JsonCaption) else 0
         ranked: list[tuple[tuple[int, int, int], str]] = []
-        for suffix in self.texts:
-            if suffix != "cls" and self.suffixes[suffix] * 2 >= self.samples:
+        for suffix, example in self.texts.items():
+            if suffix != "cls" and any(char.isalpha() for char in example) and self.suffixes[suffix] * 2 >= self.samples:
                 rank = 0 if suffix in ("txt", "text", "caption") else 2 if suffix.startswith("caption") else 12
                 ranked.append(((rank + text_rank, 0, -self.suffixes[suffix]), f"--caption-key {_quoted(suffix)}"))
         for path, field in self.json_fields.items():
@@ -208,10 +210,6 @@ def _short(value: Any) -> str:
     return text if len(text) <= EXAMPLE_CHARS else text[: EXAMPLE_CHARS - 1] + "…"
 
 
-def _names(keys: str) -> list[str]:
-    return [key.strip().lower() for key in keys.split(";") if key.strip()]
-
-
 def _quoted(text: str) -> str:
     return f"'{text}'" if any(char in " ;|&$*'\"()<>" for char in text) else text
 
@@ -224,10 +222,10 @@ def _is_image(head: bytes) -> bool:
 
 
 def _readable(head: bytes) -> str | None:
-    """The text of a member's beginning when it is text with letters in it, cut short."""
+    """The text of a member's beginning when it is text, cut short."""
     # 512 bytes may end inside a character: its first bytes (at most 3) are given up.
     text = head.decode("utf-8", errors="ignore").strip()
-    if len(text.encode()) + 3 < len(head.strip()) or not any(char.isalpha() for char in text):
+    if not text or len(text.encode()) + 3 < len(head.strip()):
         return None
     if any(ord(char) < 32 and char not in "\t\r\n" for char in text):
         return None
@@ -238,4 +236,4 @@ def _caption_missing(caption: CaptionSettings) -> str:
     if isinstance(caption, JsonCaption):
         return f"no {caption.key} member has text at {' or '.join(caption.paths)} (--caption-json)"
     key = caption.key if isinstance(caption, TextCaption) else caption.type
-    return f"no sample has the caption member {' or '.join(_names(key))} (--caption-key)"
+    return f"no sample has the caption member {' or '.join(split_keys(key))} (--caption-key)"

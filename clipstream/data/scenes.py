@@ -15,8 +15,8 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -36,7 +36,17 @@ PLACES = (
     "on the left", "in the middle", "on the right",
     "at the bottom left", "at the bottom", "at the bottom right",
 )  # fmt: skip
+SIZE_WORDS = {"small": ("small", "little", "tiny"), "medium": ("medium", "medium-sized"), "large": ("large", "big")}
+TEXTURE_WORDS = {
+    "plain": ("plain", "solid"),
+    "striped": ("striped",),
+    "dotted": ("dotted", "spotted"),
+    "checked": ("checked", "checkered"),
+}
+# The most things of a size that a group may have: half a picture holds them side by side.
 MOST = {"small": 4, "medium": 3, "large": 2}
+# Share of training's scenes with a single group of things.
+ALONE = 0.35
 COUNTS = ("", "one", "two", "three", "four")
 
 
@@ -64,7 +74,7 @@ class Scene:
     where: str
 
 
-@lru_cache(maxsize=None)
+@cache
 def heldout_pairs() -> tuple[tuple[str, str], ...]:
     """The 20 pairs (colour, shape) that training never shows: every colour twice, every shape once or twice."""
     shapes = len(SHAPES)
@@ -76,7 +86,7 @@ def classes() -> list[str]:
     return [f"{colour} {shape}" for colour, shape in heldout_pairs()]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _shown_pairs() -> tuple[tuple[str, str], ...]:
     held = set(heldout_pairs())
     return tuple((c, s) for c in COLOURS for s in SHAPES if (c, s) not in held)
@@ -120,19 +130,17 @@ def draw_picture(scene: Scene, random: Random) -> bytes:
     """JPEG bytes of a scene, SIDE x SIDE pixels; what the scene leaves open comes from `random`."""
     canvas = Canvas(random)
     for group, box in zip(scene.groups, _boxes(scene), strict=True):
-        canvas.group(box, **asdict(group))
+        canvas.group(box, **vars(group))
     return canvas.jpeg()
 
 
 def _word_group(group: Group, random: Random, detail: float) -> str:
     """A noun phrase; size and texture are each told with probability `detail`."""
-    size = {"small": ("small", "small", "little", "tiny"), "medium": ("medium", "medium-sized"), "large": ("large", "big")}[group.size]
-    texture = {"plain": ("plain", "solid"), "striped": ("striped",), "dotted": ("dotted", "spotted"), "checked": ("checked", "checkered")}[group.texture]
     words = [group.colour]
     if random.random() < detail:
-        words.insert(random.randrange(2), random.choice(texture))
+        words.insert(random.randrange(2), random.choice(TEXTURE_WORDS[group.texture]))
     if random.random() < detail:
-        words.insert(0, random.choice(size))
+        words.insert(0, random.choice(SIZE_WORDS[group.size]))
     if group.count > 1:
         return " ".join([COUNTS[group.count], *words, _plural(group.shape)])
     article = "an" if words[0][0] in "aeiou" else "a"
@@ -162,40 +170,41 @@ def word_scene(scene: Scene, random: Random, detail: float) -> str:
     return opening + random.choice(wordings)
 
 
-@lru_cache(maxsize=None)
-def _gallery_scenes() -> tuple[Scene, ...]:
-    """The gallery's scenes, all different."""
+@cache
+def gallery_scenes() -> dict[Scene, None]:
+    """The gallery's scenes, all different, as the keys of a dict: in order, and quick to look up."""
     random = Random(f"{SEED} gallery scenes")
     scenes: dict[Scene, None] = {}
     while len(scenes) < SHARDS["gallery"] * SHARD_SAMPLES:
         scenes[draw_scene(random, _shown_pairs(), alone=0.25)] = None
-    return tuple(scenes)
+    return scenes
 
 
 def _samples(split: str, shard: int) -> Iterator[dict[str, bytes]]:
     """The members of each sample of a shard, by suffix."""
     random = Random(f"{SEED} {split} {shard}")
-    names = classes()
+    names, gallery = classes(), gallery_scenes()
+    fixed = list(gallery)[shard * SHARD_SAMPLES :] if split == "gallery" else []
     for position in range(SHARD_SAMPLES):
         if split == "gallery":
-            scene = _gallery_scenes()[position]
+            scene = fixed[position]
+        elif split == "heldout":
+            scene = draw_scene(random, heldout_pairs(), alone=1.0)
         else:
-            heldout = split == "heldout"
-            pairs = heldout_pairs() if heldout else _shown_pairs()
-            scene = draw_scene(random, pairs, alone=1.0 if heldout else 0.35)
-            while not heldout and scene in _gallery_set():
-                scene = draw_scene(random, pairs, alone=0.35)
+            scene = draw_scene(random, _shown_pairs(), alone=ALONE)
+            while scene in gallery:
+                scene = draw_scene(random, _shown_pairs(), alone=ALONE)
         caption = word_scene(scene, random, 0.75 if split == "train" else 1.0)
-        told = {"caption": caption, "captions": [word_scene(scene, random, 0.75) for _ in range(4)], **asdict(scene)}
+        told = {
+            "caption": caption,
+            "captions": [word_scene(scene, random, 0.75) for _ in range(3)],
+            "groups": [vars(group) for group in scene.groups],
+            "where": scene.where,
+        }
         sample = {"jpg": draw_picture(scene, random), "txt": caption.encode(), "json": json.dumps(told).encode()}
         if split == "heldout":
             sample["cls"] = str(names.index(f"{scene.groups[0].colour} {scene.groups[0].shape}")).encode()
         yield sample
-
-
-@lru_cache(maxsize=None)
-def _gallery_set() -> frozenset[Scene]:
-    return frozenset(_gallery_scenes())
 
 
 def _write_shard(path: Path, split: str, shard: int) -> None:
@@ -244,7 +253,8 @@ def shards(split: str) -> list[str]:
                     _make(split, folder)
     except OSError as error:
         raise SettingsError(
-            f"cannot write the embedded scenes to {folder}: {error}; set CLIPSTREAM_CACHE to a folder with 200 MB of room"
+            f"cannot write the embedded scenes to {folder}: {error}; "
+            "set CLIPSTREAM_CACHE to a folder with 300 MB of room"
         ) from error
     return [str(folder / f"{shard:05d}.tar") for shard in range(SHARDS[split])]
 

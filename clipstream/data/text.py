@@ -6,7 +6,6 @@ shorter: no tensors, less cleaning where nothing needs it, a bounded cache. It i
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,7 +22,10 @@ if TYPE_CHECKING:
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 
 CACHED_WORDS = 100_000  # some 20 MB; English captions of millions of pictures have about as many words
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.*", "merges.txt")
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt", "vocab.json",
+)  # fmt: skip
+_FETCHED = (*TOKENIZER_FILES, "tokenizer*", "merges.txt", "added_tokens.json", "special_tokens_map.json", "config.json")
 
 
 class Tokenizer(Protocol):
@@ -82,7 +84,8 @@ def build_tokenizer(
         tokenizer = _own(settings)
         if tokenizer.context_length > context_length:
             raise SettingsError(
-                f"tokenizer: {settings.type} gives {tokenizer.context_length} ids a text, the model reads {context_length}"
+                f"tokenizer: {settings.type} gives {tokenizer.context_length} ids a text, "
+                f"the model reads {context_length}"
             )
     _try(tokenizer, settings)
     return tokenizer
@@ -119,8 +122,7 @@ class OpenClipTokenizer:
         """The text without padding and special tokens."""
         inner = getattr(self._tokenizer, "tokenizer", None)
         if inner is None:
-            specials = set(self._tokenizer.all_special_ids) | {0}
-            return str(self._tokenizer.decode([int(i) for i in ids if int(i) not in specials])).strip()
+            return str(self._tokenizer.decode([int(i) for i in ids]))
         return str(inner.decode([int(i) for i in ids], skip_special_tokens=True))
 
 
@@ -151,19 +153,16 @@ class HuggingFaceTokenizer(OpenClipTokenizer):
         return ids
 
 
-class BpeTokenizer:
+class BpeTokenizer(OpenClipTokenizer):
     """CLIP's own byte pair encoding (open_clip's SimpleTokenizer), with a bounded cache of words.
 
     It stops at the word that fills the context: the rest of a long text costs nothing.
     """
 
     def __init__(self, tokenizer: Any, context_length: int) -> None:
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer, context_length)
         self._clean = _Clean(tokenizer.clean_fn)
         self._words: dict[str, list[int]] = {}
-        self._specials = dict(zip(tokenizer.cache, tokenizer.cache, strict=True)) if not tokenizer.cache else {}
-        self.context_length = context_length
-        self.vocab_size = int(tokenizer.vocab_size)
 
     def encode(self, texts: Sequence[str]) -> Ids:
         """int32 [n, T]: start, the words, end, zeros."""
@@ -178,3 +177,181 @@ class BpeTokenizer:
             found.append(self._tokenizer.eot_token_id)
             row[: len(found)] = found
         return ids
+
+    def _word(self, word: str) -> list[int]:
+        known = self._words.get(word)
+        if known is None:
+            inner = self._tokenizer
+            if len(self._words) >= CACHED_WORDS:
+                self._words.clear()
+                # open_clip's own cache grows along with ours; it must not lose the special tokens.
+                inner.cache = {inner.decoder[i]: inner.decoder[i] for i in inner.all_special_ids}
+            pieces = "".join(inner.byte_encoder[byte] for byte in word.encode())
+            known = self._words[word] = [inner.encoder[piece] for piece in inner.bpe(pieces).split(" ")]
+        return known
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text up to the end token, without the start token."""
+        inner = self._tokenizer
+        numbers = [int(i) for i in ids]
+        if inner.eot_token_id in numbers:
+            numbers = numbers[: numbers.index(inner.eot_token_id)]
+        return str(inner.decode([i for i in numbers if i != inner.sot_token_id])).strip()
+
+
+class LabelEncoder:
+    """A tokenizer of labels: each becomes the number of its class, ids [n, 1].
+
+    A label is a class's number from 0, or its name without regard to case; where names are numbers, a number is meant.
+    """
+
+    context_length = 1
+
+    def __init__(self, classes: Sequence[str]) -> None:
+        self._classes = list(classes)
+        self._numbers: dict[str, list[int]] = {}
+        for number, name in enumerate(self._classes):
+            self._numbers.setdefault(name.strip().casefold(), []).append(number)
+        self.vocab_size = len(self._classes)
+
+    def index(self, label: str) -> int:
+        """The class's number.
+
+        Raises:
+            DataError: the label is no class, or its name stands for several.
+        """
+        label = label.strip()
+        if label.isdecimal() and int(label) < len(self._classes):
+            return int(label)
+        numbers = self._numbers.get(label.casefold(), [])
+        if len(numbers) == 1:
+            return numbers[0]
+        what = f"the name of {len(numbers)} classes" if numbers else "no class"
+        raise DataError(
+            f"label {label!r} is {what}: the {len(self._classes)} classes have numbers from 0, and names. Set the "
+            "evaluator's classes to those of the data, or its label to another member (cls) or field (json:PATH)"
+        )
+
+    def encode(self, texts: Sequence[str]) -> Ids:
+        """Labels to int32 [n, 1]."""
+        return np.array([self.index(text) for text in texts], dtype=np.int32).reshape(-1, 1)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The name of the class."""
+        return self._classes[int(ids[0])]
+
+
+class _Clean:
+    """open_clip's cleaning of a text, without its costly part (ftfy, HTML) where that cannot change anything."""
+
+    def __init__(self, function: Callable[[str], str]) -> None:
+        from open_clip.tokenizer import canonicalize_text, get_clean_fn
+
+        short = {"whitespace": _single_spaces, "lower": _lower, "canonicalize": canonicalize_text}
+        self._full = function
+        self._short: Callable[[str], str] | None = next(
+            (quick for name, quick in short.items() if get_clean_fn(name) is function), None
+        )
+
+    def __call__(self, text: str) -> str:
+        if self._short is not None and text.isascii() and text.isprintable() and "&" not in text:
+            return self._short(text)
+        return self._full(text)
+
+
+def _single_spaces(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _lower(text: str) -> str:
+    return " ".join(text.split()).lower()
+
+
+def _own(settings: TokenizerSettings) -> Tokenizer:
+    """The user's own tokenizer."""
+    try:
+        made: Tokenizer = load_plugin(settings.type)(settings)
+    except Exception as error:
+        raise SettingsError(f"tokenizer: {settings.type} cannot be made of its settings: {error!r}") from error
+    missing = [name for name in ("context_length", "vocab_size", "encode", "decode") if not hasattr(made, name)]
+    if missing:
+        raise SettingsError(f"tokenizer: {settings.type} has no {', '.join(missing)} (clipstream.data.text.Tokenizer)")
+    return made
+
+
+def _hugging_face(
+    settings: HubTokenizer | PathTokenizer, model_tokenizer: Any, context_length: int, cache_dir: str | None
+) -> Any:
+    """open_clip's HFTokenizer over the files that the settings name."""
+    folder = _path_folder(settings) if isinstance(settings, PathTokenizer) else _hub_folder(settings.name, cache_dir)
+    read = getattr(getattr(model_tokenizer, "tokenizer", None), "name_or_path", None)
+    if read and Path(read).resolve() == folder.resolve():
+        # The model was built with these files already, and knows how it cleans its texts.
+        return model_tokenizer
+    from open_clip.tokenizer import HFTokenizer
+
+    try:
+        return HFTokenizer(str(folder), context_length=context_length)
+    except Exception as error:  # transformers raises nearly anything on files that do not fit together
+        raise SettingsError(f"tokenizer.name: cannot load the tokenizer in {folder}: {error}") from error
+
+
+def _path_folder(settings: PathTokenizer) -> Path:
+    path = Path(settings.name).expanduser().absolute()
+    folder = path.parent if path.is_file() else path
+    if not folder.is_dir():
+        raise SettingsError(f"tokenizer.name: {path} does not exist")
+    if not _holds_tokenizer(folder):
+        files = ", ".join(TOKENIZER_FILES)
+        raise SettingsError(f"tokenizer.name: {folder} holds no tokenizer: none of {files} is there")
+    return folder
+
+
+def _hub_folder(name: str, cache_dir: str | None) -> Path:
+    """The folder of a repository's tokenizer files in the Hub's cache; fetched only if they are not there."""
+    from huggingface_hub import constants, snapshot_download
+
+    cache = Path(cache_dir or constants.HF_HUB_CACHE).expanduser()
+    looked = cache / f"models--{name.replace('/', '--')}"
+    try:
+        folder = Path(snapshot_download(name, cache_dir=cache, local_files_only=True))
+        if _holds_tokenizer(folder):
+            return folder
+    except Exception as error:
+        why = str(error)
+    else:
+        why = f"{folder} has none of {', '.join(TOKENIZER_FILES)}"
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            folder = Path(snapshot_download(name, cache_dir=cache, allow_patterns=list(_FETCHED)))
+            if _holds_tokenizer(folder):
+                return folder
+            why = "the repository holds no tokenizer"
+        except Exception as error:
+            why = str(error)
+    offline = " HF_HUB_OFFLINE is set: nothing is fetched." if constants.HF_HUB_OFFLINE else ""
+    raise SettingsError(
+        f"tokenizer.name: no tokenizer {name!r} in {looked}.{offline} Fetch it where there is a network: "
+        f"hf download {name}\n({why.strip().splitlines()[0] if why.strip() else 'no reason given'})"
+    )
+
+
+def _holds_tokenizer(folder: Path) -> bool:
+    return any(next(folder.glob(pattern), None) is not None for pattern in TOKENIZER_FILES)
+
+
+def _try(tokenizer: Tokenizer, settings: TokenizerSettings) -> None:
+    """Encode two texts now, so that a tokenizer that cannot pad, for one, is an error of the settings."""
+    expected = (2, tokenizer.context_length)
+    try:
+        ids = tokenizer.encode(["a photo of a cat", "a"])
+    except Exception as error:
+        raise SettingsError(f"tokenizer ({settings.type}): cannot encode a text: {error}") from error
+    if getattr(ids, "shape", None) != expected or ids.dtype != np.int32:
+        got = f"{type(ids).__name__} {getattr(ids, 'dtype', '')} {getattr(ids, 'shape', '')}"
+        raise SettingsError(f"tokenizer ({settings.type}): encode gave {got}, not an array int32 {expected}")
+    if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
+        raise SettingsError(
+            f"tokenizer ({settings.type}): ids {ids.min()} to {ids.max()} are not within its vocab_size "
+            f"{tokenizer.vocab_size}"
+        )

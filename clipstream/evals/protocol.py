@@ -8,14 +8,12 @@ modes are put back, and no gradient is touched.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -27,6 +25,7 @@ from clipstream.data.text import Tokenizer
 from clipstream.errors import DataError, SettingsError
 from clipstream.evals.settings import EvalSettings
 from clipstream.plugins import load_plugin
+from clipstream.training.precision import Precision, autocast, same_randomness
 from clipstream.world import World
 
 Record = dict[str, Any]
@@ -64,7 +63,7 @@ class EvalContext:
     world: World
     image: ImageSpec
     workers: int = 0
-    precision: str = "fp32"
+    precision: Precision = "fp32"
     dropped: int = field(default=0, init=False)
 
     def batches(
@@ -126,7 +125,7 @@ class EvalContext:
         return self.world.gather_rows(torch.cat(parts)[: len(mine)])
 
     def _encode(self, encode: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-        device = torch.device(self.world.device)
+        device = self.world.device
         # no_grad, not inference_mode: a tensor that a tower keeps for later (a mask, a table of positions) has to
         # work in the next training step.
         with evaluating(self.towers), torch.no_grad(), autocast(device, self.precision):
@@ -224,11 +223,6 @@ class EvalRunner:
         return {"step": step, "eval": name, **metrics, "dropped": dropped, "seconds": seconds}
 
 
-def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    """The arithmetic of a precision: bf16 is autocast over float32 weights, anything else is the weights' own."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
-
-
 @contextmanager
 def evaluating(towers: Encoder) -> Iterator[None]:
     """The towers in eval mode; afterwards each module has its former mode (a frozen tower may have been in another)."""
@@ -240,21 +234,6 @@ def evaluating(towers: Encoder) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-@contextmanager
-def same_randomness(device: str) -> Iterator[None]:
-    """Put every random state back that an evaluator may move: Python's, NumPy's, torch's on the CPU and the device."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state(device) if device.startswith("cuda") else None
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)
 
 
 def _without_padding(batch: Batch) -> Batch:

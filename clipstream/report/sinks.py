@@ -48,7 +48,7 @@ class MetricsFile:
 
     def write(self, record: Record) -> None:
         """Append a record."""
-        self._file.write(json.dumps(_jsonable(record), allow_nan=False) + "\n")
+        self._file.write(json_line(record))
         self._file.flush()
 
     def close(self) -> None:
@@ -91,6 +91,11 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
     for tag, value in flat(numbers, prefix).items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             yield tag, value
+
+
+def json_line(record: Record) -> str:
+    """A record as one line of JSON; numbers that are not finite are null."""
+    return json.dumps(_jsonable(record), allow_nan=False) + "\n"
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

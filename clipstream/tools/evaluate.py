@@ -6,7 +6,6 @@ be right.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from clipstream.failure import FailureWatch
 from clipstream.model.pretrained import CONFIG_FILE, LOCAL, preflight
 from clipstream.model.settings import ModelSettings
 from clipstream.report.progress import chance_of, duration, percent
+from clipstream.report.sinks import json_line
 from clipstream.world import World
 
 if TYPE_CHECKING:
@@ -56,9 +56,7 @@ def evaluate(argv: Sequence[str]) -> int:
     """
     own, flags = split_own(argv)
     subject = locate(own.get("--checkpoint"), flags)
-    config = None if subject.run is None else subject.run / "config.yaml"
-    before = ["--config", str(config)] if config is not None and config.is_file() else []
-    settings = load([*before, *flags])
+    settings = load([*([] if subject.run is None else ["--config", str(subject.run / "config.yaml")]), *flags])
     if not settings.evals:
         raise SettingsError("nothing to evaluate on: give --val-data SHARDS, or --config with a section evals")
     model = settings.model
@@ -118,18 +116,25 @@ def locate(path: str | None, flags: Sequence[str] = ()) -> Subject:
     named = [flag for flag in flags if flag.startswith(("--model", "--pretrained"))]
     if named:
         raise SettingsError(f"{named[0]} and --checkpoint both name a model: give one of them")
-    from clipstream.training.checkpoint import find
-
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise SettingsError(f"--checkpoint: there is no folder {folder}")
-    if (folder / "config.yaml").is_file() or (folder / "checkpoints").is_dir():
-        found = find(folder)
-        return Subject(found.name, found, folder, _step(found))
-    if not (folder / CONFIG_FILE).is_file():
-        raise SettingsError(f"--checkpoint: {folder} is neither a run (config.yaml) nor a checkpoint ({CONFIG_FILE})")
+    if (folder / "checkpoints").is_dir() or folder.name.startswith("step_"):
+        from clipstream.training.checkpoint import find
+
+        found = find(folder, str(folder))
+        assert found is not None, "find gives a checkpoint or raises where a path is given"
+        folder = found
+    elif not (folder / CONFIG_FILE).is_file():
+        raise SettingsError(f"--checkpoint: {folder} is neither a run (checkpoints/) nor a checkpoint ({CONFIG_FILE})")
     run = folder.resolve().parent.parent
-    return Subject(folder.name, folder, run if (run / "config.yaml").is_file() else None, _step(folder))
+    number = folder.name.removeprefix("step_")
+    return Subject(
+        label=folder.name,
+        checkpoint=folder,
+        run=run if (run / "config.yaml").is_file() else None,
+        step=int(number) if number.isdecimal() else 0,
+    )
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
@@ -164,16 +169,16 @@ def _records(settings: Settings, model: ModelSettings, subject: Subject, world: 
 
 
 def _context(settings: Settings, model: ModelSettings, world: World) -> EvalContext:
-    import torch
-
     from clipstream.data.text import build_tokenizer
     from clipstream.evals.protocol import EvalContext
     from clipstream.model.towers import build_towers
+    from clipstream.training.precision import prepare
 
     towers = build_towers(model, seed=settings.run.seed, tokenizer=settings.tokenizer).to(world.device).eval()
-    if settings.train.precision == "fp64":
-        towers.to(torch.float64)
-    tokenizer = build_tokenizer(settings.tokenizer, towers.open_clip_tokenizer(), towers.context_length)
+    prepare(towers, settings.train.precision)
+    tokenizer = build_tokenizer(
+        settings.tokenizer, towers.open_clip_tokenizer(), towers.context_length, cache_dir=model.cache_dir
+    )
     return EvalContext(towers, tokenizer, world, towers.image, settings.data.workers, settings.train.precision)
 
 
@@ -183,12 +188,7 @@ def _append(path: Path, records: Sequence[dict[str, Any]], settings: Settings, s
     with path.open("a", encoding="utf-8") as file:
         for record in records:
             section = settings.evals[record["eval"]].model_dump(mode="json")
-            file.write(json.dumps({**record, "checkpoint": subject.label, "settings": section}) + "\n")
-
-
-def _step(checkpoint: Path) -> int:
-    number = checkpoint.name.removeprefix("step_")
-    return int(number) if number.isdecimal() else 0
+            file.write(json_line({**record, "checkpoint": subject.label, "settings": section}))
 
 
 def _device(name: str) -> str:

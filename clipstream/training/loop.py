@@ -119,8 +119,9 @@ class Trainer:
                 if self.save_every and self.step % self.save_every == 0:
                     self._save()
         self._write_health()
+        saved = self._save()  # first: the last evaluation may be long
         self.evaluate(self.step, True)
-        if self._save() is None:
+        if saved is None:
             raise ClipstreamError(f"the last checkpoint, of step {self.step}, could not be written")
 
     def state(self) -> dict[str, Any]:

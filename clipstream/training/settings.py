@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field, field_validator
 
+from clipstream.errors import SettingsError
 from clipstream.section import Section
 
 
@@ -16,7 +18,9 @@ class RunSettings(Section):
     name: str | None = Field(None, description="name of the run's folder; dated, with model and batch, unless set")
     seed: int = Field(0, ge=0, description="fixes the order of samples, augmentation, weights and dropout")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
-    threads: int | None = Field(None, ge=1, description="CPU threads of a rank's arithmetic; its share of the cores unless set")
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads of a rank's arithmetic; its share of the cores unless set"
+    )
     deterministic: bool = Field(False, description="torch's deterministic algorithms; slower, equal bits")
     debug: bool = Field(False, description="show tracebacks with errors")
 
@@ -48,15 +52,35 @@ class ScheduleSettings(Section):
 
 
 class TrainSettings(Section):
-    """How long and in which arithmetic to train. Exactly one of steps, samples and epochs rules; steps first."""
+    """How long and in which arithmetic to train. One of steps, samples and epochs says how long."""
 
     steps: int | None = Field(None, ge=0, description="steps of the whole run")
     samples: int | None = Field(None, ge=1, description="samples of the whole run, rounded up to whole steps")
     epochs: float | None = Field(None, gt=0, description="passes over epoch_samples samples")
     epoch_samples: int | None = Field(None, ge=1, description="samples that make an epoch (--train-num-samples)")
-    precision: Literal["fp32", "bf16", "fp64"] = Field("bf16", description="bf16 is autocast over float32 weights; fp64 is for checks")
-    micro_batch_size: int | None = Field(None, ge=1, description="samples a forward pass takes at once on a rank; all unless set")
+    precision: Literal["fp32", "bf16", "fp64"] = Field(
+        "bf16", description="bf16 is autocast over float32 weights; fp64 is for checks"
+    )
+    micro_batch_size: int | None = Field(
+        None, ge=1, description="samples a forward pass takes at once on a rank; all unless set"
+    )
     compile: bool = Field(False, description="torch.compile the towers")
+
+    def total_steps(self, global_batch_size: int) -> int:
+        """Steps of the whole run.
+
+        Raises:
+            SettingsError: nothing says how long to train.
+        """
+        if self.steps is not None:
+            return self.steps
+        if self.samples is not None:
+            return math.ceil(self.samples / global_batch_size)
+        if self.epochs is None or self.epoch_samples is None:
+            raise SettingsError(
+                "how long to train is not set: give --steps, --train.samples, or --epochs with --train-num-samples"
+            )
+        return math.ceil(self.epochs * self.epoch_samples / global_batch_size)
 
 
 class CheckpointSettings(Section):

@@ -16,18 +16,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from clipstream.batch import Batch
 from clipstream.errors import DivergedError, SettingsError
-from clipstream.model.towers import Features
 from clipstream.training.distributed import no_sync, warm_up_buckets, wrap
 from clipstream.training.optim import clip_gradients, gradient_norm
 from clipstream.training.precision import Precision, autocast, set_torch_state, torch_state
 from clipstream.world import World
+
+if TYPE_CHECKING:
+    from clipstream.model.towers import Features
 
 _SHOWN_KEYS = 8
 
@@ -164,7 +166,10 @@ class TrainStep:
 
     def _loss(self, features: Features, batch: Batch) -> tuple[Features, torch.Tensor]:
         """The features as leaves with their gradients of the global loss (times the number of ranks); the share."""
-        leaves = Features(*(None if t is None else t.detach().requires_grad_() for t in features))  # type: ignore[arg-type]
+        leaves = _detached(features)
+        for leaf in leaves:
+            if leaf is not None:
+                leaf.requires_grad_()
         share = self.loss(leaves, batch.weights, self.world, batch.global_size)
         (share * self.world.size).backward()  # type: ignore[no-untyped-call]
         return leaves, share.detach()
@@ -184,7 +189,17 @@ class TrainStep:
         pixels = torch.zeros(2, 3, *self.towers.image.size, dtype=torch.uint8, device=device)
         ids = torch.zeros(2, self.towers.context_length, dtype=torch.int32, device=device)
         features = self._features(self.model, pixels, ids)
-        _carry(features, Features(*(None if t is None else t.detach() for t in features)))  # type: ignore[arg-type]
+        _carry(features, _detached(features))
+
+
+def _detached(features: Features) -> Features:
+    bias = features.logit_bias
+    return features._replace(
+        image=features.image.detach(),
+        text=features.text.detach(),
+        logit_scale=features.logit_scale.detach(),
+        logit_bias=None if bias is None else bias.detach(),
+    )
 
 
 def _carry(features: Features, leaves: Features, *, scalars: bool = True) -> None:
@@ -206,11 +221,8 @@ def _parts(pixels: torch.Tensor | None, size: int) -> tuple[torch.Tensor, ...]:
 
 def _join(parts: list[Features]) -> Features:
     """Chunks' features as those of the whole batch."""
-    return Features(
-        image=torch.cat([part.image for part in parts]),
-        text=torch.cat([part.text for part in parts]),
-        logit_scale=parts[0].logit_scale,
-        logit_bias=parts[0].logit_bias,
+    return parts[0]._replace(
+        image=torch.cat([part.image for part in parts]), text=torch.cat([part.text for part in parts])
     )
 
 
@@ -223,7 +235,7 @@ def _cut(leaves: Features, size: int) -> list[Features]:
             part = leaf.detach()[start : start + size]
             part.grad = None if leaf.grad is None else leaf.grad[start : start + size]
             rows.append(part)
-        chunks.append(Features(rows[0], rows[1], leaves.logit_scale, leaves.logit_bias))
+        chunks.append(leaves._replace(image=rows[0], text=rows[1]))
     return chunks
 
 

@@ -1,0 +1,45 @@
+# Works on a machine with Python alone: everything is installed into .venv with pip.
+PYTHON ?= python3
+JOBS ?= 2
+BIN := .venv/bin
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: quickstart test test-all lint format clean
+
+# Trains on drawn scenes and evaluates. Each call is a run of its own under runs/.
+quickstart: .venv/.installed
+	$(BIN)/python -m clipstream.train --config configs/quickstart.yaml
+
+test: .venv/.installed-dev
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+
+# The slow tests too: quickstart's figures, whole runs.
+test-all: .venv/.installed-dev
+	$(BIN)/python -m pytest -q -m ''
+
+lint: .venv/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/test_repository.py
+
+format: .venv/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
+	$(PYTHON) -m venv .venv
+
+.venv/.installed: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+.venv/.installed-dev: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch .venv/.installed $@

@@ -1,0 +1,71 @@
+"""The verb `python -m clipstream.check SHARDS`: what a data set holds, and what training would use of it."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+
+from clipstream.cli import run_main
+from clipstream.data.settings import CaptionSettings, JsonCaption, SourceSettings, TextCaption
+from clipstream.errors import SettingsError
+
+DEFAULT_IMAGE_KEY: str = SourceSettings.model_fields["image_key"].default
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Look into a data set, and give the exit code: 0, 2 for wrong usage, 3 where nothing is usable."""
+    return run_main(_main, argv)
+
+
+def _main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m clipstream.check",
+        description="Look into a data set: its shards, members and JSON fields, what the given settings would use and "
+        "drop, and the flags to train on it. Exit code 3 where nothing is usable.",
+    )
+    parser.add_argument("shards", nargs="+", metavar="SHARDS", help="tars: braces, '::', globs, pipe:, http(s):")
+    parser.add_argument("--caption-key", metavar="SUFFIX", help="the text member with the caption (txt)")
+    parser.add_argument(
+        "--caption-json", metavar="PATHS", help="path into the JSON member; several by ';' are tried in order"
+    )
+    parser.add_argument("--image-key", metavar="SUFFIXES", help=f"suffixes of the image member ({DEFAULT_IMAGE_KEY})")
+    parser.add_argument("--samples", type=int, default=500, metavar="N", help="samples to read; 0 for all (500)")
+    options = parser.parse_args(argv)
+    if options.samples < 0:
+        parser.error(f"--samples must be 0 or more, not {options.samples}")
+    # Late, so that --help and wrong usage answer at once.
+    from clipstream.data.shards import expand, redact
+    from clipstream.tools.check import check
+
+    some = "::".join(options.shards[:3]) + ("::…" if len(options.shards) > 3 else "")
+    words = ["--train-data", redact(some)]
+    for name in ("caption_key", "caption_json", "image_key"):
+        if getattr(options, name) is not None:
+            words += [f"--{name.replace('_', '-')}", getattr(options, name)]
+    check(
+        expand(options.shards),
+        shlex.join(["python", "-m", "clipstream.train", *words]),
+        options.image_key or DEFAULT_IMAGE_KEY,
+        _caption(options.caption_key, options.caption_json),
+        options.samples,
+    )
+    return 0
+
+
+def _caption(key: str | None, paths: str | None) -> CaptionSettings:
+    """As training's flags: with both, the paths first and then the text member."""
+    try:
+        if paths is None:
+            return TextCaption() if key is None else TextCaption(key=key)
+        return JsonCaption(path=[path.strip() for path in paths.split(";")], fallback=key)
+    except ValidationError as error:
+        flag = "--caption-key" if paths is None else "--caption-json"
+        raise SettingsError(f"{flag}: {error.errors()[0]['msg']}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

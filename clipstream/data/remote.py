@@ -1,0 +1,252 @@
+"""Owns the way from a shard's URL to a local, whole, uncompressed file; never looks inside the tar for samples.
+
+A remote shard is spooled whole and at full speed before anything is read of it: a slowly read network stream times
+out, and the end of a stream proves nothing. A spool is written under a temporary name and renamed when its length
+(http), the command's exit status (`pipe:`) or the end of the gzip stream says that it is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import gzip
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+import weakref
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from clipstream.data.shards import redact, scheme_of
+from clipstream.data.transfer import ShardError, fetch_gopen, fetch_http, has_own_handler, run_pipe
+from clipstream.errors import SettingsError
+
+__all__ = ["ShardError", "ShardStore"]
+
+Fill = Callable[[Path], None]  # writes the whole shard to the path, or raises
+
+
+@dataclass
+class _Use:
+    """A spool that this process reads: the descriptor that holds its lock, its path, and how often it was asked for."""
+
+    lock: int
+    target: Path
+    count: int = 1
+
+
+class ShardStore:
+    """Local files of shards. Picklable, and safe to use in forked workers; all ranks may share one `cache` folder.
+
+    A shard is downloaded by one process at a time, whoever asks; the others wait for it. With a folder of one's own,
+    spooled shards stay for the next run, by the hash of their whole URL. Without one, a temporary folder is made here
+    and removed by `close` in the process that made it (and at its end); the temporary folder's disk must hold the
+    shards that are in use together.
+
+    Args:
+        cache: folder for spooled shards; None for a temporary one.
+        timeout: seconds without a new byte after which a transfer is given up.
+        retries: how often a failed http transfer is tried again, from where it stopped if the server can.
+        backoff: seconds before the first retry; doubled each time.
+
+    Raises:
+        SettingsError: the cache folder cannot be made or written.
+    """
+
+    def __init__(self, cache: str | None, *, timeout: float = 60.0, retries: int = 3, backoff: float = 0.5) -> None:
+        self.timeout, self.retries, self.backoff = timeout, retries, backoff
+        self.temporary = cache is None
+        if cache is None:
+            self.folder = Path(tempfile.mkdtemp(prefix="clipstream-"))
+            self._finalizer: weakref.finalize[..., ShardStore] | None = weakref.finalize(
+                self, _remove, self.folder, os.getpid()
+            )
+        else:
+            self.folder = Path(cache).expanduser().absolute()
+            self._finalizer = None
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise SettingsError(f"data.cache: the folder {self.folder} cannot be made: {error.strerror}") from error
+            if not os.access(self.folder, os.W_OK | os.X_OK):
+                raise SettingsError(f"data.cache: the folder {self.folder} cannot be written")
+        self._uses: dict[str, _Use] = {}
+        self._pid = os.getpid()
+
+    def local(self, url: str) -> Path:
+        """The whole shard as a local uncompressed file; the path itself for a local tar.
+
+        Raises:
+            ShardError: the shard is not there, cannot be reached, or came incomplete.
+        """
+        scheme = scheme_of(url)
+        if scheme is None or scheme == "file":
+            path = Path(url if scheme is None else url2pathname(urlsplit(url).path))
+            version = _gzip_version(path)
+            if version is None:
+                return path
+            return self._spooled(url, f"{path}:{version}", lambda part: _gunzip(path, part))
+        return self._spooled(url, url, lambda part: self._fetch(url, scheme, part))
+
+    def release(self, url: str) -> None:
+        """Say that this process reads the shard no more: a spool in a temporary folder goes with its last user."""
+        self._check_process()
+        use = self._uses.get(url)
+        if use is None:
+            return
+        use.count -= 1
+        if use.count == 0:
+            del self._uses[url]
+            with contextlib.suppress(OSError):  # others still read it: the last of them removes it
+                fcntl.flock(use.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                use.target.unlink(missing_ok=True)
+            os.close(use.lock)
+
+    def close(self) -> None:
+        """Give all shards back; in the process that made a temporary folder, remove it."""
+        self._check_process()
+        self._forget_uses()
+        if self._finalizer is not None:
+            self._finalizer()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_finalizer": None, "_uses": {}, "_pid": -1}
+
+    def _target(self, identity: str) -> Path:
+        """The spool's name: a hash of the whole URL, for shards of one name in many folders, and a readable rest."""
+        stems = re.findall(r"[\w.-]+(?=\.tar\b|\.tgz\b)", redact(identity).partition("?")[0])
+        stem = stems[-1][-60:] if stems else "shard"
+        return self.folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:24]}-{stem}.tar"
+
+    def _spooled(self, url: str, identity: str, fill: Fill) -> Path:
+        self._check_process()
+        if url in self._uses:
+            self._uses[url].count += 1
+            return self._uses[url].target
+        target = self._target(identity)
+        asked = time.time()
+        lock = os.open(f"{target}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            # A reader holds the lock shared, the one that downloads or removes holds it alone. Going from one to the
+            # other lets go for a moment, in which another process may remove the spool: hence the loop.
+            _lock(lock, fcntl.LOCK_SH)
+            while not target.exists():
+                _lock(lock, fcntl.LOCK_EX)
+                if not target.exists():
+                    _raise_failure_since(asked, target)
+                    self._fill(target, fill)
+                _lock(lock, fcntl.LOCK_SH)
+        except BaseException:
+            os.close(lock)
+            raise
+        if self.temporary:
+            self._uses[url] = _Use(lock, target)
+        else:
+            os.close(lock)
+        return target
+
+    def _fill(self, target: Path, fill: Fill) -> None:
+        # A process that was killed left its part behind; nobody else writes while we hold the lock.
+        for old in self.folder.glob(f"{target.name}.*.part"):
+            old.unlink(missing_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f"{target.name}.", suffix=".part", dir=self.folder)
+        os.close(handle)
+        part = Path(name)
+        try:
+            fill(part)
+            part.chmod(0o644)
+            part.replace(target)
+        except ShardError as error:
+            # Those who waited for us need not wait for the same failure, one after the other.
+            _failure(target).write_text(json.dumps([error.reason, error.detail]))
+            raise
+        except OSError as error:
+            raise ShardError("disk", f"cannot write to {self.folder}: {error.strerror or error}") from error
+        finally:
+            part.unlink(missing_ok=True)
+
+    def _fetch(self, url: str, scheme: str, part: Path) -> None:
+        if scheme == "pipe":
+            run_pipe(url[len("pipe:") :], part, timeout=self.timeout)
+        elif scheme in ("http", "https") and not has_own_handler(scheme):
+            fetch_http(url, part, timeout=self.timeout, retries=self.retries, backoff=self.backoff)
+        else:
+            fetch_gopen(url, scheme, part)
+        with open(part, "rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+        if packed:
+            unpacked = part.with_suffix(".unpacked.part")
+            try:
+                _gunzip(part, unpacked)
+                unpacked.replace(part)
+            finally:
+                unpacked.unlink(missing_ok=True)
+
+    def _forget_uses(self) -> None:
+        for use in self._uses.values():
+            os.close(use.lock)
+        self._uses = {}
+        self._pid = os.getpid()
+
+    def _check_process(self) -> None:
+        """After a fork, the parent's uses are not ours; closing our copies leaves the parent's locks as they are."""
+        if self._pid != os.getpid():
+            self._forget_uses()
+
+
+def _gzip_version(path: Path) -> str | None:
+    """For a gzip file, what changes when the file does; None for any other readable file."""
+    try:
+        with open(path, "rb") as file:
+            stat = os.fstat(file.fileno())
+            return f"{stat.st_mtime_ns}-{stat.st_size}" if file.read(2) == b"\x1f\x8b" else None
+    except FileNotFoundError as error:
+        raise ShardError("missing", f"{path} is not there") from error
+    except OSError as error:
+        raise ShardError("unreadable", f"{path}: {error.strerror}") from error
+
+
+def _gunzip(packed: Path, part: Path) -> None:
+    try:
+        with gzip.open(packed, "rb") as source, open(part, "wb") as file:
+            shutil.copyfileobj(source, file, 1 << 20)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ShardError("bad_gzip", f"{packed.name}: {error}") from error
+
+
+def _failure(target: Path) -> Path:
+    return Path(f"{target}.failed")
+
+
+def _raise_failure_since(asked: float, target: Path) -> None:
+    try:
+        if _failure(target).stat().st_mtime < asked:
+            return
+        reason, detail = json.loads(_failure(target).read_text())
+    except (OSError, ValueError):
+        return
+    raise ShardError(reason, detail)
+
+
+def _lock(descriptor: int, kind: int) -> None:
+    """flock; on file systems without it, two processes may download one shard, and both get it whole."""
+    try:
+        fcntl.flock(descriptor, kind)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP):
+            raise
+
+
+def _remove(folder: Path, owner: int) -> None:
+    """A forked child has this finalizer too, and must leave its parent's folder alone."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)

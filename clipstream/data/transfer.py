@@ -1,0 +1,222 @@
+"""Owns the ways bytes come from elsewhere into a local file: http(s), shell commands, webdataset's registered schemes.
+
+Each writes the whole of it or raises `ShardError`; what a partial transfer left in the file is the caller's to remove.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import importlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO, Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.request import Request, urlopen
+
+from clipstream.data.shards import redact
+from clipstream.data.tarstream import scan
+
+CHUNK = 1 << 20
+TRANSIENT = (408, 425, 429)  # of the 4xx answers, those that say "later"
+TOLD = 300  # characters of a command's stderr that a message repeats
+
+
+class ShardError(Exception):
+    """A shard that cannot be opened, counted under `reason`.
+
+    Reasons: `missing`, `unreadable` (local), `unreachable`, `http_404` and so on, `truncated_download`, `timeout`,
+    `pipe_failed`, `unknown_scheme`, `bad_gzip`, `disk` (the cache's). Credentials are not in `detail`.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.reason, self.detail)
+
+
+class _Download:
+    """A file that grows over several tries of one http transfer."""
+
+    def __init__(self, url: str, file: IO[bytes], timeout: float) -> None:
+        parts = urlsplit(url)
+        self.shown = redact(url)
+        self.bare = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+        self.login = unquote(parts.netloc.rpartition("@")[0])
+        self.file = file
+        self.timeout = timeout
+        self.have = 0
+        self.version: str | None = None  # what says that a later try continues the same file
+
+    def attempt(self) -> None:
+        """One request, from where the last one stopped if the server's file has a strong version."""
+        request = Request(self.bare, headers={"User-Agent": "clipstream", "Accept-Encoding": "identity"})
+        if self.login:
+            # Not repeated to the host that a redirection names.
+            request.add_unredirected_header("Authorization", "Basic " + base64.b64encode(self.login.encode()).decode())
+        if self.have and self.version:
+            request.add_header("Range", f"bytes={self.have}-")
+            request.add_header("If-Range", self.version)
+        with urlopen(request, timeout=self.timeout) as response:
+            if response.status != 206 or not str(response.headers["Content-Range"]).startswith(f"bytes {self.have}-"):
+                self.have = 0
+                self.file.seek(0)
+                self.file.truncate()
+            tag = response.headers["ETag"]
+            self.version = tag if tag and not tag.startswith("W/") else response.headers["Last-Modified"]
+            length = response.headers["Content-Length"]
+            expected = self.have + int(length) if length else None
+            while data := response.read1(CHUNK):
+                self._write(data)
+        if expected is not None and self.have < expected:
+            raise ShardError("truncated_download", f"{self.shown}: {self.have:,} of {expected:,} bytes came")
+        if expected is None and response.headers["Transfer-Encoding"] is None:
+            self._check_end()
+
+    def _write(self, data: bytes) -> None:
+        try:
+            self.file.write(data)
+        except OSError as error:
+            raise ShardError("disk", f"cannot write {self.file.name}: {error.strerror}") from error
+        self.have += len(data)
+
+    def _check_end(self) -> None:
+        """Without a length, only the tar itself tells whether all of it came."""
+        self.file.flush()
+        fault = scan(self.file.name).fault
+        if fault is not None and fault.reason in ("truncated_header", "truncated_member", "missing_end"):
+            raise ShardError("truncated_download", f"{self.shown}: the server told no length, and {fault.detail}")
+
+
+def fetch_http(url: str, part: Path, *, timeout: float, retries: int, backoff: float) -> None:
+    """Download a URL into `part`. `user:password@` in it becomes a login.
+
+    Args:
+        timeout: seconds without a byte, at connecting and between bytes.
+        retries: further tries after failures that may pass.
+        backoff: seconds before the first of them, doubled for each.
+
+    Raises:
+        ShardError: the last try's failure; at once for answers that will not change, such as http_404.
+    """
+    with open(part, "wb") as file:
+        try:
+            download = _Download(url, file, timeout)
+        except ValueError as error:
+            raise ShardError("unreachable", f"{redact(url)}: {error}") from error
+        for attempt in range(retries + 1):
+            try:
+                return download.attempt()
+            except (OSError, ValueError, http.client.HTTPException, ShardError) as error:
+                failure, passing = _judge(download, error)
+                if not passing or attempt == retries:
+                    raise failure from error
+            time.sleep(backoff * 2**attempt)
+
+
+def _judge(download: _Download, error: Exception) -> tuple[ShardError, bool]:
+    """The failure as a ShardError, and whether another try may help."""
+    shown = download.shown
+    if isinstance(error, ShardError):
+        return error, error.reason == "truncated_download"
+    if isinstance(error, HTTPError):
+        error.close()
+        if error.code == 416:  # the file became shorter than what we have: begin anew
+            download.have = 0
+        passing = error.code >= 500 or error.code in (*TRANSIENT, 416)
+        return ShardError(f"http_{error.code}", f"{shown}: {error.reason}"), passing
+    cause = error.reason if isinstance(error, URLError) else error
+    if isinstance(cause, TimeoutError):
+        detail = f"{shown}: no byte in {download.timeout:g} s after {download.have:,} bytes"
+        return ShardError("timeout", detail), True
+    if download.have or isinstance(error, http.client.IncompleteRead):
+        return ShardError("truncated_download", f"{shown}: after {download.have:,} bytes: {cause}"), True
+    passing = not isinstance(error, (ValueError, http.client.InvalidURL))
+    return ShardError("unreachable", f"{shown}: {cause}"), passing
+
+
+def run_pipe(command: str, part: Path, *, timeout: float) -> None:
+    """Run a shell command with its output into `part`; only exit status 0 of every part of the pipeline counts.
+
+    All processes that it started are gone afterwards, whatever happens.
+
+    Raises:
+        ShardError: `pipe_failed`, or `timeout` when no byte came for `timeout` seconds.
+    """
+    bash = shutil.which("bash")
+    shell = [bash, "-o", "pipefail", "-c", command] if bash else ["sh", "-c", command]
+    shown = redact(f"pipe:{command}")
+    with open(part, "wb") as out, tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            shell, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, start_new_session=True
+        )
+        try:
+            silent = not _wait_while_growing(process.pid, out.fileno(), timeout)
+        finally:
+            # Before the shell is reaped, so that its process group cannot be another's.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            status = process.wait()
+        size = os.fstat(out.fileno()).st_size
+        if silent:
+            raise ShardError("timeout", f"{shown}: no byte in {timeout:g} s after {size:,} bytes")
+        if status != 0:
+            errors.seek(max(0, errors.seek(0, os.SEEK_END) - TOLD))
+            said = redact(" ".join(errors.read().decode(errors="replace").split()))
+            detail = f"{shown}: exit status {status} after {size:,} bytes{': ' + said if said else ''}"
+            raise ShardError("pipe_failed", detail)
+
+
+def _wait_while_growing(pid: int, file: int, timeout: float) -> bool:
+    """Wait for a child's end without reaping it; False when `file` stops growing for `timeout` seconds."""
+    size, since, pause = 0, time.monotonic(), 0.001
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        now = os.fstat(file).st_size
+        if now != size:
+            size, since = now, time.monotonic()
+        elif time.monotonic() - since > timeout:
+            return False
+        time.sleep(pause)
+        pause = min(0.02, pause * 2)
+    return True
+
+
+def fetch_gopen(url: str, scheme: str, part: Path) -> None:
+    """Copy what webdataset's handler of the scheme gives; of a command behind it only exit status 0 counts.
+
+    Raises:
+        ShardError: no handler for the scheme, or it fails.
+    """
+    # Late, because webdataset imports torch.
+    module = importlib.import_module("webdataset.gopen")
+    schemes: dict[str, Any] = module.gopen_schemes
+    if scheme not in schemes:
+        hint = "use e.g. pipe:aws s3 cp URL - , or register one in webdataset.gopen.gopen_schemes"
+        raise ShardError("unknown_scheme", f"{redact(url)}: no handler for {scheme}://; {hint}")
+    try:
+        stream = module.gopen(url, "rb")
+        with open(part, "wb") as file:
+            shutil.copyfileobj(stream, file, CHUNK)
+        stream.close()
+        child = getattr(stream, "proc", None)
+    except Exception as error:  # a user's handler may raise anything
+        raise ShardError("unreachable", f"{redact(url)}: {type(error).__name__}: {redact(str(error))}") from error
+    if child is not None and child.returncode != 0:
+        raise ShardError("pipe_failed", f"{redact(url)}: exit status {child.returncode}")
+
+
+def has_own_handler(scheme: str) -> bool:
+    """Whether a user put another handler than webdataset's curl in place for http or https."""
+    module = sys.modules.get("webdataset.gopen")  # not imported: nobody can have registered one
+    return module is not None and module.gopen_schemes.get(scheme) is not module.gopen_curl

@@ -1,0 +1,196 @@
+"""Wires a training run: settings to parts, parts to a Trainer. The way of a run, read top to bottom.
+
+    python -m clipstream.train --config configs/quickstart.yaml
+
+Settings are checked, and missing weights found, before torch is imported. It computes nothing itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clipstream.cli import load_or_help, run_main
+from clipstream.config import Settings, dump, resolve, validate_run
+from clipstream.failure import FailureWatch
+from clipstream.model.pretrained import fetch, preflight
+from clipstream.world import World
+
+if TYPE_CHECKING:
+    from clipstream.data.loader import Loader
+    from clipstream.data.text import Tokenizer
+    from clipstream.model.towers import Towers
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The verb: the exit code of this process."""
+    return run_main(_main, argv)
+
+
+def _main(argv: list[str]) -> int:
+    settings = load_or_help("train", argv)
+    if settings is None:
+        return 0
+    validate_run(settings, World.from_env())
+    preflight(settings.model, settings.tokenizer)
+    from clipstream.session import run_ranks
+
+    return run_ranks(settings.run, partial(train, settings))
+
+
+def train(settings: Settings, world: World, watch: FailureWatch) -> None:
+    """A whole run on this rank.
+
+    Raises:
+        ClipstreamError: as its parts do.
+    """
+    from clipstream.training import checkpoint
+    from clipstream.training.stopping import StopSignals
+
+    lanes = settings.data.lanes
+    settings = resolve(settings, world)
+    found = checkpoint.find(settings.run_folder / "checkpoints", settings.checkpoint.resume)
+    state = None if found is None else checkpoint.read_state(found)
+    if state is not None and lanes == "auto":  # a resumed run keeps its lanes, also on other ranks and workers
+        settings = settings.model_copy(
+            update={"data": settings.data.model_copy(update={"lanes": state["data"]["lanes_total"]})}
+        )
+    towers, tokenizer = _model(settings, world)
+    if world.is_main:
+        _write_config(settings)
+        _say_what(settings, world, towers, found)
+    with StopSignals() as signals, _loader(settings, world, towers, tokenizer, state) as loader:
+        watch.on_exit(loader.close)
+        trainer, close = _trainer(settings, world, towers, tokenizer, loader, signals, found)
+        try:
+            trainer.run()
+        finally:
+            close()
+
+
+def _model(settings: Settings, world: World) -> tuple[Towers, Tokenizer]:
+    """The towers on this rank's device, in their final type, and what makes their ids."""
+    from clipstream.data.text import build_tokenizer
+    from clipstream.model.losses import chosen_loss_type
+    from clipstream.model.towers import build_towers
+    from clipstream.training.precision import prepare, seed_all
+
+    fetch(settings.model, settings.tokenizer, world)
+    seed_all(settings.run.seed, world.rank)
+    towers = build_towers(
+        settings.model, seed=settings.run.seed, loss_type=chosen_loss_type(settings.loss), tokenizer=settings.tokenizer
+    )
+    tokenizer = build_tokenizer(
+        settings.tokenizer, towers.open_clip_tokenizer(), towers.context_length, cache_dir=settings.model.cache_dir
+    )
+    prepare(towers, settings.train.precision)
+    return towers, tokenizer
+
+
+def _loader(
+    settings: Settings, world: World, towers: Towers, tokenizer: Tokenizer, state: dict[str, Any] | None
+) -> Loader:
+    from clipstream.data.sources import training_loader
+
+    return training_loader(
+        settings.data,
+        world=world,
+        seed=settings.run.seed,
+        tokenizer=tokenizer,
+        image=towers.image,
+        start=None if state is None else state["data"],
+    )
+
+
+def _trainer(
+    settings: Settings,
+    world: World,
+    towers: Towers,
+    tokenizer: Tokenizer,
+    loader: Loader,
+    signals: Any,
+    found: Path | None,
+) -> tuple[Any, Any]:
+    """The trainer, at the checkpoint's position if there is one, and what closes its sinks."""
+    import torch
+
+    from clipstream.evals.protocol import EvalContext, EvalRunner
+    from clipstream.model.losses import build_loss
+    from clipstream.report.progress import Progress
+    from clipstream.report.sinks import MetricsFile, TensorBoard
+    from clipstream.training import checkpoint
+    from clipstream.training.loop import Sink, Trainer
+    from clipstream.training.optim import build_optimizer, lr_at
+    from clipstream.training.step import TrainStep
+
+    train, folder, total = settings.train, settings.run_folder, settings.total_steps
+    towers.to(world.device).train()
+    loss = build_loss(settings.loss, towers.loss_type)
+    optimizer = build_optimizer(towers, settings.optim, batch_norm=towers.has_batch_norm)
+    step = TrainStep(
+        torch.compile(towers) if train.compile else towers,  # type: ignore[arg-type]
+        loss,
+        optimizer,
+        world,
+        precision=train.precision,
+        micro_batch_size=train.micro_batch_size,
+        clip_norm=settings.optim.grad_clip_norm,
+        max_logit_scale=loss.max_logit_scale,
+    )
+    state = None if found is None else checkpoint.load(found, towers=towers, optimizer=optimizer, world=world)
+    done = None if state is None else int(state["step"])
+    sinks: list[Sink] = []
+    if world.is_main:
+        sinks.append(MetricsFile(folder, done))
+        if settings.log.tensorboard:
+            sinks.append(TensorBoard(folder, done))
+        sinks.append(Progress(total, start=done or 0, mode=settings.log.progress))
+    context = EvalContext(towers, tokenizer, world, towers.image, settings.data.workers, train.precision)
+    trainer = Trainer(
+        step,
+        loader,
+        lr=partial(lr_at, peak=settings.optim.lr, schedule=settings.schedule, total_steps=total),
+        world=world,
+        total_steps=total,
+        log_every=settings.log.every,
+        sinks=sinks,
+        evaluate=EvalRunner(settings.evals, context, lambda record: [sink.write(record) for sink in sinks]),
+        save=lambda at, state: checkpoint.save(
+            folder / "checkpoints", at, towers=towers, optimizer=optimizer, state=state, world=world,
+            keep_last=settings.checkpoint.keep_last,
+        ),
+        save_every=settings.checkpoint.every,
+        signals=signals,
+        state=state,
+        epoch_samples=train.epoch_samples,
+    )  # fmt: skip
+    return trainer, lambda: [sink.close() for sink in sinks]
+
+
+def _write_config(settings: Settings) -> None:
+    folder = settings.run_folder
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump(settings), encoding="utf-8")
+
+
+def _say_what(settings: Settings, world: World, towers: Towers, found: Path | None) -> None:
+    """What will be trained on what, in a few lines."""
+    from clipstream.data.shards import expand
+
+    data = settings.data
+    for name, source in sorted(data.sources.items()):
+        print(f"source   {name}: {len(expand(source.shards))} shards, weight {source.weight:g}")
+    print(f"model    {settings.model.name}, {towers.n_parameters:,} parameters, {towers.loss_type} loss")
+    print(
+        f"batch    {data.global_batch_size} on {world.size} x {world.device}, {data.workers} workers a rank, "
+        f"{data.lanes} lanes, {data.sampling.mode}"
+    )
+    print(f"steps    {settings.total_steps}" + ("" if found is None else f", going on from {found}"))
+    print(f"folder   {settings.run_folder}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

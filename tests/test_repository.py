@@ -1,0 +1,89 @@
+"""Holds the house rules that ruff, mypy and import-linter cannot: sizes, docstrings, paths, names."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = sorted((ROOT / "clipstream").rglob("*.py"))
+SOURCES = [*PACKAGE, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "benchmarks").rglob("*.py"))]
+
+FILE_LINES = 400
+FUNCTION_LINES = 60
+# A table or a loop that truly needs more, at most 100: 'clipstream/FILE.py:FUNCTION'.
+LONG_FUNCTIONS: frozenset[str] = frozenset()
+
+# Folders of one machine, and hosts that packages come from, have no place in a file that others run.
+MACHINE_PATH = re.compile(r"(?<![\w.$}/-])/(?:work|home|root|Users|mnt|scratch)/\w")
+REGISTRY = re.compile(r"(?:pypi\.org|pythonhosted\.org|download\.pytorch\.org|index-url)")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_files_and_functions_are_short(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= FILE_LINES
+    for function in functions(path):
+        limit = 100 if f"{name_of(path)}:{function.name}" in LONG_FUNCTIONS else FUNCTION_LINES
+        lines = (function.end_lineno or function.lineno) - function.lineno + 1
+        assert lines <= limit, f"{function.name} has {lines} lines"
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=name_of)
+def test_modules_say_what_they_own(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+
+
+def test_no_module_has_the_name_of_a_standard_one() -> None:
+    top = {path.stem for path in (ROOT / "clipstream").glob("*.py")} - {"__init__", "__main__"}
+    assert not top & sys.stdlib_module_names
+
+
+def test_no_machine_paths_and_no_registries() -> None:
+    ignored = {".git", ".venv", "runs", "build", "dist", "shared"}
+    kinds = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".json", ""}
+    found = []
+    for path in ROOT.rglob("*"):
+        parts = path.relative_to(ROOT).parts
+        if ignored & set(parts) or any(part.endswith(("cache", ".egg-info", ".hypothesis")) for part in parts):
+            continue
+        if path.is_file() and path.suffix in kinds and path != Path(__file__).resolve():
+            text = path.read_text(encoding="utf-8", errors="replace")
+            found += [f"{name_of(path)}: {match[0]}" for match in MACHINE_PATH.finditer(text)]
+            found += [f"{name_of(path)}: {match[0]}" for match in REGISTRY.finditer(text)]
+    assert not found
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=name_of)
+def test_configs_open_with_their_command(path: Path) -> None:
+    first = path.read_text(encoding="utf-8").splitlines()[0]
+    assert re.match(rf"#\s+(torchrun .* -m|python -m) clipstream\.\w+ .*configs/{path.name}", first), first
+
+
+def test_settings_import_no_torch() -> None:
+    rooms = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in PACKAGE if path.name == "settings.py"]
+    code = (
+        f"import sys, {', '.join(rooms)}, clipstream.cli; sys.exit(any(m in sys.modules for m in ('torch', 'numpy')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_dependencies_have_lower_bounds_only() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    block = re.search(r"^dependencies = \[(.*?)^\]", text, re.S | re.M)
+    assert block is not None
+    for requirement in re.findall(r'"([^"]+)"', block[1]):
+        assert not re.search(r"==|<|~=|@", requirement), requirement

@@ -1,0 +1,252 @@
+"""A step's gradients are the global batch's, however it is cut over ranks and micro-batches."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from clipstream.batch import Batch, ImageSpec
+from clipstream.errors import DivergedError, SettingsError
+from clipstream.model.losses import ClipLoss, SiglipLoss
+from clipstream.model.settings import ClipLossSettings, SiglipLossSettings
+from clipstream.training.step import TrainStep
+from clipstream.world import World
+from tests.ranks import run_ranks
+
+SIZE, TOKENS, VOCABULARY, WIDTH = 4, 5, 11, 6
+CUTS = {1: [10], 2: [7, 3], 3: [5, 1, 4], 4: [3, 1, 4, 2]}
+LOSSES = {"clip": ClipLoss(ClipLossSettings()), "siglip": SiglipLoss(SiglipLossSettings())}
+
+
+class Features(NamedTuple):
+    """As clipstream.model.towers has it, without the import of open_clip in every process."""
+
+    image: torch.Tensor
+    text: torch.Tensor
+    logit_scale: torch.Tensor
+    logit_bias: torch.Tensor | None
+
+
+class TinyTowers(nn.Module):
+    """Two small towers with the interface of clipstream.model.towers.Towers."""
+
+    def __init__(self, kind: str = "clip", *, dropout: float = 0.0, batch_norm: bool = False) -> None:
+        super().__init__()
+        self.image, self.context_length = ImageSpec((SIZE, SIZE)), TOKENS
+        self.has_batch_norm = batch_norm
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.clip: Any = nn.Module()
+            self.clip.visual = nn.Sequential(
+                nn.Linear(3 * SIZE * SIZE, 9),
+                nn.BatchNorm1d(9) if batch_norm else nn.LayerNorm(9),
+                nn.Tanh(),
+                nn.Dropout(dropout),
+                nn.Linear(9, WIDTH),
+            )
+            self.clip.words = nn.Embedding(VOCABULARY, 8)
+            self.clip.text = nn.Sequential(nn.Dropout(dropout), nn.Linear(8, WIDTH))
+        self.clip.logit_scale = nn.Parameter(torch.tensor(math.log(10.0)))
+        self.clip.logit_bias = nn.Parameter(torch.tensor(-4.0)) if kind == "siglip" else None
+
+    def forward(self, pixels: torch.Tensor, ids: torch.Tensor) -> Features:
+        """As Towers.forward."""
+        image = self.clip.visual(pixels.to(self.clip.logit_scale.dtype).flatten(1) / 255)
+        text = self.clip.text(self.clip.words(ids).mean(1))
+        unit = lambda x: F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)  # noqa: E731
+        return Features(unit(image), unit(text), self.clip.logit_scale.exp(), self.clip.logit_bias)
+
+    def save_pretrained(self, folder: Any) -> None:
+        """Write the weights as Towers does."""
+        from safetensors.torch import save_file
+
+        save_file(self.clip.state_dict(), folder / "open_clip_model.safetensors")
+
+
+def make_batch(step: int = 0, rank: int = 0, size: int = 1, weights: torch.Tensor | None = None) -> Batch:
+    """A rank's part of global batch `step`."""
+    generator = torch.Generator().manual_seed(step)
+    n = sum(CUTS[1])
+    pixels = torch.randint(0, 256, (n, 3, SIZE, SIZE), dtype=torch.uint8, generator=generator)
+    ids = torch.randint(0, VOCABULARY, (n, TOKENS), dtype=torch.int32, generator=generator)
+    weights = torch.ones(n) if weights is None else weights
+    start, stop = sum(CUTS[size][:rank]), sum(CUTS[size][: rank + 1])
+    part = slice(start, stop)
+    keys = tuple(f"0.tar/{number}" for number in range(start, stop))
+    return Batch(pixels[part], ids[part], weights[part], keys, torch.zeros(stop - start), step, n)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """At learning rate 1, weights move by the gradient."""
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+
+
+def step_gradients(world: World, kind: str, micro: int | None, weights: torch.Tensor) -> tuple[Any, dict[str, Any]]:
+    """What one step says, and the gradient that it went along, in float64."""
+    model = TinyTowers(kind).double()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    step = TrainStep(model, LOSSES[kind], sgd(model), world, precision="fp64", micro_batch_size=micro)
+    result = step(make_batch(0, world.rank, world.size, weights), lr=1.0)
+    return result, {name: before[name] - p.detach() for name, p in model.named_parameters()}
+
+
+def all_gradients(world: World, weights: torch.Tensor) -> dict[tuple[str, int | None], Any]:
+    """Both losses, with and without micro-batches."""
+    torch.set_num_threads(1)
+    cases = [(kind, micro) for kind in LOSSES for micro in (None, 2, 3)]
+    return {case: step_gradients(world, *case, weights) for case in cases}
+
+
+def reference(kind: str, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The full batch's loss and gradients by the papers' formulas, on one process."""
+    model, batch = TinyTowers(kind).double(), make_batch()
+    assert batch.pixels is not None
+    present = weights > 0
+    image, text, scale, bias = model(batch.pixels[present], batch.ids[present])
+    logits = scale * image @ text.T + (0 if bias is None else bias)
+    n, shares = len(logits), weights[present].double() / weights.sum()
+    if kind == "clip":
+        rows = torch.arange(n)
+        each = [F.cross_entropy(part, rows, reduction="none") for part in (logits, logits.T)]
+        loss = ((each[0] + each[1]) / 2 * shares).sum()
+    else:
+        pairs = -F.logsigmoid((2 * torch.eye(n) - 1) * logits)
+        loss = ((pairs.sum(0) + pairs.sum(1)) / 2 * shares).sum()
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_gradients_are_the_full_batchs(size: int) -> None:
+    weights = torch.ones(10)
+    if size == 2:
+        weights[4], weights[8] = 0.0, 0.5
+    expected = {kind: reference(kind, weights) for kind in LOSSES}
+    for found in run_ranks(size, all_gradients, weights):
+        for (kind, _), (result, gradients) in found.items():
+            loss, truth = expected[kind]
+            assert result.loss == pytest.approx(float(loss), abs=1e-10)
+            assert result.n == 10 and not result.stop
+            assert result.logit_scale == pytest.approx(10.0)
+            norm = math.sqrt(sum(float((g**2).sum()) for g in truth.values()))
+            assert result.grad_norm == pytest.approx(norm, abs=1e-10)
+            for name, gradient in truth.items():
+                torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-10)
+
+
+def test_micro_batches_replay_dropout() -> None:
+    model, batch = TinyTowers(dropout=0.5).double(), make_batch()
+    assert batch.pixels is not None
+    torch.manual_seed(5)
+    parts = [model(p, i) for p, i in zip(batch.pixels.split(4), batch.ids.split(4), strict=True)]
+    whole = parts[-1]._replace(image=torch.cat([p.image for p in parts]), text=torch.cat([p.text for p in parts]))
+    LOSSES["clip"](whole, batch.weights, World(), 10).backward()  # type: ignore[arg-type]
+    truth, drawn = [p.grad for p in model.parameters()], torch.rand(3)
+
+    model = TinyTowers(dropout=0.5).double()
+    before = [p.detach().clone() for p in model.parameters()]
+    step = TrainStep(model, LOSSES["clip"], sgd(model), World(), precision="fp64", micro_batch_size=4)
+    torch.manual_seed(5)
+    step(batch, lr=1.0)
+    assert torch.equal(torch.rand(3), drawn)
+    for old, p, gradient in zip(before, model.parameters(), truth, strict=True):
+        assert gradient is not None
+        torch.testing.assert_close(old - p.detach(), gradient, rtol=0, atol=1e-12)
+
+
+def test_batch_norm_refuses_micro_batches() -> None:
+    model = TinyTowers(batch_norm=True)
+    with pytest.raises(SettingsError, match="micro_batch_size"):
+        TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size=2)
+
+
+@pytest.mark.parametrize("frozen", ["visual", "text"])
+def test_a_frozen_tower_stays(frozen: str) -> None:
+    for micro in (None, 4):
+        model = TinyTowers()
+        model.clip.get_submodule(frozen).requires_grad_(False)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size=micro)(make_batch(), lr=1.0)
+        for name, p in model.named_parameters():
+            assert torch.equal(p, before[name]) == (not p.requires_grad), name
+
+
+@pytest.mark.parametrize(
+    ("start", "lr", "limit", "expected"),
+    [
+        (150.0, 0.0, 100.0, 150.0),  # lr 0 leaves a loaded scale where it is
+        (99.0, 1.0, 100.0, 100.0),  # a scale that wants to rise stops at the limit
+        (150.0, 1.0, 100.0, 150.0),  # also one that was loaded above it
+        (99.0, 1.0, None, 120.0),
+    ],
+)
+def test_the_scales_limit(start: float, lr: float, limit: float | None, expected: float) -> None:
+    class Rising:
+        """A loss that pulls the scale up to 120."""
+
+        def __call__(self, features: Any, weights: torch.Tensor, world: World, global_size: int) -> torch.Tensor:
+            wish = math.log(features.logit_scale.item()) - max(math.log(120.0), math.log(start) + 0.1)
+            return features.logit_scale.log() * wish + 0 * features.image.sum()
+
+    model = TinyTowers()
+    model.clip.logit_scale.data.fill_(math.log(start))
+    TrainStep(model, Rising(), sgd(model), World(), max_logit_scale=limit)(make_batch(), lr=lr)
+    assert model.clip.logit_scale.exp().item() == pytest.approx(expected, rel=1e-5)
+
+
+class BreaksOnRank1:
+    """The softmax loss, but not a number on rank 1."""
+
+    def __call__(self, features: Any, weights: torch.Tensor, world: World, global_size: int) -> torch.Tensor:
+        share = LOSSES["clip"](features, weights, world, global_size)
+        return share * (math.nan if world.rank == 1 else 1.0)
+
+
+def diverging(world: World) -> tuple[str, bool]:
+    """The error of a step that breaks on rank 1, and whether weights stayed."""
+    model = TinyTowers()
+    before = [p.detach().clone() for p in model.parameters()]
+    step = TrainStep(model, BreaksOnRank1(), sgd(model), world)
+    try:
+        step(make_batch(7, world.rank, world.size), lr=1.0)
+    except DivergedError as error:
+        return str(error), all(torch.equal(b, p) for b, p in zip(before, model.parameters(), strict=True))
+    return "", False
+
+
+def test_a_loss_that_is_not_finite_ends_all_ranks_alike() -> None:
+    for text, stayed in run_ranks(2, diverging):
+        assert stayed and text.startswith("step 7: loss is nan") and "0.tar/" in text
+
+
+def wishes(world: World) -> tuple[bool, bool, bool]:
+    """Two steps with rank 1 asking to stop in the second; and whether the first left no trace of the warm-up."""
+    torch.manual_seed(3)
+    model = TinyTowers(batch_norm=True)
+    before = [t.clone() for t in (*model.parameters(), *model.buffers())]
+    step = TrainStep(model, LOSSES["clip"], sgd(model), world)
+    same = all(torch.equal(a, b) for a, b in zip(before, (*model.parameters(), *model.buffers()), strict=True))
+    drawn = torch.rand(4)
+    torch.manual_seed(3)
+    same = same and torch.equal(drawn, torch.rand(4))
+    stops = [step(make_batch(i, world.rank, world.size), 0.1, stop=i == world.rank == 1).stop for i in range(2)]
+    return same, stops[0], stops[1]
+
+
+def test_a_wish_to_stop_is_agreed_and_the_warm_up_leaves_no_trace() -> None:
+    assert run_ranks(2, wishes) == [(True, False, True)] * 2
+
+
+def test_bf16_computes_in_bf16_over_float32_weights() -> None:
+    losses = []
+    for precision in ("fp32", "bf16"):
+        model = TinyTowers()
+        step = TrainStep(model, LOSSES["clip"], sgd(model), World(), precision=precision)  # type: ignore[arg-type]
+        losses.append(step(make_batch(), lr=1.0).loss)
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.03)

@@ -1,0 +1,214 @@
+"""The verb train from end to end: what a run leaves behind, resume after a kill, several ranks, exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from clipstream.batch import ImageSpec
+from clipstream.data.images import EvalTransform
+from clipstream.model.settings import ModelSettings
+from clipstream.model.towers import build_towers
+from clipstream.train import main
+from clipstream.world import World
+from tests.pictures import make_shards, picture
+from tests.ranks import end_ranks
+
+OWN = Path(__file__).parent.parent
+MODEL = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": 16, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8},
+    "text_cfg": {"context_length": 8, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with shards and a small model's configuration."""
+    folder: Path = tmp_path_factory.mktemp("train")
+    make_shards(folder / "pairs", [21, 17, 19, 5])
+    make_shards(folder / "val", [11, 9], start=100)
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    return folder
+
+
+def flags(place: Path, name: str, *more: str, steps: int = 8) -> list[str]:
+    """A small run's command line."""
+    return [
+        "--train-data", f"{place}/pairs/{{00000..00003}}.tar", "--model", f"{place}/model.json", "--logs",
+        f"{place}/runs", "--name", name, "--steps", str(steps), "--data.global-batch-size", "24", "--workers", "1",
+        "--lr", "1e-3", "--device", "cpu", "--run.threads", "1", "--log.every", "1", "--checkpoint.every", "2",
+        "--log.tensorboard", "false", *more,
+    ]  # fmt: skip
+
+
+def lines(place: Path, name: str, key: str = "loss") -> list[dict[str, Any]]:
+    """The lines of a kind in a run's metrics, without what the clock makes."""
+    records = [json.loads(line) for line in (place / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    clock = ("samples_per_s", "data_wait", "seconds")
+    return [{k: v for k, v in record.items() if k not in clock} for record in records if key in record]
+
+
+def weights(place: Path, name: str, step: int) -> dict[str, torch.Tensor]:
+    checkpoint = place / "runs" / name / "checkpoints" / f"step_{step:08d}"
+    return load_file(checkpoint / "open_clip_model.safetensors")
+
+
+def same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> str:
+    """The name of an undisturbed run."""
+    assert main(flags(place, "whole", "--val-data", f"{place}/val/*.tar")) == 0
+    return "whole"
+
+
+def test_a_run_leaves_what_the_contract_names(place: Path, whole: str) -> None:
+    folder = place / "runs" / whole
+    training = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    first = next(record for record in training if "loss" in record)
+    assert {"step", "samples", "loss", "lr", "grad_norm", "logit_scale", "samples_per_s", "data_wait"} <= first.keys()
+    assert [record["samples"] for record in training if "loss" in record] == [24 * i for i in range(1, 9)]
+    evaluation = next(record for record in training if "eval" in record)
+    assert evaluation["eval"] == "val" and evaluation["n"] == 20
+    assert 0 <= evaluation["image_to_text_R@1"] <= 1 and 0 <= evaluation["text_to_image_R@10"] <= 1
+    health = [record for record in training if "health" in record][-1]["health"]["train"]
+    assert health["used"] >= 8 * 24 and health["read"] == health["used"] + sum(health["dropped"].values())
+    assert (folder / "checkpoints" / "latest").read_text().strip() == "step_00000008"
+    assert len(list((folder / "checkpoints").glob("step_*"))) == 3
+
+
+def test_the_written_config_repeats_the_run(place: Path, whole: str) -> None:
+    config = place / "runs" / whole / "config.yaml"
+    assert main(["--config", str(config), "--name", "again"]) == 0
+    assert lines(place, "again") == lines(place, whole)
+    assert same_weights(weights(place, "again", 8), weights(place, whole, 8))
+
+
+def test_evaluations_and_worker_counts_leave_training_as_it_was(place: Path, whole: str) -> None:
+    assert main(flags(place, "plain", "--workers", "0")) == 0
+    assert lines(place, "plain") == lines(place, whole)
+    assert same_weights(weights(place, "plain", 8), weights(place, whole, 8))
+
+
+def test_open_clip_loads_a_checkpoint_with_the_same_features(place: Path, whole: str) -> None:
+    folder = place / "runs" / whole / "checkpoints" / "step_00000008"
+    towers = build_towers(ModelSettings(name=f"local-dir:{folder}"), seed=1).eval()
+    theirs, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{folder}")
+    theirs.eval()
+    tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
+    image = EvalTransform(ImageSpec((16, 16)), "white")(picture(5))
+    ids = tokenizer(["a picture of a cat"])
+    with torch.no_grad():
+        ours = towers(torch.from_numpy(image).permute(2, 0, 1)[None], ids)
+        pixels = preprocess(Image.open(io.BytesIO(picture(5))).convert("RGB"))[None]
+        assert torch.allclose(ours.image, theirs.encode_image(pixels, normalize=True), atol=1e-6)
+        assert torch.allclose(ours.text, theirs.encode_text(ids, normalize=True), atol=1e-6)
+
+
+def test_an_existing_run_is_refused_with_both_ways_out(
+    place: Path, whole: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags(place, whole)) == 2
+    error = capsys.readouterr().err
+    assert "--resume auto" in error and "--name" in error
+    assert main(flags(place, "absent", "--resume", "latest")) == 2
+
+
+def wait_for_step(place: Path, name: str, step: int, process: subprocess.Popen[bytes]) -> None:
+    """Wait until a run has written a step's line."""
+    path = place / "runs" / name / "metrics.jsonl"
+    limit = time.monotonic() + 120
+    while not (path.exists() and f'"step": {step},' in path.read_text()):
+        assert process.poll() is None, "the run ended before it was to be disturbed"
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_a_killed_run_goes_on_with_the_same_bits(place: Path) -> None:
+    long = ["--schedule.type", "constant"]
+    assert main(flags(place, "undisturbed", *long, steps=12)) == 0
+    command = [sys.executable, "-m", "clipstream.train", *flags(place, "killed", *long, steps=1000)]
+    process = subprocess.Popen(command, cwd=OWN, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for_step(place, "killed", 5, process)
+    process.kill()
+    process.wait()
+    found = sorted((place / "runs/killed/checkpoints").glob("step_????????"))
+    assert found and int(found[-1].name[-8:]) < 12, "the run was killed too late for this test"
+    assert main(flags(place, "killed", *long, "--resume", "latest", steps=12)) == 0
+    assert lines(place, "killed") == lines(place, "undisturbed")
+    assert same_weights(weights(place, "killed", 12), weights(place, "undisturbed", 12))
+
+
+def test_sigterm_saves_and_says_how_to_go_on(place: Path) -> None:
+    command = [sys.executable, "-m", "clipstream.train", *flags(place, "stopped", steps=100_000)]
+    process = subprocess.Popen(command, cwd=OWN, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    wait_for_step(place, "stopped", 3, process)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert b"--resume" in error and b"Traceback" not in error
+    step = int((place / "runs/stopped/checkpoints/latest").read_text().strip()[-8:])
+    assert step == lines(place, "stopped")[-1]["step"]
+
+
+def train_on(world: World, argv: list[str]) -> int:
+    """A rank's run, as a launcher starts it."""
+    os.environ.update(
+        RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.rank), LOCAL_WORLD_SIZE=str(world.size)
+    )
+    return main(argv)
+
+
+def test_two_ranks_train_on_the_same_batches(place: Path, whole: str) -> None:
+    ends = end_ranks(2, train_on, flags(place, "two", "--val-data", f"{place}/val/*.tar", "--precision", "fp32"))
+    assert [end.code for end in ends] == [0, 0], ends
+    assert main(flags(place, "one", "--val-data", f"{place}/val/*.tar", "--precision", "fp32")) == 0
+    for two, one in zip(lines(place, "two"), lines(place, "one"), strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-4) and two["samples"] == one["samples"]
+    assert lines(place, "two", "eval")[0]["n"] == 20
+
+
+def test_two_ranks_resume_with_the_same_bits(place: Path) -> None:
+    argv = ["--schedule.type", "constant"]
+    for name, steps in (("two-whole", 6), ("two-cut", 4)):
+        assert [end.code for end in end_ranks(2, train_on, flags(place, name, *argv, steps=steps))] == [0, 0]
+    resumed = flags(place, "two-cut", *argv, "--resume", "latest", steps=6)
+    assert [end.code for end in end_ranks(2, train_on, resumed)] == [0, 0]
+    assert lines(place, "two-cut") == lines(place, "two-whole")
+    assert same_weights(weights(place, "two-cut", 6), weights(place, "two-whole", 6))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_absent_caption_ends_with_exit_code_3_and_the_flag_to_use(place: Path, ranks: int) -> None:
+    began = time.monotonic()
+    ends = end_ranks(ranks, train_on, flags(place, f"absent-{ranks}", "--caption-key", "text"))
+    assert [end.code for end in ends] == [3] * ranks
+    assert time.monotonic() - began < 60
+    for word in ("json", "jpg", "caption.en", "--caption-json", "--caption-key txt"):
+        assert word in ends[0].stderr
+    assert "Traceback" not in ends[0].stderr
+
+
+def test_micro_batches_give_the_same_losses(place: Path) -> None:
+    for name, micro in (("full", "24"), ("micro", "7")):
+        argv = ["--precision", "fp64", "--train.micro-batch-size", micro]
+        assert main(flags(place, name, *argv, steps=3)) == 0
+    for full, micro_line in zip(lines(place, "full"), lines(place, "micro"), strict=True):
+        assert micro_line["loss"] == pytest.approx(full["loss"], rel=1e-9)
+        assert micro_line["grad_norm"] == pytest.approx(full["grad_norm"], rel=1e-9)
