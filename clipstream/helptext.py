@@ -47,7 +47,7 @@ def help_text(root: type[Section], verb: str, width: int | None = None) -> str:
         section = section_of(field.annotation) or section_of(entries_of(field.annotation))
         assert section is not None
         prefix = f"--{name}." if section_of(field.annotation) else f"--{name}.NAME."
-        lines += ["", f"{name}: {_summary(section)}", *_section(section, prefix, width)]
+        lines += ["", *_wrapped(f"{name}: {_summary(section)}", width, 4), *_section(section, prefix, width)]
     return "\n".join(lines) + "\n"
 
 
@@ -110,9 +110,9 @@ def _kind(annotation: Any) -> str:
 
 def _row(head: str, text: str, width: int) -> list[str]:
     """A flag and its meaning; the meaning stands in its own column, or below a long flag."""
-    column = 44
+    column = min(44, width // 2)
     first = f"  {head}"
-    body = textwrap.wrap(text, max(width - column, 20), break_on_hyphens=False) or [""]
+    body = textwrap.wrap(text, width - column, break_on_hyphens=False) or [""]
     if len(first) < column - 1:
         first, body = f"{first:<{column}}{body[0]}".rstrip(), body[1:]
     return [first, *(f"{'':<{column}}{line}" for line in body)]

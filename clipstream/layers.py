@@ -5,21 +5,26 @@ Knows where every value came from, so that an error can say it; never validates 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
+from types import NoneType
 from typing import Any
 
 import yaml
 
-from clipstream.schema import Path, child, chosen, section_of
+from clipstream.schema import Path, child, kinds, section_of
 from clipstream.section import PluginSection, Section
 
 # YAML 1.1 reads 1e-3 as text; people mean the number.
-_NUMBER = r"^[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"
+_NUMBER = re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
+
+_PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+NULLS = ("", "~", "null", "Null", "NULL")
 
 # Several keys that say one thing: a later layer that sets one displaces the others.
-EXCLUSIVE = {("train",): ("steps", "samples", "epochs")}
+EXCLUSIVE: dict[Path, tuple[str, ...]] = {("train",): ("steps", "samples", "epochs")}
 
 
 class Loader(yaml.SafeLoader):
@@ -30,14 +35,8 @@ class Dumper(yaml.SafeDumper):
     """YAML's safe dumper, which quotes what `Loader` would take for a number."""
 
 
-def _add_numbers() -> None:
-    import re
-
-    for cls in (Loader, Dumper):
-        cls.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_NUMBER), list("-+0123456789"))
-
-
-_add_numbers()
+for _cls in (Loader, Dumper):
+    _cls.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
 
 
 @dataclass
@@ -74,6 +73,9 @@ class Layer:
             value = None if node is None else _Reader(self, lambda _: place, []).value(node, path)
         except yaml.YAMLError:
             value = text
+        # YAML trims text, cuts '# …' off, and takes a lone '!' for null: nobody means that on a command line.
+        if isinstance(value, str) or (value is None and text not in NULLS):
+            value = text
         self.put(path, value, place)
         self.texts[path] = text
 
@@ -86,7 +88,8 @@ class Layer:
 class Places:
     """Where the values of some layers, highest first, came from."""
 
-    layers: tuple[dict[Path, str], ...] = ()
+    # Two trees of settings are equal if their values are, wherever these came from.
+    layers: tuple[dict[Path, str], ...] = field(default=(), compare=False)
 
     def of(self, path: Path) -> str:
         """The place of `path`, or of the nearest mapping above it; empty where nothing was written."""
@@ -108,6 +111,8 @@ class _Reader:
     def value(self, node: yaml.Node, path: Path) -> Any:
         """The value of a node that stands at `path`."""
         self.layer.places.setdefault(path, self.place(node))
+        if not isinstance(node, yaml.ScalarNode) and node.tag not in _PLAIN_TAGS:
+            raise yaml.MarkedYAMLError(problem=f"the tag {node.tag} has no meaning here", problem_mark=node.start_mark)
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
@@ -207,25 +212,27 @@ def merged_texts(layers: Sequence[Layer]) -> dict[Path, str]:
 
 
 def _undisplaced(annotation: Any, mine: Any, above: Any, path: Path) -> Any:
-    """`mine` without the keys that make no sense under what `above` sets.
+    """`mine` without the keys that make no sense under what `above` sets, and without sections that are null.
 
     Where `above` names another `type`, only the keys of the whole family stay, as the others belong to the old type.
     """
-    if not isinstance(mine, dict) or not isinstance(above, Mapping):
+    section = section_of(annotation)
+    if not isinstance(mine, dict):
         return mine
+    above = above if isinstance(above, Mapping) else {}
     kept = dict(mine)
-    family = section_of(annotation)
-    if family is not None and issubclass(family, PluginSection) and "type" in above:
-        default = family.model_fields["type"].default
+    if section is not None and issubclass(section, PluginSection) and "type" in above:
+        default = section.model_fields["type"].default
         if mine.get("type", default) != above["type"]:
             # EvalSettings keeps `data` and `every`; a text caption's `key` must not become a JSON caption's.
-            kept = {key: value for key, value in mine.items() if key in family.model_fields and key != "type"}
-    group = EXCLUSIVE.get(path, ())  # type: ignore[arg-type]
+            kept = {key: value for key, value in mine.items() if key in section.model_fields and key != "type"}
+    group = EXCLUSIVE.get(path, ())
     if any(above.get(key) is not None for key in group):
         kept = {key: value for key, value in kept.items() if key not in group}
-    if family is not None:
-        family = chosen(family, above if "type" in above else mine)
-    return {
-        key: _undisplaced(child(family or annotation, kept, key), value, above.get(key), (*path, key))
-        for key, value in kept.items()
-    }
+    types = {**mine, **{key: above[key] for key in above if key == "type"}}
+    found = {}
+    for key, value in kept.items():
+        inner = None if annotation is None else child(annotation, types, key)
+        if value is not None or section_of(inner) is None or NoneType in kinds(inner) or section is None:
+            found[key] = _undisplaced(inner, value, above.get(key), (*path, key))
+    return found

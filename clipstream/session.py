@@ -45,7 +45,9 @@ def _device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise SettingsError(f"run.device is {name!r}, but torch sees no GPU here: use --device cpu, or look at nvidia-smi")
+        raise SettingsError(
+            f"run.device is {name!r}, but torch sees no GPU here: use --device cpu, or look at nvidia-smi"
+        )
     return name
 
 

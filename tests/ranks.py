@@ -71,8 +71,7 @@ def end_ranks(size: int, function: Callable[..., int], *args: Any, timeout: floa
         try:
             assert all(process.exitcode is not None for process in processes), "a rank did not end"
             return [
-                End(process.exitcode or 0, error.read_text())
-                for process, error in zip(processes, errors, strict=True)
+                End(process.exitcode or 0, error.read_text()) for process, error in zip(processes, errors, strict=True)
             ]
         finally:
             for process in processes:
@@ -89,7 +88,8 @@ def free_port() -> int:
 
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "clipstream.world"])
+    # Imported once there, not once a rank: open_clip takes seconds.
+    context.set_forkserver_preload(["torch", "clipstream.world", "clipstream.model.towers"])
     return context
 
 

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 
-def write_tar(
-    path: str | Path, samples: Iterable[Mapping[str, Any]], format: int = tarfile.PAX_FORMAT
-) -> Path:
+def write_tar(path: str | Path, samples: Iterable[Mapping[str, Any]], format: int = tarfile.PAX_FORMAT) -> Path:
     """Write samples as a WebDataset tar: `__key__` and suffix -> bytes (a str is encoded as UTF-8)."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)

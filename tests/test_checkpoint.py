@@ -37,9 +37,7 @@ def parts() -> tuple[TinyTowers, torch.optim.Optimizer]:
 def write(folder: Path, step: int, keep_last: int = 2, **state: Any) -> Path | None:
     """Save a checkpoint of `step` on one rank."""
     model, optimizer = parts()
-    return save(
-        folder, step, towers=model, optimizer=optimizer, state=state, world=World(), keep_last=keep_last
-    )
+    return save(folder, step, towers=model, optimizer=optimizer, state=state, world=World(), keep_last=keep_last)
 
 
 def names(folder: Path) -> list[str]:
@@ -61,9 +59,7 @@ def resumed(world: World, folder: str, break_at: int) -> tuple[list[float], list
     for number in range(4):
         if number == break_at:
             state = {"samples": 10 * number, "data": {"step": number, "lanes": {str(world.rank): {"window": number}}}}
-            path = save(
-                Path(folder), number, towers=model, optimizer=optimizer, state=state, world=world, keep_last=1
-            )
+            path = save(Path(folder), number, towers=model, optimizer=optimizer, state=state, world=world, keep_last=1)
             torch.manual_seed(99)
             model, optimizer, step = start()
             assert path is not None
@@ -88,9 +84,7 @@ def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(size: int, tmp_path: 
 
 def test_files_and_random_states(tmp_path: Path) -> None:
     model, optimizer = parts()
-    path = save(
-        tmp_path, 12, towers=model, optimizer=optimizer, state={"settings": "abc"}, world=World(), keep_last=1
-    )
+    path = save(tmp_path, 12, towers=model, optimizer=optimizer, state={"settings": "abc"}, world=World(), keep_last=1)
     assert path is not None and path.name == "step_00000012"
     assert names(path) == sorted([MARKER, "open_clip_model.safetensors", "optimizer.pt", "rng.pt", "state.json"])
     assert (tmp_path / "latest").read_text().strip() == path.name
@@ -198,9 +192,12 @@ def test_killed_at_any_moment_there_is_a_whole_one(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_a_warning_and_the_older_one_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if os.geteuid() != 0 or subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(tmp_path)], capture_output=True, check=False
-    ).returncode:
+    if (
+        os.geteuid() != 0
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(tmp_path)], capture_output=True, check=False
+        ).returncode
+    ):
         pytest.skip("needs the right to mount a small file system")
     try:
         first = write(tmp_path, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -36,16 +37,21 @@ def seconds_of(*argv: str) -> float:
 
 
 def test_help_is_there_at_once() -> None:
-    python("-m", "clipstream.train", "--help")  # compiles to bytecode where nothing has yet
-    assert min(seconds_of("-m", "clipstream.train", "--help") for _ in range(5)) < 1
+    """Under 1 s where importing pydantic takes 0.2 s; a busy machine is given as much more as that import takes."""
+    for argv in (("-m", "clipstream.train", "--help"), ("-c", "import pydantic.fields")):
+        python(*argv)  # compiles to bytecode where nothing has yet
+    pydantic = min(seconds_of("-c", "import pydantic.fields") for _ in range(3))
+    assert min(seconds_of("-m", "clipstream.train", "--help") for _ in range(3)) < max(1.0, 5 * pydantic)
 
 
-def test_help_imports_no_torch() -> None:
+def test_help_imports_nothing_heavy() -> None:
+    heavy = "torch", "numpy", "transformers", "open_clip", "huggingface_hub", "pydantic_settings"
     code = (
-        "import sys\nfrom clipstream.train import main\ncode = main(['--help'])\n"
-        "sys.exit(code or any(name in sys.modules for name in ('torch', 'numpy', 'transformers', 'open_clip')))"
+        "import sys\nfrom clipstream.train import main\nassert main(['--help']) == 0\n"
+        f"sys.exit(', '.join(name for name in {heavy} if name in sys.modules) or 0)"
     )
-    assert python("-c", code).returncode == 0
+    ended = python("-c", code)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("width", [60, 120])
@@ -57,7 +63,7 @@ def test_help_tells_every_key(width: int) -> None:
     for short in SHORTS:
         assert f"\n  {short.flag}" in text
     for part in ("[default 512]", "auto|INT", "resampled|epoch", "with --loss.type siglip:", "\nschedule: "):
-        assert part in text
+        assert part in (text if width == 120 else re.sub(r"(?<=default)\s+", " ", text))
     assert all(len(line) <= width for line in text.splitlines() if not line.startswith(("usage", "  --")))
 
 
@@ -126,7 +132,8 @@ def test_console_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean 'train'?" in capsys.readouterr().err
     assert cli.main(["train", "--help"]) == 0
     assert "--train-data" in capsys.readouterr().out
-    assert python("-m", "clipstream", "--version").stdout.startswith("clipstream ")
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("clipstream ")
 
 
 def test_help_into_a_closed_pipe() -> None:

@@ -99,7 +99,8 @@ def test_a_killed_rank_is_named(size: int, failing: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "code"), [("well", 0), ("late 0", 0), ("stopped", Stopped.exit_code), ("diverged", DivergedError.exit_code)]
+    ("kind", "code"),
+    [("well", 0), ("late 0", 0), ("stopped", Stopped.exit_code), ("diverged", DivergedError.exit_code)],
 )
 def test_ends_that_all_ranks_agree_on(kind: str, code: int) -> None:
     ends = end_ranks(2, end_well, kind)

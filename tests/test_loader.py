@@ -212,7 +212,12 @@ def test_evaluation_sees_every_sample_once(shards: list[str], ranks: int, worker
 
 def test_evaluation_may_take_the_first_samples_only(shards: list[str]) -> None:
     with evaluation_loader(
-        SourceSettings(shards=shards), batch_size=8, world=World(), tokenizer=ByteTokenizer(), image=IMAGE, max_samples=17
+        SourceSettings(shards=shards),
+        batch_size=8,
+        world=World(),
+        tokenizer=ByteTokenizer(),
+        image=IMAGE,
+        max_samples=17,
     ) as stream:
         assert sorted(key.split("/")[1] for batch in stream for key in batch.keys) == [f"{i:06d}" for i in range(17)]
 

@@ -20,7 +20,9 @@ from clipstream.data.order import (
 )
 
 
-def order(mode: str = "resampled", shards: int = 10, lanes: int = 4, open_shards: int = 3, window: int = 20) -> SourceOrder:
+def order(
+    mode: str = "resampled", shards: int = 10, lanes: int = 4, open_shards: int = 3, window: int = 20
+) -> SourceOrder:
     return SourceOrder(7, 0, shards, lanes, mode, open_shards, window)
 
 

@@ -28,7 +28,7 @@ def python(code: str, *arguments: str, **env: str) -> str:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
-        env={**clean, **env}, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+        env={**clean, **env}, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

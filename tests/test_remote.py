@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import http.server
 import importlib
@@ -55,6 +56,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         elif kind == "slow":
             time.sleep(0.3)
             self.answer(BODY)
+        elif kind == "slow404":
+            time.sleep(1.5)
+            self.send_error(404)
         else:
             self.answer(gzip.compress(BODY) if kind == "gz" else BODY)
 
@@ -90,6 +94,12 @@ def root(server: http.server.ThreadingHTTPServer) -> str:
 
 def make_store(folder: Path | None = None, **options: float) -> ShardStore:
     return ShardStore(None if folder is None else str(folder), **{"backoff": 0.01, "timeout": 10.0, **options})  # type: ignore[arg-type]
+
+
+def reason_of(store: ShardStore, url: str) -> str:
+    with pytest.raises(ShardError) as caught:
+        store.local(url)
+    return caught.value.reason
 
 
 def failure(store: ShardStore, url: str) -> ShardError:
@@ -141,7 +151,7 @@ def test_equal_names_of_two_folders_are_two_files(tmp_path: Path, root: str) -> 
     assert Handler.asked["/a/0.tar"] == 1
 
 
-def test_one_download_for_all_processes_and_one_failure(root: str) -> None:
+def test_one_download_for_all_processes(root: str) -> None:
     store = make_store(retries=0)
 
     def ask(kind: str) -> int:
@@ -164,6 +174,20 @@ def test_one_download_for_all_processes_and_one_failure(root: str) -> None:
     assert not store.folder.exists()
 
 
+def test_those_who_waited_share_the_failure_and_a_later_call_asks_again(root: str) -> None:
+    store, url, together = make_store(), f"{root}/slow404/0.tar", threading.Barrier(4)
+
+    def ask(_: int) -> str:
+        mine: ShardStore = pickle.loads(pickle.dumps(store))
+        together.wait()
+        return reason_of(mine, url)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(ask, range(4))) == ["http_404"] * 4
+    assert Handler.asked["/slow404/0.tar"] == 1
+    assert reason_of(store, url) == "http_404" and Handler.asked["/slow404/0.tar"] == 2
+
+
 def test_pipes(tmp_path: Path) -> None:
     source = tmp_path / "a.tar"
     source.write_bytes(BODY)
@@ -184,12 +208,21 @@ def test_only_exit_status_0_of_a_pipe_counts(tmp_path: Path, command: str) -> No
     assert error.reason == "pipe_failed" and "exit status" in error.detail
 
 
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc")
 def test_a_silent_pipe_is_killed_with_its_children(tmp_path: Path) -> None:
-    command = f"pipe:sh -c 'echo $$ > {tmp_path}/pid; sleep 77' & wait"
-    assert failure(make_store(tmp_path / "cache", timeout=0.5), command).reason == "timeout"
-    child = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
+    mark = f"77.{os.getpid()}"  # a number of seconds that no other process sleeps
+    assert failure(make_store(tmp_path / "cache", timeout=1.0), f"pipe:sh -c 'sleep {mark}' & wait").reason == "timeout"
+
+    def alive() -> bool:
+        for process in Path("/proc").glob("[0-9]*/cmdline"):
+            # Its parent is gone: whether init has reaped it yet does not matter, an ended process has no command line.
+            with contextlib.suppress(OSError):
+                if mark.encode() in process.read_bytes():
+                    return True
+        return False
+
     for _ in range(100):
-        if not child.exists() or ") Z " in child.read_text():
+        if not alive():
             return
         time.sleep(0.02)
     pytest.fail("a process of the pipe is still running")

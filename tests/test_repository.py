@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import subprocess
 import sys
@@ -69,8 +70,9 @@ def test_no_machine_paths_and_no_registries() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=name_of)
 def test_configs_open_with_their_command(path: Path) -> None:
-    first = path.read_text(encoding="utf-8").splitlines()[0]
-    assert re.match(rf"#\s+(torchrun .* -m|python -m) clipstream\.\w+ .*configs/{path.name}", first), first
+    lines = path.read_text(encoding="utf-8").splitlines()
+    opening = "\n".join(itertools.takewhile(lambda line: line.startswith("#"), lines))
+    assert re.search(rf"^#\s+(torchrun .* -m|python -m) clipstream\.\w+ .*configs/{path.name}", opening, re.M), opening
 
 
 def test_settings_import_no_torch() -> None:

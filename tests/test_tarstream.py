@@ -30,9 +30,7 @@ def scan_bytes(folder: Path, data: bytes) -> tuple[ShardIndex, dict[str, dict[st
 
 def as_bytes(samples: list[dict[str, bytes | str]]) -> dict[str, dict[str, bytes]]:
     encode = lambda value: value.encode() if isinstance(value, str) else value  # noqa: E731
-    return {
-        str(sample["__key__"]): {k: encode(v) for k, v in sample.items() if k != "__key__"} for sample in samples
-    }
+    return {str(sample["__key__"]): {k: encode(v) for k, v in sample.items() if k != "__key__"} for sample in samples}
 
 
 def end_of_zero_blocks(data: bytes) -> int:

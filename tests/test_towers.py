@@ -60,8 +60,10 @@ def assert_open_clip_agrees(towers: Towers, folder: Path) -> None:
     assert (found.logit_bias is None) == (model.logit_bias is None)
 
 
-@pytest.mark.parametrize("vision", [VIT, RESNET, {"timm_model_name": "test_convnext", "image_size": 64}])
-@pytest.mark.parametrize("custom_text", [False, True])
+@pytest.mark.parametrize(
+    ("vision", "custom_text"),
+    [(VIT, False), (RESNET, False), ({"timm_model_name": "test_convnext", "image_size": 64}, True)],
+)
 def test_open_clip_rebuilds_what_is_saved(vision: dict[str, Any], custom_text: bool, tmp_path: Path) -> None:
     own = {"mean": [0.1, 0.2, 0.3], "std": [0.9, 0.8, 0.7], "interpolation": "bilinear", "resize_mode": "squash"}
     config = {"embed_dim": 24, "vision_cfg": vision, "text_cfg": TEXT, "custom_text": custom_text}

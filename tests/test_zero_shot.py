@@ -12,6 +12,7 @@ import numpy as np
 import open_clip
 import pytest
 import torch
+from open_clip.zero_shot_classifier import build_zero_shot_classifier
 from PIL import Image
 
 from clipstream.data.settings import SourceSettings
@@ -19,6 +20,7 @@ from clipstream.errors import DataError, SettingsError
 from clipstream.evals.protocol import EvalContext, EvalRunner, build_evaluators
 from clipstream.evals.settings import EvalSettings, RetrievalSettings, ZeroShotSettings
 from clipstream.evals.zero_shot import ZeroShot, class_names, figures, prompt_templates, text_classifier
+from clipstream.training.precision import seed_all
 from clipstream.world import World
 from tests.evaluating import context_of, tiny_towers
 from tests.pictures import ByteTokenizer, make_shards, picture
@@ -51,9 +53,12 @@ def reference(n: int) -> dict[str, float]:
     cfg = open_clip.transform.PreprocessCfg(size=16)
     transform = open_clip.transform.image_transform_v2(cfg, is_train=False)
     pixels = torch.stack([transform(Image.open(io.BytesIO(picture(i)))) for i in range(n)])
-    tokenize = lambda texts: torch.from_numpy(ByteTokenizer().encode(texts))  # noqa: E731
+
+    def tokenize(texts: list[str]) -> torch.Tensor:
+        return torch.from_numpy(ByteTokenizer().encode(texts))
+
     templates = [lambda c: f"a {c}", lambda c: f"the {c} there", lambda c: f"{c} or {c}"]
-    classifier = open_clip.build_zero_shot_classifier(clip, tokenize, CLASSES, templates)
+    classifier = build_zero_shot_classifier(clip, tokenize, CLASSES, templates)
     with torch.no_grad():
         order = (clip.encode_image(pixels, normalize=True) @ classifier).argsort(dim=1, descending=True).numpy()
     labels = np.arange(n) % 3
@@ -105,8 +110,11 @@ def test_class_names(tmp_path: Path) -> None:
         class_names(["one"])
 
 
+def say(spec: str | list[str]) -> list[str]:
+    return [template("cat") for template in prompt_templates(spec)]
+
+
 def test_templates(tmp_path: Path) -> None:
-    say = lambda spec: [template("cat") for template in prompt_templates(spec)]  # noqa: E731
     assert len(say("openai")) == 80 and "a photo of the small cat." in say("openai")
     assert len(say("simple")) == 7
     assert say("plain") == ["cat"]
@@ -131,6 +139,10 @@ def test_built_ins_need_data_and_files_are_looked_for_at_once(pictures: Path) ->
         build_evaluators({"mine": EvalSettings.model_construct(type="no_such_module:Name", every=0)})
 
 
+def draws() -> tuple[float, ...]:
+    return random.random(), float(np.random.rand()), torch.rand(1).item()
+
+
 class Noisy:
     """A user's evaluator that moves every random state and sets the towers' mode."""
 
@@ -145,7 +157,8 @@ class Noisy:
         assert not tiny_towers().training
         ids = torch.zeros((2, 16), dtype=torch.int32)
         assert not context.encode_text(ids).requires_grad
-        yield "mine", self.settings.bonus + 0 * (random.random() + np.random.rand() + torch.rand(1).item())
+        draws()
+        yield "mine", self.settings.bonus
 
 
 def test_a_users_evaluator_leaves_training_as_it_was() -> None:
@@ -155,10 +168,11 @@ def test_a_users_evaluator_leaves_training_as_it_was() -> None:
     runner = EvalRunner({"own": section}, context_of(World()), records.append)
     towers.train()
     towers.clip.visual.eval()  # as a frozen tower
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    seed_all(1, 0)
+    expected = draws()
+    seed_all(1, 0)
     assert runner(2) == records
-    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+    assert draws() == expected
     assert towers.training and towers.clip.transformer.training and not towers.clip.visual.training
     (record,) = records
     assert record.pop("seconds") >= 0

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from clipstream.data.fields import CaptionExtractor, SampleTransform, image_bytes
+from clipstream.data.fields import CaptionExtractor, SampleTransform, image_bytes, split_keys
 from clipstream.data.health import PROFILED, Health
 from clipstream.data.order import Draws, SourceMix
 from clipstream.data.slab import Slab
@@ -56,7 +56,7 @@ class Reader:
         """Suffixes of the members that are read; None for all."""
         if self.transform is not None or self.caption.members is None:
             return None
-        return (*self.image_key.replace(",", ";").split(";"), *self.caption.members)
+        return (*split_keys(self.image_key), *self.caption.members)
 
 
 @dataclass

@@ -183,7 +183,8 @@ def _opaque(picture: Image.Image, background: _Colour) -> Image.Image:
         return Image.fromarray((np.clip(np.asarray(picture), 0, 65535) >> 8).astype(np.uint8))
     if picture.mode not in _WITH_ALPHA and "transparency" not in picture.info:
         return picture
-    picture = _convert(picture, "RGBA")
+    if picture.mode != "RGBA":
+        picture = _convert(picture, "RGBA")
     ground = Image.new("RGB", picture.size, background)
     ground.paste(picture, mask=picture.getchannel("A"))
     return ground
@@ -216,7 +217,7 @@ def _centre(picture: Image.Image, size: tuple[int, int], fill: int) -> Image.Ima
     """The centre [H, W] of a picture; where the picture is smaller, `fill` around it (an index, in a palette)."""
     height, width = size
     left, top = _offset(picture.size[0], width), _offset(picture.size[1], height)
-    if left >= 0 and top >= 0:
+    if picture.size[0] >= width and picture.size[1] >= height:
         return picture.crop((left, top, left + width, top + height))
     channels = len(picture.getbands())
     canvas = Image.new(picture.mode, (width, height), fill if channels == 1 else (fill,) * channels)

@@ -9,6 +9,7 @@ With workers = 0 the training process fills the slab itself, when the batch is a
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class LoaderPlan:
         stall_timeout: seconds.
         lanes_total: L.
         fingerprint: of what fixes the order of samples.
+        on_close: called when the workers have ended.
         ends: whether the stream ends (evaluation).
         pin: whether slabs are registered as pinned memory.
     """
@@ -60,6 +62,7 @@ class LoaderPlan:
     stall_timeout: float
     lanes_total: int
     fingerprint: str
+    on_close: Callable[[], None]
     ends: bool = False
     pin: bool = False
 
@@ -123,10 +126,11 @@ class Loader:
         }
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers and give the shards back."""
         for worker in self._workers:
             worker.stop()
         self._workers = []
+        self.plan.on_close()
 
     def worker_pids(self) -> list[int]:
         """Process ids of the workers."""
@@ -142,10 +146,9 @@ class Loader:
 
     def _ask(self) -> None:
         for worker in self._workers:
-            try:
+            # The death of a worker is told, with the reason, when its part is collected.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 worker.connection.send(self._asked)
-            except (BrokenPipeError, ConnectionResetError):
-                pass  # its death is told, with the reason, when its part is collected
         self._asked += 1
 
     def _collect(self, step: int) -> list[Part]:

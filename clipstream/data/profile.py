@@ -161,7 +161,8 @@ class Profile:
         text_rank = 15 if isinstance(caption, JsonCaption) else 0
         ranked: list[tuple[tuple[int, int, int], str]] = []
         for suffix, example in self.texts.items():
-            if suffix != "cls" and any(char.isalpha() for char in example) and self.suffixes[suffix] * 2 >= self.samples:
+            words = suffix != "cls" and any(char.isalpha() for char in example)
+            if words and self.suffixes[suffix] * 2 >= self.samples:
                 rank = 0 if suffix in ("txt", "text", "caption") else 2 if suffix.startswith("caption") else 12
                 ranked.append(((rank + text_rank, 0, -self.suffixes[suffix]), f"--caption-key {_quoted(suffix)}"))
         for path, field in self.json_fields.items():

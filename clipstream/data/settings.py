@@ -135,7 +135,9 @@ class ShuffleSettings(Section):
 class AugmentSettings(Section):
     """Training's picture transform: a random crop, resized to the model's size."""
 
-    scale: tuple[float, float] = Field((0.9, 1.0), description="share of the picture's area that a crop takes, min and max")
+    scale: tuple[float, float] = Field(
+        (0.9, 1.0), description="share of the picture's area that a crop takes, min and max"
+    )
     ratio: tuple[float, float] = Field((0.75, 4 / 3), description="aspect ratio of a crop, min and max")
     interpolation: Literal["random", "bilinear", "bicubic"] = Field("bicubic", description="of the resize")
     flip: Share = Field(0.0, description="probability of a mirrored picture")

@@ -48,7 +48,8 @@ class Slab:
         def plane(dtype: type, *dims: int) -> np.ndarray[Any, Any]:
             nonlocal offset
             count = int(np.prod(dims))
-            view = np.frombuffer(memory, dtype=dtype, count=count, offset=offset).reshape(dims)
+            flat: np.ndarray[Any, Any] = np.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+            view = flat.reshape(dims)
             offset += _aligned(view.nbytes)
             return view
 

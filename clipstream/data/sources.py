@@ -73,6 +73,7 @@ class _Stream:
             global_size=global_size,
             names=self.names,
             budget=budget,
+            on_close=self.store.close,
             **more,
         )
 
@@ -219,7 +220,11 @@ def _reader(
 
 
 def _budget(
-    names: list[str], sources: list[SourceSettings], urls: list[list[str]], shard_failures: float, sample_failures: float
+    names: list[str],
+    sources: list[SourceSettings],
+    urls: list[list[str]],
+    shard_failures: float,
+    sample_failures: float,
 ) -> Budget:
     hints = {name: (source.image_key, source.caption) for name, source in zip(names, sources, strict=True)}
     totals = {name: len(set(shards)) for name, shards in zip(names, urls, strict=True)}

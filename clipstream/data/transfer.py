@@ -158,9 +158,7 @@ def run_pipe(command: str, part: Path, *, timeout: float) -> None:
     shell = [bash, "-o", "pipefail", "-c", command] if bash else ["sh", "-c", command]
     shown = redact(f"pipe:{command}")
     with open(part, "wb") as out, tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            shell, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, start_new_session=True
-        )
+        process = subprocess.Popen(shell, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, start_new_session=True)
         try:
             silent = not _wait_while_growing(process.pid, out.fileno(), timeout)
         finally:

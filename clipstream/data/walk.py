@@ -67,7 +67,7 @@ class OpenShards:
         health.shards.add(number)
         try:
             shard = Shard(self._store.local(url))
-        except ShardError as error:
+        except (ShardError, OSError) as error:
             health.faults[redact(url)] = str(error)
             health.unopened.add(number)
             return None

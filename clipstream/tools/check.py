@@ -120,7 +120,7 @@ def show(view: View, console: Console) -> None:
     console.print(f"{view.shards:,} shards, {view.read:,} read: {read:,} of their {view.held:,} samples")
     if view.missing:
         first = ", ".join(view.missing[:3])
-        console.print(f"{len(view.missing):,} shards are not there: {first}{' …' if len(view.missing) > 3 else ''}")
+        console.print(f"not there: {len(view.missing):,} of them: {first}{' …' if len(view.missing) > 3 else ''}")
     if view.faults:
         table = _table("Faults", "shard", "what is wrong")
         for name, fault in list(view.faults.items())[:ROWS]:

@@ -212,7 +212,8 @@ def _candidates(folder: Path) -> list[Path]:
 def _serial(checkpoint: Path) -> int | None:
     """The save's number in its folder of checkpoints; None where the checkpoint is not whole.
 
-    A number of its own, as steps do not tell the newest: a run that goes on from an older checkpoint counts steps again.
+    A number of its own, as steps do not tell the newest: a run that goes on from an older checkpoint counts steps
+    again.
     """
     try:
         marker = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))

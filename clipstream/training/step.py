@@ -37,9 +37,7 @@ _SHOWN_KEYS = 8
 class Loss(Protocol):
     """A rank's share of the global batch's loss, as `clipstream.model.losses` has it."""
 
-    def __call__(
-        self, features: Features, weights: torch.Tensor, world: World, global_size: int
-    ) -> torch.Tensor:
+    def __call__(self, features: Features, weights: torch.Tensor, world: World, global_size: int) -> torch.Tensor:
         """Scalar; the sum over the ranks is the loss."""
 
 

@@ -1,0 +1,112 @@
+"""The checks for users' own parts: they pass what is right, and say what is wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clipstream.data.fields import LabelField, build_caption
+from clipstream.data.order import Draws
+from clipstream.data.settings import CaptionSettings
+from clipstream.errors import Dropped
+from clipstream.testing import check_caption_extractor, check_tokenizer, check_transform
+from tests.pictures import ByteTokenizer
+
+SAMPLE = {"__key__": "0", "__url__": "a.tar", "txt": b"a cat", "json": b'{"a": ["b", "c"]}', "cls": b"1"}
+Call = Callable[[Mapping[str, Any], "Draws | None"], Any]
+
+
+class Extractor:
+    def __init__(self, call: Call, members: Any = ("txt",)) -> None:
+        self.call, self.members = call, members
+
+    def __call__(self, sample: Mapping[str, Any], draws: Draws | None) -> Any:
+        return self.call(sample, draws)
+
+
+def text(sample: Mapping[str, Any]) -> str:
+    if "txt" not in sample:
+        raise Dropped("no_caption")
+    return str(sample["txt"].decode())
+
+
+def test_good_extractors_pass() -> None:
+    for settings in ({"type": "text"}, {"type": "json", "path": "a"}):
+        check_caption_extractor(build_caption(CaptionSettings.model_validate(settings)), SAMPLE)
+    check_caption_extractor(LabelField("cls"), SAMPLE)
+    check_caption_extractor(Extractor(lambda s, d: text(s), None), SAMPLE)
+
+
+def spoil(sample: Any) -> str:
+    sample["txt"] = b"other"
+    return "a"
+
+
+@pytest.mark.parametrize(
+    ("call", "members", "message"),
+    [
+        (lambda s, d: text(s), 3, "make it a tuple"),
+        (lambda s, d: text(s), ("json",), "dropped the sample"),
+        (lambda s, d: text(s) + str("json" in s), ("txt",), "name all that it reads"),
+        (lambda s, d: s["txt"].decode(), ("txt",), r"Dropped\('no_caption'\)"),
+        (lambda s, d: text(s).encode(), ("txt",), "bytes: return a str"),
+        (lambda s, d: text(s)[:0], ("txt",), "empty caption"),
+        (lambda s, d: text(s)[9], ("txt",), "IndexError"),
+        (lambda s, d: text(s) + str(random.random()), ("txt",), "evaluation must not depend on chance"),
+        (lambda s, d: text(s) + (str(random.random()) if d else ""), ("txt",), "take all chance from `draws`"),
+        (lambda s, d: spoil(s) if "txt" in s else text(s), ("txt",), "changed the sample"),
+    ],
+)
+def test_bad_extractors_are_told_why(call: Call, members: Any, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_caption_extractor(Extractor(call, members), dict(SAMPLE))
+
+
+def test_an_extractor_without_members_is_told_why() -> None:
+    with pytest.raises(AssertionError, match="attribute `members`"):
+        check_caption_extractor(lambda sample, draws: "a", SAMPLE)  # type: ignore[arg-type]
+
+
+def test_transforms() -> None:
+    check_transform(lambda sample: {**sample, "x": b""}, SAMPLE)
+    check_transform(lambda sample: None, SAMPLE)
+    with pytest.raises(AssertionError, match="it gave list"):
+        check_transform(lambda sample: [sample], SAMPLE)  # type: ignore[arg-type,return-value]
+    with pytest.raises(AssertionError, match="could not be repeated"):
+        check_transform(lambda sample: {str(random.random()): b""}, SAMPLE)
+
+
+class Changed(ByteTokenizer):
+    def __init__(self, change: Callable[[Any, Sequence[str]], Any], **attributes: Any) -> None:
+        self.change = change
+        self.__dict__.update(attributes)
+
+    def encode(self, texts: Sequence[str]) -> Any:
+        return self.change(super().encode(texts), texts)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "message"),
+    [
+        (Changed(lambda ids, _: ids, context_length=0), "`context_length` is 0"),
+        (Changed(lambda ids, _: ids, vocab_size="many"), "`vocab_size` is 'many'"),
+        (Changed(lambda ids, _: ids.tolist()), "gave list: return a numpy array"),
+        (Changed(lambda ids, _: ids.astype(np.int64)), "gave int64"),
+        (Changed(lambda ids, _: ids[:, :5]), "cut and pad each"),
+        (Changed(lambda ids, _: ids - 1), "vocab_size is 256"),
+        (Changed(lambda ids, _: ids // 2 + random.randrange(100)), "second time"),
+        (Changed(lambda ids, texts: ids // 2 + len(texts)), "depend on nothing else"),
+        (Changed(lambda ids, _: ids, decode=lambda ids: 3), "gave int: return a str"),
+    ],
+)
+def test_bad_tokenizers_are_told_why(tokenizer: Any, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_tokenizer(tokenizer)
+
+
+def test_a_good_tokenizer_passes() -> None:
+    check_tokenizer(ByteTokenizer())
