@@ -2,10 +2,10 @@
 
     python benchmarks/input.py 'shards/{00000..00007}.tar' --size 224 --workers 2
 
-The three are measured in turn, several rounds in one run, and the medians are compared, because machines are shared and
-noisy. `webdataset` is webdataset's pipeline (tarfile_to_samples, decoding with Pillow, open_clip's training transform,
-its tokenizer one caption at a time) behind torch's DataLoader. `floor` is decoding, crop and resize of the same pictures
-with our transform, one process per worker and nothing else.
+The three are measured in turn, several rounds in one run, and the medians are compared, because machines are shared
+and noisy. `webdataset` is webdataset's pipeline (tarfile_to_samples, decoding with Pillow, open_clip's training
+transform, its tokenizer one caption at a time) behind torch's DataLoader. `floor` is decoding, crop and resize of the
+same pictures with our transform, one process per worker and nothing else.
 """
 
 from __future__ import annotations

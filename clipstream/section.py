@@ -15,7 +15,7 @@ from clipstream.plugins import load_plugin
 class Section(BaseModel):
     """Settings of one part of the program. Unknown keys are errors; values never change after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, defer_build=True)
 
 
 class PluginSection(Section):

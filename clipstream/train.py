@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 from clipstream.cli import load_or_help, run_main
 from clipstream.config import Settings, dump, resolve, validate_run
 from clipstream.failure import FailureWatch
-from clipstream.model.pretrained import fetch, preflight
 from clipstream.world import World
 
 if TYPE_CHECKING:
     from clipstream.data.loader import Loader
     from clipstream.data.text import Tokenizer
     from clipstream.model.towers import Towers
+    from clipstream.training.loop import Sink, Trainer
+    from clipstream.training.step import TrainStep
+    from clipstream.training.stopping import StopSignals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,6 +37,8 @@ def _main(argv: list[str]) -> int:
     if settings is None:
         return 0
     validate_run(settings, World.from_env())
+    from clipstream.model.pretrained import preflight
+
     preflight(settings.model, settings.tokenizer)
     from clipstream.session import run_ranks
 
@@ -64,17 +68,19 @@ def train(settings: Settings, world: World, watch: FailureWatch) -> None:
         _say_what(settings, world, towers, found)
     with StopSignals() as signals, _loader(settings, world, towers, tokenizer, state) as loader:
         watch.on_exit(loader.close)
-        trainer, close = _trainer(settings, world, towers, tokenizer, loader, signals, found)
+        trainer, sinks = _trainer(settings, world, towers, tokenizer, loader, signals, found)
         try:
             trainer.run()
         finally:
-            close()
+            for sink in sinks:
+                sink.close()
 
 
 def _model(settings: Settings, world: World) -> tuple[Towers, Tokenizer]:
     """The towers on this rank's device, in their final type, and what makes their ids."""
     from clipstream.data.text import build_tokenizer
     from clipstream.model.losses import chosen_loss_type
+    from clipstream.model.pretrained import fetch
     from clipstream.model.towers import build_towers
     from clipstream.training.precision import prepare, seed_all
 
@@ -111,43 +117,21 @@ def _trainer(
     towers: Towers,
     tokenizer: Tokenizer,
     loader: Loader,
-    signals: Any,
+    signals: StopSignals,
     found: Path | None,
-) -> tuple[Any, Any]:
-    """The trainer, at the checkpoint's position if there is one, and what closes its sinks."""
-    import torch
-
+) -> tuple[Trainer, list[Sink]]:
+    """The trainer, at the checkpoint's position if there is one, and rank 0's sinks."""
     from clipstream.evals.protocol import EvalContext, EvalRunner
-    from clipstream.model.losses import build_loss
-    from clipstream.report.progress import Progress
-    from clipstream.report.sinks import MetricsFile, TensorBoard
     from clipstream.training import checkpoint
-    from clipstream.training.loop import Sink, Trainer
+    from clipstream.training.loop import Trainer
     from clipstream.training.optim import build_optimizer, lr_at
-    from clipstream.training.step import TrainStep
 
-    train, folder, total = settings.train, settings.run_folder, settings.total_steps
+    train, total = settings.train, settings.total_steps
     towers.to(world.device).train()
-    loss = build_loss(settings.loss, towers.loss_type)
     optimizer = build_optimizer(towers, settings.optim, batch_norm=towers.has_batch_norm)
-    step = TrainStep(
-        torch.compile(towers) if train.compile else towers,  # type: ignore[arg-type]
-        loss,
-        optimizer,
-        world,
-        precision=train.precision,
-        micro_batch_size=train.micro_batch_size,
-        clip_norm=settings.optim.grad_clip_norm,
-        max_logit_scale=loss.max_logit_scale,
-    )
+    step = _step(settings, world, towers, optimizer)
     state = None if found is None else checkpoint.load(found, towers=towers, optimizer=optimizer, world=world)
-    done = None if state is None else int(state["step"])
-    sinks: list[Sink] = []
-    if world.is_main:
-        sinks.append(MetricsFile(folder, done))
-        if settings.log.tensorboard:
-            sinks.append(TensorBoard(folder, done))
-        sinks.append(Progress(total, start=done or 0, mode=settings.log.progress))
+    sinks = _sinks(settings, None if state is None else int(state["step"])) if world.is_main else []
     context = EvalContext(towers, tokenizer, world, towers.image, settings.data.workers, train.precision)
     trainer = Trainer(
         step,
@@ -158,16 +142,52 @@ def _trainer(
         log_every=settings.log.every,
         sinks=sinks,
         evaluate=EvalRunner(settings.evals, context, lambda record: [sink.write(record) for sink in sinks]),
-        save=lambda at, state: checkpoint.save(
-            folder / "checkpoints", at, towers=towers, optimizer=optimizer, state=state, world=world,
+        save=lambda at, position: checkpoint.save(
+            settings.run_folder / "checkpoints",
+            at,
+            towers=towers,
+            optimizer=optimizer,
+            state=position,
+            world=world,
             keep_last=settings.checkpoint.keep_last,
         ),
         save_every=settings.checkpoint.every,
         signals=signals,
         state=state,
         epoch_samples=train.epoch_samples,
-    )  # fmt: skip
-    return trainer, lambda: [sink.close() for sink in sinks]
+    )
+    return trainer, sinks
+
+
+def _step(settings: Settings, world: World, towers: Towers, optimizer: Any) -> TrainStep:
+    from clipstream.model.losses import build_loss
+    from clipstream.training.step import TrainStep
+
+    if settings.train.compile:
+        towers.compile()
+    loss = build_loss(settings.loss, towers.loss_type)
+    return TrainStep(
+        towers,
+        loss,
+        optimizer,
+        world,
+        precision=settings.train.precision,
+        micro_batch_size=settings.train.micro_batch_size,
+        clip_norm=settings.optim.grad_clip_norm,
+        max_logit_scale=loss.max_logit_scale,
+    )
+
+
+def _sinks(settings: Settings, done: int | None) -> list[Sink]:
+    """Where rank 0's records go; what a resumed run had written after its checkpoint is cut off."""
+    from clipstream.report.progress import Progress
+    from clipstream.report.sinks import MetricsFile, TensorBoard
+
+    sinks: list[Sink] = [MetricsFile(settings.run_folder, done)]
+    if settings.log.tensorboard:
+        sinks.append(TensorBoard(settings.run_folder, done))
+    sinks.append(Progress(settings.total_steps, start=done or 0, mode=settings.log.progress))
+    return sinks
 
 
 def _write_config(settings: Settings) -> None:

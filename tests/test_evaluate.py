@@ -86,12 +86,13 @@ def test_flags_lie_over_the_runs_settings_on_two_ranks(run: Path, tmp_path: Path
     assert done.stdout.count("image_to_text_R@1 ") == 1
 
 
-def test_any_folder_that_open_clip_reads(tmp_path: Path) -> None:
+def test_any_folder_that_open_clip_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_towers().save_pretrained(tmp_path / "model")
     make_shards(tmp_path / "pairs", [5])
     argv = ["--checkpoint", str(tmp_path / "model"), "--val-data", f"{tmp_path}/pairs/*.tar", "--device", "cpu"]
-    argv += ["--tokenizer", BYTES["type"], "--workers", "0", "--run.threads", "1"]
-    assert main([*argv, f"--output={tmp_path}/out.jsonl"]) == 0
+    argv += ["--tokenizer", BYTES["type"], "--workers", "0", "--run.threads", "1", f"--output={tmp_path}/out.jsonl"]
+    assert main(argv) == 2 and "tokenizer" in capsys.readouterr().err
+    assert main([*argv, "--model.allow-mismatch"]) == 0
     (record,) = lines(tmp_path / "out.jsonl")
     assert (record["step"], record["n"], record["checkpoint"]) == (0, 5, "model")
 

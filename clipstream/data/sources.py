@@ -90,46 +90,27 @@ def training_loader(
     """The endless stream of this rank's parts of the global batches.
 
     Args:
+        settings: with `lanes` resolved.
         start: the run's data state (all ranks' lanes) to go on from.
 
     Raises:
-        SettingsError: no lanes for a rank, or `start` belongs to another order of samples.
+        SettingsError: no sample for this rank, or `start` belongs to another order of samples.
     """
     lanes = settings.lanes
-    if not isinstance(lanes, int):
-        raise SettingsError("data.lanes is 'auto': resolve the settings first")
+    assert isinstance(lanes, int), "resolve the settings first"
     names = sorted(settings.sources)
     sources = [settings.sources[name] for name in names]
     urls = [expand(source.shards) for source in sources]
     fingerprint = _fingerprint(settings, seed, names, urls)
-    if start is not None and start["plan"] != fingerprint:
-        raise SettingsError(
-            "the checkpoint's data order is not that of these settings: batch size, lanes, seed, shards, weights, "
-            "sampling and shuffle must be as they were; go back to them, or start a new run from the checkpoint's "
-            "weights (--pretrained local-dir:CHECKPOINT)"
-        )
-    mine = lanes_of_rank(world.rank, world.size, lanes)
-    saved = {lane: start["lanes"][str(lane)] for lane in mine if str(lane) in start["lanes"]} if start else {}
+    slots = _slots(world, lanes, settings.global_batch_size)
+    saved = _saved_lanes(start, fingerprint, slots)
 
     def make_walk(source: int, lane: int, shards: OpenShards, pulse: Callable[[], None]) -> Walk:
-        order = SourceOrder(
-            seed, source, len(shards.urls), lanes, settings.sampling.mode, settings.shuffle.shards,
-            settings.shuffle.window,
-        )  # fmt: skip
+        shuffle, mode = settings.shuffle, settings.sampling.mode
+        order = SourceOrder(seed, source, len(shards.urls), lanes, mode, shuffle.shards, shuffle.window)
         cursor = Cursor.load(saved[lane]["cursors"][source]) if lane in saved else Cursor()
         return WindowWalk(order, lane, cursor, shards, pulse)
 
-    slots: dict[int, range] = {}
-    first = 0
-    for lane in mine:
-        share = lane_share(lane, lanes, settings.global_batch_size)
-        slots[lane] = range(first, first + share)
-        first += share
-    if first == 0:
-        raise SettingsError(
-            f"rank {world.rank} of {world.size} gets no sample of a global batch of {settings.global_batch_size} over "
-            f"{lanes} lanes: use fewer ranks, or a larger --data.global-batch-size or --data.lanes"
-        )
     stream = _Stream(
         names=names,
         readers=[
@@ -145,7 +126,6 @@ def training_loader(
         tokenizer=tokenizer,
         store=ShardStore(settings.cache),
     )
-    mine_start = None if start is None else {**start, "lanes": {str(lane): state for lane, state in saved.items()}}
     plan = stream.plan(
         _budget(names, sources, urls, settings.max_shard_failures, settings.max_sample_failures),
         image,
@@ -156,7 +136,36 @@ def training_loader(
         fingerprint=fingerprint,
         pin=world.device.startswith("cuda"),
     )
-    return Loader(plan, mine_start)
+    return Loader(plan, start and {**start, "lanes": {str(lane): state for lane, state in saved.items()}})
+
+
+def _slots(world: World, lanes: int, batch_size: int) -> dict[int, range]:
+    """Lane -> its slots in this rank's batch."""
+    slots: dict[int, range] = {}
+    first = 0
+    for lane in lanes_of_rank(world.rank, world.size, lanes):
+        share = lane_share(lane, lanes, batch_size)
+        slots[lane] = range(first, first + share)
+        first += share
+    if first == 0:
+        raise SettingsError(
+            f"rank {world.rank} of {world.size} gets no sample of a global batch of {batch_size} over {lanes} lanes: "
+            "use fewer ranks, or a larger --data.global-batch-size or --data.lanes"
+        )
+    return slots
+
+
+def _saved_lanes(start: DataState | None, fingerprint: str, slots: dict[int, range]) -> dict[int, dict[str, Any]]:
+    """The saved states of this rank's lanes."""
+    if start is None:
+        return {}
+    if start["plan"] != fingerprint:
+        raise SettingsError(
+            "the checkpoint's data order is not that of these settings: batch size, lanes, seed, shards, weights, "
+            "sampling and shuffle must be as they were; go back to them, or start a new run from the checkpoint's "
+            "weights (--pretrained local-dir:CHECKPOINT)"
+        )
+    return {lane: start["lanes"][str(lane)] for lane in slots if str(lane) in start["lanes"]}
 
 
 def evaluation_loader(

@@ -30,6 +30,8 @@ OWN_FLAGS = {
     "--output": f"file that gets a JSON line an evaluation; {RESULTS_FILE} in the run's folder unless given",
 }
 
+NAMING_FLAGS = ("--model", "--model.name", "--pretrained", "--model.pretrained")
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -56,12 +58,15 @@ def evaluate(argv: Sequence[str]) -> int:
     """
     own, flags = split_own(argv)
     subject = locate(own.get("--checkpoint"), flags)
-    settings = load([*([] if subject.run is None else ["--config", str(subject.run / "config.yaml")]), *flags])
+    trained = [] if subject.run is None else ["--config", str(subject.run / "config.yaml")]
+    settings = load([*trained, *flags])
     if not settings.evals:
         raise SettingsError("nothing to evaluate on: give --val-data SHARDS, or --config with a section evals")
     model = settings.model
     if subject.checkpoint is not None:
-        model = ModelSettings.model_validate({"name": f"{LOCAL}{subject.checkpoint}", "cache_dir": model.cache_dir})
+        # A run's own tokenizer fits its weights, whatever it is.
+        known = bool(trained) and load(trained).tokenizer == settings.tokenizer
+        model = _model_in(subject.checkpoint, model, known)
     preflight(model, settings.tokenizer)
     output = own.get("--output") or (None if subject.run is None else str(subject.run / RESULTS_FILE))
     world = World.from_env(_device(settings.run.device))
@@ -113,7 +118,7 @@ def locate(path: str | None, flags: Sequence[str] = ()) -> Subject:
     """
     if path is None:
         return Subject("model of the settings")
-    named = [flag for flag in flags if flag.startswith(("--model", "--pretrained"))]
+    named = [flag for flag in flags if flag.partition("=")[0] in NAMING_FLAGS]
     if named:
         raise SettingsError(f"{named[0]} and --checkpoint both name a model: give one of them")
     folder = Path(path).expanduser()
@@ -151,6 +156,20 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}" for a, b, c, d in rows]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _model_in(checkpoint: Path, model: ModelSettings, tokenizer_fits: bool) -> ModelSettings:
+    """The settings of a checkpoint's model: nothing frozen or recomputed, as nothing is trained."""
+    return model.model_copy(
+        update={
+            "name": f"{LOCAL}{checkpoint}",
+            "pretrained": None,
+            "grad_checkpointing": False,
+            "lock_image": False,
+            "lock_text": False,
+            "allow_mismatch": tokenizer_fits or model.allow_mismatch,
+        }
+    )
 
 
 def _records(settings: Settings, model: ModelSettings, subject: Subject, world: World) -> list[dict[str, Any]]:
