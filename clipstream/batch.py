@@ -40,7 +40,10 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on a device, copied without blocking where its memory is pinned."""
-        move = lambda t: t.to(device, non_blocking=True)  # noqa: E731
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device, non_blocking=True)
+
         return Batch(
             pixels=None if self.pixels is None else move(self.pixels),
             ids=move(self.ids),

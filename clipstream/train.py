@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from clipstream.cli import load_or_help, run_main
 from clipstream.config import Settings, dump, resolve, validate_run
+from clipstream.errors import SettingsError
 from clipstream.failure import FailureWatch
 from clipstream.world import World
 
@@ -92,6 +93,11 @@ def _model(settings: Settings, world: World) -> tuple[Towers, Tokenizer]:
     tokenizer = build_tokenizer(
         settings.tokenizer, towers.open_clip_tokenizer(), towers.context_length, cache_dir=settings.model.cache_dir
     )
+    if tokenizer.vocab_size > towers.vocab_size:
+        raise SettingsError(
+            f"tokenizer: its ids go up to {tokenizer.vocab_size - 1}, but the model knows {towers.vocab_size} tokens: "
+            "leave tokenizer.type at 'model', or take a model with text_cfg.vocab_size to match"
+        )
     prepare(towers, settings.train.precision)
     return towers, tokenizer
 
@@ -141,7 +147,7 @@ def _trainer(
         total_steps=total,
         log_every=settings.log.every,
         sinks=sinks,
-        evaluate=EvalRunner(settings.evals, context, lambda record: [sink.write(record) for sink in sinks]),
+        evaluate=EvalRunner(settings.evals, context, partial(_write, sinks)),
         save=lambda at, position: checkpoint.save(
             settings.run_folder / "checkpoints",
             at,
@@ -176,6 +182,11 @@ def _step(settings: Settings, world: World, towers: Towers, optimizer: Any) -> T
         clip_norm=settings.optim.grad_clip_norm,
         max_logit_scale=loss.max_logit_scale,
     )
+
+
+def _write(sinks: list[Sink], record: dict[str, Any]) -> None:
+    for sink in sinks:
+        sink.write(record)
 
 
 def _sinks(settings: Settings, done: int | None) -> list[Sink]:

@@ -17,7 +17,8 @@ from clipstream.errors import SettingsError
 from clipstream.evals.retrieval import Retrieval
 from clipstream.evals.settings import RetrievalSettings
 from clipstream.evaluate import main
-from clipstream.tools.evaluate import locate, split_own, table
+from clipstream.report.progress import table
+from clipstream.tools.evaluate import locate, split_own
 from clipstream.training.checkpoint import save
 from clipstream.world import World
 from tests.evaluating import context_of, tiny_towers

@@ -162,7 +162,7 @@ class Feeder:
 
     def _read(self, taken: Taken, reader: Reader, draws: Draws | None, out: np.ndarray[Any, Any]) -> str:
         self.trace("read", taken.name)
-        sample: Mapping[str, Any] | None = _sample(taken, reader.members)
+        sample: Mapping[str, Any] = _sample(taken, reader.members)
         if reader.transform is not None:
             self.trace("transform", taken.name)
             sample = reader.transform(sample)

@@ -243,6 +243,7 @@ def _bind(make_feeder: MakeFeeder, number: int) -> Callable[[Callable[[Any], Non
 def _register_pinned(ring: SlabRing) -> None:
     """Let CUDA copy from the slabs without a copy of its own in between."""
     memory = np.frombuffer(ring.memory, dtype=np.uint8)
-    code = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
+    runtime: Any = torch.cuda.cudart  # untyped in torch
+    code = runtime().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
     if int(code) != 0:
         raise RuntimeError(f"cudaHostRegister of {memory.nbytes} bytes failed with code {int(code)}")

@@ -91,7 +91,7 @@ def build_tokenizer(
     return tokenizer
 
 
-def wrap(tokenizer: Callable[..., torch.Tensor], context_length: int) -> Tokenizer:
+def wrap(tokenizer: Any, context_length: int) -> Tokenizer:
     """open_clip's tokenizer with our protocol; the ids are the same."""
     from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TextIO
 
 from rich.console import Console
@@ -126,6 +126,22 @@ def evaluation_line(record: Record) -> str:
     if "seconds" in record:
         parts.append(duration(record["seconds"]))
     return "  ".join([f"eval {record['eval']} at step {record['step']}:", *parts])
+
+
+def table(records: Sequence[Record]) -> str:
+    """Evaluations for reading: a line a metric, with what guessing gives beside it."""
+    rows = [("evaluation", "metric", "value", "chance")]
+    for record in records:
+        for name, value in record.items():
+            if name in ("step", "eval") or name.startswith("chance"):
+                continue
+            chance = chance_of(record, name)
+            count = isinstance(value, int) or not 0 <= value <= 1
+            shown = duration(value) if name == "seconds" else f"{value:g}" if count else percent(value)
+            rows.append((record["eval"], name, shown, "" if chance is None else percent(chance)))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}" for a, b, c, d in rows]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def chance_of(record: Mapping[str, Any], metric: str) -> float | None:

@@ -17,7 +17,7 @@ from clipstream.errors import SettingsError
 from clipstream.failure import FailureWatch
 from clipstream.model.pretrained import CONFIG_FILE, LOCAL, preflight
 from clipstream.model.settings import ModelSettings
-from clipstream.report.progress import chance_of, duration, percent
+from clipstream.report.progress import table
 from clipstream.report.sinks import json_line
 from clipstream.world import World
 
@@ -127,9 +127,7 @@ def locate(path: str | None, flags: Sequence[str] = ()) -> Subject:
     if (folder / "checkpoints").is_dir() or folder.name.startswith("step_"):
         from clipstream.training.checkpoint import find
 
-        found = find(folder, str(folder))
-        assert found is not None, "find gives a checkpoint or raises where a path is given"
-        folder = found
+        folder = find(folder, str(folder)) or folder  # never None where a path is given
     elif not (folder / CONFIG_FILE).is_file():
         raise SettingsError(f"--checkpoint: {folder} is neither a run (checkpoints/) nor a checkpoint ({CONFIG_FILE})")
     run = folder.resolve().parent.parent
@@ -140,22 +138,6 @@ def locate(path: str | None, flags: Sequence[str] = ()) -> Subject:
         run=run if (run / "config.yaml").is_file() else None,
         step=int(number) if number.isdecimal() else 0,
     )
-
-
-def table(records: Sequence[dict[str, Any]]) -> str:
-    """Evaluations for reading: a line a metric, with what guessing gives beside it."""
-    rows = [("evaluation", "metric", "value", "chance")]
-    for record in records:
-        for name, value in record.items():
-            if name in ("step", "eval") or name.startswith("chance"):
-                continue
-            chance = chance_of(record, name)
-            count = isinstance(value, int) or not 0 <= value <= 1
-            shown = duration(value) if name == "seconds" else f"{value:g}" if count else percent(value)
-            rows.append((record["eval"], name, shown, "" if chance is None else percent(chance)))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}" for a, b, c, d in rows]
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def _model_in(checkpoint: Path, model: ModelSettings, tokenizer_fits: bool) -> ModelSettings:
@@ -178,8 +160,7 @@ def _records(settings: Settings, model: ModelSettings, subject: Subject, world: 
     from clipstream.evals.protocol import EvalRunner
     from clipstream.model.pretrained import fetch
 
-    threads = settings.run.threads or max(1, (os.cpu_count() or 1) // world.local_size)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(settings.run.threads or max(1, (os.cpu_count() or 1) // world.local_size))
     fetch(model, settings.tokenizer, world)
     context = _context(settings, model, world)
     if world.is_main:

@@ -46,6 +46,9 @@ class Sink(Protocol):
     def write(self, record: Record) -> None:
         """Take a record."""
 
+    def close(self) -> None:
+        """Write out what is left."""
+
 
 class Trainer:
     """The run on one rank, step by step.

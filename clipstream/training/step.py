@@ -137,7 +137,7 @@ class TrainStep:
             leaves, share = self._loss(features, batch)
             _carry(features, leaves)
             return share, leaves.logit_scale.detach()
-        chunks = list(zip(_parts(batch.pixels, size), batch.ids.split(size), strict=True))
+        chunks = list(zip(_parts(batch.pixels, size), _parts(batch.ids, size), strict=True))
         states, parts = [], []
         with torch.no_grad():
             for pixels, ids in chunks:
@@ -212,9 +212,9 @@ def _carry(features: Features, leaves: Features, *, scalars: bool = True) -> Non
         torch.autograd.backward(outputs, gradients)
 
 
-def _parts(pixels: torch.Tensor | None, size: int) -> tuple[torch.Tensor, ...]:
-    assert pixels is not None, "a batch of precomputed features has no pixels to cut"
-    return pixels.split(size)
+def _parts(rows: torch.Tensor | None, size: int) -> tuple[torch.Tensor, ...]:
+    assert rows is not None, "a batch of precomputed features has no pixels to cut"
+    return torch.split(rows, size)
 
 
 def _join(parts: list[Features]) -> Features:
