@@ -6,7 +6,6 @@ be right.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,23 +68,17 @@ def evaluate(argv: Sequence[str]) -> int:
         model = _model_in(subject.checkpoint, model, known)
     preflight(model, settings.tokenizer)
     output = own.get("--output") or (None if subject.run is None else str(subject.run / RESULTS_FILE))
-    world = World.from_env(_device(settings.run.device))
-    watch = FailureWatch(world, debug=settings.run.debug)
-    try:
-        world.start()
-        watch.start()
+    from clipstream.session import run_ranks
+
+    def body(world: World, watch: FailureWatch) -> None:
         records = _records(settings, model, subject, world)
         if world.is_main:
             print(table(records))
             if output is not None:
                 _append(Path(output), records, settings, subject)
                 print(f"written to {output}")
-        watch.stop()
-    except BaseException as error:
-        return watch.report(error)
-    finally:
-        world.stop()
-    return 0
+
+    return run_ranks(settings.run, body)
 
 
 def split_own(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -155,12 +148,9 @@ def _model_in(checkpoint: Path, model: ModelSettings, tokenizer_fits: bool) -> M
 
 
 def _records(settings: Settings, model: ModelSettings, subject: Subject, world: World) -> list[dict[str, Any]]:
-    import torch
-
     from clipstream.evals.protocol import EvalRunner
     from clipstream.model.pretrained import fetch
 
-    torch.set_num_threads(settings.run.threads or max(1, (os.cpu_count() or 1) // world.local_size))
     fetch(model, settings.tokenizer, world)
     context = _context(settings, model, world)
     if world.is_main:
@@ -189,11 +179,3 @@ def _append(path: Path, records: Sequence[dict[str, Any]], settings: Settings, s
         for record in records:
             section = settings.evals[record["eval"]].model_dump(mode="json")
             file.write(json_line({**record, "checkpoint": subject.label, "settings": section}))
-
-
-def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
