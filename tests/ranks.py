@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from typing import Any
 
 from clipstream.world import World
 
-TIMEOUT = 120.0
+TIMEOUT = 240.0  # s; a busy machine is ten times slower than an idle one
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
             assert pipe.poll(TIMEOUT), f"rank {rank} gave no result in {TIMEOUT} s"
             fault, value = pipe.recv()
             assert fault is None, f"rank {rank}:\n{fault}"
-            results.append(value)
+            results.append(pickle.loads(value))
         return results
     finally:
         for process in processes:
@@ -88,8 +89,8 @@ def free_port() -> int:
 
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
-    # Imported once there, not once a rank: open_clip takes seconds.
-    context.set_forkserver_preload(["torch", "clipstream.world", "clipstream.model.towers"])
+    # Imported once there, not once a rank: open_clip takes seconds, and so does dynamo, which DDP imports.
+    context.set_forkserver_preload(["torch", "torch._dynamo", "clipstream.world", "clipstream.model.towers"])
     return context
 
 
@@ -105,7 +106,8 @@ def _rank(pipe: Any, rank: int, size: int, port: int, function: Callable[..., An
     world = _world(rank, size, port)
     try:
         world.start()
-        pipe.send((None, function(world, *args)))
+        # Plain pickle: torch's own way of sending a tensor needs the sender to live until it is read.
+        pipe.send((None, pickle.dumps(function(world, *args))))
     except BaseException:
         pipe.send((traceback.format_exc(), None))
     finally:

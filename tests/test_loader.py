@@ -142,7 +142,7 @@ def test_nothing_usable_ends_with_what_was_seen_and_the_flag_to_use(shards: list
     began = time.monotonic()
     with pytest.raises(DataError) as caught, loader(settings) as stream:
         next(stream)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     message = str(caught.value)
     for word in ("'train'", "no_caption", "txt", "json", "caption.en", "--caption-key", "--caption-json"):
         assert word in message, message
@@ -180,7 +180,7 @@ def test_a_killed_worker_is_named(shards: list[str]) -> None:
 
 def sleepy(sample: dict[str, Any]) -> dict[str, Any]:
     """A user's transform that hangs."""
-    time.sleep(60)
+    time.sleep(600)
     return sample
 
 
@@ -189,10 +189,10 @@ def test_a_stall_names_worker_stage_and_sample(shards: list[str]) -> None:
     began = time.monotonic()
     with (
         pytest.raises(DataError, match=r"worker 0 .*transform 0000\d\.tar/"),
-        loader(data(shards, workers=1, stall_timeout=1.0, sources=sources)) as stream,
+        loader(data(shards, workers=1, stall_timeout=6.0, sources=sources)) as stream,
     ):
         next(stream)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (1, 2), (2, 0), (3, 2)])

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,14 @@ from clipstream.training.stopping import StopSignals
 from clipstream.world import World
 from tests.ranks import run_ranks
 from tests.test_step import LOSSES, TinyTowers, make_batch
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """Put the handler back that a failed run leaves for its launcher's SIGTERM."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 class Health:

@@ -178,7 +178,7 @@ def test_preflight_is_quick_where_nothing_is_to_be_fetched(cache: Path, tmp_path
     settings = ModelSettings(name=str(hubtree.write_named_config(tmp_path)), pretrained="webli", cache_dir=str(cache))
     start = time.monotonic()
     preflight(settings)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 20
     assert needs(ModelSettings(name="ViT-B-32")) == []
 
 

@@ -287,13 +287,13 @@ def _disk_is_full(error: BaseException, folder: Path) -> bool:
         if "No space left" in str(cause) or "os error 28" in str(cause):
             return True
         cause = cause.__cause__ or cause.__context__
-    writing = isinstance(error, RuntimeError) and "write" in str(error)
+    writing = isinstance(error, RuntimeError) and ("write" in str(error) or "iostream" in str(error))
     return writing and folder.is_dir() and shutil.disk_usage(folder).free < 1 << 20
 
 
 def _versions() -> dict[str, str]:
-    found = {}
-    for package in ("clipstream", "torch", "open_clip_torch", "webdataset"):
+    found = {"torch": str(torch.__version__)}  # with its build
+    for package in ("clipstream", "open_clip_torch", "webdataset"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
