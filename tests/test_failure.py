@@ -69,6 +69,7 @@ def end_well(world: World, kind: str) -> int:
     return 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "failing"), [(2, 0), (2, 1), (3, 1)])
 def test_a_data_error_ends_all_ranks_with_its_code(size: int, failing: int) -> None:
     began = time.monotonic()
@@ -81,6 +82,7 @@ def test_a_data_error_ends_all_ranks_with_its_code(size: int, failing: int) -> N
         assert "Traceback" not in end.stderr
 
 
+@pytest.mark.slow
 def test_a_bug_shows_its_traceback_where_it_arose() -> None:
     ends = end_ranks(2, fail, "bug", 1)
     assert [end.code for end in ends] == [1, 1]
@@ -88,6 +90,7 @@ def test_a_bug_shows_its_traceback_where_it_arose() -> None:
     assert all(end.stderr.endswith("error: rank 1: KeyError: 'oops'\n") for end in ends)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "failing"), [(2, 0), (3, 2)])
 def test_a_killed_rank_is_named(size: int, failing: int) -> None:
     ends = end_ranks(size, fail, "kill", failing)
@@ -98,6 +101,7 @@ def test_a_killed_rank_is_named(size: int, failing: int) -> None:
             assert "Traceback" not in end.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "code"),
     [("well", 0), ("late 0", 0), ("stopped", Stopped.exit_code), ("diverged", DivergedError.exit_code)],
@@ -118,6 +122,7 @@ def test_one_rank_prints_and_returns_the_code(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err == "error: no such shard\n"
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "run.py"
     script.write_text(

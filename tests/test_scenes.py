@@ -107,6 +107,7 @@ def test_made_once_and_nothing_left_beside(small: Path) -> None:
     assert (Path(path).parent / "classnames.txt").read_text().split("\n")[:-1] == scenes.classes()
 
 
+@pytest.mark.slow
 def test_ranks_that_call_at_once_get_one_whole_folder(small: Path) -> None:
     code = (
         "from clipstream.data import scenes\n"
