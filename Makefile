@@ -37,9 +37,9 @@ clean:
 	$(PYTHON) -m venv .venv
 
 .venv/.installed: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --no-compile --editable .
 	touch $@
 
 .venv/.installed-dev: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]'
 	touch .venv/.installed $@

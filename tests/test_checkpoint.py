@@ -214,7 +214,7 @@ def test_a_full_disk_is_a_warning_and_the_older_one_stays(tmp_path: Path, capsys
             assert names(tmp_path) == ["latest", "step_00000001"]
         assert write(tmp_path, 3) is not None
     finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
