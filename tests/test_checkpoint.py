@@ -193,6 +193,7 @@ def test_killed_at_any_moment_there_is_a_whole_one(tmp_path: Path) -> None:
     assert drafts, "no kill hit a save that was being written"
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_a_warning_and_the_older_one_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if (
         os.geteuid() != 0
