@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 
 from clipstream import __version__
 from clipstream.config import Settings, load
-from clipstream.errors import ClipstreamError, SettingsError
+from clipstream.errors import ClipstreamError, SettingsError, did_you_mean
 from clipstream.helptext import help_text
-from clipstream.schema import did_you_mean
 from clipstream.world import World
 
 INTERRUPTED = 130

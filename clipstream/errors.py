@@ -1,10 +1,13 @@
-"""Owns the errors that users meet and the exit code of each; never formats a traceback, never prints.
+"""Owns the errors that users meet and the exit code of each, and the hint at a near word; never prints.
 
 Every error here ends a process with its `exit_code`, its message on stderr and no traceback. An error that is not
 one of these is a bug of ours (exit code 1, with a traceback).
 """
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class ClipstreamError(Exception):
@@ -47,3 +50,10 @@ class Dropped(Exception):
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
         self.detail = detail
+
+
+def did_you_mean(wrong: str, known: Iterable[str], most: int = 1) -> str:
+    """`; did you mean 'x'?` for the nearest of `known` (up to `most` of them), or nothing where none is near."""
+    by_lower = {name.lower(): name for name in known}
+    near = [by_lower[name] for name in difflib.get_close_matches(wrong.lower(), by_lower, n=most, cutoff=0.6)]
+    return f"; did you mean {' or '.join(repr(name) for name in near)}?" if near else ""

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from clipstream.errors import did_you_mean
 from clipstream.layers import Layer
-from clipstream.schema import Path, child, did_you_mean, dotted, entries_of, leaves
+from clipstream.schema import Path, child, dotted, entries_of, leaves
 from clipstream.section import Section
 
 Sets = list[tuple[Path, Any]]

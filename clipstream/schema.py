@@ -5,8 +5,7 @@ Never reads a file or a flag, and knows no section by name.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -157,9 +156,3 @@ def _field_leaves(key: str, field: FieldInfo) -> Iterator[tuple[str, FieldInfo]]
         yield from leaves(inner, f"{key}.NAME.")
     else:
         yield key, field
-
-
-def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the nearest of `known`, or nothing where none is near."""
-    near = difflib.get_close_matches(wrong, list(known), n=1, cutoff=0.6)
-    return f"; did you mean '{near[0]}'?" if near else ""

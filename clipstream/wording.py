@@ -7,19 +7,9 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
+from clipstream.errors import did_you_mean
 from clipstream.layers import Places
-from clipstream.schema import (
-    Path,
-    annotation_at,
-    below,
-    child,
-    chosen,
-    did_you_mean,
-    dotted,
-    kinds,
-    leaves,
-    section_of,
-)
+from clipstream.schema import Path, annotation_at, below, child, chosen, dotted, kinds, leaves, section_of
 from clipstream.section import PluginSection, Section
 
 _EXPECTED = {

@@ -204,8 +204,8 @@ def test_a_full_disk_is_a_warning_and_the_older_one_stays(tmp_path: Path, capsys
         pytest.skip("needs the right to mount a small file system")
     try:
         first = write(tmp_path, 1)
-        free = shutil.disk_usage(tmp_path).free
-        for left in (0, 4096, free // 8, free // 4):
+        needed = shutil.disk_usage(tmp_path).used
+        for left in (0, needed // 4, needed // 2, needed * 3 // 4):
             (tmp_path / "ballast").write_bytes(bytes(max(0, shutil.disk_usage(tmp_path).free - left)))
             assert write(tmp_path, 2) is None, left
             warning = capsys.readouterr().err

@@ -188,10 +188,10 @@ def test_preflight_is_quick_where_nothing_is_to_be_fetched(cache: Path, tmp_path
 
 def test_names_that_do_not_exist() -> None:
     for given, words in (
-        ({"name": "ViT-B-16-SigLlP"}, "did you mean ViT-B-16-SigLIP"),
+        ({"name": "ViT-B-16-SigLlP"}, "did you mean 'ViT-B-16-SigLIP'"),
         ({"name": "nowhere/model.json"}, "there is no model configuration"),
         ({"name": "local-dir:nowhere"}, "there is no model configuration"),
-        ({"name": "ViT-B-16-SigLIP", "pretrained": "weblj"}, r"did you mean webli\?.*tags of ViT-B-16-SigLIP: webli"),
+        ({"name": "ViT-B-16-SigLIP", "pretrained": "weblj"}, r"tags of ViT-B-16-SigLIP: webli.*did you mean 'webli'\?"),
         ({"name": "ViT-M-16", "pretrained": "openai"}, "ViT-M-16 has no tags"),
         ({"name": "ViT-B-32", "pretrained": "tests"}, "write local-dir:tests"),
         ({"name": "hf-hub:not a repository"}, "not a repository"),

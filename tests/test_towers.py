@@ -218,5 +218,5 @@ def test_models_of_another_kind_are_refused(tmp_path: Path) -> None:
         build(write(tmp_path, audio_cfg={}))
     with pytest.raises(SettingsError, match="nonsense"):
         build(write(tmp_path, nonsense=1))
-    with pytest.raises(SettingsError, match="did you mean ViT-B-32"):
+    with pytest.raises(SettingsError, match="did you mean 'ViT-B-32'"):
         build("ViT-B32")

@@ -7,20 +7,18 @@ importing it, unless it is imported already: then names that were registered wit
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.util
 import json
 import sys
 import types
-from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from clipstream.errors import ClipstreamError, SettingsError
+from clipstream.errors import ClipstreamError, SettingsError, did_you_mean
 from clipstream.model import hub
 from clipstream.model.hub import Need
 from clipstream.model.settings import ModelSettings
@@ -177,13 +175,6 @@ def resolve(settings: ModelSettings, tokenizer: TokenizerChoice | None = None) -
     return Source(label, model_cfg, preprocess_cfg, path, folder, text_model)
 
 
-def suggest(word: str, known: Iterable[str]) -> str:
-    """' (did you mean a, b?)', or nothing where no known word is near."""
-    by_lower = {name.lower(): name for name in known}
-    near = [by_lower[name] for name in difflib.get_close_matches(word.lower(), by_lower, n=3, cutoff=0.5)]
-    return f" (did you mean {', '.join(near)}?)" if near else ""
-
-
 def _label(settings: ModelSettings) -> str:
     return f"model {settings.name}" + (f" with {settings.pretrained}" if settings.pretrained else "")
 
@@ -246,8 +237,8 @@ def _builtin(name: str) -> dict[str, Any]:
             config = json.loads(files[name].read_text())
     if config is None:
         raise SettingsError(
-            f"open_clip has no model {name!r}{suggest(name, known)}; model.name is open_clip's name, a path to a JSON "
-            f"configuration, {HUB}ORG/NAME or {LOCAL}PATH"
+            f"open_clip has no model {name!r}: model.name is open_clip's name, a path to a JSON configuration, "
+            f"{HUB}ORG/NAME or {LOCAL}PATH{did_you_mean(name, known, 3)}"
         )
     found: dict[str, Any] = config
     return found
@@ -334,8 +325,9 @@ def _weights(settings: ModelSettings) -> _Weights:
     if Path(chosen).is_dir():
         raise SettingsError(f"model.pretrained {chosen!r} is a folder: write {LOCAL}{chosen}, or name the file in it")
     if not Path(chosen).is_file():
+        near = did_you_mean(chosen, tags, 3)
         listed = f"tags of {known}: {', '.join(tags)}" if tags else f"{name} has no tags"
-        raise SettingsError(f"model.pretrained {chosen!r} is neither a tag nor a file{suggest(chosen, tags)}; {listed}")
+        raise SettingsError(f"model.pretrained {chosen!r} is neither a tag nor a file; {listed}{near}")
     return _Weights(path=Path(chosen))
 
 

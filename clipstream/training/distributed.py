@@ -5,6 +5,7 @@ Never computes a loss. With one rank the module is used as it is.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,6 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clipstream.training.precision import same_randomness
 from clipstream.world import World
+
+# torch 2.13 gave the argument a new name.
+_NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
 
 
 def wrap(module: nn.Module, world: World) -> nn.Module:
@@ -30,8 +35,8 @@ def wrap(module: nn.Module, world: World) -> nn.Module:
     return DistributedDataParallel(
         module,
         device_ids=[device] if device.type == "cuda" else None,
-        broadcast_buffers=False,
         gradient_as_bucket_view=True,
+        **{_SYNC_BUFFERS: False},
     )
 
 
