@@ -75,12 +75,13 @@ class Settings(Section):
         return FilePath(self.run.logs) / self.run.name
 
 
-def load(argv: Sequence[str], *, ranks: int | None = None) -> Settings:
+def load(argv: Sequence[str], *, ranks: int | None = None, trains: bool = True) -> Settings:
     """The settings that `argv` describes: defaults, then each `--config` file in order, then flags.
 
     Args:
         argv: the command line without the program's name and without the flags of a verb's own.
         ranks: processes of the run, for `--batch-size`; what the launcher says unless given.
+        trains: whether there is a source to train on; without, `--caption-json` and its like are --val-data's.
 
     Raises:
         SettingsError: everything that is wrong, one line each, with file and line or flag.
@@ -89,7 +90,7 @@ def load(argv: Sequence[str], *, ranks: int | None = None) -> Settings:
     configs, given = split(argv, problems)
     files = [yaml_layer(file, problems) for file in configs]
     ranks = World.from_env().size if ranks is None else ranks
-    layers = [*files, flag_layer(Settings, given, files, ranks, problems)]
+    layers = [*files, flag_layer(Settings, given, files, ranks, problems, trains=trains)]
     texts = merged_texts(layers)
     places = Places(tuple(layer.places for layer in reversed(layers)))
     tree = fit(Settings, merged(Settings, layers), (), texts)
@@ -217,6 +218,13 @@ def resolve(settings: Settings, world: World) -> Settings:
     lanes = settings.data.lanes
     if lanes == "auto":
         lanes = _auto_lanes(settings, world)
+    elif settings.data.sampling.mode == "epoch":
+        for key, count in _shard_counts(settings).items():
+            if count < lanes:
+                text = (
+                    f"{lanes} lanes cannot be dealt the {count} shards of {key!r} in the mode 'epoch': set it to auto"
+                )
+                raise SettingsError(problem(settings._places, ("data", "lanes"), text))
     return settings.model_copy(
         update={
             "run": settings.run.model_copy(update={"name": name}),
@@ -234,10 +242,7 @@ def _auto_lanes(settings: Settings, world: World) -> int:
     lanes = min(lanes, data.global_batch_size)
     if data.sampling.mode != "epoch":
         return lanes
-    from clipstream.data.shards import expand
-
-    for name, source in data.sources.items():
-        shards = len(expand(source.shards))
+    for name, shards in _shard_counts(settings).items():
         if shards < world.size:
             path: Path = ("data", "sources", name, "shards")
             text = (
@@ -247,6 +252,12 @@ def _auto_lanes(settings: Settings, world: World) -> int:
             raise SettingsError(problem(settings._places, path, text))
         lanes = min(lanes, shards)
     return lanes
+
+
+def _shard_counts(settings: Settings) -> dict[str, int]:
+    from clipstream.data.shards import expand
+
+    return {name: len(expand(source.shards)) for name, source in settings.data.sources.items()}
 
 
 def _dated_name(settings: Settings) -> str:

@@ -60,8 +60,10 @@ def _caption_key(text: str) -> Sets:
 
 
 def _caption_json(text: str) -> Sets:
-    paths = text.split(";")
-    return [(CAPTION, {"type": "json", "path": paths[0] if len(paths) == 1 else paths})]
+    paths = [path.strip() for path in text.split(";")]
+    # All of it anew: a file's weights and fallback belong to the file's paths.
+    path = paths[0] if len(paths) == 1 else paths
+    return [(CAPTION, {"type": "json", "path": path, "weights": None, "fallback": None})]
 
 
 def _resampled(text: str) -> Sets:
@@ -159,7 +161,13 @@ def split(argv: Sequence[str], problems: list[str]) -> tuple[list[str], list[Giv
 
 
 def flag_layer(
-    root: type[Section], given: Iterable[Given], files: Sequence[Layer], ranks: int, problems: list[str]
+    root: type[Section],
+    given: Iterable[Given],
+    files: Sequence[Layer],
+    ranks: int,
+    problems: list[str],
+    *,
+    trains: bool = True,
 ) -> Layer:
     """The layer of all flags but `--config`.
 
@@ -168,6 +176,7 @@ def flag_layer(
         files: the layers of the YAML files, which decide whether `--caption-key` is the validation source's as well.
         ranks: processes of the run, for `--batch-size`.
         problems: gets what is wrong, in words.
+        trains: whether there is a source to train on.
     """
     layer = Layer()
     shorts: dict[str, str] = {}
@@ -186,6 +195,8 @@ def flag_layer(
             layer.put_text(path, "true" if one.text is None else one.text, one.flag)
             (layer.bare.add if one.text is None else layer.bare.discard)(path)
     _put_shorts(shorts, layer, files, ranks, problems)
+    if not trains:
+        _leave_to_val(shorts, layer, problems)
     return layer
 
 
@@ -234,7 +245,8 @@ def _put_shorts(shorts: dict[str, str], layer: Layer, files: Sequence[Layer], ra
         # Both flags together: the paths first, then the text member.
         put(CAPTION, dict(_caption_json(shorts["--caption-json"])[0][1]), "--caption-json")
         if "--caption-key" in shorts:
-            layer.tree["data"]["sources"]["train"]["caption"].pop("key", None)
+            for key in ("key", "fallback"):
+                layer.drop((*CAPTION, key))
             put((*CAPTION, "fallback"), shorts["--caption-key"], "--caption-key")
     for path, value, flag in _batch_sets(shorts, ranks, problems):
         put(path, value, flag)
@@ -275,12 +287,25 @@ def _batch_sets(shorts: dict[str, str], ranks: int, problems: list[str]) -> list
 
 
 def _share_with_val(shorts: dict[str, str], layer: Layer, files: Sequence[Layer]) -> None:
-    """`--val-data` is read as the training data are, where no file says how it is read."""
-    train = layer.tree.get("data", {}).get("sources", {}).get("train", {})
-    flags = {"caption": ("--caption-json", "--caption-key"), "image_key": ("--image-key",)}
-    for key, names in flags.items():
+    """`--val-data` is read as the training data are, where nothing says how it is read."""
+    for key in ("caption", "image_key", "background"):
         path: Path = ("evals", "val", "data", key)
-        used = [name for name in names if name in shorts]
-        if used and key in train and not layer.has(path) and not any(file.has(path) for file in files):
-            value = train[key]
-            _put_tree(layer, path, dict(value) if isinstance(value, dict) else value, used[0])
+        if any(one.has(path) for one in (*files, layer)):
+            continue
+        source: Path = ("data", "sources", "train", key)
+        for one in (*files, layer):
+            if one.has(source):
+                value: Any = one.tree
+                for part in source:
+                    value = value[part]
+                _put_tree(layer, path, value, one.places[source])
+
+
+def _leave_to_val(shorts: dict[str, str], layer: Layer, problems: list[str]) -> None:
+    """Where nothing is trained, the flags of training's source are those of `--val-data` alone."""
+    used = [flag for flag in ("--caption-json", "--caption-key", "--image-key") if flag in shorts]
+    if used and "--val-data" not in shorts:
+        problems.append(f"{used[0]}: says how --val-data is read, which is not given")
+    sources = layer.tree.get("data", {}).get("sources", {})
+    if used and "shards" not in sources.get("train", {"shards": ""}):
+        del sources["train"]

@@ -79,6 +79,14 @@ class Layer:
         self.put(path, value, place)
         self.texts[path] = text
 
+    def drop(self, path: Path) -> None:
+        """Take back what was set at `path` itself, if anything was."""
+        tree: Any = self.tree
+        for part in path[:-1]:
+            tree = tree.get(str(part), {})
+        tree.pop(str(path[-1]), None)
+        self.places.pop(path, None)
+
     def has(self, path: Path) -> bool:
         """Whether this layer sets something at `path`."""
         return path in self.places

@@ -24,8 +24,8 @@ def load_plugin(path: str) -> Any:
         sys.path.append(here)
     try:
         found: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"cannot import {module_name!r} for {path!r}: {error}") from error
+    except Exception as error:  # whatever the user's module does when it is imported
+        raise ValueError(f"cannot import {module_name!r} for {path!r}: {type(error).__name__}: {error}") from error
     for part in name.split("."):
         if not hasattr(found, part):
             raise ValueError(f"module {module_name!r} has no {name!r}")

@@ -76,8 +76,15 @@ def check_transform(transform: Callable[[dict[str, Any]], Mapping[str, Any] | No
     assert first is None or isinstance(first, Mapping), (
         f"it gave {type(first).__name__}: return the sample, or None to drop it"
     )
-    assert (first is None) == (second is None) and (first is None or list(first) == list(second or ())), (
+    assert (first is None) == (second is None) and (first is None or _same(first, second or {})), (
         "two calls with the same sample gave different results: a run could not be repeated"
+    )
+
+
+def _same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    return list(first) == list(second) and all(
+        np.array_equal(value, second[key]) if isinstance(value, np.ndarray) else bool(value == second[key])
+        for key, value in first.items()
     )
 
 

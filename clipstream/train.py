@@ -7,6 +7,7 @@ Settings are checked, and missing weights found, before torch is imported. It co
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -40,7 +41,7 @@ def _main(argv: list[str]) -> int:
     validate_run(settings, World.from_env())
     from clipstream.model.pretrained import preflight
 
-    preflight(settings.model, settings.tokenizer)
+    preflight(settings.model, settings.tokenizer, ask=World.from_env().local_rank == 0)
     from clipstream.session import run_ranks
 
     return run_ranks(settings.run, partial(train, settings))
@@ -57,7 +58,7 @@ def train(settings: Settings, world: World, watch: FailureWatch) -> None:
 
     lanes = settings.data.lanes
     settings = resolve(settings, world)
-    found = checkpoint.find(settings.run_folder / "checkpoints", settings.checkpoint.resume)
+    found = checkpoint.agree(settings.run_folder / "checkpoints", settings.checkpoint.resume, world)
     state = None if found is None else checkpoint.read_state(found)
     if state is not None and lanes == "auto":  # a resumed run keeps its lanes, also on other ranks and workers
         settings = settings.model_copy(
@@ -65,11 +66,13 @@ def train(settings: Settings, world: World, watch: FailureWatch) -> None:
         )
     towers, tokenizer = _model(settings, world)
     if world.is_main:
-        _write_config(settings)
+        _make_folder(settings.run_folder)
         _say_what(settings, world, towers, found)
     with StopSignals() as signals, _loader(settings, world, towers, tokenizer, state) as loader:
         watch.on_exit(loader.close)
         trainer, sinks = _trainer(settings, world, towers, tokenizer, loader, signals, found)
+        if world.is_main:  # not before: a resume that fails leaves the run's settings as they were
+            _write_config(settings)
         try:
             trainer.run()
         finally:
@@ -107,7 +110,7 @@ def _loader(
 ) -> Loader:
     from clipstream.data.sources import training_loader
 
-    return training_loader(
+    loader = training_loader(
         settings.data,
         world=world,
         seed=settings.run.seed,
@@ -115,6 +118,11 @@ def _loader(
         image=towers.image,
         start=None if state is None else state["data"],
     )
+    orders = world.gather_objects(loader.plan.fingerprint)
+    if other := [rank for rank, order in enumerate(orders) if order != orders[0]]:
+        loader.close()
+        raise SettingsError(f"data.sources: rank {other[0]} finds other shards than rank 0: is the folder shared?")
+    return loader
 
 
 def _trainer(
@@ -129,16 +137,29 @@ def _trainer(
     """The trainer, at the checkpoint's position if there is one, and rank 0's sinks."""
     from clipstream.evals.protocol import EvalContext, EvalRunner
     from clipstream.training import checkpoint
+    from clipstream.training.distributed import synchronize_batch_norm
     from clipstream.training.loop import Trainer
     from clipstream.training.optim import build_optimizer, lr_at
 
     train, total = settings.train, settings.total_steps
     towers.to(world.device).train()
+    synchronize_batch_norm(towers, world)
     optimizer = build_optimizer(towers, settings.optim, batch_norm=towers.has_batch_norm)
     step = _step(settings, world, towers, optimizer)
     state = None if found is None else checkpoint.load(found, towers=towers, optimizer=optimizer, world=world)
     sinks = _sinks(settings, None if state is None else int(state["step"])) if world.is_main else []
-    context = EvalContext(towers, tokenizer, world, towers.image, settings.data.workers, train.precision)
+    context = EvalContext(
+        towers,
+        tokenizer,
+        world,
+        towers.image,
+        workers=settings.data.workers,
+        precision=train.precision,
+        cache=settings.data.cache,
+        stall_timeout=settings.data.stall_timeout,
+    )
+    evaluate = EvalRunner(settings.evals, context, partial(_write, sinks))
+    evaluate.rehearse()
     trainer = Trainer(
         step,
         loader,
@@ -147,7 +168,7 @@ def _trainer(
         total_steps=total,
         log_every=settings.log.every,
         sinks=sinks,
-        evaluate=EvalRunner(settings.evals, context, partial(_write, sinks)),
+        evaluate=evaluate,
         save=lambda at, position: checkpoint.save(
             settings.run_folder / "checkpoints",
             at,
@@ -194,17 +215,28 @@ def _sinks(settings: Settings, done: int | None) -> list[Sink]:
     from clipstream.report.progress import Progress
     from clipstream.report.sinks import MetricsFile, TensorBoard
 
-    sinks: list[Sink] = [MetricsFile(settings.run_folder, done)]
+    ended = done is not None and done >= settings.total_steps
+    sinks: list[Sink] = [MetricsFile(settings.run_folder, done, ended=ended)]
     if settings.log.tensorboard:
         sinks.append(TensorBoard(settings.run_folder, done))
     sinks.append(Progress(settings.total_steps, start=done or 0, mode=settings.log.progress))
     return sinks
 
 
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"--logs: the folder {folder} cannot be made: {error.strerror}") from error
+
+
 def _write_config(settings: Settings) -> None:
-    folder = settings.run_folder
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(dump(settings), encoding="utf-8")
+    draft = settings.run_folder / "config.yaml.tmp"
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(dump(settings))
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(settings.run_folder / "config.yaml")
 
 
 def _say_what(settings: Settings, world: World, towers: Towers, found: Path | None) -> None:

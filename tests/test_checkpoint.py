@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from clipstream.errors import SettingsError
-from clipstream.training.checkpoint import MARKER, find, load, read_state, save
+from clipstream.training.checkpoint import MARKER, agree, find, load, read_state, save
 from clipstream.training.optim import build_optimizer
 from clipstream.training.settings import OptimSettings
 from clipstream.training.step import TrainStep
@@ -144,6 +144,25 @@ def test_what_is_not_whole_is_not_taken(tmp_path: Path, capsys: pytest.CaptureFi
         find(tmp_path, str(tmp_path / "step_00000002"))
     write(tmp_path, 4, keep_last=9)
     assert names(tmp_path) == ["latest", "step_00000001", "step_00000004"]
+    for step in (1, 4):
+        (tmp_path / f"step_{step:08d}" / "optimizer.pt").unlink()
+    with pytest.raises(SettingsError, match=r"none of the checkpoints .* is whole \(.*step_00000004"):
+        find(tmp_path, "auto")
+
+
+def on_a_disk_of_its_own(world: World, folder: str) -> str:
+    """What a rank says that sees no other rank's files."""
+    try:
+        return str(agree(Path(folder) / str(world.rank), str(Path(folder) / str(world.rank)), world))
+    except SettingsError as error:
+        return str(error)
+
+
+def test_ranks_agree_on_the_checkpoint(tmp_path: Path) -> None:
+    written = write(tmp_path / "0", 7)
+    assert agree(tmp_path / "0", "auto", World()) == written
+    assert agree(tmp_path / "1", "auto", World()) is None
+    assert run_ranks(2, on_a_disk_of_its_own, str(tmp_path)) == [str(written)] * 2
 
 
 def test_which_one_to_resume_from(tmp_path: Path) -> None:

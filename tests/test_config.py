@@ -170,6 +170,35 @@ def test_val_data_is_read_as_the_training_data_are(tmp_path: Path) -> None:
     assert (evaluator.data.shards, evaluator.data.caption) == ("v", TextCaption(key="label"))
 
 
+def test_val_data_is_read_as_a_files_training_data_are(tmp_path: Path) -> None:
+    text = "data: {sources: {train: {shards: a, image_key: png, caption: {type: json, path: [x, y], weights: [1, 2]}}}}"
+    file = write(tmp_path / "a.yaml", text)
+    source = load(["--config", file, "--val-data=v"]).evals["val"].data
+    assert source is not None
+    assert (source.shards, source.image_key) == ("v", "png")
+    assert source.caption == JsonCaption(path=["x", "y"], weights=[1, 2])
+    settings = load(["--config", file, "--val-data=v", "--caption-json= en ; de"])
+    assert settings.data.sources["train"].caption == JsonCaption(path=["en", "de"])
+    assert settings.evals["val"].data is not None
+    assert settings.evals["val"].data.caption == JsonCaption(path=["en", "de"])
+
+
+def test_without_training_the_captions_flags_are_the_validations() -> None:
+    source = load(["--val-data=v", "--caption-json=en"], trains=False).evals["val"].data
+    assert source is not None
+    assert source.caption == JsonCaption(path="en")
+    with pytest.raises(SettingsError, match=r"--caption-json: .*--val-data"):
+        load(["--caption-json=en"], trains=False)
+    assert "--train-data" in problems(["--val-data=v", "--caption-json=en"])[0]
+
+
+def test_epoch_mode_deals_shards_to_lanes(tmp_path: Path) -> None:
+    argv = ["--train-data", "{0..3}.tar", "--steps=1", "--dataset-resampled=false", "--data.lanes"]
+    assert resolve(load([*argv, "4"]), World()).data.lanes == 4
+    with pytest.raises(SettingsError, match=r"5 lanes cannot be dealt .* 4 shards of 'train'"):
+        resolve(load([*argv, "5"]), World())
+
+
 def test_batch_flags_have_open_clips_meaning() -> None:
     settings = load(["--batch-size", "8", "--accum-freq", "3"], ranks=4)
     assert (settings.data.global_batch_size, settings.train.micro_batch_size) == (96, 8)

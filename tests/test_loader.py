@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import os
 import signal
 import time
@@ -16,7 +18,7 @@ import torch
 from clipstream.batch import Batch, ImageSpec
 from clipstream.data.loader import DataState, Loader, merge_states
 from clipstream.data.settings import DataSettings, SourceSettings
-from clipstream.data.sources import evaluation_loader, training_loader
+from clipstream.data.sources import _stable_names, evaluation_loader, training_loader
 from clipstream.errors import DataError, SettingsError
 from clipstream.world import World
 from tests.pictures import ByteTokenizer, make_shards, picture
@@ -70,10 +72,10 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_global_batches_are_the_same_for_every_layout(shards: list[str], mode: str) -> None:
     changes: dict[str, Any] = {"sampling": {"mode": mode}, "lanes": 6, "augment": {"scale": (0.5, 1.0), "flip": 0.5}}
     changes["sources"] = {"a": {"shards": shards, "weight": 2}, "b": {"shards": shards[:6]}}
-    expected = digests(data(shards, **changes), 1, 25)
-    assert len(set(expected)) == 25
-    for ranks, workers in [(1, 1), (1, 3), (2, 0), (2, 2), (3, 1), (4, 0)]:
-        assert digests(data(shards, workers=workers, **changes), ranks, 25) == expected, (ranks, workers)
+    expected = digests(data(shards, **changes), 1, 50)
+    assert len(set(expected)) == 50
+    for ranks, workers in itertools.product(range(1, 5), range(4)):
+        assert digests(data(shards, workers=workers, **changes), ranks, 50) == expected, (ranks, workers)
 
 
 def test_another_seed_gives_other_batches(shards: list[str]) -> None:
@@ -118,6 +120,10 @@ def test_a_window_mixes_samples_and_sees_late_ones_as_often(shards: list[str]) -
     with loader(data(shards, global_batch_size=20)) as stream:
         seen = Counter(key.split("/")[1] for _ in range(100) for key in next(stream).keys)
     assert set(seen) == {f"{i:06d}" for i in range(66)}
+    # Shards are drawn whatever their size, so what a sample's chance depends on is its shard, not its place in it.
+    by_shard = [[seen[f"{i:06d}"] for i in places] for places in (range(13), range(20, 40), range(41, 57))]
+    for counts in by_shard:
+        assert max(counts) < 3 * min(counts), counts
 
 
 def test_bad_samples_are_replaced_and_counted(tmp_path: Path) -> None:
@@ -167,6 +173,43 @@ def test_a_few_broken_shards_are_skipped_within_the_budget(shards: list[str], tm
     with pytest.raises(DataError, match="max-shard-failures"), loader(strict) as stream:
         for _ in range(20):
             next(stream)
+
+
+def test_each_broken_shard_is_named_once(shards: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = tmp_path / "broken.tar"
+    broken.write_bytes(b"<html>not found</html>" * 100)
+    with loader(data([*shards, str(broken)], workers=1)) as stream:
+        for _ in range(30):
+            next(stream)
+    assert capsys.readouterr().err.count("broken.tar") == 1
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_member_that_cannot_be_read_is_a_dropped_sample(tmp_path: Path, workers: int) -> None:
+    paths = make_shards(tmp_path, [40, 40])
+    with loader(data(paths, workers=workers, lanes=2, max_sample_failures=1.0)) as stream:
+        next(stream)  # both shards are open
+        os.truncate(paths[0], 2048)
+        for _ in range(20):
+            next(stream)
+        health = stream.health.sources["train"]
+    assert health.dropped["unreadable_member"] > 0
+    assert health.read == health.used + health.dropped.total()
+
+
+def slow(sample: dict[str, Any]) -> dict[str, Any]:
+    """A user's transform that is slow."""
+    time.sleep(0.3)
+    return sample
+
+
+def test_a_slow_source_is_no_stall(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clipstream.data.feeder.INTERIM_SECONDS", 0.5)
+    sources = {"train": {"shards": shards, "transform": "tests.test_loader:slow"}}
+    began = time.monotonic()
+    with loader(data(shards, workers=1, stall_timeout=2.5, sources=sources, prefetch=1)) as stream:
+        next(stream)
+    assert time.monotonic() - began > 3
 
 
 def test_a_killed_worker_is_named(shards: list[str]) -> None:
@@ -220,6 +263,50 @@ def test_evaluation_may_take_the_first_samples_only(shards: list[str]) -> None:
         max_samples=17,
     ) as stream:
         assert sorted(key.split("/")[1] for batch in stream for key in batch.keys) == [f"{i:06d}" for i in range(17)]
+
+
+def test_evaluation_takes_whole_data_sets_only(shards: list[str], tmp_path: Path) -> None:
+    def read(*paths: str) -> int:
+        source = SourceSettings(shards=list(paths))
+        with evaluation_loader(source, batch_size=8, world=World(), tokenizer=ByteTokenizer(), image=IMAGE) as stream:
+            return sum(len(batch) for batch in stream)
+
+    with pytest.raises(DataError, match=r"of 7 shards, .*gone\.tar is not there"):
+        read(*shards, str(tmp_path / "gone.tar"))
+    cut = tmp_path / "cut.tar"
+    cut.write_bytes(Path(shards[2]).read_bytes()[:20000])
+    with pytest.raises(DataError, match=r"cut\.tar"):
+        read(*shards, str(cut))
+
+
+def test_a_renewed_signature_and_a_moved_folder_leave_the_order(tmp_path: Path, shards: list[str]) -> None:
+    moved = [str(Path(path).rename(tmp_path / Path(path).name)) for path in make_shards(tmp_path / "old", [13, 7])]
+    first, second = loader(data(moved[:2])), loader(data(moved[:2]))
+    assert first.plan.fingerprint == second.plan.fingerprint
+    names = [_stable_names([f"https://host/{i}.tar?sig={sig}&se=2026" for i in range(3)]) for sig in ("A", "B")]
+    assert names[0] == names[1] == ["0.tar", "1.tar", "2.tar"]
+    assert len(set(_stable_names([f"https://host/get?id={i}" for i in range(3)]))) == 3
+
+
+def test_a_pipes_command_ends_with_its_worker(tmp_path: Path) -> None:
+    mark = f"78.{os.getpid()}"
+    stream = loader(data(f"pipe:sleep {mark}", workers=1))
+    while not _runs(mark):
+        time.sleep(0.05)
+    stream.close()
+    for _ in range(100):
+        if not _runs(mark):
+            return
+        time.sleep(0.05)
+    pytest.fail("the command of the pipe is still running")
+
+
+def _runs(mark: str) -> bool:
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in process.read_bytes():
+                return True
+    return False
 
 
 def test_no_worker_outlives_its_loader(shards: list[str]) -> None:

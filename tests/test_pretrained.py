@@ -221,6 +221,19 @@ def test_a_tag_brings_its_activation_and_a_users_preprocessing_stays(cache: Path
     path.write_text(json.dumps(config))
     source = resolve(ModelSettings(name=str(path), pretrained="webli", cache_dir=str(cache)))
     assert source.preprocess_cfg["resize_mode"] == "longest" and source.preprocess_cfg["mean"] == (0.5, 0.5, 0.5)
+    # Weights that come with a configuration of their own bring their activation and tokenizer, wherever they lie.
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    own = {**hubtree.tiny_config()["model_cfg"], "quick_gelu": True}
+    own["text_cfg"] = {**own["text_cfg"], "hf_tokenizer_name": "tokenizer"}
+    preprocess = {"mean": [0.1, 0.2, 0.3], "resize_mode": "squash"}
+    (saved / "open_clip_config.json").write_text(json.dumps({"model_cfg": own, "preprocess_cfg": preprocess}))
+    (saved / "open_clip_model.safetensors").write_bytes(b"")
+    hubtree.write_tokenizer(saved)
+    for pretrained in (f"local-dir:{saved}", str(saved / "open_clip_model.safetensors")):
+        found = resolve(ModelSettings(name="ViT-B-32", pretrained=pretrained))
+        assert found.model_cfg["quick_gelu"] and found.tokenizer == saved
+        assert found.preprocess_cfg["mean"] == [0.1, 0.2, 0.3] and found.preprocess_cfg["resize_mode"] == "squash"
     assert [need.repo for need in needs(ModelSettings(name="ViT-B-32", pretrained="openai"))] == [
         "timm/vit_base_patch32_clip_224.openai"
     ]

@@ -52,6 +52,15 @@ def test_a_resume_cuts_later_steps_and_a_torn_line(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def test_a_run_that_ended_evaluates_again_without_doubled_lines(tmp_path: Path) -> None:
+    first = MetricsFile(tmp_path)
+    for record in (train_line(10), {"step": 10, "eval": "val"}, train_line(20), {"step": 20, "eval": "val"}):
+        first.write(record)
+    first.close()
+    MetricsFile(tmp_path, resume_step=20, ended=True).close()
+    assert [(r["step"], r.get("eval")) for r in read(tmp_path)] == [(10, None), (10, "val"), (20, None)]
+
+
 def test_a_whole_record_without_its_newline_is_torn_too(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}')
     sink = MetricsFile(tmp_path, resume_step=5)

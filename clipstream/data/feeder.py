@@ -6,8 +6,10 @@ the next one of the same lane and source, and counts it. It knows nothing of pro
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +22,9 @@ from clipstream.data.text import Tokenizer
 from clipstream.data.walk import Taken, Walk
 from clipstream.errors import Dropped
 
-INTERIM = 200  # samples of a source without a usable one after which a feeder reports before its part is full
+# When a feeder reports before its part is full: so many samples were dropped since, or so many seconds have passed.
+INTERIM_DROPS = 200
+INTERIM_SECONDS = 10.0
 
 
 class ImageTransform(Protocol):
@@ -102,7 +106,7 @@ class Feeder:
         mix: chooses the source of each sample.
         tokenizer: captions to ids.
         health: counts since the last report.
-        report: called with the counts when a source gives nothing for long, before a part is full.
+        report: called with the counts where a part takes long or much is dropped, before it is full.
         trace: called with (stage, sample) at each stage, so that a stall can be named.
     """
 
@@ -113,6 +117,7 @@ class Feeder:
     health: Health
     report: Callable[[Health], None]
     trace: Callable[[str, str], None]
+    _reported: float = field(default_factory=time.monotonic)
 
     def fill(self, step: int, slab: Slab) -> Part:
         """Fill this feeder's slots of a batch; a slot stays empty (weight 0) where its lane has ended."""
@@ -134,12 +139,15 @@ class Feeder:
             slab.ids[list(keys)] = self.tokenizer.encode(captions)
         lanes = {lane.number: lane.save() for lane in self.lanes}
         ended = not keys and any(lane.slots for lane in self.lanes)
+        self._reported = time.monotonic()
         return Part(step, keys, lanes, self.health.take(), ended)
 
     def pulse(self, source: str) -> None:
-        """Report early where a source has given nothing usable for a while."""
-        health = self.health.sources[source]
-        if health.used == 0 and (health.read >= INTERIM or health.unopened):
+        """Report early where much of a source is bad, or where nothing was said for long."""
+        health, now = self.health.sources[source], time.monotonic()
+        bad = health.read - health.used >= INTERIM_DROPS or bool(health.unopened)
+        if bad or now - self._reported >= INTERIM_SECONDS:
+            self._reported = now
             self.report(self.health.take())
 
     def _next_usable(self, walk: Walk, reader: Reader, out: np.ndarray[Any, Any]) -> tuple[str, str] | None:
@@ -153,10 +161,12 @@ class Feeder:
             except Dropped as drop:
                 health.drop(drop.reason, taken.name, drop.detail)
                 if sum(health.dropped.values()) <= PROFILED:
-                    health.profile.add(_whole(taken))
+                    with contextlib.suppress(Dropped):  # its members may be unreadable, too
+                        health.profile.add(_whole(taken))
                 self.pulse(reader.name)
                 continue
             health.used += 1
+            self.pulse(reader.name)
             return caption, taken.name
         return None
 

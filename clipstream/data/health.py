@@ -16,6 +16,7 @@ from clipstream.errors import DataError
 
 FIRST_SAMPLES = 2000  # read without one that is usable: the run ends
 FIRST_SHARDS = 20  # tried (or all, where there are fewer) before their failures count
+FIRST_SILENT = 4  # tried, where nothing answers: each may have cost many seconds
 PROFILED = 64  # dropped samples whose members are looked into for the advice
 _SHOWN = 5
 
@@ -69,10 +70,14 @@ class Health:
     def __init__(self, names: list[str]) -> None:
         self.sources = {name: SourceHealth() for name in names}
 
-    def merge(self, delta: Health) -> None:
-        """Add another's counts."""
+    def merge(self, delta: Health) -> list[str]:
+        """Add another's counts; says in words which shards are newly found to be broken."""
+        new = []
         for name, health in delta.sources.items():
+            known = self.sources[name].faults
+            new += [f"source {name!r}: {url}: {fault}" for url, fault in health.faults.items() if url not in known]
             self.sources[name].merge(health)
+        return new
 
     def take(self) -> Health:
         """What was counted since the last take; counting starts again from nothing."""
@@ -101,13 +106,13 @@ class Budget:
 
     Attributes:
         total_shards: source -> number of its shards.
-        hints: source -> (image_key, caption settings), for the advice.
+        hints: source -> (image_key, caption settings, key of the settings it stands under), for the advice.
         max_shard_failures: share of the tried shards, 0 to 1.
         max_sample_failures: share of the read samples, 0 to 1.
     """
 
     total_shards: dict[str, int]
-    hints: dict[str, tuple[str, Any]]
+    hints: dict[str, tuple[str, Any, str]]
     max_shard_failures: float
     max_sample_failures: float
 
@@ -116,7 +121,8 @@ class Budget:
         for name, h in health.sources.items():
             total = self.total_shards[name]
             enough = len(h.shards) >= min(total, FIRST_SHARDS)
-            if enough and len(h.unopened) == len(h.shards):
+            silent = len(h.shards) >= min(total, FIRST_SILENT) and all(map(_is_silence, h.faults.values()))
+            if (enough or silent) and h.shards and len(h.unopened) == len(h.shards):
                 raise DataError(f"source {name!r}: none of the {_tried(h, total)} could be read{_faults(h)}")
             if h.used == 0 and h.read >= FIRST_SAMPLES:
                 raise DataError(self.nothing_usable(name, h))
@@ -134,9 +140,12 @@ class Budget:
 
     def nothing_usable(self, name: str, h: SourceHealth) -> str:
         """What to say of a source that gave no usable sample."""
-        image_key, caption = self.hints[name]
-        advice = h.profile.advice(image_key, caption)
+        advice = h.profile.advice(*self.hints[name])
         return f"source {name!r}: none of the first {h.read} samples is usable{_drops(h)}{_faults(h)}\n{advice}"
+
+
+def _is_silence(fault: str) -> bool:
+    return fault.startswith(("unreachable", "timeout"))
 
 
 def _tried(h: SourceHealth, total: int) -> str:

@@ -10,6 +10,7 @@ With workers = 0 the training process fills the slab itself, when the batch is a
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,10 +25,12 @@ from clipstream.batch import Batch
 from clipstream.data.feeder import Feeder, Part
 from clipstream.data.health import Budget, Health
 from clipstream.data.slab import Slab, SlabRing, SlabShape
+from clipstream.data.walk import OPENING
 from clipstream.data.worker import Status, Worker
 from clipstream.errors import ClipstreamError, DataError
 
 DataState = dict[str, Any]
+FAULTS_TOLD = 10  # broken shards that a rank names on stderr; the rest are counted only
 
 MakeFeeder = Callable[[int, Callable[[Any], None], Status], Feeder]
 
@@ -85,6 +88,7 @@ class Loader:
         self._asked = self._step  # the batch that workers are asked for next
         self._lanes: dict[str, Any] = dict(start["lanes"]) if start else {}  # after the last batch handed out
         self._parts: dict[int, list[Part]] = {}
+        self._faults_told = 0
         self._ring = SlabRing(plan.shape, plan.depth if plan.workers else 1)
         if plan.pin:
             _register_pinned(self._ring)
@@ -112,7 +116,6 @@ class Loader:
             parts = self._collect(self._step)
         self.wait_seconds += time.perf_counter() - began
         if self.plan.ends and all(part.ended for part in parts):
-            self._check_end()
             raise StopIteration
         return self._hand_out(parts)
 
@@ -149,20 +152,29 @@ class Loader:
             # The death of a worker is told, with the reason, when its part is collected.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 worker.connection.send(self._asked)
+            worker.asked_last = self._asked
         self._asked += 1
 
     def _collect(self, step: int) -> list[Part]:
         """Wait until every worker has filled its part of batch `step`."""
-        last_word = time.monotonic()
+        began = time.monotonic()
         while len(self._parts.get(step, ())) < len(self._workers):
             ready = wait([worker.connection for worker in self._workers], timeout=1.0)
             for number, worker in enumerate(self._workers):
                 if worker.connection in ready:
-                    last_word = time.monotonic()
                     self._receive(number, worker)
-            if time.monotonic() - last_word > self.plan.stall_timeout:
+            owing = [worker for worker in self._workers if worker.asked_last >= step > worker.filled_last]
+            if any(self._hangs(worker, began) for worker in owing):
                 raise DataError(self._stalled())
         return self._parts.pop(step)
+
+    def _hangs(self, worker: Worker, began: float) -> bool:
+        """Whether a worker neither used a sample nor got a byte of a shard for too long."""
+        doing, age = worker.status.get()
+        quiet = time.monotonic() - max(began, worker.useful_at)
+        if doing.startswith(OPENING):
+            quiet = min(quiet, age)
+        return quiet > self.plan.stall_timeout
 
     def _receive(self, number: int, worker: Worker) -> None:
         try:
@@ -170,9 +182,13 @@ class Loader:
         except (EOFError, ConnectionResetError):
             raise DataError(f"data worker {number} (pid {worker.process.pid}) {worker.death()}") from None
         if isinstance(message, Part):
+            worker.filled_last = message.step
+            worker.useful_at = time.monotonic()
             self._parts.setdefault(message.step, []).append(message)
             self._merge_and_check(message.health)
         elif isinstance(message, Health):
+            if any(source.used for source in message.sources.values()):
+                worker.useful_at = time.monotonic()
             self._merge_and_check(message)
         elif isinstance(message, ClipstreamError):
             raise message
@@ -180,14 +196,17 @@ class Loader:
             raise DataError(f"data worker {number} (pid {worker.process.pid}) failed {message}")
 
     def _merge_and_check(self, delta: Health) -> None:
-        self.health.merge(delta)
+        for line in self.health.merge(delta)[: max(0, FAULTS_TOLD - self._faults_told)]:
+            self._faults_told += 1
+            print(f"warning: {line}", file=sys.stderr, flush=True)
         self.plan.budget.check(self.health)
 
-    def _check_end(self) -> None:
-        """At the end of a stream that ends: something must have come of what was read."""
+    def complaint(self) -> str:
+        """What to say where this rank read samples and none of them was usable; '' where some were, or none read."""
         for name, health in self.health.sources.items():
             if health.read and not health.used:
-                raise DataError(self.plan.budget.nothing_usable(name, health))
+                return self.plan.budget.nothing_usable(name, health)
+        return ""
 
     def _stalled(self) -> str:
         lines = []

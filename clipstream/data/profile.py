@@ -14,6 +14,7 @@ from clipstream.data.fields import split_keys
 from clipstream.data.settings import CaptionSettings, JsonCaption, TextCaption
 
 MAX_FIELDS = 500  # a JSON member whose names are ids would otherwise fill the memory
+SHORT_FLAGS = "data.sources.train"  # the source that --caption-key and the like set
 EXAMPLE_CHARS = 60
 CAPTION_NAMES = ("caption", "captions", "text", "texts", "description", "title", "alt", "prompt", "cap", "txt")
 NOT_CAPTIONS = (
@@ -73,31 +74,40 @@ class Profile:
         for path, field in other.json_fields.items():
             self._count(path, field)
 
-    def suggestion(self, image_key: str, caption: CaptionSettings) -> list[str]:
+    def suggestion(self, image_key: str, caption: CaptionSettings | None) -> list[str]:
         """The flags that would read these samples, best guess first; only those that differ from the settings."""
         flags = []
         wanted = split_keys(image_key)
         if not any(self.suffixes[suffix] for suffix in wanted):
             flags += [f"--image-key {_quoted(suffix)}" for suffix, _ in self.images.most_common(1)]
-        if not self._caption_found(caption):
+        if caption is not None and not self._caption_found(caption):
             flags += self._caption_flags(caption)[:1]
         return flags
 
-    def advice(self, image_key: str, caption: CaptionSettings) -> str:
-        """Lines for a user whose source gives nothing usable: what was seen, what is missing, the flag to use."""
+    def advice(self, image_key: str, caption: CaptionSettings | None, place: str = SHORT_FLAGS) -> str:
+        """Lines for a user whose source gives nothing usable: what was seen, what is missing, the flag to use.
+
+        Args:
+            caption: None where no caption is read, but a label.
+            place: key of the settings where the source stands.
+        """
         lines = self.summary()
         wanted = split_keys(image_key)
         if not any(self.suffixes[suffix] for suffix in wanted):
             lines.append(f"no sample has an image member named {' or '.join(wanted)} (--image-key)")
-        if not self._caption_found(caption):
+        missing = caption is not None and not self._caption_found(caption)
+        if caption is None:
+            lines.append(f"the label is named by --{place.removesuffix('.data')}.label: a member, or json:PATH")
+        elif missing:
             lines.append(_caption_missing(caption))
         if note := self._dots_in_keys():
             lines.append(note)
         if flags := self.suggestion(image_key, caption):
-            lines.append(f"use {' '.join(flags)}")
-            others = [flag for flag in self._caption_flags(caption) if flag not in flags]
-            if others and not self._caption_found(caption):
-                lines.append(f"other members and fields with text: {', '.join(others[:5])}")
+            lines.append(f"use {' '.join(_placed(flag, place) for flag in flags)}")
+            if caption is not None and missing:
+                others = [_placed(flag, place) for flag in self._caption_flags(caption) if flag not in flags]
+                if others:
+                    lines.append(f"other members and fields with text: {', '.join(others[:5])}")
         return "\n".join(lines)
 
     def summary(self) -> list[str]:
@@ -186,6 +196,18 @@ class Profile:
             "nearly every sample has suffixes of its own: a key ends at the first dot of the file name, so names such "
             "as 'a.1.jpg' and 'a.2.jpg' are members of one sample 'a'; write the shards anew without dots in the keys"
         )
+
+
+def _placed(flag: str, place: str) -> str:
+    """A short flag, which is for training's source alone, as the flag of the source at `place`."""
+    name, _, value = flag.partition(" ")
+    kinds = {"--caption-key": "type: text, key", "--caption-json": "type: json, path"}
+    if place == SHORT_FLAGS or name not in ("--image-key", *kinds):
+        return flag
+    if name == "--image-key":
+        return f"--{place}.image-key {value}"
+    bare = value.strip("'")
+    return f"--{place}.caption '{{{kinds[name]}: {bare}}}'"
 
 
 def _leaves(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, str, Any]]:

@@ -58,6 +58,9 @@ class ShardStore:
         retries: how often a failed http transfer is tried again, from where it stopped if the server can.
         backoff: seconds before the first retry; doubled each time.
 
+    Attributes:
+        alive: called as bytes come, so that a long transfer is told from one that hangs.
+
     Raises:
         SettingsError: the cache folder cannot be made or written.
     """
@@ -66,9 +69,9 @@ class ShardStore:
         self.timeout, self.retries, self.backoff = timeout, retries, backoff
         self.temporary = cache is None
         if cache is None:
-            self.folder = Path(tempfile.mkdtemp(prefix="clipstream-"))
+            self.folder, lock = _own_folder()
             self._finalizer: weakref.finalize[..., ShardStore] | None = weakref.finalize(
-                self, _remove, self.folder, os.getpid()
+                self, _remove, self.folder, lock, os.getpid()
             )
         else:
             self.folder = Path(cache).expanduser().absolute()
@@ -81,6 +84,9 @@ class ShardStore:
                 raise SettingsError(f"data.cache: the folder {self.folder} cannot be written")
         self._uses: dict[str, _Use] = {}
         self._pid = os.getpid()
+        self._answered: set[str] = set()
+        self._silent: set[str] = set()
+        self.alive: Callable[[], None] = _nothing
 
     def local(self, url: str) -> Path:
         """The whole shard as a local uncompressed file; the path itself for a local tar.
@@ -119,7 +125,7 @@ class ShardStore:
             self._finalizer()
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_finalizer": None, "_uses": {}, "_pid": -1}
+        return {**self.__dict__, "_finalizer": None, "_uses": {}, "_pid": -1, "alive": _nothing}
 
     def _target(self, identity: str) -> Path:
         """The spool's name: a hash of the whole URL, for shards of one name in many folders, and a readable rest."""
@@ -138,13 +144,13 @@ class ShardStore:
         try:
             # A reader holds the lock shared, the one that downloads or removes holds it alone. Going from one to the
             # other lets go for a moment, in which another process may remove the spool: hence the loop.
-            _lock(lock, fcntl.LOCK_SH)
+            self._lock(lock, fcntl.LOCK_SH, target)
             while not target.exists():
-                _lock(lock, fcntl.LOCK_EX)
+                self._lock(lock, fcntl.LOCK_EX, target)
                 if not target.exists():
                     _raise_failure_since(asked, target)
                     self._fill(target, fill)
-                _lock(lock, fcntl.LOCK_SH)
+                self._lock(lock, fcntl.LOCK_SH, target)
         except BaseException:
             os.close(lock)
             raise
@@ -153,6 +159,24 @@ class ShardStore:
         else:
             os.close(lock)
         return target
+
+    def _lock(self, lock: int, kind: int, target: Path) -> None:
+        """flock; on file systems without it, two processes may download one shard, and both get it whole."""
+        size = 0
+        while True:
+            try:
+                return fcntl.flock(lock, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP):
+                    return None
+                raise
+            # What another process downloads counts as our own getting on.
+            if (now := _size_of_parts(target)) != size:
+                size = now
+                self.alive()
+            time.sleep(0.02)
 
     def _fill(self, target: Path, fill: Fill) -> None:
         # A process that was killed left its part behind; nobody else writes while we hold the lock.
@@ -176,11 +200,21 @@ class ShardStore:
 
     def _fetch(self, url: str, scheme: str, part: Path) -> None:
         if scheme == "pipe":
-            run_pipe(url[len("pipe:") :], part, timeout=self.timeout)
+            run_pipe(url[len("pipe:") :], part, timeout=self.timeout, alive=self.alive)
         elif scheme in ("http", "https") and not has_own_handler(scheme):
-            fetch_http(url, part, timeout=self.timeout, retries=self.retries, backoff=self.backoff)
+            host = urlsplit(url).netloc
+            retries = 0 if host in self._silent else self.retries
+            try:
+                fetch_http(url, part, timeout=self.timeout, retries=retries, backoff=self.backoff, alive=self.alive)
+            except ShardError as error:
+                # A host that never answered is not waited for at length again and again.
+                if error.reason in ("timeout", "unreachable") and host not in self._answered:
+                    self._silent.add(host)
+                raise
+            self._answered.add(host)
+            self._silent.discard(host)
         else:
-            fetch_gopen(url, scheme, part)
+            fetch_gopen(url, scheme, part, alive=self.alive)
         with open(part, "rb") as file:
             packed = file.read(2) == b"\x1f\x8b"
         if packed:
@@ -237,16 +271,41 @@ def _raise_failure_since(asked: float, target: Path) -> None:
     raise ShardError(reason, detail)
 
 
-def _lock(descriptor: int, kind: int) -> None:
-    """flock; on file systems without it, two processes may download one shard, and both get it whole."""
-    try:
-        fcntl.flock(descriptor, kind)
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP):
-            raise
+def _size_of_parts(target: Path) -> int:
+    total = 0
+    for part in target.parent.glob(f"{target.name}.*.part"):
+        with contextlib.suppress(OSError):
+            total += part.stat().st_size
+    return total
 
 
-def _remove(folder: Path, owner: int) -> None:
+def _nothing() -> None:
+    pass
+
+
+def _own_folder() -> tuple[Path, int]:
+    """A temporary folder and the descriptor that locks it as long as a process of this run lives.
+
+    The folders of dead runs are removed.
+    """
+    for other in Path(tempfile.gettempdir()).glob("clipstream-*/owner.lock"):
+        with contextlib.suppress(OSError):
+            lock = os.open(other, os.O_RDWR)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(other.parent, ignore_errors=True)
+            finally:
+                os.close(lock)
+    folder = Path(tempfile.mkdtemp(prefix="clipstream-"))
+    own = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    with contextlib.suppress(OSError):  # a file system without locks: then nobody removes it but we
+        fcntl.flock(own, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        (folder / "lock").rename(folder / "owner.lock")  # named only when it is held
+    return folder, own
+
+
+def _remove(folder: Path, lock: int, owner: int) -> None:
     """A forked child has this finalizer too, and must leave its parent's folder alone."""
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)

@@ -21,10 +21,13 @@ NEXT_SHARD = re.compile(r"::(?=pipe:|scenes:|[a-zA-Z][a-zA-Z0-9+.-]+://)")
 PIPE_BRACES = re.compile(r"""(?<!\$)(\{[^\s{}$'":]*(?:\.\.|,)[^\s{}$'":]*\})""")
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 USER_INFO = re.compile(r"(?<=://)[^/@\s'\"]+@")
-SECRET_NAME = r"[\w-]*(?:token|secret|passwo?r?d|signature|credential|api-?_?key|access-?_?key\w*)[\w-]*|sig|key|auth"
-SECRET_VALUE = re.compile(rf"(?i)((?:[?&;]|--?|\b)(?:{SECRET_NAME})(?:=|\s+))(?!\*\*\*)[^\s&;'\"|]+")
+SECRET_NAME = (
+    r"[\w-]*(?:token|secret|passwo?r?d|signature|credential|api-?_?key|access-?_?key\w*|cookie|bearer)[\w-]*"
+    r"|sig|key|auth"
+)
+SECRET_VALUE = re.compile(rf"(?i)((?:[?&;]|--?|\b)(?:{SECRET_NAME})(?:=|\s+|:\s*(?!//)))(?!\*\*\*)[^\s&;'\"|]+")
 AUTH_HEADER = re.compile(r"(?i)(authorization\s*[:=]\s*(?:\w+\s+)?)[^\s'\"]+")
-USER_FLAG = re.compile(r"((?:^|\s)(?:-u|--user)[\s=]+)[^\s'\"|]+")
+USER_FLAG = re.compile(r"((?:^|\s)(?:-u[\s=]*|--user[\s=]+))[^\s'\"|]+")
 
 
 def expand(spec: str | list[str]) -> list[str]:

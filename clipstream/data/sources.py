@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +21,12 @@ from clipstream.data.loader import DataState, Loader, LoaderPlan
 from clipstream.data.order import Cursor, SourceMix, SourceOrder, lane_share, lanes_of_rank
 from clipstream.data.remote import ShardStore
 from clipstream.data.settings import DataSettings, SourceSettings
-from clipstream.data.shards import expand
+from clipstream.data.shards import expand, redact, scheme_of
 from clipstream.data.slab import SlabShape
 from clipstream.data.text import Tokenizer
 from clipstream.data.walk import OnceWalk, OpenShards, Walk, WindowWalk
 from clipstream.data.worker import Status
-from clipstream.errors import SettingsError
+from clipstream.errors import DataError, SettingsError
 from clipstream.world import World
 
 MakeWalk = Callable[[int, int, OpenShards, Callable[[], None]], Walk]  # (source, lane, shards, pulse) -> walk
@@ -48,6 +49,7 @@ class _Stream:
 
     def feeder(self, worker: int, report: Callable[[Any], None], status: Status) -> Feeder:
         """The feeder of a worker: every `workers`-th lane of the rank."""
+        self.store.alive = status.touch
         feeder = Feeder([], self.readers, self.mix, self.tokenizer, Health(self.names), report, status.set)
         shards = [
             OpenShards(urls, self.store, lambda name=name: feeder.health.sources[name], status.set)  # type: ignore[misc]
@@ -127,7 +129,7 @@ def training_loader(
         store=ShardStore(settings.cache),
     )
     plan = stream.plan(
-        _budget(names, sources, urls, settings.max_shard_failures, settings.max_sample_failures),
+        _budget(settings, dict(zip(names, urls, strict=True))),
         image,
         settings.prefetch,
         settings.global_batch_size,
@@ -179,18 +181,30 @@ def evaluation_loader(
     target: CaptionExtractor | None = None,
     max_samples: int | None = None,
     name: str = "eval",
+    place: str = "evals.NAME.data",
+    cache: str | None = None,
     stall_timeout: float = 300.0,
 ) -> Loader:
     """This rank's part of every sample of `source`, once, in batches of at most `batch_size`; then it ends.
 
+    A shard that is missing or broken is an error: figures over a part of a data set look like figures of the whole.
+
     Args:
         target: what becomes ids in place of the caption (class numbers, with a tokenizer that knows them).
         max_samples: only the first so many samples of the source.
+        place: key of the settings where `source` stands, for messages.
+        cache: folder for spooled shards; None for a temporary one.
+
+    Raises:
+        DataError: local shards that are not there.
     """
     per_rank = max(1, workers)
     batch_size = max(batch_size, per_rank)
     lanes = world.size * per_rank
     urls = expand(source.shards)
+    if absent := [url for url in urls if scheme_of(url) is None and not os.path.exists(url)]:
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise DataError(f"{place}.shards: of {len(urls)} shards, {absent[0]}{more} {'are' if more else 'is'} not there")
 
     def make_walk(_: int, lane: int, shards: OpenShards, pulse: Callable[[], None]) -> Walk:
         return OnceWalk(lane, lanes, shards, pulse, max_samples)
@@ -206,10 +220,11 @@ def evaluation_loader(
         drawn={},
         workers=workers,
         tokenizer=tokenizer,
-        store=ShardStore(None),
+        store=ShardStore(cache),
     )
+    hint = (source.image_key, None if target is not None else source.caption, place)
     plan = stream.plan(
-        _budget([name], [source], [urls], 1.0, 1.0),
+        Budget({name: len(set(urls))}, {name: hint}, 0.0, 1.0),
         image,
         2,
         batch_size * world.size,
@@ -228,23 +243,25 @@ def _reader(
     return Reader(name, source.image_key, caption, image, build_transform(source.transform))
 
 
-def _budget(
-    names: list[str],
-    sources: list[SourceSettings],
-    urls: list[list[str]],
-    shard_failures: float,
-    sample_failures: float,
-) -> Budget:
-    hints = {name: (source.image_key, source.caption) for name, source in zip(names, sources, strict=True)}
-    totals = {name: len(set(shards)) for name, shards in zip(names, urls, strict=True)}
-    return Budget(totals, hints, shard_failures, sample_failures)
+def _budget(settings: DataSettings, urls: dict[str, list[str]]) -> Budget:
+    hints = {
+        name: (source.image_key, source.caption, f"data.sources.{name}") for name, source in settings.sources.items()
+    }
+    totals = {name: len(set(shards)) for name, shards in urls.items()}
+    return Budget(totals, hints, settings.max_shard_failures, settings.max_sample_failures)
+
+
+def _stable_names(urls: list[str]) -> list[str]:
+    """Shards by names that stay when their folder moves or a signature in their URL is renewed."""
+    names = [redact(url).partition("?")[0].rsplit("/", 1)[-1] for url in urls]
+    return names if len(set(names)) == len(set(urls)) else [redact(url) for url in urls]
 
 
 def _fingerprint(settings: DataSettings, seed: int, names: list[str], urls: list[list[str]]) -> str:
     """A short hash of what fixes the order of samples; the folder of the shards does not."""
     fixed = [
         seed, settings.global_batch_size, settings.lanes, settings.sampling.mode, settings.shuffle.window,
-        settings.shuffle.shards, names, [[url.rsplit("/", 1)[-1] for url in shards] for shards in urls],
+        settings.shuffle.shards, names, [_stable_names(shards) for shards in urls],
         [settings.sources[name].weight for name in names],
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(fixed).encode()).hexdigest()[:16]

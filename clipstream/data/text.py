@@ -212,6 +212,8 @@ class LabelEncoder:
         self._numbers: dict[str, list[int]] = {}
         for number, name in enumerate(self._classes):
             self._numbers.setdefault(name.strip().casefold(), []).append(number)
+        # Names such as 1, 2, 3 of the classes 0, 1, 2: a number that is no place cannot be told from a name.
+        self._numerals = any(name.strip().isdecimal() and int(name) < len(classes) for name in classes)
         self.vocab_size = len(self._classes)
 
     def index(self, label: str) -> int:
@@ -223,7 +225,7 @@ class LabelEncoder:
         label = label.strip()
         if label.isdecimal() and int(label) < len(self._classes):
             return int(label)
-        numbers = self._numbers.get(label.casefold(), [])
+        numbers = [] if label.isdecimal() and self._numerals else self._numbers.get(label.casefold(), [])
         if len(numbers) == 1:
             return numbers[0]
         what = f"the name of {len(numbers)} classes" if numbers else "no class"

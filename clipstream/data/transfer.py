@@ -16,16 +16,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import unquote, urlsplit, urlunsplit
-from urllib.request import Request, urlopen
+from urllib.request import HTTPHandler, HTTPSHandler, Request, build_opener
 
 from clipstream.data.shards import redact
 from clipstream.data.tarstream import scan
 
+Alive = Callable[[], None]  # called as bytes come
+
 CHUNK = 1 << 20
+CONNECT_SECONDS = 10.0  # a host that does not answer within these is down, or behind a firewall
 TRANSIENT = (408, 425, 429)  # of the 4xx answers, those that say "later"
 TOLD = 300  # characters of a command's stderr that a message repeats
 
@@ -46,16 +50,42 @@ class ShardError(Exception):
         return type(self), (self.reason, self.detail)
 
 
+class _Connection(http.client.HTTPConnection):
+    """Gives up connecting sooner than it gives up waiting for bytes."""
+
+    def connect(self) -> None:
+        limit = self.timeout
+        self.timeout = min(limit or CONNECT_SECONDS, CONNECT_SECONDS)
+        super().connect()
+        self.timeout = limit
+        self.sock.settimeout(limit)
+
+
+class _SecureConnection(http.client.HTTPSConnection, _Connection):
+    """The same, encrypted."""
+
+
+class _Http(HTTPHandler):
+    def http_open(self, request: Request) -> http.client.HTTPResponse:
+        return self.do_open(_Connection, request)
+
+
+class _Https(HTTPSHandler):
+    def https_open(self, request: Request) -> http.client.HTTPResponse:
+        return self.do_open(_SecureConnection, request)
+
+
 class _Download:
     """A file that grows over several tries of one http transfer."""
 
-    def __init__(self, url: str, file: IO[bytes], timeout: float) -> None:
+    def __init__(self, url: str, file: IO[bytes], timeout: float, alive: Alive) -> None:
         parts = urlsplit(url)
         self.shown = redact(url)
         self.bare = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
         self.login = unquote(parts.netloc.rpartition("@")[0])
         self.file = file
         self.timeout = timeout
+        self.alive = alive
         self.have = 0
         self.version: str | None = None  # what says that a later try continues the same file
 
@@ -68,7 +98,8 @@ class _Download:
         if self.have and self.version:
             request.add_header("Range", f"bytes={self.have}-")
             request.add_header("If-Range", self.version)
-        with urlopen(request, timeout=self.timeout) as response:
+        # Made anew: proxies are those of the environment now.
+        with build_opener(_Http, _Https).open(request, timeout=self.timeout) as response:
             if response.status != 206 or not str(response.headers["Content-Range"]).startswith(f"bytes {self.have}-"):
                 self.have = 0
                 self.file.seek(0)
@@ -90,6 +121,7 @@ class _Download:
         except OSError as error:
             raise ShardError("disk", f"cannot write {self.file.name}: {error.strerror}") from error
         self.have += len(data)
+        self.alive()
 
     def _check_end(self) -> None:
         """Without a length, only the tar itself tells whether all of it came."""
@@ -99,11 +131,11 @@ class _Download:
             raise ShardError("truncated_download", f"{self.shown}: the server told no length, and {fault.detail}")
 
 
-def fetch_http(url: str, part: Path, *, timeout: float, retries: int, backoff: float) -> None:
+def fetch_http(url: str, part: Path, *, timeout: float, retries: int, backoff: float, alive: Alive) -> None:
     """Download a URL into `part`. `user:password@` in it becomes a login.
 
     Args:
-        timeout: seconds without a byte, at connecting and between bytes.
+        timeout: seconds without a byte; connecting has CONNECT_SECONDS.
         retries: further tries after failures that may pass.
         backoff: seconds before the first of them, doubled for each.
 
@@ -112,7 +144,7 @@ def fetch_http(url: str, part: Path, *, timeout: float, retries: int, backoff: f
     """
     with open(part, "wb") as file:
         try:
-            download = _Download(url, file, timeout)
+            download = _Download(url, file, timeout, alive)
         except ValueError as error:
             raise ShardError("unreachable", f"{redact(url)}: {error}") from error
         for attempt in range(retries + 1):
@@ -146,7 +178,7 @@ def _judge(download: _Download, error: Exception) -> tuple[ShardError, bool]:
     return ShardError("unreachable", f"{shown}: {cause}"), passing
 
 
-def run_pipe(command: str, part: Path, *, timeout: float) -> None:
+def run_pipe(command: str, part: Path, *, timeout: float, alive: Alive) -> None:
     """Run a shell command with its output into `part`; only exit status 0 of every part of the pipeline counts.
 
     All processes that it started are gone afterwards, whatever happens.
@@ -160,7 +192,7 @@ def run_pipe(command: str, part: Path, *, timeout: float) -> None:
     with open(part, "wb") as out, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(shell, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, start_new_session=True)
         try:
-            silent = not _wait_while_growing(process.pid, out.fileno(), timeout)
+            silent = not _wait_while_growing(process.pid, out.fileno(), timeout, alive)
         finally:
             # Before the shell is reaped, so that its process group cannot be another's.
             with contextlib.suppress(ProcessLookupError):
@@ -176,13 +208,14 @@ def run_pipe(command: str, part: Path, *, timeout: float) -> None:
             raise ShardError("pipe_failed", detail)
 
 
-def _wait_while_growing(pid: int, file: int, timeout: float) -> bool:
+def _wait_while_growing(pid: int, file: int, timeout: float, alive: Alive) -> bool:
     """Wait for a child's end without reaping it; False when `file` stops growing for `timeout` seconds."""
     size, since, pause = 0, time.monotonic(), 0.001
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         now = os.fstat(file).st_size
         if now != size:
             size, since = now, time.monotonic()
+            alive()
         elif time.monotonic() - since > timeout:
             return False
         time.sleep(pause)
@@ -190,8 +223,10 @@ def _wait_while_growing(pid: int, file: int, timeout: float) -> bool:
     return True
 
 
-def fetch_gopen(url: str, scheme: str, part: Path) -> None:
+def fetch_gopen(url: str, scheme: str, part: Path, *, alive: Alive) -> None:
     """Copy what webdataset's handler of the scheme gives; of a command behind it only exit status 0 counts.
+
+    It has no time limit of its own: a handler that hangs is found by the loader's, where `alive` is not called.
 
     Raises:
         ShardError: no handler for the scheme, or it fails.
@@ -205,7 +240,9 @@ def fetch_gopen(url: str, scheme: str, part: Path) -> None:
     try:
         stream = module.gopen(url, "rb")
         with open(part, "wb") as file:
-            shutil.copyfileobj(stream, file, CHUNK)
+            while data := stream.read(CHUNK):
+                file.write(data)
+                alive()
         stream.close()
         child = getattr(stream, "proc", None)
     except Exception as error:  # a user's handler may raise anything

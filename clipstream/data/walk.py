@@ -16,6 +16,8 @@ from clipstream.data.remote import ShardError, ShardStore
 from clipstream.data.shards import redact
 from clipstream.data.tarstream import SampleRef, Shard
 
+OPENING = "open"  # the stage of a worker that opens, and perhaps fetches, a shard
+
 
 @dataclass(frozen=True)
 class Taken:
@@ -62,7 +64,7 @@ class OpenShards:
             self._open[number] = (shard, holders + 1)
             return shard
         url = self.urls[number]
-        self._trace("open", redact(url))
+        self._trace(OPENING, redact(url))
         health = self._health()
         health.shards.add(number)
         try:

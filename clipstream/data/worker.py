@@ -2,7 +2,7 @@
 
 Workers are forked, because they share the slabs, the tokenizer and the users' own objects that the parent has built,
 without importing or pickling anything. They use one thread each, ignore signals that ask a run to end (the parent saves
-first, and ends them), and the kernel kills them when the parent is killed.
+first, and ends them), and end, with the commands that they run, when the parent is killed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import signal
 import struct
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -26,6 +27,8 @@ from clipstream.data.slab import SlabRing
 from clipstream.errors import ClipstreamError
 
 _PR_SET_PDEATHSIG = 1
+_END = signal.SIGUSR2  # ends a worker at once, and with it the commands behind `pipe:`
+_LAST_SECONDS = 2  # for it to clean up
 _HEAD = struct.Struct("<dH")
 _STATUS_BYTES = 1024
 
@@ -42,6 +45,11 @@ class Status:
         _HEAD.pack_into(self._memory, 0, time.monotonic(), len(text))
         self._memory[_HEAD.size : _HEAD.size + len(text)] = text
 
+    def touch(self) -> None:
+        """Say that what is being done goes on."""
+        _, length = _HEAD.unpack_from(self._memory, 0)
+        _HEAD.pack_into(self._memory, 0, time.monotonic(), length)
+
     def get(self) -> tuple[str, float]:
         """What was said last, and how many seconds ago."""
         since, length = _HEAD.unpack_from(self._memory, 0)
@@ -53,11 +61,20 @@ class Status:
 
 @dataclass
 class Worker:
-    """The loader's side of a worker process."""
+    """The loader's side of a worker process.
+
+    Attributes:
+        asked_last: number of the batch that it was asked for last.
+        filled_last: number of the batch whose part it filled last.
+        useful_at: time.monotonic() when it last said that it used a sample.
+    """
 
     process: multiprocessing.process.BaseProcess
     connection: Connection
     status: Status
+    asked_last: int = -1
+    filled_last: int = -1
+    useful_at: float = 0.0
 
     @classmethod
     def start(cls, make_feeder: Callable[[Callable[[Any], None], Status], Feeder], ring: SlabRing) -> Worker:
@@ -74,9 +91,12 @@ class Worker:
         return cls(process, ours, status)
 
     def stop(self) -> None:
-        """End the process and wait for it."""
+        """End the process, and the commands that it runs, and wait for it."""
         self.connection.close()
         self.process.join(timeout=0.2)
+        if self.process.is_alive() and self.process.pid is not None:
+            os.kill(self.process.pid, _END)
+            self.process.join(timeout=_LAST_SECONDS + 1)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
@@ -93,6 +113,32 @@ class Worker:
         return f"ended with code {code} while it was at: {doing}"
 
 
+class _Ended(BaseException):
+    """Raised in a worker wherever it is, when it is to end."""
+
+
+def _end(*_: object) -> None:
+    signal.signal(_END, signal.SIG_IGN)
+    signal.alarm(_LAST_SECONDS)  # whose default is death, should the cleaning hang
+    raise _Ended
+
+
+def _end_with(parent: int) -> None:
+    """Have `_END` sent to this process when its parent dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _END)
+        if os.getppid() != parent:
+            raise _Ended  # it died before the request was in force
+    else:
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.kill(os.getpid(), _END)
+
+
 def _main(
     make_feeder: Callable[[Callable[[Any], None], Status], Feeder],
     ring: SlabRing,
@@ -102,22 +148,21 @@ def _main(
     parent: int,
 ) -> None:
     """A worker's life: wait for a batch number, fill it, report."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return  # the parent died before the request above was in force
-    parents_end.close()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    parents_end.close()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     try:
+        signal.signal(_END, _end)
+        _end_with(parent)
         feeder = make_feeder(connection.send, status)
         while True:
             step = connection.recv()
             connection.send(feeder.fill(step, ring[step]))
             status.set("idle", "")
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # the loader was closed
+    except (_Ended, EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the loader was closed, or the parent died
     except ClipstreamError as error:
         connection.send(error)
     except BaseException:

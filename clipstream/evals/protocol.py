@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import torch
@@ -55,7 +55,11 @@ class EvalContext:
         image: how pictures become pixels.
         workers: reading processes a rank.
         precision: 'fp32', 'bf16' (autocast) or 'fp64', as in training.
+        cache: folder for spooled remote shards; None for a temporary one an evaluation.
+        stall_timeout: seconds without a batch before an evaluation ends.
+        name: of the evaluator that runs, for messages.
         dropped: samples that `batches` could not use on this rank, since the start.
+        complaint: why this rank could use nothing of the last source that it read; '' where it could.
     """
 
     towers: Encoder
@@ -64,7 +68,11 @@ class EvalContext:
     image: ImageSpec
     workers: int = 0
     precision: Precision = "fp32"
+    cache: str | None = None
+    stall_timeout: float = 300.0
+    name: str = "NAME"
     dropped: int = field(default=0, init=False)
+    complaint: str = field(default="", init=False)
 
     def batches(
         self,
@@ -84,8 +92,10 @@ class EvalContext:
             tokenizer: what makes `ids` of it; the model's unless set.
             max_samples: only the first so many samples of the source.
 
+        Where no rank gets a batch, the evaluator has to say so: with `unusable`.
+
         Raises:
-            DataError: nothing usable, or too many failures.
+            DataError: a shard is missing or broken, or the first 2,000 samples of this rank give nothing.
         """
         loader = evaluation_loader(
             source,
@@ -96,11 +106,19 @@ class EvalContext:
             workers=self.workers,
             target=target,
             max_samples=max_samples,
+            place=f"evals.{self.name}.data",
+            cache=self.cache,
+            stall_timeout=self.stall_timeout,
         )
         with loader:
             for batch in loader:
                 yield _without_padding(batch)
             self.dropped += sum(source.dropped.total() for source in loader.health.sources.values())
+            self.complaint = loader.complaint()
+
+    def unusable(self, what: str) -> DataError:
+        """The error of a source that gave no rank anything usable, with what this rank saw of it."""
+        return DataError(f"the source has no usable {what}" + (f": {self.complaint}" if self.complaint else ""))
 
     def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
         """uint8 [n, 3, H, W] -> L2-normalised float32 [n, D] on the world's device, without gradient."""
@@ -193,6 +211,21 @@ class EvalRunner:
         """Names of the evaluators to run after `step` steps; all of them after the last one."""
         return [name for name, s in self.settings.items() if last or (s.every and step and step % s.every == 0)]
 
+    def rehearse(self) -> None:
+        """Run evaluators on a few samples and made-up features, so that their data's faults show before training.
+
+        Every rank calls this. Users' own are left out: they may do with features what they like.
+
+        Raises:
+            DataError, SettingsError: what the evaluator or its data raised.
+        """
+        for name, evaluator in self.evaluators.items():
+            if self.settings[name].type not in EvalSettings.builtin:
+                continue
+            with _named(name):
+                for _ in evaluator(Rehearsal.of(self.context, name)):
+                    pass
+
     def __call__(self, step: int, last: bool = False) -> list[Record]:
         """Run what is due; on every rank, at the same step.
 
@@ -212,15 +245,57 @@ class EvalRunner:
 
     def _run(self, step: int, name: str) -> Record:
         context = self.context
+        context.name = name
         began, dropped = time.perf_counter(), context.dropped
-        try:
-            with evaluating(context.towers), same_randomness(context.world.device):
-                metrics = dict(self.evaluators[name](context))
-        except (DataError, SettingsError) as error:
-            raise type(error)(f"evals.{name}: {error}") from error
+        with _named(name), evaluating(context.towers), same_randomness(context.world.device):
+            metrics = dict(self.evaluators[name](context))
         dropped = sum(context.world.gather_objects(context.dropped - dropped))
         seconds = round(time.perf_counter() - began, 3)
         return {"step": step, "eval": name, **metrics, "dropped": dropped, "seconds": seconds}
+
+
+class Rehearsal(EvalContext):
+    """A context of few samples, whose features are constant: what an evaluator reads is real, what it yields is not."""
+
+    SAMPLES, WIDTH = 256, 8
+
+    @classmethod
+    def of(cls, context: EvalContext, name: str) -> Rehearsal:
+        """The rehearsal of an evaluation in this context."""
+        kept = {item.name: getattr(context, item.name) for item in fields(context) if item.init}
+        return cls(**{**kept, "workers": 0, "name": name})
+
+    def batches(
+        self,
+        source: SourceSettings,
+        batch_size: int,
+        *,
+        target: CaptionExtractor | None = None,
+        tokenizer: Tokenizer | None = None,
+        max_samples: int | None = None,
+    ) -> Iterator[Batch]:
+        """The first samples only."""
+        few = min(self.SAMPLES, max_samples or self.SAMPLES)
+        return super().batches(source, batch_size, target=target, tokenizer=tokenizer, max_samples=few)
+
+    def encode_prompts(self, prompts: Sequence[str], batch_size: int = 256) -> torch.Tensor:
+        """Made-up features [n, WIDTH]; nothing is tokenized."""
+        return self._unit(len(prompts))
+
+    def _encode(self, encode: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+        return self._unit(len(rows))
+
+    def _unit(self, count: int) -> torch.Tensor:
+        return torch.full((count, self.WIDTH), self.WIDTH**-0.5, device=self.world.device)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Errors of an evaluator say whose they are."""
+    try:
+        yield
+    except (DataError, SettingsError) as error:
+        raise type(error)(f"evals.{name}: {error}") from error
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from clipstream.errors import DataError
 from clipstream.evals.protocol import EvalContext, source_of
 from clipstream.evals.ranking import hits, place
 from clipstream.evals.settings import RetrievalSettings
@@ -44,7 +43,7 @@ class Retrieval:
             texts.append(context.encode_text(batch.ids))
         width = max(context.world.gather_objects(images[0].shape[1] if images else 0))
         if width == 0:
-            raise DataError("the source has no usable pair")
+            raise context.unusable("pair")
         nothing = torch.zeros((0, width), device=context.world.device)
         yield from recalls(torch.cat([nothing, *images]), torch.cat([nothing, *texts]), context.world)
 

@@ -13,7 +13,7 @@ import torch
 
 from clipstream.data.fields import LabelField
 from clipstream.data.text import LabelEncoder
-from clipstream.errors import DataError, SettingsError
+from clipstream.errors import SettingsError
 from clipstream.evals.protocol import EvalContext, source_of
 from clipstream.evals.ranking import hits, place
 from clipstream.evals.settings import ZeroShotSettings
@@ -53,7 +53,10 @@ class ZeroShot:
             assert batch.pixels is not None, "an evaluation source gives pixels"
             labels = batch.ids[:, 0].to(classifier.device, torch.int64)
             tally.index_add_(0, labels, score(context.encode_image(batch.pixels), classifier, labels))
-        yield from figures(context.world.all_reduce_sum(tally))
+        tally = context.world.all_reduce_sum(tally)
+        if not tally[:, 2].any():
+            raise context.unusable("picture with a label")
+        yield from figures(tally)
 
 
 def score(images: torch.Tensor, classifier: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -73,15 +76,9 @@ def score(images: torch.Tensor, classifier: torch.Tensor, labels: torch.Tensor) 
 
 
 def figures(tally: torch.Tensor) -> Iterator[tuple[str, float]]:
-    """The metrics of a whole data set, from its sums by class: float64 [C, 3] of top1, top5 and n.
-
-    Raises:
-        DataError: the sums hold no picture.
-    """
+    """The metrics of a whole data set, from its sums by class: float64 [C, 3] of top1, top5 and n; one at least."""
     top1, top5, n = tally.cpu().unbind(dim=1)
     total = int(n.sum())
-    if total == 0:
-        raise DataError("the source has no usable picture with a label")
     present = n > 0
     yield "top1", float(top1.sum()) / total
     yield "top5", float(top5.sum()) / total

@@ -96,12 +96,15 @@ def explain(needs: Iterable[Need], cache_dir: str | None, label: str, reason: st
     lines = [f"{label} needs files of the Hugging Face Hub that are not in its cache, and {reason}."]
     for repo, files in by_repo.items():
         where = cache_folder(cache_dir) / f"models--{repo.replace('/', '--')}"
+        whole = any("open_clip_config.json" in names for names in files)  # it may name more files
         wanted = ", ".join(names[0] + (f" (or {', '.join(names[1:])})" if names[1:] else "") for names in files)
         lines += [
             f"  repository: {repo}",
             f"  files:      {wanted}",
             f"  looked in:  {where}" + ("" if where.is_dir() else " (there is no such folder)"),
-            f"  to fetch them with a network: hf download {repo} {' '.join(names[0] for names in files)}{option}",
+            "  to fetch them with a network: "
+            + " ".join(["hf download", repo, *([] if whole else [names[0] for names in files])])
+            + option,
         ]
     return SettingsError("\n".join(lines))
 

@@ -1,18 +1,11 @@
 """Owns what a model is made of: its configuration, weights, preprocessing and tokenizer files, and where they lie.
 
 Never imports torch, so that a missing file is found within a second of the start; never builds a model (`towers`
-does). open_clip's table of pretrained tags and its configurations are read from the installed package without
-importing it, unless it is imported already: then names that were registered with `open_clip.add_model_config` count.
+does).
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
-import json
-import sys
-import types
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +13,17 @@ from typing import Any, Protocol
 
 from clipstream.errors import ClipstreamError, SettingsError, did_you_mean
 from clipstream.model import hub
+from clipstream.model.catalogue import HUB, LOCAL, builtin, read_config, refuse, table
 from clipstream.model.hub import Need
 from clipstream.model.settings import ModelSettings
 from clipstream.world import World
 
-HUB, LOCAL = "hf-hub:", "local-dir:"
 CONFIG_FILE = "open_clip_config.json"
 WEIGHT_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 LOCAL_WEIGHT_FILES = (*WEIGHT_FILES, "model.safetensors", "pytorch_model.bin", "model.pth")
 TOKENIZER_FILES = ("tokenizer.json", "spiece.model", "sentencepiece.bpe.model", "vocab.txt", "vocab.json")
 TOKENIZER_EXTRAS = ("special_tokens_map.json", "added_tokens.json", "merges.txt", "config.json")
+TOKENIZER_KEYS = ("hf_tokenizer_name", "tokenizer_kwargs", "tokenizer_mode", "context_length")
 PREPROCESS_KEYS = ("mean", "std", "interpolation", "resize_mode", "fill_color")
 
 
@@ -73,19 +67,27 @@ class _Weights:
     repo: str = ""
     names: tuple[str, ...] = ()
     path: Path | None = None
-    config: dict[str, Any] | None = None
-    quick_gelu: bool = False
+    preprocess: dict[str, Any] | None = None
+    model_cfg: dict[str, Any] | None = None
+
+    @property
+    def fresh(self) -> bool:
+        """Whether there are none."""
+        return not self.repo and self.path is None
 
 
-def preflight(settings: ModelSettings, tokenizer: TokenizerChoice | None = None) -> None:
+def preflight(settings: ModelSettings, tokenizer: TokenizerChoice | None = None, *, ask: bool = True) -> None:
     """Find out, without torch and within seconds, whether the model's files are here or can be fetched.
+
+    Args:
+        ask: whether this process may ask if the Hub is in reach; one a node is enough.
 
     Raises:
         SettingsError: a name, tag or file is unknown; the tokenizer is not the one that the weights were made with;
             or files of the Hub are not in the cache and the Hub is not in reach.
     """
     missing = hub.missing(needs(settings, tokenizer), settings.cache_dir)
-    if missing and (reason := hub.why_unreachable()):
+    if ask and missing and (reason := hub.why_unreachable()):
         raise hub.explain(missing, settings.cache_dir, _label(settings), reason)
 
 
@@ -125,17 +127,17 @@ def needs(settings: ModelSettings, tokenizer: TokenizerChoice | None = None) -> 
     if weights.repo:
         config = ((CONFIG_FILE,),) if (settings.pretrained or "").startswith(HUB) else ()
         found.append(Need(weights.repo, (*config, weights.names)))
-    config_found = _named_config(settings)
+    config_found = _settled_config(settings, weights)
     if config_found is None:
         return found
     text_cfg = config_found["model_cfg"]["text_cfg"]
-    _check_tokenizer(settings, tokenizer, text_cfg, fresh=weights == _Weights())
+    _check_tokenizer(settings, tokenizer, text_cfg, fresh=weights.fresh)
     repo = _tokenizer_repo(settings, tokenizer, text_cfg)
     if isinstance(repo, str):
         found.append(Need(repo, (TOKENIZER_FILES, ("tokenizer_config.json",)), TOKENIZER_EXTRAS))
     text_model = text_cfg.get("hf_model_name")
     if text_model and not Path(text_model).is_dir():
-        base = weights == _Weights() and text_cfg.get("hf_model_pretrained", True)
+        base = weights.fresh and text_cfg.get("hf_model_pretrained", True)
         files = (("model.safetensors", "pytorch_model.bin"),) if base else ()
         found.append(Need(text_model, (("config.json",), *files)))
     return found
@@ -150,20 +152,11 @@ def resolve(settings: ModelSettings, tokenizer: TokenizerChoice | None = None) -
     cache, label = settings.cache_dir, _label(settings)
     if missing := hub.missing(needs(settings, tokenizer), cache):
         raise hub.explain(missing, cache, label, "they were not fetched")
-    config, weights = _named_config(settings), _weights(settings)
+    weights = _weights(settings)
+    config = _settled_config(settings, weights)
     assert config is not None, "needs() names a configuration that is not in the cache"
     path = hub.cached(weights.repo, weights.names, cache) if weights.repo else weights.path
-    weights_config = weights.config
-    if weights_config is None and (settings.pretrained or "").startswith(HUB):
-        config_file = hub.cached(weights.repo, (CONFIG_FILE,), cache)
-        assert config_file is not None
-        weights_config = _read_config(config_file)["preprocess_cfg"]
-    own, theirs = _preprocess_only(config["preprocess_cfg"]), _preprocess_only(weights_config or {})
-    # Preprocessing belongs to the weights; what a user wrote into a configuration file of his own stands above that.
-    preprocess_cfg = {**theirs, **own} if _is_path(settings.name) else {**own, **theirs}
-    model_cfg = deepcopy(config["model_cfg"])
-    if weights.quick_gelu:
-        model_cfg["quick_gelu"] = True
+    model_cfg, preprocess_cfg = config["model_cfg"], config["preprocess_cfg"]
     repo = _tokenizer_repo(settings, tokenizer, model_cfg["text_cfg"])
     folder = _parent(hub.cached(repo, TOKENIZER_FILES, cache)) if isinstance(repo, str) else repo
     _set_tokenizer(model_cfg["text_cfg"], tokenizer)
@@ -173,6 +166,44 @@ def resolve(settings: ModelSettings, tokenizer: TokenizerChoice | None = None) -
         local = Path(text_name)
         text_model = local if local.is_dir() else _parent(hub.cached(text_name, ("config.json",), cache))
     return Source(label, model_cfg, preprocess_cfg, path, folder, text_model)
+
+
+def _settled_config(settings: ModelSettings, weights: _Weights) -> dict[str, Any] | None:
+    """The configuration that `model.name` names, with what belongs to the weights taken from theirs.
+
+    Preprocessing, activation and tokenizer belong to the weights; what a user wrote into a configuration file of his
+    own stands above that. None while one of the two configurations is on the Hub and not in the cache.
+    """
+    config = _named_config(settings)
+    if config is None:
+        return None
+    named = _is_path(settings.name)
+    model_cfg, preprocess = deepcopy(config["model_cfg"]), _preprocess_only(config["preprocess_cfg"])
+    theirs, their_preprocess = weights.model_cfg, weights.preprocess
+    if weights.repo and (settings.pretrained or "").startswith(HUB):
+        file = hub.cached(weights.repo, (CONFIG_FILE,), settings.cache_dir)
+        if file is None:
+            return None
+        theirs, their_preprocess = read_config(file).values()
+    if theirs is not None:
+        _lay(model_cfg, theirs, ("quick_gelu",), keep=named)
+        _lay(model_cfg["text_cfg"], theirs.get("text_cfg", {}), TOKENIZER_KEYS, keep=named)
+    other = _preprocess_only(their_preprocess or {})
+    return {
+        "model_cfg": model_cfg,
+        "preprocess_cfg": {**other, **preprocess} if named else {**preprocess, **other},
+    }
+
+
+def _lay(mine: dict[str, Any], theirs: dict[str, Any], keys: tuple[str, ...], *, keep: bool) -> None:
+    """Make `keys` of a configuration those of another; with `keep`, only what `mine` leaves open."""
+    for key in keys:
+        if keep and key in mine:
+            continue
+        if key in theirs:
+            mine[key] = theirs[key]
+        else:
+            mine.pop(key, None)
 
 
 def _label(settings: ModelSettings) -> str:
@@ -191,102 +222,21 @@ def _parent(path: Path | None) -> Path | None:
     return None if path is None else path.parent
 
 
-@functools.cache
-def _package() -> Path:
-    spec = importlib.util.find_spec("open_clip")
-    if spec is None or not spec.submodule_search_locations:
-        raise SettingsError("open_clip is not installed: pip install open_clip_torch")
-    return Path(spec.submodule_search_locations[0])
-
-
-def _table() -> Any:
-    """open_clip's module of pretrained tags, from an import that leaves out open_clip/__init__ and with it torch."""
-    name = "_clipstream_open_clip"
-    if "open_clip.pretrained" in sys.modules:
-        return sys.modules["open_clip.pretrained"]
-    if f"{name}.pretrained" not in sys.modules:
-        stub = types.ModuleType(name)
-        stub.__path__ = [str(_package())]
-        sys.modules[name] = stub
-        # The table's module tries safetensors.torch, for its downloads, and does without where it cannot be imported.
-        absent = "safetensors.torch" not in sys.modules
-        if absent:
-            sys.modules["safetensors.torch"] = None  # type: ignore[assignment]
-        try:
-            importlib.import_module(f"{name}.pretrained")
-        finally:
-            if absent:
-                del sys.modules["safetensors.torch"]
-    return sys.modules[f"{name}.pretrained"]
-
-
-def _builtin(name: str) -> dict[str, Any]:
-    """open_clip's configuration of that name.
-
-    Raises:
-        SettingsError: it has none; names near to it are suggested.
-    """
-    factory = sys.modules.get("open_clip.factory")
-    if factory is not None:
-        known = factory.list_models()
-        config = factory.get_model_config(name) if name in known else None
-    else:
-        files = {path.stem: path for path in (_package() / "model_configs").glob("*.json")}
-        known, config = list(files), None
-        if name in files:
-            config = json.loads(files[name].read_text())
-    if config is None:
-        raise SettingsError(
-            f"open_clip has no model {name!r}: model.name is open_clip's name, a path to a JSON configuration, "
-            f"{HUB}ORG/NAME or {LOCAL}PATH{did_you_mean(name, known, 3)}"
-        )
-    found: dict[str, Any] = config
-    return found
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    """A configuration file as {'model_cfg': …, 'preprocess_cfg': …}; a bare model_cfg is taken as well."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise SettingsError(f"there is no model configuration {path}") from error
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"cannot read the model configuration {path}: {error}") from error
-    model_cfg = config.get("model_cfg", config) if isinstance(config, dict) else None
-    if not isinstance(model_cfg, dict) or not {"embed_dim", "vision_cfg", "text_cfg"} <= model_cfg.keys():
-        raise SettingsError(f"{path} is no configuration of open_clip: it needs embed_dim, vision_cfg and text_cfg")
-    return {"model_cfg": model_cfg, "preprocess_cfg": config.get("preprocess_cfg") or {}}
-
-
 def _named_config(settings: ModelSettings) -> dict[str, Any] | None:
     """The configuration that `model.name` names; None while it is on the Hub and not in the cache."""
     name = settings.name
     if name.startswith(HUB):
         path = hub.cached(name[len(HUB) :], (CONFIG_FILE,), settings.cache_dir)
-        config = None if path is None else _read_config(path)
+        config = None if path is None else read_config(path)
     elif name.startswith(LOCAL):
-        config = _read_config(Path(name[len(LOCAL) :]) / CONFIG_FILE)
+        config = read_config(Path(name[len(LOCAL) :]) / CONFIG_FILE)
     elif _is_path(name):
-        config = _read_config(Path(name))
+        config = read_config(Path(name))
     else:
-        config = {"model_cfg": _builtin(name.replace("/", "-")), "preprocess_cfg": {}}
+        config = {"model_cfg": builtin(name.replace("/", "-")), "preprocess_cfg": {}}
     if config is not None:
-        _refuse(name, config["model_cfg"])
+        refuse(name, config["model_cfg"])
     return config
-
-
-def _refuse(name: str, model_cfg: dict[str, Any]) -> None:
-    """Raise for models that are no pair of an image and a text tower of fixed size."""
-    vision = model_cfg["vision_cfg"]
-    kind = ""
-    if "multimodal_cfg" in model_cfg:
-        kind = "a CoCa model, which generates captions"
-    elif any("naflex" in key for key in (*model_cfg, *vision, str(vision.get("timm_model_name")))):
-        kind = "a NaFlex model, which takes pictures of any shape"
-    elif any("audio" in key for key in model_cfg):
-        kind = "an audio model"
-    if kind:
-        raise SettingsError(f"model {name} is {kind}: clipstream trains image-text models of one picture size")
 
 
 def _weights(settings: ModelSettings) -> _Weights:
@@ -304,31 +254,37 @@ def _weights(settings: ModelSettings) -> _Weights:
         return _Weights(repo=chosen[len(HUB) :], names=WEIGHT_FILES)
     if chosen.startswith(LOCAL):
         folder = Path(chosen[len(LOCAL) :])
-        config = _read_config(folder / CONFIG_FILE)
+        config = read_config(folder / CONFIG_FILE)
         path = next((folder / file for file in LOCAL_WEIGHT_FILES if (folder / file).is_file()), None)
         if path is None:
             raise SettingsError(
                 f"{chosen} has no weights: {folder} holds none of {', '.join(LOCAL_WEIGHT_FILES)}; to start fresh, "
                 f"give the path of its {CONFIG_FILE} as model.name"
             )
-        return _Weights(path=path, config=config["preprocess_cfg"])
+        return _Weights(path=path, preprocess=config["preprocess_cfg"], model_cfg=config["model_cfg"])
     # As in open_clip.add_model_config, a configuration file goes by its stem: its tags are those of that name.
     known = Path(name).stem if _is_path(name) else name.replace("/", "-")
-    tags = [] if name.startswith((HUB, LOCAL)) else _table().list_pretrained_tags_by_model(known)
-    entry = _table().get_pretrained_cfg(known, chosen) if tags else {}
+    tags = [] if name.startswith((HUB, LOCAL)) else table().list_pretrained_tags_by_model(known)
+    entry = table().get_pretrained_cfg(known, chosen) if tags else {}
     if entry:
         if not entry.get("hf_hub"):
             raise SettingsError(f"tag {chosen!r} is not on the Hub: fetch {entry.get('url')} and give the file's path")
         repo, _, file = entry["hf_hub"].rpartition("/")
         names = (str(Path(file).with_suffix(".safetensors")), file) if file else WEIGHT_FILES
-        return _Weights(repo=repo, names=names, config=entry, quick_gelu=bool(entry.get("quick_gelu")))
+        # A tag's entry says nothing of the tokenizer: that is the model's of this name.
+        own = {**builtin(known), "quick_gelu": True} if entry.get("quick_gelu") else None
+        return _Weights(repo=repo, names=names, preprocess=entry, model_cfg=own)
     if Path(chosen).is_dir():
         raise SettingsError(f"model.pretrained {chosen!r} is a folder: write {LOCAL}{chosen}, or name the file in it")
     if not Path(chosen).is_file():
         near = did_you_mean(chosen, tags, 3)
         listed = f"tags of {known}: {', '.join(tags)}" if tags else f"{name} has no tags"
         raise SettingsError(f"model.pretrained {chosen!r} is neither a tag nor a file; {listed}{near}")
-    return _Weights(path=Path(chosen))
+    beside = Path(chosen).parent / CONFIG_FILE
+    if Path(chosen).name not in LOCAL_WEIGHT_FILES or not beside.is_file():
+        return _Weights(path=Path(chosen))
+    config = read_config(beside)
+    return _Weights(path=Path(chosen), preprocess=config["preprocess_cfg"], model_cfg=config["model_cfg"])
 
 
 def _check_tokenizer(
@@ -359,8 +315,8 @@ def _tokenizer_repo(
         folder = path.parent if path.is_file() else path
     elif kind != "model" or not text_cfg.get("hf_tokenizer_name"):
         return None
-    elif settings.name.startswith(LOCAL):
-        folder = Path(settings.name[len(LOCAL) :])
+    elif (own := _own_folder(settings)) is not None:
+        folder = own
     elif Path(text_cfg["hf_tokenizer_name"]).is_dir():
         folder = Path(text_cfg["hf_tokenizer_name"])
     else:
@@ -368,6 +324,15 @@ def _tokenizer_repo(
     if not any((folder / file).is_file() for file in TOKENIZER_FILES):
         raise SettingsError(f"{folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
     return folder
+
+
+def _own_folder(settings: ModelSettings) -> Path | None:
+    """The local folder with the weights' own tokenizer, if they have one."""
+    chosen = settings.pretrained
+    if chosen is None or chosen.startswith(HUB):
+        return Path(settings.name[len(LOCAL) :]) if settings.name.startswith(LOCAL) else None
+    folder = Path(chosen[len(LOCAL) :]) if chosen.startswith(LOCAL) else Path(chosen).parent
+    return folder if any((folder / file).is_file() for file in TOKENIZER_FILES) else None
 
 
 def _set_tokenizer(text_cfg: dict[str, Any], tokenizer: TokenizerChoice | None) -> None:

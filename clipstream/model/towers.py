@@ -91,6 +91,7 @@ class Towers(nn.Module):
         for name in ("mean", "std"):
             self.register_buffer(name, torch.tensor(preprocess[name]).view(1, 3, 1, 1), persistent=False)
         self._frozen: list[nn.Module] = []
+        self._tokenizer: Any = None
 
     def forward(self, pixels: torch.Tensor, ids: torch.Tensor) -> Features:
         """uint8 [n, 3, H, W] and int [n, T] -> Features. Every trainable parameter takes part, as DDP wants it."""
@@ -152,9 +153,16 @@ class Towers(nn.Module):
     def open_clip_tokenizer(self) -> Any:
         """The model's tokenizer as open_clip.get_tokenizer builds it: texts -> int64 [n, T].
 
+        Read once: the folder may be gone when a checkpoint is written, hours later.
+
         Raises:
             SettingsError: the tokenizer's files cannot be read.
         """
+        if self._tokenizer is None:
+            self._tokenizer = self._read_tokenizer()
+        return self._tokenizer
+
+    def _read_tokenizer(self) -> Any:
         text_cfg = self.config["model_cfg"]["text_cfg"]
         options = dict(text_cfg.get("tokenizer_kwargs") or {})
         if self.tokenizer_folder is None:

@@ -31,13 +31,19 @@ class MetricsFile:
         folder: the run's.
         resume_step: the checkpoint's step of a resumed run: later lines, and a line that a kill tore, are cut off.
             None starts the file anew.
+        ended: whether that step is the run's last, after which it evaluates again: those lines are cut off, too.
     """
 
-    def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
+    def __init__(self, folder: str | Path, resume_step: int | None = None, *, ended: bool = False) -> None:
         self.path = Path(folder) / METRICS_FILE
         kept = []
         if resume_step is not None and self.path.exists():
-            kept = [line for line, record in _lines(self.path) if record.get("step", 0) <= resume_step]
+            first_cut = resume_step if ended else resume_step + 1
+            kept = [
+                line
+                for line, record in _lines(self.path)
+                if record.get("step", 0) < (resume_step + 1 if "loss" in record else first_cut)
+            ]
         draft = self.path.with_suffix(".tmp")
         with draft.open("wb") as file:
             file.writelines(kept)
@@ -69,7 +75,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise SettingsError(f"no tensorboard here ({error}): install it, or --log.tensorboard false") from error
-        purge = None if resume_step is None else resume_step + 1
+        purge = 0 if resume_step is None else resume_step + 1
         make: Any = SummaryWriter  # untyped in torch
         self._writer = make(str(Path(folder) / TENSORBOARD_FOLDER), purge_step=purge, flush_secs=20)
 

@@ -68,12 +68,15 @@ def look(shards: Sequence[str], image_key: str, caption: CaptionSettings, sample
     """
     view = View(len(shards))
     view.missing = [url for url in shards if scheme_of(url) is None and not os.path.exists(url)]
-    chosen = _spread([url for url in shards if url not in set(view.missing)], SHARDS_READ if samples else 0)
+    gone = set(view.missing)
+    chosen = _spread([url for url in shards if url not in gone], SHARDS_READ if samples else 0)
     extract = build_caption(caption)
     transform = EvalTransform(SHOWN, "white")
     store = ShardStore(None)
     try:
         for number, url in enumerate(chosen):
+            if samples and view.profile.samples >= samples:
+                break
             wanted = -(-(samples - view.profile.samples) // (len(chosen) - number)) if samples else 0
             name = redact(url)
             try:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from clipstream.config import Settings, load
 from clipstream.errors import SettingsError
 from clipstream.failure import FailureWatch
-from clipstream.model.pretrained import CONFIG_FILE, LOCAL, preflight
+from clipstream.model.catalogue import LOCAL
+from clipstream.model.pretrained import CONFIG_FILE, preflight
 from clipstream.model.settings import ModelSettings
 from clipstream.report.progress import table
 from clipstream.report.sinks import json_line
@@ -58,7 +59,7 @@ def evaluate(argv: Sequence[str]) -> int:
     own, flags = split_own(argv)
     subject = locate(own.get("--checkpoint"), flags)
     trained = [] if subject.run is None else ["--config", str(subject.run / "config.yaml")]
-    settings = load([*trained, *flags])
+    settings = load([*trained, *flags], trains=False)
     if not settings.evals:
         raise SettingsError("nothing to evaluate on: give --val-data SHARDS, or --config with a section evals")
     model = settings.model
@@ -66,7 +67,7 @@ def evaluate(argv: Sequence[str]) -> int:
         # A run's own tokenizer fits its weights, whatever it is.
         known = bool(trained) and load(trained).tokenizer == settings.tokenizer
         model = _model_in(subject.checkpoint, model, known)
-    preflight(model, settings.tokenizer)
+    preflight(model, settings.tokenizer, ask=World.from_env().local_rank == 0)
     output = own.get("--output") or (None if subject.run is None else str(subject.run / RESULTS_FILE))
     from clipstream.session import run_ranks
 
@@ -169,7 +170,16 @@ def _context(settings: Settings, model: ModelSettings, world: World) -> EvalCont
     tokenizer = build_tokenizer(
         settings.tokenizer, towers.open_clip_tokenizer(), towers.context_length, cache_dir=model.cache_dir
     )
-    return EvalContext(towers, tokenizer, world, towers.image, settings.data.workers, settings.train.precision)
+    return EvalContext(
+        towers,
+        tokenizer,
+        world,
+        towers.image,
+        workers=settings.data.workers,
+        precision=settings.train.precision,
+        cache=settings.data.cache,
+        stall_timeout=settings.data.stall_timeout,
+    )
 
 
 def _append(path: Path, records: Sequence[dict[str, Any]], settings: Settings, subject: Subject) -> None:

@@ -106,6 +106,22 @@ def save(
     return result
 
 
+def agree(folder: Path, resume: str | None, world: World) -> Path | None:
+    """The checkpoint that rank 0 finds, as `find`; every rank calls this, and has to see it.
+
+    Raises:
+        SettingsError: as `find`, or a rank does not see rank 0's checkpoint.
+    """
+    found: Path | None = world.broadcast_object(find(folder, resume) if world.is_main else None)
+    sees = world.gather_objects(found is None or _serial(found) is not None)
+    if not all(sees):
+        raise SettingsError(
+            f"--resume: rank {sees.index(False)} does not see {found}, which rank 0 found: "
+            "the folder of the runs (--logs) must be shared by all nodes"
+        )
+    return found
+
+
 def find(folder: Path, resume: str | None) -> Path | None:
     """The checkpoint to go on from.
 
@@ -131,6 +147,11 @@ def find(folder: Path, resume: str | None) -> Path | None:
     newest = _newest(folder)
     if newest is None and resume == "latest":
         raise SettingsError(f"--resume latest: no whole checkpoint in {folder}; --resume auto starts without one")
+    if newest is None and (damaged := _candidates(folder)):
+        raise SettingsError(
+            f"--resume auto: none of the checkpoints in {folder} is whole ({', '.join(p.name for p in damaged)}); "
+            "move them away to start anew"
+        )
     return newest
 
 

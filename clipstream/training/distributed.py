@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from clipstream.errors import SettingsError
 from clipstream.training.precision import same_randomness
 from clipstream.world import World
 
@@ -26,8 +27,8 @@ def wrap(module: nn.Module, world: World) -> nn.Module:
     """The module in DDP (with one rank: itself), its weights made rank 0's.
 
     DDP averages gradients, so a rank's share of the loss is multiplied by `world.size` before `backward`. Buffers are
-    not broadcast: those that move (batch statistics) are made rank 0's when the run saves. No static graph: it does
-    not go with `no_sync`, which micro-batches need.
+    not broadcast: batch statistics are the same on all ranks (`synchronize_batch_norm`). No static graph: it does not
+    go with `no_sync`, which micro-batches need.
     """
     if world.size == 1:
         return module
@@ -38,6 +39,19 @@ def wrap(module: nn.Module, world: World) -> nn.Module:
         gradient_as_bucket_view=True,
         **{_SYNC_BUFFERS: False},
     )
+
+
+def synchronize_batch_norm(module: nn.Module, world: World) -> None:
+    """Have batch norm take its statistics over all ranks, in place, so that features do not depend on their number.
+
+    Raises:
+        SettingsError: several ranks on the CPU, where torch cannot do it.
+    """
+    if world.size == 1 or not any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
+        return
+    if not world.device.startswith("cuda"):
+        raise SettingsError("batch norm over several ranks needs CUDA: take one rank, or a model without it (a ViT)")
+    nn.SyncBatchNorm.convert_sync_batchnorm(module)
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[Any]:
