@@ -77,7 +77,6 @@ def both(world: World, folder: str) -> bool:
     return losses == losses_2 and all(torch.equal(a, b) for a, b in zip(weights, weights_2, strict=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(size: int, tmp_path: Path) -> None:
     assert run_ranks(size, both, str(tmp_path)) == [True] * size
@@ -185,7 +184,6 @@ def save_for_ever(folder: str) -> None:
         write(Path(folder), step, keep_last=1 + step % 2)
 
 
-@pytest.mark.slow
 def test_killed_at_any_moment_there_is_a_whole_one(tmp_path: Path) -> None:
     write(tmp_path, 0)
     context = multiprocessing.get_context("forkserver")
@@ -212,7 +210,6 @@ def test_killed_at_any_moment_there_is_a_whole_one(tmp_path: Path) -> None:
     assert drafts, "no kill hit a save that was being written"
 
 
-@pytest.mark.slow
 def test_a_full_disk_is_a_warning_and_the_older_one_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if (
         os.geteuid() != 0

@@ -180,7 +180,6 @@ def stopped(world: World) -> tuple[str, list[int]]:
     return "", []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_signal_on_one_rank_stops_all_after_a_save(size: int) -> None:
     found = run_ranks(size, stopped)
@@ -193,7 +192,6 @@ def summed(world: World) -> list[dict[str, Any]]:
     return Run(world, 3).go().lines
 
 
-@pytest.mark.slow
 def test_two_ranks_write_one_file() -> None:
     lines = run_ranks(2, summed)
     assert lines[1] == []

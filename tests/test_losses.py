@@ -68,7 +68,6 @@ def make_weights(n: int) -> torch.Tensor:
     return weights
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", sorted(COUNTS))
 def test_shares_of_uneven_ranks_sum_to_the_full_batch(size: int) -> None:
     counts = COUNTS[size]

@@ -41,7 +41,6 @@ def recalls_of_part(world: World, images: torch.Tensor, texts: torch.Tensor) -> 
     return dict(recalls(part(world, images), part(world, texts), world))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_equal_to_the_reference_on_any_number_of_ranks(size: int) -> None:
     images, texts = features(157, noise=0.5)
@@ -106,7 +105,6 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("size", "workers"), [(1, 2), (2, 0), (3, 0)])
 def test_over_shards_every_pair_counts_once(pictures: Path, size: int, workers: int) -> None:
     alone = evaluate(World(), str(pictures), 0)
@@ -115,7 +113,6 @@ def test_over_shards_every_pair_counts_once(pictures: Path, size: int, workers: 
         assert result == pytest.approx(alone, abs=1e-9)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_first_pairs_only_even_where_a_rank_has_none(pictures: Path, size: int) -> None:
     results = run_ranks(size, evaluate, str(pictures), 0, 1)

@@ -107,7 +107,6 @@ def test_made_once_and_nothing_left_beside(small: Path) -> None:
     assert (Path(path).parent / "classnames.txt").read_text().split("\n")[:-1] == scenes.classes()
 
 
-@pytest.mark.slow
 def test_ranks_that_call_at_once_get_one_whole_folder(small: Path) -> None:
     code = (
         "from clipstream.data import scenes\n"
@@ -163,7 +162,7 @@ def test_every_shape_shows_its_colour_in_every_texture_and_size() -> None:
 def test_wording_follows_the_scene() -> None:
     first = scenes.Group(2, "small", "green", "striped", "triangle")
     second = scenes.Group(1, "large", "red", "plain", "circle")
-    worded = {scenes.word_scene(scenes.Scene((first, second), "left"), Random(i), 1.0) for i in range(300)}
+    worded = {scenes.word_scene(scenes.Scene((first, second), "left"), Random(i), 1.0) for i in range(3000)}
     assert len(worded) > 50
     assert "two small green striped triangles left of a large red plain circle" in worded
     assert all("two" in text and "triangles" in text and "circle" in text for text in worded)

@@ -121,7 +121,6 @@ def reference(kind: str, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str,
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_gradients_are_the_full_batchs(size: int) -> None:
     weights = torch.ones(10)
@@ -220,7 +219,6 @@ def diverging(world: World) -> tuple[str, bool]:
     return "", False
 
 
-@pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_all_ranks_alike() -> None:
     for text, stayed in run_ranks(2, diverging):
         assert stayed and text.startswith("step 7: loss is nan") and "0.tar/" in text
@@ -240,7 +238,6 @@ def wishes(world: World) -> tuple[bool, bool, bool]:
     return same, stops[0], stops[1]
 
 
-@pytest.mark.slow
 def test_a_wish_to_stop_is_agreed_and_the_warm_up_leaves_no_trace() -> None:
     assert run_ranks(2, wishes) == [(True, False, True)] * 2
 

@@ -140,7 +140,6 @@ def wait_for_step(place: Path, name: str, step: int, process: subprocess.Popen[b
         time.sleep(0.01)
 
 
-@pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_same_bits(place: Path) -> None:
     long = ["--schedule.type", "constant"]
     assert main(flags(place, "undisturbed", *long, steps=12)) == 0
@@ -156,7 +155,6 @@ def test_a_killed_run_goes_on_with_the_same_bits(place: Path) -> None:
     assert same_weights(weights(place, "killed", 12), weights(place, "undisturbed", 12))
 
 
-@pytest.mark.slow
 def test_sigterm_saves_and_says_how_to_go_on(place: Path) -> None:
     command = [sys.executable, "-m", "clipstream.train", *flags(place, "stopped", steps=100_000)]
     process = subprocess.Popen(command, cwd=OWN, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -177,7 +175,6 @@ def train_on(world: World, argv: list[str]) -> int:
     return main(argv)
 
 
-@pytest.mark.slow
 def test_two_ranks_train_on_the_same_batches(place: Path, whole: str) -> None:
     ends = end_ranks(2, train_on, flags(place, "two", "--val-data", f"{place}/val/*.tar", "--precision", "fp32"))
     assert [end.code for end in ends] == [0, 0], ends
@@ -187,7 +184,6 @@ def test_two_ranks_train_on_the_same_batches(place: Path, whole: str) -> None:
     assert lines(place, "two", "eval")[0]["n"] == 20
 
 
-@pytest.mark.slow
 def test_two_ranks_resume_with_the_same_bits(place: Path) -> None:
     argv = ["--schedule.type", "constant"]
     for name, steps in (("two-whole", 6), ("two-cut", 4)):
@@ -198,7 +194,6 @@ def test_two_ranks_resume_with_the_same_bits(place: Path) -> None:
     assert same_weights(weights(place, "two-cut", 6), weights(place, "two-whole", 6))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_absent_caption_ends_with_exit_code_3_and_the_flag_to_use(place: Path, ranks: int) -> None:
     began = time.monotonic()

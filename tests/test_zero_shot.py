@@ -72,7 +72,6 @@ def reference(n: int) -> dict[str, float]:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_equal_to_open_clip_on_any_number_of_ranks(pictures: Path, size: int) -> None:
     expected = reference(51)
@@ -86,7 +85,6 @@ def classifier_of(world: World) -> list[list[float]]:
     return rows
 
 
-@pytest.mark.slow
 def test_fewer_prompts_than_ranks() -> None:
     alone = np.array(classifier_of(World()))
     assert alone.shape == (2, 16) and np.linalg.norm(alone, axis=1) == pytest.approx([1, 1])
