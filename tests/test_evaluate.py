@@ -73,6 +73,7 @@ def test_a_checkpoint_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "image_to_text_R@10" in shown and "chance" in shown and "evaluations.jsonl" in shown
 
 
+@pytest.mark.slow
 def test_flags_lie_over_the_runs_settings_on_two_ranks(run: Path, tmp_path: Path) -> None:
     output = tmp_path / "out" / "figures.jsonl"
     flags = ["--evals.kinds", "null", "--evals.val.max-samples", "13", "--output", str(output)]

@@ -69,7 +69,6 @@ def end_well(world: World, kind: str) -> int:
     return 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("size", "failing"), [(2, 0), (2, 1), (3, 1)])
 def test_a_data_error_ends_all_ranks_with_its_code(size: int, failing: int) -> None:
     began = time.monotonic()
@@ -82,7 +81,6 @@ def test_a_data_error_ends_all_ranks_with_its_code(size: int, failing: int) -> N
         assert "Traceback" not in end.stderr
 
 
-@pytest.mark.slow
 def test_a_bug_shows_its_traceback_where_it_arose() -> None:
     ends = end_ranks(2, fail, "bug", 1)
     assert [end.code for end in ends] == [1, 1]
@@ -90,7 +88,6 @@ def test_a_bug_shows_its_traceback_where_it_arose() -> None:
     assert all(end.stderr.endswith("error: rank 1: KeyError: 'oops'\n") for end in ends)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("size", "failing"), [(2, 0), (3, 2)])
 def test_a_killed_rank_is_named(size: int, failing: int) -> None:
     ends = end_ranks(size, fail, "kill", failing)
@@ -101,7 +98,6 @@ def test_a_killed_rank_is_named(size: int, failing: int) -> None:
             assert "Traceback" not in end.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "code"),
     [("well", 0), ("late 0", 0), ("stopped", Stopped.exit_code), ("diverged", DivergedError.exit_code)],

@@ -66,7 +66,6 @@ for settings in runs:
 """
 
 
-@pytest.mark.slow
 def test_loads_by_tag_and_by_repository_with_sockets_blocked(cache: Path, tmp_path: Path) -> None:
     config = hubtree.write_named_config(tmp_path)
     out = python(LOAD, str(config), hubtree.REPO, HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(cache))
@@ -88,7 +87,6 @@ print("seconds", time.monotonic() - start)
 """
 
 
-@pytest.mark.slow
 def test_missing_files_are_told_before_torch_is_imported(tmp_path: Path) -> None:
     out = python(PREFLIGHT, HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(tmp_path))
     assert "HF_HUB_OFFLINE" in out and f"looked in:  {tmp_path}/models--timm--ViT-B-16-SigLIP" in out
@@ -96,7 +94,6 @@ def test_missing_files_are_told_before_torch_is_imported(tmp_path: Path) -> None
     assert f"hf download timm/ViT-B-16-SigLIP {files}\n" in out
 
 
-@pytest.mark.slow
 def test_a_hub_that_does_not_answer_costs_seconds(tmp_path: Path) -> None:
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
@@ -168,7 +165,6 @@ except SettingsError as error:
 """
 
 
-@pytest.mark.slow
 def test_fetches_what_is_missing_once(loopback_hub: tuple[str, list[str]], tmp_path: Path) -> None:
     endpoint, asked = loopback_hub
     env = {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(tmp_path / "cache"), "NO_PROXY": "*"}

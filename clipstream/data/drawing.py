@@ -11,7 +11,7 @@ from functools import cache
 from random import Random
 
 import numpy as np
-from PIL import Image, ImageChops, ImageDraw, ImageFilter
+from PIL import Image, ImageDraw
 
 SIDE = 64
 JPEG_QUALITY = 90
@@ -128,10 +128,9 @@ class Canvas:
         mask = shape_mask(shape, size, random.choice(TILTS))
         patch = Image.new("RGB", (size, size), tone)
         if texture != "plain":
-            # A rim keeps the shape's outline whole; the second colour is nearly white, so that no texture looks like
-            # another colour of the list.
-            inner = ImageChops.multiply(mask.filter(ImageFilter.MinFilter(3)), texture_mask(texture, size, phase))
-            patch.paste((250, 250, 248), (0, 0), inner)
+            # A darker (of black: a lighter) shade of the colour, so that outline and colour stay what they are.
+            shade = tuple(part // 2 for part in tone) if max(tone) > 96 else tuple(part + 80 for part in tone)
+            patch.paste(shade, (0, 0), texture_mask(texture, size, phase))
         self._picture.paste(patch, (left, top), mask)
 
     def group(
