@@ -20,7 +20,7 @@ from clipstream.world import World
 
 # torch 2.13 gave the argument a new name.
 _NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
-_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
+_OPTIONS: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers": False}
 
 
 def wrap(module: nn.Module, world: World) -> nn.Module:
@@ -37,7 +37,7 @@ def wrap(module: nn.Module, world: World) -> nn.Module:
         module,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        **{_SYNC_BUFFERS: False},
+        **_OPTIONS,
     )
 
 
@@ -51,7 +51,7 @@ def synchronize_batch_norm(module: nn.Module, world: World) -> None:
         return
     if not world.device.startswith("cuda"):
         raise SettingsError("batch norm over several ranks needs CUDA: take one rank, or a model without it (a ViT)")
-    nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[Any]:
