@@ -184,6 +184,7 @@ def save_for_ever(folder: str) -> None:
         write(Path(folder), step, keep_last=1 + step % 2)
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_there_is_a_whole_one(tmp_path: Path) -> None:
     write(tmp_path, 0)
     context = multiprocessing.get_context("forkserver")

@@ -174,6 +174,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_the_hubs_cache_is_enough_without_a_network(tmp_path: Path, folder: Path) -> None:
     repo = tmp_path / "models--org--name"
     (repo / "refs").mkdir(parents=True)
