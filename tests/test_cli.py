@@ -37,11 +37,11 @@ def seconds_of(*argv: str) -> float:
 
 
 def test_help_is_there_at_once() -> None:
-    """Under 1 s where importing pydantic takes 0.2 s; a busy machine is given as much more as that import takes."""
+    """Under 1 s; where importing pydantic alone takes more than 0.1 s (a busy machine), under ten times that."""
     for argv in (("-m", "clipstream.train", "--help"), ("-c", "import pydantic.fields")):
         python(*argv)  # compiles to bytecode where nothing has yet
     pydantic = min(seconds_of("-c", "import pydantic.fields") for _ in range(3))
-    assert min(seconds_of("-m", "clipstream.train", "--help") for _ in range(3)) < max(1.0, 5 * pydantic)
+    assert min(seconds_of("-m", "clipstream.train", "--help") for _ in range(3)) < max(1.0, 10 * pydantic)
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -31,7 +31,7 @@ COLOURS: dict[str, tuple[int, int, int]] = {
     "black": (22, 22, 26),
 }
 TEXTURES = ("plain", "striped", "dotted", "checked")
-SIZES: dict[str, tuple[int, int]] = {"small": (12, 14), "medium": (18, 20), "large": (28, 31)}
+SIZES: dict[str, tuple[int, int]] = {"small": (15, 17), "medium": (23, 25), "large": (34, 38)}
 TILTS = (-12, -6, 0, 6, 12)
 RAMP = np.linspace(-0.5, 0.5, SIDE, dtype=np.float32)
 
@@ -142,7 +142,7 @@ class Canvas:
         """
         random = self._random
         left, top, right, bottom = box
-        side = random.randint(*SIZES[size])
+        side = min(random.randint(*SIZES[size]), right - left, bottom - top)
         columns, rows = max(1, (right - left) // (side + 1)), max(1, (bottom - top) // (side + 1))
         wide, high = (right - left) / columns, (bottom - top) / rows
         phase = random.randrange(4)

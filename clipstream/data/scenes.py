@@ -44,12 +44,12 @@ TEXTURE_WORDS = {
     "checked": ("checked", "checkered"),
 }
 # The most things of a size that a group may have: half a picture holds them side by side.
-MOST = {"small": 4, "medium": 3, "large": 2}
+MOST = {"small": 3, "medium": 2, "large": 1}
 # Share of training's scenes with a single group of things.
-ALONE = 0.6
+ALONE = 0.75
 # How much training's captions tell: see `word_scene`. What they leave out makes shapes and colours worth learning.
 DETAIL = 0.5
-COUNTS = ("", "one", "two", "three", "four")
+COUNTS = ("", "one", "two", "three")
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _shown_pairs() -> tuple[tuple[str, str], ...]:
 def _draw_group(random: Random, pairs: tuple[tuple[str, str], ...]) -> Group:
     colour, shape = random.choice(pairs)
     size = random.choice(tuple(MOST))
-    count = 1 if random.random() < 0.4 else random.randint(1, MOST[size])
+    count = 1 if random.random() < 0.6 else random.randint(1, MOST[size])
     texture = random.choice(TEXTURES)
     return Group(count, size, colour, texture, shape)
 

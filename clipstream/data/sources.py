@@ -202,9 +202,7 @@ def evaluation_loader(
     batch_size = max(batch_size, per_rank)
     lanes = world.size * per_rank
     urls = expand(source.shards)
-    if absent := [url for url in urls if scheme_of(url) is None and not os.path.exists(url)]:
-        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-        raise DataError(f"{place}.shards: of {len(urls)} shards, {absent[0]}{more} {'are' if more else 'is'} not there")
+    _all_there(urls, place)
 
     def make_walk(_: int, lane: int, shards: OpenShards, pulse: Callable[[], None]) -> Walk:
         return OnceWalk(lane, lanes, shards, pulse, max_samples)
@@ -223,17 +221,15 @@ def evaluation_loader(
         store=ShardStore(cache),
     )
     hint = (source.image_key, None if target is not None else source.caption, place)
-    plan = stream.plan(
-        Budget({name: len(set(urls))}, {name: hint}, 0.0, 1.0),
-        image,
-        2,
-        batch_size * world.size,
-        stall_timeout=stall_timeout,
-        lanes_total=lanes,
-        fingerprint="",
-        ends=True,
-    )
-    return Loader(plan)
+    budget = Budget({name: len(set(urls))}, {name: hint}, 0.0, 1.0)
+    ending = {"stall_timeout": stall_timeout, "lanes_total": lanes, "fingerprint": "", "ends": True}
+    return Loader(stream.plan(budget, image, 2, batch_size * world.size, **ending))
+
+
+def _all_there(urls: list[str], place: str) -> None:
+    if absent := [url for url in urls if scheme_of(url) is None and not os.path.exists(url)]:
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise DataError(f"{place}.shards: of {len(urls)} shards, {absent[0]}{more} {'are' if more else 'is'} not there")
 
 
 def _reader(

@@ -257,7 +257,7 @@ class EvalRunner:
 class Rehearsal(EvalContext):
     """A context of few samples, whose features are constant: what an evaluator reads is real, what it yields is not."""
 
-    SAMPLES, WIDTH = 256, 8
+    SAMPLES, WIDTH = 64, 8
 
     @classmethod
     def of(cls, context: EvalContext, name: str) -> Rehearsal:
