@@ -66,6 +66,7 @@ for settings in runs:
 """
 
 
+@pytest.mark.slow
 def test_loads_by_tag_and_by_repository_with_sockets_blocked(cache: Path, tmp_path: Path) -> None:
     config = hubtree.write_named_config(tmp_path)
     out = python(LOAD, str(config), hubtree.REPO, HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(cache))

@@ -44,7 +44,9 @@ def small_scenes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     scenes.gallery_scenes.cache_clear()
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "emoji" else []) for name in RECIPES]
+)
 def test_the_command_in_its_head_runs(
     name: str, small_scenes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,6 +155,7 @@ def test_a_killed_run_goes_on_with_the_same_bits(place: Path) -> None:
     assert same_weights(weights(place, "killed", 12), weights(place, "undisturbed", 12))
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_says_how_to_go_on(place: Path) -> None:
     command = [sys.executable, "-m", "clipstream.train", *flags(place, "stopped", steps=100_000)]
     process = subprocess.Popen(command, cwd=OWN, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -184,6 +185,7 @@ def test_two_ranks_train_on_the_same_batches(place: Path, whole: str) -> None:
     assert lines(place, "two", "eval")[0]["n"] == 20
 
 
+@pytest.mark.slow
 def test_two_ranks_resume_with_the_same_bits(place: Path) -> None:
     argv = ["--schedule.type", "constant"]
     for name, steps in (("two-whole", 6), ("two-cut", 4)):
