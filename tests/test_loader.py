@@ -148,7 +148,7 @@ def test_nothing_usable_ends_with_what_was_seen_and_the_flag_to_use(shards: list
     began = time.monotonic()
     with pytest.raises(DataError) as caught, loader(settings) as stream:
         next(stream)
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 240
     message = str(caught.value)
     for word in ("'train'", "no_caption", "txt", "json", "caption.en", "--caption-key", "--caption-json"):
         assert word in message, message
@@ -199,7 +199,7 @@ def test_a_member_that_cannot_be_read_is_a_dropped_sample(tmp_path: Path, worker
 
 def slow(sample: dict[str, Any]) -> dict[str, Any]:
     """A user's transform that is slow."""
-    time.sleep(0.3)
+    time.sleep(0.5)
     return sample
 
 
@@ -207,9 +207,10 @@ def test_a_slow_source_is_no_stall(shards: list[str], monkeypatch: pytest.Monkey
     monkeypatch.setattr("clipstream.data.feeder.INTERIM_SECONDS", 0.5)
     sources = {"train": {"shards": shards, "transform": "tests.test_loader:slow"}}
     began = time.monotonic()
-    with loader(data(shards, workers=1, stall_timeout=2.5, sources=sources, prefetch=1)) as stream:
+    settings = data(shards, workers=1, stall_timeout=10.0, sources=sources, prefetch=1, global_batch_size=24)
+    with loader(settings) as stream:
         next(stream)
-    assert time.monotonic() - began > 3
+    assert time.monotonic() - began > 10
 
 
 def test_a_killed_worker_is_named(shards: list[str]) -> None:
@@ -235,7 +236,7 @@ def test_a_stall_names_worker_stage_and_sample(shards: list[str]) -> None:
         loader(data(shards, workers=1, stall_timeout=6.0, sources=sources)) as stream,
     ):
         next(stream)
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 240
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (1, 2), (2, 0), (3, 2)])

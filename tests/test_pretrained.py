@@ -28,7 +28,7 @@ def python(code: str, *arguments: str, **env: str) -> str:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
-        env={**clean, **env}, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False,
+        env={**clean, **env}, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -179,7 +179,7 @@ def test_preflight_is_quick_where_nothing_is_to_be_fetched(cache: Path, tmp_path
     settings = ModelSettings(name=str(hubtree.write_named_config(tmp_path)), pretrained="webli", cache_dir=str(cache))
     start = time.monotonic()
     preflight(settings)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
     assert needs(ModelSettings(name="ViT-B-32")) == []
 
 

@@ -25,7 +25,7 @@ from clipstream.model.towers import build_towers
 from clipstream.train import main
 from clipstream.world import World
 from tests.pictures import make_shards, picture
-from tests.ranks import end_ranks
+from tests.ranks import TIMEOUT, end_ranks
 
 OWN = Path(__file__).parent.parent
 MODEL = {
@@ -133,7 +133,7 @@ def test_an_existing_run_is_refused_with_both_ways_out(
 def wait_for_step(place: Path, name: str, step: int, process: subprocess.Popen[bytes]) -> None:
     """Wait until a run has written a step's line."""
     path = place / "runs" / name / "metrics.jsonl"
-    limit = time.monotonic() + 400
+    limit = time.monotonic() + TIMEOUT
     while not (path.exists() and f'"step": {step},' in path.read_text()):
         assert process.poll() is None, "the run ended before it was to be disturbed"
         assert time.monotonic() < limit
@@ -161,7 +161,7 @@ def test_sigterm_saves_and_says_how_to_go_on(place: Path) -> None:
     process = subprocess.Popen(command, cwd=OWN, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     wait_for_step(place, "stopped", 3, process)
     process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=200)
+    _, error = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 75
     assert b"--resume" in error and b"Traceback" not in error
     step = int((place / "runs/stopped/checkpoints/latest").read_text().strip()[-8:])
@@ -201,7 +201,7 @@ def test_an_absent_caption_ends_with_exit_code_3_and_the_flag_to_use(place: Path
     began = time.monotonic()
     ends = end_ranks(ranks, train_on, flags(place, f"absent-{ranks}", "--caption-key", "text"))
     assert [end.code for end in ends] == [3] * ranks
-    assert time.monotonic() - began < 200
+    assert time.monotonic() - began < TIMEOUT
     for word in ("json", "jpg", "caption.en", "--caption-json", "--caption-key txt"):
         assert word in ends[0].stderr
     assert "Traceback" not in ends[0].stderr
