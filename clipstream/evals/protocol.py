@@ -8,11 +8,12 @@ modes are put back, and no gradient is touched.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -74,6 +75,8 @@ class EvalContext:
     dropped: int = field(default=0, init=False)
     complaint: str = field(default="", init=False)
 
+    AT_MOST: ClassVar[float] = math.inf  # samples of a source, whatever the evaluator asks for
+
     def batches(
         self,
         source: SourceSettings,
@@ -97,6 +100,7 @@ class EvalContext:
         Raises:
             DataError: a shard is missing or broken, or the first 2,000 samples of this rank give nothing.
         """
+        limit = min(self.AT_MOST, max_samples or math.inf)
         loader = evaluation_loader(
             source,
             batch_size=batch_size,
@@ -105,7 +109,7 @@ class EvalContext:
             image=self.image,
             workers=self.workers,
             target=target,
-            max_samples=max_samples,
+            max_samples=None if limit == math.inf else int(limit),
             place=f"evals.{self.name}.data",
             cache=self.cache,
             stall_timeout=self.stall_timeout,
@@ -257,26 +261,14 @@ class EvalRunner:
 class Rehearsal(EvalContext):
     """A context of few samples, whose features are constant: what an evaluator reads is real, what it yields is not."""
 
-    SAMPLES, WIDTH = 64, 8
+    AT_MOST: ClassVar[float] = 64
+    WIDTH: ClassVar[int] = 8
 
     @classmethod
     def of(cls, context: EvalContext, name: str) -> Rehearsal:
         """The rehearsal of an evaluation in this context."""
         kept = {item.name: getattr(context, item.name) for item in fields(context) if item.init}
         return cls(**{**kept, "workers": 0, "name": name})
-
-    def batches(
-        self,
-        source: SourceSettings,
-        batch_size: int,
-        *,
-        target: CaptionExtractor | None = None,
-        tokenizer: Tokenizer | None = None,
-        max_samples: int | None = None,
-    ) -> Iterator[Batch]:
-        """The first samples only."""
-        few = min(self.SAMPLES, max_samples or self.SAMPLES)
-        return super().batches(source, batch_size, target=target, tokenizer=tokenizer, max_samples=few)
 
     def encode_prompts(self, prompts: Sequence[str], batch_size: int = 256) -> torch.Tensor:
         """Made-up features [n, WIDTH]; nothing is tokenized."""

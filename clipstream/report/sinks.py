@@ -38,12 +38,10 @@ class MetricsFile:
         self.path = Path(folder) / METRICS_FILE
         kept = []
         if resume_step is not None and self.path.exists():
-            first_cut = resume_step if ended else resume_step + 1
-            kept = [
-                line
-                for line, record in _lines(self.path)
-                if record.get("step", 0) < (resume_step + 1 if "loss" in record else first_cut)
-            ]
+            for line, record in _lines(self.path):
+                step = record.get("step", 0)
+                if step < resume_step or (step == resume_step and (not ended or "loss" in record)):
+                    kept.append(line)
         draft = self.path.with_suffix(".tmp")
         with draft.open("wb") as file:
             file.writelines(kept)
