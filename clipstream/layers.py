@@ -59,8 +59,10 @@ class Layer:
         """Set one value, making the mappings above it."""
         tree = self.tree
         for depth, part in enumerate(path[:-1], start=1):
-            if not isinstance(tree.get(str(part)), dict):
+            if tree.get(str(part)) is None:
                 tree[str(part)] = {}
+            if not isinstance(tree[str(part)], dict):
+                return  # what stands here is no mapping, and will be told to be wrong
             self.places.setdefault(path[:depth], place)
             tree = tree[str(part)]
         tree[str(path[-1])] = value
