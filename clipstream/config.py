@@ -15,7 +15,8 @@ from pydantic import Field, PrivateAttr, SerializeAsAny, ValidationError
 
 from clipstream.data.settings import CaptionSettings, DataSettings, JsonCaption, TokenizerSettings
 from clipstream.errors import SettingsError
-from clipstream.evals.settings import EvalSettings
+from clipstream.evals.prompts import OF_OPEN_CLIP, class_names, prompt_templates
+from clipstream.evals.settings import EvalSettings, ZeroShotSettings
 from clipstream.flags import flag_layer, split
 from clipstream.layers import Dumper, Layer, Places, merged, merged_texts, yaml_layer
 from clipstream.model.settings import LossSettings, ModelSettings
@@ -126,7 +127,7 @@ def validate_run(settings: Settings, world: World) -> None:
         *_length_problems(settings),
         *_batch_problems(settings, world),
         *_data_problems(settings),
-        *_folder_problems(settings),
+        *_folder_problems(settings, world),
     ]
     if found:
         raise SettingsError(joined(problem(settings._places, path, text) for path, text in found))
@@ -144,10 +145,14 @@ def _length_problems(settings: Settings) -> Found:
         return [(("train", given[1]), f"{' and '.join(given)} are all given: keep the one that is meant")]
     if given == ["epochs"] and train.epoch_samples is None:
         return [(("train", "epochs"), "how many samples are an epoch? Give --train-num-samples, or --steps instead")]
-    steps, warmup = settings.total_steps, settings.schedule.warmup
-    if 0 < steps < warmup:
-        return [(("schedule", "warmup"), f"{warmup} steps of warm-up, but the run has {steps}: lower --warmup")]
-    return []
+    steps, schedule, lr = settings.total_steps, settings.schedule, settings.optim.lr
+    found: Found = []
+    if 0 < steps < schedule.warmup:
+        text = f"{schedule.warmup} steps of warm-up, but the run has {steps}: lower --warmup"
+        found.append((("schedule", "warmup"), text))
+    if schedule.min_lr > lr:
+        found.append((("schedule", "min_lr"), f"{schedule.min_lr:g} is above the peak, optim.lr {lr:g}"))
+    return found
 
 
 def _batch_problems(settings: Settings, world: World) -> Found:
@@ -181,6 +186,8 @@ def _data_problems(settings: Settings) -> Found:
         elif evaluator.type in EvalSettings.builtin:
             text = f"the evaluator has no data: give --evals.{name}.data.shards, or remove it with --evals.{name} null"
             found.append((("evals", name), text))
+        if isinstance(evaluator, ZeroShotSettings):
+            found += _prompt_problems(name, evaluator)
     for path, caption in captions:
         if isinstance(caption, JsonCaption) and caption.weights and len(caption.weights) != len(caption.paths):
             text = f"{len(caption.weights)} weights for {len(caption.paths)} paths: give one for each"
@@ -188,8 +195,25 @@ def _data_problems(settings: Settings) -> Found:
     return found
 
 
-def _folder_problems(settings: Settings) -> Found:
+def _prompt_problems(name: str, evaluator: ZeroShotSettings) -> Found:
+    found: Found = []
+    for key, read in (("classes", class_names), ("templates", prompt_templates)):
+        given = getattr(evaluator, key)
+        if given in OF_OPEN_CLIP:  # reading these imports torch
+            continue
+        try:
+            read(given)
+        except SettingsError as error:
+            found.append((("evals", name, key), str(error).removeprefix(f"{key}: ")))
+    return found
+
+
+def _folder_problems(settings: Settings, world: World) -> Found:
     resume, name = settings.checkpoint.resume, settings.run.name
+    # Rank 0 finds the checkpoint for all: others may have a disk of their own.
+    if resume not in (None, "latest", "auto") and world.is_main and not FilePath(str(resume)).exists():
+        text = f"there is no {resume}: give a checkpoint's folder, latest (with --name) or auto"
+        return [(("checkpoint", "resume"), text)]
     if name is None:
         if resume in ("latest", "auto"):
             return [(("checkpoint", "resume"), f"{resume} of which run? Give its --name")]

@@ -18,6 +18,7 @@ from clipstream.cli import load_or_help, run_main
 from clipstream.config import Settings, dump, resolve, validate_run
 from clipstream.errors import SettingsError
 from clipstream.failure import FailureWatch
+from clipstream.model.settings import chosen_loss_type
 from clipstream.world import World
 
 if TYPE_CHECKING:
@@ -41,7 +42,12 @@ def _main(argv: list[str]) -> int:
     validate_run(settings, World.from_env())
     from clipstream.model.pretrained import preflight
 
-    preflight(settings.model, settings.tokenizer, ask=World.from_env().local_rank == 0)
+    preflight(
+        settings.model,
+        settings.tokenizer,
+        loss_type=chosen_loss_type(settings.loss),
+        ask=World.from_env().local_rank == 0,
+    )
     from clipstream.session import run_ranks
 
     return run_ranks(settings.run, partial(train, settings))
@@ -83,7 +89,6 @@ def train(settings: Settings, world: World, watch: FailureWatch) -> None:
 def _model(settings: Settings, world: World) -> tuple[Towers, Tokenizer]:
     """The towers on this rank's device, in their final type, and what makes their ids."""
     from clipstream.data.text import build_tokenizer
-    from clipstream.model.losses import chosen_loss_type
     from clipstream.model.pretrained import fetch
     from clipstream.model.towers import build_towers
     from clipstream.training.precision import prepare, seed_all

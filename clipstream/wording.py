@@ -162,6 +162,10 @@ def _unknown_key(root: type[Section], tree: dict[str, Any], path: Path) -> str:
     near = did_you_mean(name, known)
     if near:
         return f"there is no such key{near}"
+    if section is not None and issubclass(section, PluginSection):
+        types = [kind for kind, cls in section.builtin.items() if name in cls.model_fields]
+        if types:
+            return f"a key of type {' or '.join(types)} only: set the type as well"
     elsewhere = _elsewhere(root, name)
     if elsewhere:
         return f"there is no such key; did you mean {elsewhere}?"

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from clipstream.errors import SettingsError
-from clipstream.model.losses import ContrastiveLoss, build_loss, chosen_loss_type
-from clipstream.model.settings import ClipLossSettings, LossSettings, SiglipLossSettings
+from clipstream.model.losses import ContrastiveLoss, build_loss
+from clipstream.model.settings import ClipLossSettings, LossSettings, SiglipLossSettings, chosen_loss_type
 from clipstream.model.towers import Features
 from clipstream.world import World
 from tests.ranks import run_ranks

@@ -17,9 +17,10 @@ from PIL import Image
 
 from clipstream.data.settings import SourceSettings
 from clipstream.errors import DataError, SettingsError
+from clipstream.evals.prompts import class_names, prompt_templates
 from clipstream.evals.protocol import EvalContext, EvalRunner, build_evaluators
 from clipstream.evals.settings import EvalSettings, RetrievalSettings, ZeroShotSettings
-from clipstream.evals.zero_shot import ZeroShot, class_names, figures, prompt_templates, text_classifier
+from clipstream.evals.zero_shot import ZeroShot, figures, text_classifier
 from clipstream.training.precision import seed_all
 from clipstream.world import World
 from tests.evaluating import context_of, tiny_towers

@@ -12,10 +12,10 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image, ImageColor, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from clipstream.batch import ImageSpec
-from clipstream.data.settings import AugmentSettings
+from clipstream.data.settings import AugmentSettings, rgb
 from clipstream.errors import Dropped, SettingsError
 
 if TYPE_CHECKING:
@@ -146,10 +146,9 @@ def crop_box(size: tuple[int, int], augment: AugmentSettings, draws: Draws) -> t
 
 def _colour(name: str) -> _Colour:
     try:
-        red, green, blue = ImageColor.getrgb(name)[:3]
+        return rgb(name)
     except ValueError as error:
-        raise SettingsError(f"background: {name!r} is no colour; use a name such as white, or #rrggbb") from error
-    return red, green, blue
+        raise SettingsError(f"background: {error}") from error
 
 
 def _open(data: bytes) -> Image.Image:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator
 
+from clipstream.plugins import load_plugin
 from clipstream.section import PluginSection, Section
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -116,6 +117,34 @@ class SourceSettings(Section):
             raise ValueError("name at least one shard")
         return value
 
+    @field_validator("transform")
+    @classmethod
+    def _a_function(cls, value: str | None) -> str | None:
+        if value is not None and not callable(load_plugin(value)):
+            raise ValueError(f"{value} is no function")
+        return value
+
+    @field_validator("background")
+    @classmethod
+    def _a_colour(cls, value: str) -> str:
+        rgb(value)
+        return value
+
+
+def rgb(name: str) -> tuple[int, int, int]:
+    """The colour of a name or #rrggbb, each part 0 to 255.
+
+    Raises:
+        ValueError: there is no such colour.
+    """
+    from PIL import ImageColor
+
+    try:
+        red, green, blue = ImageColor.getrgb(name)[:3]
+    except ValueError as error:
+        raise ValueError(f"{name!r} is no colour: use a name such as white, or #rrggbb") from error
+    return red, green, blue
+
 
 class SamplingSettings(Section):
     """In which order shards come."""
@@ -147,6 +176,13 @@ class AugmentSettings(Section):
     def _ordered(cls, value: tuple[float, float]) -> tuple[float, float]:
         if not 0 < value[0] <= value[1]:
             raise ValueError("min and max must be positive and in order")
+        return value
+
+    @field_validator("scale")
+    @classmethod
+    def _inside(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if value[1] > 1:
+            raise ValueError("a crop takes a share of the picture: max is at most 1")
         return value
 
 

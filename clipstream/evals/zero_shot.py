@@ -6,19 +6,17 @@ prompts is normalised again. Ties: see `ranking`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from clipstream.data.fields import LabelField
 from clipstream.data.text import LabelEncoder
-from clipstream.errors import SettingsError
+from clipstream.evals.prompts import Template, class_names, prompt_templates
 from clipstream.evals.protocol import EvalContext, source_of
 from clipstream.evals.ranking import hits, place
 from clipstream.evals.settings import ZeroShotSettings
 
-Template = Callable[[str], str]
 PROMPTS_AT_ONCE = 8192  # over all ranks; bounds what is gathered
 
 
@@ -96,56 +94,3 @@ def text_classifier(context: EvalContext, classes: Sequence[str], templates: Seq
         features = context.encode_prompts([template(name) for name in some for template in templates])
         rows.append(features.view(len(some), len(templates), -1).mean(dim=1))
     return torch.nn.functional.normalize(torch.cat(rows), dim=1)
-
-
-def class_names(spec: str | Sequence[str]) -> list[str]:
-    """The names that a setting gives: a list, 'imagenet' (open_clip's names), or a file with one a line.
-
-    Raises:
-        SettingsError: no such file, or fewer than 2 names.
-    """
-    if spec == "imagenet":
-        from open_clip import IMAGENET_CLASSNAMES
-
-        return list(IMAGENET_CLASSNAMES)
-    names = _lines(spec, "classes") if isinstance(spec, str) else list(spec)
-    if len(names) < 2:
-        raise SettingsError(f"classes: {len(names)} given, classification takes at least 2")
-    return names
-
-
-def prompt_templates(spec: str | Sequence[str]) -> list[Template]:
-    """The templates that a setting gives: a list, 'openai', 'simple', 'plain', or a file with one a line.
-
-    Raises:
-        SettingsError: no such file, or a template without {c} or {}.
-    """
-    if spec in ("openai", "simple"):
-        import open_clip
-
-        return list(open_clip.OPENAI_IMAGENET_TEMPLATES if spec == "openai" else open_clip.SIMPLE_IMAGENET_TEMPLATES)
-    texts = ["{c}"] if spec == "plain" else _lines(spec, "templates") if isinstance(spec, str) else list(spec)
-    for text in texts:
-        if not has_place(text):
-            raise SettingsError(f"templates: {text!r} has no {{c}} or {{}} where the class name goes")
-    if not texts:
-        raise SettingsError("templates: none given")
-    return [_template(text) for text in texts]
-
-
-def has_place(text: str) -> bool:
-    """Whether a template says where the class name goes."""
-    return "{c}" in text or "{}" in text
-
-
-def _template(text: str) -> Template:
-    return lambda name: text.replace("{c}", name).replace("{}", name)
-
-
-def _lines(path: str, what: str) -> list[str]:
-    """The lines of a text file that are not blank."""
-    try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{what}: cannot read the file {path!r}: {error}") from error
-    return [line.strip() for line in text.splitlines() if line.strip()]

@@ -38,6 +38,18 @@ def cache_folder(cache_dir: str | None) -> Path:
     return Path(cache_dir or constants.HF_HUB_CACHE).expanduser()
 
 
+def repository(name: str) -> str:
+    """The 'ORG/NAME' of an 'hf-hub:ORG/NAME'.
+
+    Raises:
+        SettingsError: there is nothing behind the colon.
+    """
+    scheme, _, repo = name.partition(":")
+    if not repo:
+        raise SettingsError(f"{name!r} names no repository: write {scheme}:ORG/NAME")
+    return repo
+
+
 def cached(repo: str, names: Iterable[str], cache_dir: str | None) -> Path | None:
     """The first of `names` that the cache holds for the repository's main revision.
 

@@ -127,11 +127,6 @@ class SiglipLoss:
             return (pairs * F.softplus(signs * logits)).sum() / _total(all_weights)
 
 
-def chosen_loss_type(settings: LossSettings) -> str | None:
-    """'clip' or 'siglip' where the user named one of them: what `build_towers` has to agree with; else None."""
-    return settings.type if isinstance(settings, ClipLossSettings | SiglipLossSettings) else None
-
-
 def build_loss(settings: LossSettings, towers_loss_type: str) -> ContrastiveLoss:
     """The loss that the settings name; 'auto' is the one that the towers were made for, Towers.loss_type.
 

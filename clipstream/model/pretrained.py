@@ -76,16 +76,24 @@ class _Weights:
         return not self.repo and self.path is None
 
 
-def preflight(settings: ModelSettings, tokenizer: TokenizerChoice | None = None, *, ask: bool = True) -> None:
+def preflight(
+    settings: ModelSettings,
+    tokenizer: TokenizerChoice | None = None,
+    *,
+    loss_type: str | None = None,
+    ask: bool = True,
+) -> None:
     """Find out, without torch and within seconds, whether the model's files are here or can be fetched.
 
     Args:
+        loss_type: 'clip' or 'siglip' where the user chose one.
         ask: whether this process may ask if the Hub is in reach; one a node is enough.
 
     Raises:
-        SettingsError: a name, tag or file is unknown; the tokenizer is not the one that the weights were made with;
-            or files of the Hub are not in the cache and the Hub is not in reach.
+        SettingsError: a name, tag or file is unknown; tokenizer or loss are not those that the weights were made
+            with; or files of the Hub are not in the cache and the Hub is not in reach.
     """
+    _check_loss(settings, loss_type)
     missing = hub.missing(needs(settings, tokenizer), settings.cache_dir)
     if ask and missing and (reason := hub.why_unreachable()):
         raise hub.explain(missing, settings.cache_dir, _label(settings), reason)
@@ -122,7 +130,7 @@ def needs(settings: ModelSettings, tokenizer: TokenizerChoice | None = None) -> 
     """
     found = []
     if settings.name.startswith(HUB):
-        found.append(Need(settings.name[len(HUB) :], ((CONFIG_FILE,),)))
+        found.append(Need(hub.repository(settings.name), ((CONFIG_FILE,),)))
     weights = _weights(settings)
     if weights.repo:
         config = ((CONFIG_FILE,),) if (settings.pretrained or "").startswith(HUB) else ()
@@ -226,7 +234,7 @@ def _named_config(settings: ModelSettings) -> dict[str, Any] | None:
     """The configuration that `model.name` names; None while it is on the Hub and not in the cache."""
     name = settings.name
     if name.startswith(HUB):
-        path = hub.cached(name[len(HUB) :], (CONFIG_FILE,), settings.cache_dir)
+        path = hub.cached(hub.repository(name), (CONFIG_FILE,), settings.cache_dir)
         config = None if path is None else read_config(path)
     elif name.startswith(LOCAL):
         config = read_config(Path(name[len(LOCAL) :]) / CONFIG_FILE)
@@ -251,7 +259,7 @@ def _weights(settings: ModelSettings) -> _Weights:
             return _Weights()
         chosen = name
     if chosen.startswith(HUB):
-        return _Weights(repo=chosen[len(HUB) :], names=WEIGHT_FILES)
+        return _Weights(repo=hub.repository(chosen), names=WEIGHT_FILES)
     if chosen.startswith(LOCAL):
         folder = Path(chosen[len(LOCAL) :])
         config = read_config(folder / CONFIG_FILE)
@@ -285,6 +293,39 @@ def _weights(settings: ModelSettings) -> _Weights:
         return _Weights(path=Path(chosen))
     config = read_config(beside)
     return _Weights(path=Path(chosen), preprocess=config["preprocess_cfg"], model_cfg=config["model_cfg"])
+
+
+def _check_loss(settings: ModelSettings, wanted: str | None) -> None:
+    """Raise where the configuration tells already that the loss is another's; `towers` looks at the weights, too."""
+    weights = _weights(settings)
+    config = _settled_config(settings, weights)
+    if config is None or wanted is None or weights.path is not None:
+        return
+    by_config = "siglip" if config["model_cfg"].get("init_logit_bias") is not None else None
+    settle_loss(settings, wanted, by_config=by_config, weights_for=None if weights.fresh else by_config or "clip")
+
+
+def settle_loss(settings: ModelSettings, wanted: str | None, *, by_config: str | None, weights_for: str | None) -> str:
+    """The type of loss to train with: what was asked for, else what the configuration, else what the weights say.
+
+    Args:
+        wanted: the user's choice.
+        by_config: 'siglip' where the configuration has init_logit_bias.
+        weights_for: the loss that the weights were trained with; None for a fresh model, which may become either.
+
+    Raises:
+        SettingsError: weights or configuration are made for another loss, and no `allow_mismatch`.
+    """
+    chosen = wanted or by_config or weights_for or "clip"
+    made_for = weights_for or by_config or "clip"
+    fresh_clip = weights_for is None and made_for == "clip"
+    if chosen != made_for and not fresh_clip and not settings.allow_mismatch:
+        asked = f"loss.type {wanted!r} was asked for" if wanted else "its configuration has init_logit_bias"
+        raise SettingsError(
+            f"{_label(settings)} was made for the {made_for!r} loss, but {asked}: leave loss.type at 'auto', "
+            "or set model.allow_mismatch to true"
+        )
+    return chosen
 
 
 def _check_tokenizer(

@@ -54,6 +54,11 @@ class SiglipLossSettings(LossSettings):
     max_logit_scale: float | None = Field(None, gt=0, description="upper limit of exp(logit_scale); none as published")
 
 
+def chosen_loss_type(settings: LossSettings) -> str | None:
+    """'clip' or 'siglip' where the user named one of them: what the model has to agree with; else None."""
+    return settings.type if isinstance(settings, ClipLossSettings | SiglipLossSettings) else None
+
+
 LossSettings.builtin = {"auto": AutoLoss, "clip": ClipLossSettings, "siglip": SiglipLossSettings}
 
 LossField = SerializeAsAny[LossSettings]

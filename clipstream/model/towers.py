@@ -33,7 +33,7 @@ from torch import nn
 
 from clipstream.batch import ImageSpec
 from clipstream.errors import SettingsError
-from clipstream.model.pretrained import CONFIG_FILE, WEIGHT_FILES, Source, TokenizerChoice, resolve
+from clipstream.model.pretrained import CONFIG_FILE, WEIGHT_FILES, Source, TokenizerChoice, resolve, settle_loss
 from clipstream.model.settings import ModelSettings
 
 TIMM_POSITIONS = "visual.trunk.pos_embed"
@@ -217,7 +217,7 @@ def build_towers(
     if settings.image_size is not None:
         _set_image_size(cfg["vision_cfg"], settings.image_size)
     state = None if source.weights is None else _read_weights(source.weights)
-    loss_type = _settle_loss(settings, source, cfg, state, loss_type)
+    loss_type = _settle_loss(settings, cfg, state, loss_type)
     clip = _create(source, cfg, seed)
     if state is not None:
         _load(clip, state, source)
@@ -259,11 +259,7 @@ def _set_image_size(vision_cfg: dict[str, Any], size: int) -> None:
 
 
 def _settle_loss(
-    settings: ModelSettings,
-    source: Source,
-    cfg: dict[str, Any],
-    state: dict[str, torch.Tensor] | None,
-    wanted: str | None,
+    settings: ModelSettings, cfg: dict[str, Any], state: dict[str, torch.Tensor] | None, wanted: str | None
 ) -> str:
     """Decide on the loss, and give or take the logit bias accordingly, in `cfg` and `state`.
 
@@ -272,15 +268,7 @@ def _settle_loss(
     """
     weights_for = None if state is None else "siglip" if "logit_bias" in state else "clip"
     by_config = "siglip" if cfg.get("init_logit_bias") is not None else None
-    chosen = wanted or by_config or weights_for or "clip"
-    made_for = weights_for or by_config or "clip"
-    fresh_clip = state is None and made_for == "clip"
-    if chosen != made_for and not fresh_clip and not settings.allow_mismatch:
-        asked = f"loss.type {wanted!r} was asked for" if wanted else "its configuration has init_logit_bias"
-        raise SettingsError(
-            f"{source.label} was made for the {made_for!r} loss, but {asked}: leave loss.type at 'auto', "
-            "or set model.allow_mismatch to true"
-        )
+    chosen = settle_loss(settings, wanted, by_config=by_config, weights_for=weights_for)
     if chosen == "siglip":
         cfg.setdefault("init_logit_bias", -10.0)
         cfg.setdefault("init_logit_scale", math.log(10.0))

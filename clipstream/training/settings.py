@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Literal
 
 from pydantic import Field, field_validator
@@ -14,7 +15,7 @@ from clipstream.section import Section
 class RunSettings(Section):
     """Who and where a run is."""
 
-    logs: str = Field("runs", description="folder of runs")
+    logs: str = Field("runs", min_length=1, description="folder of runs")
     name: str | None = Field(None, description="name of the run's folder; dated, with model and batch, unless set")
     seed: int = Field(0, ge=0, description="fixes the order of samples, augmentation, weights and dropout")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
@@ -23,6 +24,13 @@ class RunSettings(Section):
     )
     deterministic: bool = Field(False, description="torch's deterministic algorithms; slower, equal bits")
     debug: bool = Field(False, description="show tracebacks with errors")
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, value: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+            raise ValueError(f"{value!r} is no device that clipstream trains on: give auto, cpu, cuda or cuda:N")
+        return value
 
 
 class OptimSettings(Section):

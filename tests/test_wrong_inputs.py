@@ -1,0 +1,165 @@
+"""A table of wrong inputs: each is refused before torch is imported, by an error with the place and what is wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clipstream.config import load, validate_run
+from clipstream.errors import SettingsError
+from clipstream.model.pretrained import preflight
+from clipstream.model.settings import chosen_loss_type
+from clipstream.world import World
+
+EVAL = "--evals.e={type: zero_shot, classes: [a, b], data: {shards: a.tar}}"
+# (flags, what stands in the error)
+TABLE = [
+    ("--run.seed=x", "--run.seed: expected a whole number, not 'x'"),
+    ("--seed=-1", "--seed: run.seed: expected at least 0, not -1"),
+    ("--seed=1.5", "expected a whole number, not 1.5"),
+    ("--device=tpu", "--device: run.device: 'tpu' is no device that clipstream trains on: give auto, cpu, cuda"),
+    ("--device=cuda:x", "'cuda:x' is no device"),
+    ("--run.threads=0", "--run.threads: expected at least 1, not 0"),
+    ("--run.deterministic=maybe", "--run.deterministic: expected true or false, not 'maybe'"),
+    ("--name=..", "'..' is no name for a folder"),
+    ("--name=a/b", "leave out slashes, and set the place by --logs"),
+    ("--logs=", "--logs: run.logs: expected text that is not empty"),
+    ("--model=ViT-B-33", "open_clip has no model 'ViT-B-33'"),
+    ("--model=ViT-B-33", "did you mean 'ViT-B-32'"),
+    ("--model=no/such.json", "there is no model configuration no/such.json"),
+    ("--model=coca_ViT-B-32", "is a CoCa model"),
+    ("--model=", "open_clip has no model ''"),
+    ("--model=hf-hub:", "'hf-hub:' names no repository: write hf-hub:ORG/NAME"),
+    ("--model=local-dir:/no/such", "there is no model configuration /no/such/open_clip_config.json"),
+    ("--pretrained=openia", "neither a tag nor a file; tags of ViT-B-32: openai"),
+    ("--pretrained=openia", "did you mean 'openai'?"),
+    ("--pretrained=./no.pt", "'./no.pt' is neither a tag nor a file"),
+    ("--pretrained=hf-hub:", "'hf-hub:' names no repository"),
+    ("--pretrained=/tmp", "is a folder: write local-dir:/tmp"),
+    ("--model.image-size=0", "--model.image-size: expected at least 1"),
+    ("--model.lock-image=perhaps", "expected true or false, not 'perhaps'"),
+    ("--model=ViT-B-16-SigLIP --loss.type=clip", "was made for the 'siglip' loss, but loss.type 'clip' was asked for"),
+    ("--tokenizer.type=hub", "tokenizer.name: missing"),
+    ("--tokenizer.context-length=0", "--tokenizer.context-length: expected at least 1"),
+    ("--tokenizer=no.such:Thing", "cannot import 'no.such'"),
+    ("--tokenizer=./no/such", "holds no tokenizer"),
+    ("--data.global-batch-size=1", "--data.global-batch-size: expected at least 2"),
+    ("--data.global-batch-size=2 --data.lanes=3", "3 lanes, but a global batch has 2 samples"),
+    ("--data.lanes=0", "expected 'auto' or at least 1, not 0"),
+    ("--data.lanes=many", "expected 'auto' or a whole number, not 'many'"),
+    ("--workers=-1", "--workers: data.workers: expected at least 0"),
+    ("--data.prefetch=0", "--data.prefetch: expected at least 1"),
+    ("--data.sources=[a]", "--data.sources: expected a mapping of names, not ['a']"),
+    ("--data.sources.train.weight=0", "expected a number above 0, not 0"),
+    ("--data.sources.train.weight=nan", "expected a number above 0, not 'nan'"),
+    ("--data.sources.train.shrds=a", "there is no such key; did you mean 'shards'?"),
+    ("--data.sources.more.weight=2", "data.sources.more.shards: missing"),
+    ("--train-data=", "name at least one shard"),
+    ("--image-key=", "data.sources.train.image_key: expected text that is not empty"),
+    ("--data.sources.train.caption.type=csv", "type 'csv' is not one of json, text"),
+    ("--data.sources.train.caption.path=a", "a key of type json only: set the type as well"),
+    ("--caption-json=a..b", "a path is names and list positions joined by single dots"),
+    ("--data.sources.train.caption={type: json, path: [a, b], weights: [-1, 2]}", "weights must be 0 or more"),
+    ("--data.sources.train.caption={type: json, path: [a, b], weights: [1]}", "1 weights for 2 paths"),
+    ("--data.sources.train.transform=nocolon", "'nocolon' is not of the form 'package.module:Name'"),
+    ("--data.sources.train.transform=no.such:fn", "cannot import 'no.such'"),
+    ("--data.sources.train.transform=os:sep", "os:sep is no function"),
+    ("--data.sources.train.background=notacolour", "'notacolour' is no colour: use a name such as white"),
+    ("--data.sampling.mode=random", "'random' is not one of resampled, epoch"),
+    ("--dataset-resampled=perhaps", "'perhaps' is not one of resampled, epoch"),
+    ("--data.shuffle.window=0", "--data.shuffle.window: expected at least 1"),
+    ("--data.shuffle.shards=0", "--data.shuffle.shards: expected at least 1"),
+    ("--data.augment.scale=[0.9, 0.5]", "min and max must be positive and in order"),
+    ("--data.augment.scale=[0.5, 1.5]", "a crop takes a share of the picture: max is at most 1"),
+    ("--data.augment.scale=[0.5]", "expected 2 values, not 1"),
+    ("--data.augment.interpolation=nearest", "'nearest' is not one of random, bilinear, bicubic"),
+    ("--data.augment.flip=2", "expected at most 1, not 2"),
+    ("--data.max-shard-failures=1.5", "expected at most 1, not 1.5"),
+    ("--data.stall-timeout=0", "expected a number above 0, not 0"),
+    ("--loss.type=softmax", "type 'softmax' is not one of auto, clip, siglip"),
+    ("--loss.max-logit-scale=3", "a key of type clip or siglip only: set the type as well"),
+    ("--loss={type: siglip, max_logit_scale: -1}", "loss.max_logit_scale: expected a number above 0"),
+    ("--optim.type=sgd", "--optim.type: expected 'adamw', not 'sgd'"),
+    ("--lr=-1", "--lr: optim.lr: expected at least 0, not -1"),
+    ("--lr=nan", "--lr: optim.lr: expected at least 0, not 'nan'"),
+    ("--lr=fast", "--lr: optim.lr: expected a number, not 'fast'"),
+    ("--wd=-1", "--wd: optim.wd: expected at least 0"),
+    ("--optim.betas=[0.9]", "expected 2 values, not 1"),
+    ("--optim.betas=[0.9, 1.0]", "each beta must be at least 0 and below 1"),
+    ("--optim.eps=0", "expected a number above 0"),
+    ("--grad-clip-norm=0", "--grad-clip-norm: optim.grad_clip_norm: expected a number above 0"),
+    ("--schedule.type=step", "'step' is not one of cosine, constant, linear"),
+    ("--warmup=-1", "--warmup: schedule.warmup: expected at least 0"),
+    ("--warmup=11", "11 steps of warm-up, but the run has 10: lower --warmup"),
+    ("--schedule.min-lr=1", "--schedule.min-lr: 1 is above the peak, optim.lr 0.0005"),
+    ("--steps=-1", "--steps: train.steps: expected at least 0"),
+    ("--train.samples=0", "--train.samples: expected at least 1"),
+    ("--epochs=0", "--epochs: train.epochs: expected a number above 0"),
+    ("--epochs=3", "steps and epochs are all given: keep the one that is meant"),
+    ("--precision=fp8", "'fp8' is not one of fp32, bf16, fp64"),
+    ("--train.micro-batch-size=0", "--train.micro-batch-size: expected at least 1"),
+    ("--accum-freq=2", "--accum-freq: give --batch-size as well"),
+    ("--batch-size=x", "--batch-size: expected a whole number, at least 1, not 'x'"),
+    ("--train.compile=9", "expected true or false, not 9"),
+    ("--checkpoint.every=-1", "--checkpoint.every: expected at least 0"),
+    ("--checkpoint.keep-last=0", "--checkpoint.keep-last: expected at least 1"),
+    ("--resume=/no/such", "--resume: checkpoint.resume: there is no /no/such"),
+    ("--resume=latest", "latest of which run? Give its --name"),
+    ("--evals.e.type=zeroshot", "did you mean 'zero_shot'?"),
+    ("--evals.e={type: retrieval}", "the evaluator has no data: give --evals.e.data.shards"),
+    ("--evals.e={type: zero_shot, data: {shards: a.tar}}", "evals.e.classes: missing"),
+    (f"{EVAL} --evals.e.classes=no.txt", "--evals.e.classes: cannot read the file 'no.txt'"),
+    (f"{EVAL} --evals.e.classes=[a]", "1 given, classification takes at least 2"),
+    (f"{EVAL} --evals.e.templates=[x]", "'x' has no {c} or {} where the class name goes"),
+    (f"{EVAL} --evals.e.every=-1", "--evals.e.every: expected at least 0"),
+    (f"{EVAL} --evals.e.batch-size=0", "--evals.e.batch-size: expected at least 1"),
+    (f"{EVAL} --evals.e.label=", "evals.e.label: expected text that is not empty"),
+    ("--log.every=0", "--log.every: expected at least 1"),
+    ("--log.progress=fancy", "'fancy' is not one of auto, bar, lines, none"),
+    ("--log.tensorboard=2", "expected true or false, not 2"),
+    ("--lrr=1", "--lrr: unknown flag; did you mean '--lr'?"),
+    ("--optimizer.lr=1", "there is no such key; did you mean 'optim'?"),
+]
+
+
+def start(line: str) -> None:
+    """What a run with these flags does before it imports torch, less its look at the network."""
+    flags = [f"--{flag}" for flag in f" {line}".split(" --")[1:]]
+    settings = load(["--train-data=a.tar", "--steps=10", *flags], ranks=1)
+    validate_run(settings, World())
+    preflight(settings.model, settings.tokenizer, loss_type=chosen_loss_type(settings.loss), ask=False)
+
+
+def error_of(line: str) -> str:
+    """What it says."""
+    with pytest.raises(SettingsError) as caught:
+        start(line)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("line", "told"), TABLE)
+def test_a_wrong_input_is_told(line: str, told: str) -> None:
+    assert told in error_of(line)
+
+
+@pytest.mark.parametrize(
+    "line", [EVAL, f"{EVAL} --evals.e.templates=openai", "--device=cuda:1", "--data.sources.train.transform=os:getcwd"]
+)
+def test_a_right_input_passes(line: str) -> None:
+    start(line)
+
+
+def test_no_wrong_input_takes_an_import_of_torch() -> None:
+    code = (
+        "import sys\n"
+        "from tests.test_wrong_inputs import TABLE, error_of\n"
+        "for line, _ in TABLE: error_of(line)\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    root = Path(__file__).parents[1]
+    env = {**os.environ, "PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1"}
+    assert subprocess.run([sys.executable, "-c", code], env=env, cwd=root, timeout=900).returncode == 0
