@@ -4,6 +4,8 @@ JOBS ?= 2
 BIN := .venv/bin
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# What is imported is compiled once, not by every process anew; pip need not compile what nobody imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quickstart test test-all lint format clean
 
@@ -12,7 +14,7 @@ quickstart: .venv/.installed
 	$(BIN)/python -m clipstream.train --config configs/quickstart.yaml
 
 test: .venv/.installed-dev
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 # The slow tests too: quickstart's figures, whole runs.
 test-all: .venv/.installed-dev
