@@ -39,7 +39,7 @@ TABLE = [
     ("--pretrained=openia", "did you mean 'openai'?"),
     ("--pretrained=./no.pt", "'./no.pt' is neither a tag nor a file"),
     ("--pretrained=hf-hub:", "'hf-hub:' names no repository"),
-    ("--pretrained=/tmp", "is a folder: write local-dir:/tmp"),
+    ("--pretrained=/", "is a folder: write local-dir:/"),
     ("--model.image-size=0", "--model.image-size: expected at least 1"),
     ("--model.lock-image=perhaps", "expected true or false, not 'perhaps'"),
     ("--model=ViT-B-16-SigLIP --loss.type=clip", "was made for the 'siglip' loss, but loss.type 'clip' was asked for"),
