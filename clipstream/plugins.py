@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
@@ -31,3 +32,16 @@ def load_plugin(path: str) -> Any:
             raise ValueError(f"module {module_name!r} has no {name!r}")
         found = getattr(found, part)
     return found
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """As `load_plugin`, for what is called as it is.
+
+    Raises:
+        ValueError: also where the object cannot be called.
+    """
+    found: Any = load_plugin(path)
+    if not callable(found):
+        raise ValueError(f"{path} is no function")
+    function: Callable[..., Any] = found
+    return function

@@ -73,7 +73,7 @@ def end_well(world: World, kind: str) -> int:
 def test_a_data_error_ends_all_ranks_with_its_code(size: int, failing: int) -> None:
     began = time.monotonic()
     ends = end_ranks(size, fail, "data", failing)
-    assert time.monotonic() - began < TIMEOUT
+    assert time.monotonic() - began < 240
     assert [end.code for end in ends] == [3] * size
     for rank, end in enumerate(ends):
         told = MESSAGE if rank in (0, failing) else MESSAGE.partition("\n")[0]

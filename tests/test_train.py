@@ -201,7 +201,7 @@ def test_an_absent_caption_ends_with_exit_code_3_and_the_flag_to_use(place: Path
     began = time.monotonic()
     ends = end_ranks(ranks, train_on, flags(place, f"absent-{ranks}", "--caption-key", "text"))
     assert [end.code for end in ends] == [3] * ranks
-    assert time.monotonic() - began < TIMEOUT
+    assert time.monotonic() - began < 240
     for word in ("json", "jpg", "caption.en", "--caption-json", "--caption-key txt"):
         assert word in ends[0].stderr
     assert "Traceback" not in ends[0].stderr

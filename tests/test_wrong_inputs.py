@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.config import load, validate_run
+from clipstream.config import Settings, load, validate_run
 from clipstream.errors import SettingsError
 from clipstream.model.pretrained import preflight
 from clipstream.model.settings import chosen_loss_type
@@ -126,12 +126,13 @@ TABLE = [
 ]
 
 
-def start(line: str) -> None:
+def start(line: str) -> Settings:
     """What a run with these flags does before it imports torch, less its look at the network."""
     flags = [f"--{flag}" for flag in f" {line}".split(" --")[1:]]
     settings = load(["--train-data=a.tar", "--steps=10", *flags], ranks=1)
     validate_run(settings, World())
     preflight(settings.model, settings.tokenizer, loss_type=chosen_loss_type(settings.loss), ask=False)
+    return settings
 
 
 def error_of(line: str) -> str:
@@ -150,7 +151,7 @@ def test_a_wrong_input_is_told(line: str, told: str) -> None:
     "line", [EVAL, f"{EVAL} --evals.e.templates=openai", "--device=cuda:1", "--data.sources.train.transform=os:getcwd"]
 )
 def test_a_right_input_passes(line: str) -> None:
-    start(line)
+    assert start(line).total_steps == 10
 
 
 def test_no_wrong_input_takes_an_import_of_torch() -> None:

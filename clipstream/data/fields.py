@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from clipstream.data.settings import CaptionSettings, JsonCaption, TextCaption
 from clipstream.errors import Dropped, SettingsError
-from clipstream.plugins import load_plugin
+from clipstream.plugins import load_function, load_plugin
 
 if TYPE_CHECKING:
     from clipstream.data.order import Draws
@@ -77,7 +77,10 @@ def build_caption(settings: CaptionSettings) -> CaptionExtractor:
         return TextField(split_keys(settings.key))
     if isinstance(settings, JsonCaption):
         return JsonField(settings)
-    extractor = _plugin(settings.type, "caption")
+    try:
+        extractor = load_plugin(settings.type)
+    except ValueError as error:
+        raise SettingsError(f"caption: {error}") from error
     try:
         return _OwnExtractor(extractor(settings))
     except Exception as error:
@@ -220,9 +223,10 @@ class _OwnTransform:
     """A user's transform: what it raises or gives instead of a sample drops the sample."""
 
     def __init__(self, path: str) -> None:
-        self._function = _plugin(path, "transform")
-        if not callable(self._function):
-            raise SettingsError(f"transform: {path} is no function")
+        try:
+            self._function = load_function(path)
+        except ValueError as error:
+            raise SettingsError(f"transform: {error}") from error
 
     def __call__(self, sample: RawSample) -> RawSample:
         try:
@@ -236,13 +240,6 @@ class _OwnTransform:
         if not isinstance(changed, Mapping):
             raise Dropped("transform_error", f"it gave {type(changed).__name__}, not a mapping")
         return changed
-
-
-def _plugin(path: str, section: str) -> Any:
-    try:
-        return load_plugin(path)
-    except ValueError as error:
-        raise SettingsError(f"{section}: {error}") from error
 
 
 def _member(sample: RawSample, suffixes: Sequence[str]) -> Any:

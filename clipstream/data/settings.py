@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator
 
-from clipstream.plugins import load_plugin
+from clipstream.plugins import load_function
 from clipstream.section import PluginSection, Section
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -120,8 +120,8 @@ class SourceSettings(Section):
     @field_validator("transform")
     @classmethod
     def _a_function(cls, value: str | None) -> str | None:
-        if value is not None and not callable(load_plugin(value)):
-            raise ValueError(f"{value} is no function")
+        if value is not None:
+            load_function(value)
         return value
 
     @field_validator("background")

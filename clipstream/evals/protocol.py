@@ -8,7 +8,6 @@ modes are put back, and no gradient is touched.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -75,7 +74,7 @@ class EvalContext:
     dropped: int = field(default=0, init=False)
     complaint: str = field(default="", init=False)
 
-    AT_MOST: ClassVar[float] = math.inf  # samples of a source, whatever the evaluator asks for
+    AT_MOST: ClassVar[int | None] = None  # samples of a source, whatever the evaluator asks for
 
     def batches(
         self,
@@ -100,7 +99,6 @@ class EvalContext:
         Raises:
             DataError: a shard is missing or broken, or the first 2,000 samples of this rank give nothing.
         """
-        limit = min(self.AT_MOST, max_samples or math.inf)
         loader = evaluation_loader(
             source,
             batch_size=batch_size,
@@ -109,7 +107,7 @@ class EvalContext:
             image=self.image,
             workers=self.workers,
             target=target,
-            max_samples=None if limit == math.inf else int(limit),
+            max_samples=min((n for n in (self.AT_MOST, max_samples) if n), default=None),
             place=f"evals.{self.name}.data",
             cache=self.cache,
             stall_timeout=self.stall_timeout,
@@ -261,7 +259,7 @@ class EvalRunner:
 class Rehearsal(EvalContext):
     """A context of few samples, whose features are constant: what an evaluator reads is real, what it yields is not."""
 
-    AT_MOST: ClassVar[float] = 64
+    AT_MOST: ClassVar[int | None] = 64
     WIDTH: ClassVar[int] = 8
 
     @classmethod

@@ -93,8 +93,7 @@ def preflight(
         SettingsError: a name, tag or file is unknown; tokenizer or loss are not those that the weights were made
             with; or files of the Hub are not in the cache and the Hub is not in reach.
     """
-    _check_loss(settings, loss_type)
-    missing = hub.missing(needs(settings, tokenizer), settings.cache_dir)
+    missing = hub.missing(needs(settings, tokenizer, loss_type), settings.cache_dir)
     if ask and missing and (reason := hub.why_unreachable()):
         raise hub.explain(missing, settings.cache_dir, _label(settings), reason)
 
@@ -122,11 +121,13 @@ def fetch(settings: ModelSettings, tokenizer: TokenizerChoice | None, world: Wor
             raise SettingsError(message)
 
 
-def needs(settings: ModelSettings, tokenizer: TokenizerChoice | None = None) -> list[Need]:
+def needs(
+    settings: ModelSettings, tokenizer: TokenizerChoice | None = None, loss_type: str | None = None
+) -> list[Need]:
     """The Hub's files that a model takes. A configuration that is not in the cache yet hides those that it names.
 
     Raises:
-        SettingsError: a name, tag or local file that does not exist; or a tokenizer that the weights do not know.
+        SettingsError: a name, tag or local file that does not exist; or a tokenizer or a loss of another model.
     """
     found = []
     if settings.name.startswith(HUB):
@@ -139,6 +140,7 @@ def needs(settings: ModelSettings, tokenizer: TokenizerChoice | None = None) -> 
     if config_found is None:
         return found
     text_cfg = config_found["model_cfg"]["text_cfg"]
+    _check_loss(settings, loss_type, config_found["model_cfg"], weights)
     _check_tokenizer(settings, tokenizer, text_cfg, fresh=weights.fresh)
     repo = _tokenizer_repo(settings, tokenizer, text_cfg)
     if isinstance(repo, str):
@@ -295,27 +297,20 @@ def _weights(settings: ModelSettings) -> _Weights:
     return _Weights(path=Path(chosen), preprocess=config["preprocess_cfg"], model_cfg=config["model_cfg"])
 
 
-def _check_loss(settings: ModelSettings, wanted: str | None) -> None:
-    """Raise where the configuration tells already that the loss is another's; `towers` looks at the weights, too."""
-    weights = _weights(settings)
-    config = _settled_config(settings, weights)
-    if config is None or wanted is None or weights.path is not None:
-        return
-    by_config = "siglip" if config["model_cfg"].get("init_logit_bias") is not None else None
-    settle_loss(settings, wanted, by_config=by_config, weights_for=None if weights.fresh else by_config or "clip")
-
-
-def settle_loss(settings: ModelSettings, wanted: str | None, *, by_config: str | None, weights_for: str | None) -> str:
+def settle_loss(
+    settings: ModelSettings, wanted: str | None, model_cfg: dict[str, Any], *, weights_for: str | None
+) -> str:
     """The type of loss to train with: what was asked for, else what the configuration, else what the weights say.
 
     Args:
         wanted: the user's choice.
-        by_config: 'siglip' where the configuration has init_logit_bias.
+        model_cfg: open_clip's configuration: with init_logit_bias it is a siglip model's.
         weights_for: the loss that the weights were trained with; None for a fresh model, which may become either.
 
     Raises:
         SettingsError: weights or configuration are made for another loss, and no `allow_mismatch`.
     """
+    by_config = "siglip" if model_cfg.get("init_logit_bias") is not None else None
     chosen = wanted or by_config or weights_for or "clip"
     made_for = weights_for or by_config or "clip"
     fresh_clip = weights_for is None and made_for == "clip"
@@ -326,6 +321,14 @@ def settle_loss(settings: ModelSettings, wanted: str | None, *, by_config: str |
             "or set model.allow_mismatch to true"
         )
     return chosen
+
+
+def _check_loss(settings: ModelSettings, wanted: str | None, model_cfg: dict[str, Any], weights: _Weights) -> None:
+    """Raise where the configuration tells already that the loss is another's; `towers` looks into the weights."""
+    if wanted is None or weights.path is not None:
+        return
+    published = "siglip" if model_cfg.get("init_logit_bias") is not None else "clip"
+    settle_loss(settings, wanted, model_cfg, weights_for=None if weights.fresh else published)
 
 
 def _check_tokenizer(

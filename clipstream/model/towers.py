@@ -267,8 +267,7 @@ def _settle_loss(
     are another loss's: at CLIP's final scale of 100 without a bias, all but the diagonal would be far off.
     """
     weights_for = None if state is None else "siglip" if "logit_bias" in state else "clip"
-    by_config = "siglip" if cfg.get("init_logit_bias") is not None else None
-    chosen = settle_loss(settings, wanted, by_config=by_config, weights_for=weights_for)
+    chosen = settle_loss(settings, wanted, cfg, weights_for=weights_for)
     if chosen == "siglip":
         cfg.setdefault("init_logit_bias", -10.0)
         cfg.setdefault("init_logit_scale", math.log(10.0))
