@@ -15,6 +15,7 @@ from PIL import Image
 from clipstream.check import main
 from clipstream.data.profile import Profile
 from clipstream.data.settings import CaptionSettings, JsonCaption, TextCaption
+from tests.ranks import TIMEOUT
 from tests.tars import write_tar
 
 JPG, PNG = b"\xff\xd8\xff\xe0", b"\x89PNG\r\n\x1a\n"
@@ -120,4 +121,4 @@ def test_a_damaged_shard_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_the_verb_imports_no_torch(shards: str) -> None:
     code = f"import sys; from clipstream.check import main; main([{shards!r}]); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=900).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=TIMEOUT).returncode == 0

@@ -23,6 +23,7 @@ from clipstream.training.checkpoint import save
 from clipstream.world import World
 from tests.evaluating import context_of, tiny_towers
 from tests.pictures import ByteTokenizer, make_shards
+from tests.ranks import TIMEOUT
 
 OWN = Path(__file__).parent.parent
 BYTES = {"type": "tests.test_evaluate:Bytes"}
@@ -80,7 +81,7 @@ def test_flags_lie_over_the_runs_settings_on_two_ranks(run: Path, tmp_path: Path
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*launcher, "-m", "clipstream.evaluate", "--checkpoint", str(run / "checkpoints" / "step_00000007"), *flags],
-        cwd=OWN, capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=OWN, capture_output=True, text=True, timeout=TIMEOUT, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (record,) = lines(output)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import os
@@ -22,6 +21,7 @@ from clipstream.data.sources import _stable_names, evaluation_loader, training_l
 from clipstream.errors import DataError, SettingsError
 from clipstream.world import World
 from tests.pictures import ByteTokenizer, make_shards, picture
+from tests.ranks import command_runs
 from tests.tars import write_tar
 
 IMAGE = ImageSpec((16, 16))
@@ -292,22 +292,14 @@ def test_a_renewed_signature_and_a_moved_folder_leave_the_order(tmp_path: Path, 
 def test_a_pipes_command_ends_with_its_worker(tmp_path: Path) -> None:
     mark = f"78.{os.getpid()}"
     stream = loader(data(f"pipe:sleep {mark}", workers=1))
-    while not _runs(mark):
+    while not command_runs(mark):
         time.sleep(0.05)
     stream.close()
     for _ in range(100):
-        if not _runs(mark):
+        if not command_runs(mark):
             return
         time.sleep(0.05)
     pytest.fail("the command of the pipe is still running")
-
-
-def _runs(mark: str) -> bool:
-    for process in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in process.read_bytes():
-                return True
-    return False
 
 
 def test_no_worker_outlives_its_loader(shards: list[str]) -> None:

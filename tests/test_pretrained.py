@@ -19,6 +19,7 @@ from clipstream.errors import SettingsError
 from clipstream.model.pretrained import needs, preflight, resolve
 from clipstream.model.settings import ModelSettings
 from tests import hubtree
+from tests.ranks import TIMEOUT
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,7 +29,7 @@ def python(code: str, *arguments: str, **env: str) -> str:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
-        env={**clean, **env}, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False,
+        env={**clean, **env}, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import http.server
 import importlib
@@ -21,6 +20,7 @@ import pytest
 
 from clipstream.data.remote import ShardError, ShardStore
 from clipstream.errors import SettingsError
+from tests.ranks import command_runs
 from tests.tars import tar_bytes
 
 BODY = tar_bytes([{"__key__": f"{i}", "jpg": bytes([i]) * 9000, "txt": "x"} for i in range(20)])
@@ -212,17 +212,8 @@ def test_only_exit_status_0_of_a_pipe_counts(tmp_path: Path, command: str) -> No
 def test_a_silent_pipe_is_killed_with_its_children(tmp_path: Path) -> None:
     mark = f"77.{os.getpid()}"  # a number of seconds that no other process sleeps
     assert failure(make_store(tmp_path / "cache", timeout=1.0), f"pipe:sh -c 'sleep {mark}' & wait").reason == "timeout"
-
-    def alive() -> bool:
-        for process in Path("/proc").glob("[0-9]*/cmdline"):
-            # Its parent is gone: whether init has reaped it yet does not matter, an ended process has no command line.
-            with contextlib.suppress(OSError):
-                if mark.encode() in process.read_bytes():
-                    return True
-        return False
-
     for _ in range(100):
-        if not alive():
+        if not command_runs(mark):
             return
         time.sleep(0.02)
     pytest.fail("a process of the pipe is still running")

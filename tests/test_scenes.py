@@ -17,6 +17,7 @@ from PIL import Image
 
 from clipstream.data import drawing, scenes
 from clipstream.errors import SettingsError
+from tests.ranks import TIMEOUT
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -114,7 +115,7 @@ def test_ranks_that_call_at_once_get_one_whole_folder(small: Path) -> None:
         "print(*scenes.shards('train'))"
     )
     ranks = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    told = {rank.communicate(timeout=900)[0] for rank in ranks}
+    told = {rank.communicate(timeout=TIMEOUT)[0] for rank in ranks}
     assert [rank.returncode for rank in ranks] == [0, 0, 0]
     (paths,) = told
     assert [len(read(path)) for path in paths.split()] == [40, 40]

@@ -31,6 +31,7 @@ from clipstream.data.text import (
 )
 from clipstream.errors import DataError, SettingsError
 from clipstream.testing import check_tokenizer
+from tests.ranks import TIMEOUT
 
 TEXTS = [
     "a photo of a cat",
@@ -182,7 +183,7 @@ def test_the_hubs_cache_is_enough_without_a_network(tmp_path: Path, folder: Path
     write_tokenizer(repo / "snapshots" / ("a" * 40))
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
     command = [sys.executable, "-c", OFFLINE, "org/name", "org/other"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=900)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=TIMEOUT)
     found, missing = done.stdout.strip().splitlines()
     assert json.loads(found) == HFTokenizer(str(folder))(["a cat"], context_length=16)[0].tolist()
     for word in ("'org/other'", str(tmp_path / "models--org--other"), "HF_HUB_OFFLINE", "hf download org/other"):

@@ -14,6 +14,7 @@ from clipstream.errors import SettingsError
 from clipstream.model.pretrained import preflight
 from clipstream.model.settings import chosen_loss_type
 from clipstream.world import World
+from tests.ranks import TIMEOUT
 
 EVAL = "--evals.e={type: zero_shot, classes: [a, b], data: {shards: a.tar}}"
 # (flags, what stands in the error)
@@ -163,4 +164,4 @@ def test_no_wrong_input_takes_an_import_of_torch() -> None:
     )
     root = Path(__file__).parents[1]
     env = {**os.environ, "PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1"}
-    assert subprocess.run([sys.executable, "-c", code], env=env, cwd=root, timeout=900).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], env=env, cwd=root, timeout=TIMEOUT).returncode == 0
