@@ -23,6 +23,7 @@ VERBS = {
     "train": "train a model, evaluate it, save it",
     "evaluate": "evaluate a checkpoint",
     "check": "look into a data set: what would be used and dropped",
+    "compare": "show runs side by side in one HTML file",
 }
 
 

@@ -7,13 +7,13 @@ Settings are checked, and missing weights found, before torch is imported. It co
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clipstream import durable
 from clipstream.cli import load_or_help, run_main
 from clipstream.config import Settings, dump, resolve, validate_run
 from clipstream.errors import SettingsError
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from clipstream.data.loader import Loader
     from clipstream.data.text import Tokenizer
     from clipstream.model.towers import Towers
-    from clipstream.training.loop import Sink, Trainer
+    from clipstream.report.outputs import Outputs
+    from clipstream.training.loop import Trainer
     from clipstream.training.step import TrainStep
     from clipstream.training.stopping import StopSignals
 
@@ -76,14 +77,13 @@ def train(settings: Settings, world: World, watch: FailureWatch) -> None:
         _say_what(settings, world, towers, found)
     with StopSignals() as signals, _loader(settings, world, towers, tokenizer, state) as loader:
         watch.on_exit(loader.close)
-        trainer, sinks = _trainer(settings, world, towers, tokenizer, loader, signals, found)
+        trainer, outputs = _trainer(settings, world, towers, tokenizer, loader, signals, found)
         if world.is_main:  # not before: a resume that fails leaves the run's settings as they were
             _write_config(settings)
         try:
             trainer.run()
         finally:
-            for sink in sinks:
-                sink.close()
+            outputs.close()
 
 
 def _model(settings: Settings, world: World) -> tuple[Towers, Tokenizer]:
@@ -138,9 +138,10 @@ def _trainer(
     loader: Loader,
     signals: StopSignals,
     found: Path | None,
-) -> tuple[Trainer, list[Sink]]:
-    """The trainer, at the checkpoint's position if there is one, and rank 0's sinks."""
+) -> tuple[Trainer, Outputs]:
+    """The trainer, at the checkpoint's position if there is one, and what is written for people."""
     from clipstream.evals.protocol import EvalContext, EvalRunner
+    from clipstream.report.outputs import Outputs
     from clipstream.training import checkpoint
     from clipstream.training.distributed import synchronize_batch_norm
     from clipstream.training.loop import Trainer
@@ -152,19 +153,14 @@ def _trainer(
     optimizer = build_optimizer(towers, settings.optim, batch_norm=towers.has_batch_norm)
     step = _step(settings, world, towers, optimizer)
     state = None if found is None else checkpoint.load(found, towers=towers, optimizer=optimizer, world=world)
-    sinks = _sinks(settings, None if state is None else int(state["step"])) if world.is_main else []
-    context = EvalContext(
-        towers,
-        tokenizer,
-        world,
-        towers.image,
-        workers=settings.data.workers,
-        precision=train.precision,
-        cache=settings.data.cache,
-        stall_timeout=settings.data.stall_timeout,
+    log, done = settings.log, None if state is None else int(state["step"])
+    context = EvalContext.for_towers(
+        towers, tokenizer, world, data=settings.data, precision=train.precision, examples=log.pictures
     )
-    evaluate = EvalRunner(settings.evals, context, partial(_write, sinks))
+    outputs = Outputs(settings.run_folder, log, world, total=total, done=done)
+    evaluate = EvalRunner(settings.evals, context, outputs.write, outputs.show)
     evaluate.rehearse()
+    outputs.begin(done or 0)
     trainer = Trainer(
         step,
         loader,
@@ -172,7 +168,7 @@ def _trainer(
         world=world,
         total_steps=total,
         log_every=settings.log.every,
-        sinks=sinks,
+        sinks=[outputs],
         evaluate=evaluate,
         save=lambda at, position: checkpoint.save(
             settings.run_folder / "checkpoints",
@@ -187,8 +183,10 @@ def _trainer(
         signals=signals,
         state=state,
         epoch_samples=train.epoch_samples,
+        show=partial(outputs.show_batch, decode=tokenizer.decode),
+        show_every=log.pictures_every,
     )
-    return trainer, sinks
+    return trainer, outputs
 
 
 def _step(settings: Settings, world: World, towers: Towers, optimizer: Any) -> TrainStep:
@@ -210,24 +208,6 @@ def _step(settings: Settings, world: World, towers: Towers, optimizer: Any) -> T
     )
 
 
-def _write(sinks: list[Sink], record: dict[str, Any]) -> None:
-    for sink in sinks:
-        sink.write(record)
-
-
-def _sinks(settings: Settings, done: int | None) -> list[Sink]:
-    """Where rank 0's records go; what a resumed run had written after its checkpoint is cut off."""
-    from clipstream.report.progress import Progress
-    from clipstream.report.sinks import MetricsFile, TensorBoard
-
-    ended = done is not None and done >= settings.total_steps
-    sinks: list[Sink] = [MetricsFile(settings.run_folder, done, ended=ended)]
-    if settings.log.tensorboard:
-        sinks.append(TensorBoard(settings.run_folder, done))
-    sinks.append(Progress(settings.total_steps, start=done or 0, mode=settings.log.progress))
-    return sinks
-
-
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -236,12 +216,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _write_config(settings: Settings) -> None:
-    draft = settings.run_folder / "config.yaml.tmp"
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(dump(settings))
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(settings.run_folder / "config.yaml")
+    durable.replace(settings.run_folder / "config.yaml", dump(settings).encode())
 
 
 def _say_what(settings: Settings, world: World, towers: Towers, found: Path | None) -> None:

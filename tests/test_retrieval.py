@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from clipstream.batch import Batch
 from clipstream.data.settings import SourceSettings
 from clipstream.errors import DataError
+from clipstream.evals.looks import Kept, show_retrieval
 from clipstream.evals.ranking import hits, place
 from clipstream.evals.retrieval import Retrieval, recalls
 from clipstream.evals.settings import RetrievalSettings
 from clipstream.world import World
 from tests.evaluating import context_of
-from tests.pictures import make_shards
+from tests.pictures import ByteTokenizer, make_shards
 from tests.ranks import run_ranks
 
 
@@ -123,3 +125,48 @@ def test_nothing_usable_is_an_error(tmp_path: Path) -> None:
     make_shards(tmp_path, [2, 3, 4], txt=b"")
     with pytest.raises(DataError, match="usable"):
         evaluate(World(), str(tmp_path), 0)
+
+
+def shown(world: World, images: torch.Tensor, texts: torch.Tensor) -> list[tuple[str, str, str, list[str]]]:
+    """(group, key, note, guesses) of what is shown of pairs whose captions are their numbers."""
+    context = context_of(world)
+    context.examples_wanted = 6
+    ids = part(world, torch.from_numpy(ByteTokenizer().encode([f"text {i}" for i in range(len(images))])))
+    pixels = torch.zeros((len(ids), 3, 16, 16), dtype=torch.uint8)
+    keys = tuple(f"0/{i}" for i in range(len(ids)))
+    kept = Kept(context)
+    kept.add(Batch(pixels, ids, torch.ones(len(ids)), keys, torch.zeros(len(ids)), step=0, global_size=len(images)))
+    show_retrieval(context, kept, part(world, images), part(world, texts), ids)
+    assert all(example.text == f"text {example.key[2:]}" for example in context.examples)
+    return [(e.group, e.key, e.note, [text for text, _ in e.guesses]) for e in context.examples]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_best_and_the_worst_are_shown(size: int) -> None:
+    images, texts = features(60, noise=0.4)
+    texts[5] = texts[4]  # two pictures with one caption
+    images[4] = images[5] = texts[4]
+    mine, *others = run_ranks(size, shown, images, texts)
+    assert [group for group, *_ in mine] == ["best"] * 3 + ["worst"] * 3 and others == [[]] * (size - 1)
+    scores = (images.double() @ texts.double().T).numpy()
+    for group, key, note, guesses in mine:
+        i = int(key[2:])
+        order = np.argsort(-scores[i])
+        assert note == f"its caption is in place {int(np.flatnonzero(order == i)[0]) + 1} of 60"
+        assert guesses == [f"text {j}" for j in order[:3]]
+        assert (guesses[0] == f"text {i}") == (group == "best")
+
+
+def test_equal_scores_are_told() -> None:
+    same = torch.nn.functional.normalize(torch.ones(4, 8), dim=1)
+    assert {note for *_, note, _ in shown(World(), same, same)} == {
+        "its caption is in place 1 to 4 (equal scores) of 4"
+    }
+
+
+def test_an_evaluation_shows_and_its_figures_stay(pictures: Path) -> None:
+    context = context_of(World())
+    context.examples_wanted = 6
+    settings = RetrievalSettings(data=SourceSettings(shards=f"{pictures}/0000{{0..2}}.tar"), batch_size=7)
+    assert dict(Retrieval(settings)(context)) == evaluate(World(), str(pictures), 0)
+    assert len(context.examples) == 6 and {e.text[:8] for e in context.examples} == {"picture "}

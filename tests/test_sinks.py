@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from PIL import Image
 
+from clipstream.example import Example
 from clipstream.report.progress import Progress, duration, evaluation_line, percent
 from clipstream.report.sinks import MetricsFile, TensorBoard, scalars
 
@@ -100,6 +103,26 @@ def test_tensorboard_is_purged_on_resume(tmp_path: Path) -> None:
     events.Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [10, 20, 25]
     assert [event.value for event in events.Scalars("eval/val/image_to_text_R@1")] == [0.5]
+
+
+def test_tensorboard_shows_pictures_and_their_words(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = TensorBoard(tmp_path)
+    board.write({"step": 0, "start": {"ranks": 2, "versions": {}}})
+    red = torch.zeros((3, 8, 8), dtype=torch.uint8)
+    red[0] = 255
+    board.show(7, "val", [Example(red, "a | b", guesses=(("c", 0.5), ("d", 0.4)), note="place 2")] * 3)
+    board.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (image,) = events.Images("pictures/val")
+    assert (image.step, image.width, image.height) == (7, 24, 8)
+    corner = Image.open(io.BytesIO(image.encoded_image_string)).convert("RGB").getpixel((5, 5))
+    assert corner == (255, 0, 0)
+    (text,) = events.Tensors("pictures/val/text_summary")
+    assert b"a \\| b | c; d | place 2" in text.tensor_proto.string_val[0]
+    assert events.Tags()["scalars"] == []
 
 
 def test_lines_off_a_terminal() -> None:

@@ -89,6 +89,9 @@ def test_a_run_leaves_what_the_contract_names(place: Path, whole: str) -> None:
     assert 0 <= evaluation["image_to_text_R@1"] <= 1 and 0 <= evaluation["text_to_image_R@10"] <= 1
     health = [record for record in training if "health" in record][-1]["health"]["train"]
     assert health["used"] >= 8 * 24 and health["read"] == health["used"] + sum(health["dropped"].values())
+    assert training[0]["start"]["ranks"] == 1 and "torch" in training[0]["start"]["versions"]
+    page = (folder / "report.html").read_text()
+    assert "Training pictures" in page and "Examples of val" in page and page.count("data:image/jpeg") == 16 + 16
     assert (folder / "checkpoints" / "latest").read_text().strip() == "step_00000008"
     assert len(list((folder / "checkpoints").glob("step_*"))) == 3
 

@@ -15,8 +15,10 @@ import torch
 from open_clip.zero_shot_classifier import build_zero_shot_classifier
 from PIL import Image
 
+from clipstream.batch import Batch
 from clipstream.data.settings import SourceSettings
 from clipstream.errors import DataError, SettingsError
+from clipstream.evals.looks import Kept, show_classes
 from clipstream.evals.prompts import class_names, prompt_templates
 from clipstream.evals.protocol import EvalContext, EvalRunner, build_evaluators
 from clipstream.evals.settings import EvalSettings, RetrievalSettings, ZeroShotSettings
@@ -196,3 +198,37 @@ def test_dropped_pictures_are_told_and_errors_name_the_evaluator(tmp_path: Path)
     bad = {"val": RetrievalSettings(data=SourceSettings(shards=f"{tmp_path}/bad/*.tar"))}
     with pytest.raises(DataError, match=r"^evals\.val: "):
         EvalRunner(bad, context_of(World()), lambda record: None)(1, last=True)
+
+
+def test_pictures_are_shown_with_their_best_classes(pictures: Path) -> None:
+    context = context_of(World())
+    context.examples_wanted = 8
+    got: list[Any] = []
+    runner = EvalRunner({"z": settings_of(pictures)}, context, got.append, lambda *shown: got.append(shown))
+    runner(7, last=True)
+    (step, name, examples), record = got
+    assert (step, name, record["eval"]) == (7, "z", "z")
+    assert 0 < len(examples) <= 8 and all(e.pixels.shape == (3, 16, 16) for e in examples)
+    for example in examples:
+        assert example.text in CLASSES and len(example.guesses) == 3
+        assert (example.guesses[0][0] == example.text) == (example.group == "right")
+
+
+def test_right_and_wrong_stand_apart() -> None:
+    context = context_of(World())
+    context.examples_wanted = 4
+    kept = Kept(context)
+    labels = torch.tensor([[0], [1], [2], [0], [1]], dtype=torch.int32)
+    pixels = torch.zeros((5, 3, 16, 16), dtype=torch.uint8)
+    keys = tuple(f"0/{i}" for i in range(5))
+    kept.add(Batch(pixels, labels, torch.ones(5), keys, torch.zeros(5), step=0, global_size=5))
+    classifier = torch.eye(3)
+    images = torch.tensor([[0.9, 0.4, 0], [0.9, 0.4, 0], [0, 0.4, 0.9], [0.9, 0, 0.1], [0, 0.6, 0.7]])
+    show_classes(context, kept, [images[:3], images[3:]], classifier, ["ant", "bee", "cat"])
+    assert [(e.group, e.key, e.text, e.guesses[0][0]) for e in context.examples] == [
+        ("right", "0/0", "ant", "ant"),
+        ("right", "0/2", "cat", "cat"),
+        ("wrong", "0/1", "bee", "ant"),
+        ("wrong", "0/4", "bee", "cat"),
+    ]
+    assert [score for _, score in context.examples[0].guesses] == pytest.approx([0.9, 0.4, 0])

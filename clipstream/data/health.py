@@ -87,12 +87,13 @@ class Health:
         return delta
 
     def summary(self) -> dict[str, Any]:
-        """Counts for metrics: {source: {read, used, dropped: {reason: n}, shards, shard_faults}}."""
+        """Counts for metrics: {source: {read, used, dropped: {reason: n}, examples: {reason: text}, shards, …}}."""
         return {
             name: {
                 "read": h.read,
                 "used": h.used,
                 "dropped": dict(sorted(h.dropped.items())),
+                "examples": dict(sorted(h.examples.items())),
                 "shards": len(h.shards),
                 "shard_faults": len(h.faults),
             }

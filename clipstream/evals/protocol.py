@@ -19,11 +19,12 @@ from torch import nn
 
 from clipstream.batch import Batch, ImageSpec
 from clipstream.data.fields import CaptionExtractor
-from clipstream.data.settings import SourceSettings
+from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import evaluation_loader
 from clipstream.data.text import Tokenizer
 from clipstream.errors import DataError, SettingsError
 from clipstream.evals.settings import EvalSettings
+from clipstream.example import Example
 from clipstream.plugins import load_plugin
 from clipstream.training.precision import Precision, autocast, same_randomness
 from clipstream.world import World
@@ -32,7 +33,13 @@ Record = dict[str, Any]
 
 
 class Encoder(Protocol):
-    """What evaluators need of the towers: `clipstream.model.towers.Towers` is one."""
+    """What evaluators need of the towers: `clipstream.model.towers.Towers` is one.
+
+    Attributes:
+        image: how pictures become its pixels.
+    """
+
+    image: ImageSpec
 
     def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
         """uint8 [n, 3, H, W] -> L2-normalised [n, D]."""
@@ -57,9 +64,11 @@ class EvalContext:
         precision: 'fp32', 'bf16' (autocast) or 'fp64', as in training.
         cache: folder for spooled remote shards; None for a temporary one an evaluation.
         stall_timeout: seconds without a batch before an evaluation ends.
+        examples_wanted: pictures with words that an evaluation should show to people; 0 for none.
         name: of the evaluator that runs, for messages.
         dropped: samples that `batches` could not use on this rank, since the start.
         complaint: why this rank could use nothing of the last source that it read; '' where it could.
+        examples: what the evaluator that runs has shown; rank 0's alone are looked at.
     """
 
     towers: Encoder
@@ -70,11 +79,37 @@ class EvalContext:
     precision: Precision = "fp32"
     cache: str | None = None
     stall_timeout: float = 300.0
+    examples_wanted: int = 0
     name: str = "NAME"
     dropped: int = field(default=0, init=False)
     complaint: str = field(default="", init=False)
+    examples: list[Example] = field(default_factory=list, init=False)
 
     AT_MOST: ClassVar[int | None] = None  # samples of a source, whatever the evaluator asks for
+
+    @classmethod
+    def for_towers(
+        cls,
+        towers: Encoder,
+        tokenizer: Tokenizer,
+        world: World,
+        *,
+        data: DataSettings,
+        precision: Precision,
+        examples: int = 0,
+    ) -> EvalContext:
+        """The context that reads as the run's settings say."""
+        return cls(
+            towers,
+            tokenizer,
+            world,
+            towers.image,
+            workers=data.workers,
+            precision=precision,
+            cache=data.cache,
+            stall_timeout=data.stall_timeout,
+            examples_wanted=examples,
+        )
 
     def batches(
         self,
@@ -121,6 +156,15 @@ class EvalContext:
     def unusable(self, what: str) -> DataError:
         """The error of a source that gave no rank anything usable, with what this rank saw of it."""
         return DataError(f"the source has no usable {what}" + (f": {self.complaint}" if self.complaint else ""))
+
+    def show(self, example: Example) -> None:
+        """Show a picture with words to people; never more than `examples_wanted` are kept."""
+        if len(self.examples) < self.examples_wanted:
+            self.examples.append(example)
+
+    def decode(self, ids: torch.Tensor) -> str:
+        """The text of ids [T], as the model sees it."""
+        return self.tokenizer.decode(ids.tolist())
 
     def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
         """uint8 [n, 3, H, W] -> L2-normalised float32 [n, D] on the world's device, without gradient."""
@@ -197,16 +241,22 @@ class EvalRunner:
         settings: name -> settings of an evaluator.
         context: what they work with.
         emit: takes the record of each evaluation; called on rank 0 only.
+        show: called as show(step, name, examples) before that, where an evaluator has shown some; on rank 0 only.
 
     An error of an evaluator ends the run.
     """
 
     def __init__(
-        self, settings: Mapping[str, EvalSettings], context: EvalContext, emit: Callable[[Record], None]
+        self,
+        settings: Mapping[str, EvalSettings],
+        context: EvalContext,
+        emit: Callable[[Record], None],
+        show: Callable[[int, str, Sequence[Example]], None] | None = None,
     ) -> None:
         self.settings = settings
         self.context = context
         self.emit = emit
+        self.show = show
         self.evaluators = build_evaluators(settings)
 
     def due(self, step: int, last: bool = False) -> list[str]:
@@ -242,12 +292,14 @@ class EvalRunner:
         for name in self.due(step, last):
             records.append(self._run(step, name))
             if self.context.world.is_main:
+                if self.show is not None and self.context.examples:
+                    self.show(step, name, self.context.examples)
                 self.emit(records[-1])
         return records
 
     def _run(self, step: int, name: str) -> Record:
         context = self.context
-        context.name = name
+        context.name, context.examples = name, []
         began, dropped = time.perf_counter(), context.dropped
         with _named(name), evaluating(context.towers), same_randomness(context.world.device):
             metrics = dict(self.evaluators[name](context))
@@ -266,7 +318,7 @@ class Rehearsal(EvalContext):
     def of(cls, context: EvalContext, name: str) -> Rehearsal:
         """The rehearsal of an evaluation in this context."""
         kept = {item.name: getattr(context, item.name) for item in fields(context) if item.init}
-        return cls(**{**kept, "workers": 0, "name": name})
+        return cls(**{**kept, "workers": 0, "examples_wanted": 0, "name": name})
 
     def encode_prompts(self, prompts: Sequence[str], batch_size: int = 256) -> torch.Tensor:
         """Made-up features [n, WIDTH]; nothing is tokenized."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from clipstream.evals.looks import Kept, show_retrieval
 from clipstream.evals.protocol import EvalContext, source_of
 from clipstream.evals.ranking import hits, place
 from clipstream.evals.settings import RetrievalSettings
@@ -36,16 +37,25 @@ class Retrieval:
             DataError: no usable pair.
         """
         settings = self.settings
-        images, texts = [], []
+        images, texts, ids = [], [], []
+        kept = Kept(context)
         for batch in context.batches(self.source, settings.batch_size, max_samples=settings.max_samples):
             assert batch.pixels is not None, "an evaluation source gives pixels"
             images.append(context.encode_image(batch.pixels))
             texts.append(context.encode_text(batch.ids))
+            kept.add(batch)
+            if context.examples_wanted:
+                ids.append(batch.ids.clone())
         width = max(context.world.gather_objects(images[0].shape[1] if images else 0))
         if width == 0:
             raise context.unusable("pair")
         nothing = torch.zeros((0, width), device=context.world.device)
-        yield from recalls(torch.cat([nothing, *images]), torch.cat([nothing, *texts]), context.world)
+        pairs = torch.cat([nothing, *images]), torch.cat([nothing, *texts])
+        if context.examples_wanted:
+            none = torch.zeros((0, context.tokenizer.context_length), dtype=torch.int32)
+            captions = torch.cat([none, *ids]).to(nothing.device)
+            show_retrieval(context, kept, *pairs, captions)
+        yield from recalls(*pairs, context.world)
 
 
 def recalls(

@@ -12,6 +12,7 @@ import torch
 
 from clipstream.data.fields import LabelField
 from clipstream.data.text import LabelEncoder
+from clipstream.evals.looks import Kept, show_classes
 from clipstream.evals.prompts import Template, class_names, prompt_templates
 from clipstream.evals.protocol import EvalContext, source_of
 from clipstream.evals.ranking import hits, place
@@ -47,13 +48,18 @@ class ZeroShot:
         tally = torch.zeros((count, 3), dtype=torch.float64, device=classifier.device)  # top1, top5, n by class
         target = LabelField(settings.label)
         encoder = LabelEncoder(self.classes)
+        kept, first = Kept(context), []
         for batch in context.batches(self.source, settings.batch_size, target=target, tokenizer=encoder):
             assert batch.pixels is not None, "an evaluation source gives pixels"
             labels = batch.ids[:, 0].to(classifier.device, torch.int64)
-            tally.index_add_(0, labels, score(context.encode_image(batch.pixels), classifier, labels))
+            images = context.encode_image(batch.pixels)
+            tally.index_add_(0, labels, score(images, classifier, labels))
+            if kept.add(batch):
+                first.append(images)
         tally = context.world.all_reduce_sum(tally)
         if not tally[:, 2].any():
             raise context.unusable("picture with a label")
+        show_classes(context, kept, first, classifier, self.classes)
         yield from figures(tally)
 
 

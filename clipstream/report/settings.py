@@ -16,6 +16,9 @@ class LogSettings(Section):
         10, ge=1, description="steps between training lines in metrics.jsonl, TensorBoard and the terminal"
     )
     tensorboard: bool = Field(True, description="write TensorBoard events")
+    pictures: int = Field(16, ge=0, description="pictures shown of a training batch and of each evaluation; 0 for none")
+    pictures_every: int = Field(1000, ge=1, description="steps between training batches that are shown")
+    report: bool = Field(True, description="write report.html after evaluations and at the end")
     progress: Literal["auto", "bar", "lines", "none"] = Field(
         "auto", description="auto: a bar on a terminal, lines elsewhere"
     )

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from clipstream import durable
 from clipstream.errors import SettingsError
+from clipstream.example import Example
 
 Record = Mapping[str, Any]
 
@@ -38,16 +39,11 @@ class MetricsFile:
         self.path = Path(folder) / METRICS_FILE
         kept = []
         if resume_step is not None and self.path.exists():
-            for line, record in _lines(self.path):
+            for line, record in lines(self.path):
                 step = record.get("step", 0)
                 if step < resume_step or (step == resume_step and (not ended or "loss" in record)):
                     kept.append(line)
-        draft = self.path.with_suffix(".tmp")
-        with draft.open("wb") as file:
-            file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(self.path)
+        durable.replace(self.path, b"".join(kept))
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
@@ -77,6 +73,19 @@ class TensorBoard:
         make: Any = SummaryWriter  # untyped in torch
         self._writer = make(str(Path(folder) / TENSORBOARD_FOLDER), purge_step=purge, flush_secs=20)
 
+    def show(self, step: int, name: str, examples: Sequence[Example]) -> None:
+        """Add examples as a grid of pictures, and their words as a table."""
+        import torch
+
+        pixels = torch.stack([example.pixels.cpu() for example in examples])
+        self._writer.add_images(f"pictures/{name}", pixels, step)
+        rows = [
+            f"| {n} | {_cell(e.text)} | {_cell('; '.join(text for text, _ in e.guesses))} | {_cell(e.note)} |"
+            for n, e in enumerate(examples, 1)
+        ]
+        table = "\n".join(["| | text | guesses | |", "|---|---|---|---|", *rows])
+        self._writer.add_text(f"pictures/{name}", table, step)
+
     def write(self, record: Record) -> None:
         """Add the record's numbers at its step."""
         step = record["step"]
@@ -90,6 +99,8 @@ class TensorBoard:
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
     """The numbers of a record with their TensorBoard tags."""
+    if "start" in record:
+        return
     prefix = f"eval/{record['eval']}" if "eval" in record else "" if "health" in record else "train"
     numbers = {key: value for key, value in record.items() if key not in ("step", "eval")}
     for tag, value in flat(numbers, prefix).items():
@@ -102,16 +113,21 @@ def json_line(record: Record) -> str:
     return json.dumps(_jsonable(record), allow_nan=False) + "\n"
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, keys joined by '/'."""
+def flat(tree: Mapping[str, Any], prefix: str = "", separator: str = "/") -> dict[str, Any]:
+    """Nested mappings as one, keys joined by the separator."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        path = f"{prefix}/{key}" if prefix else str(key)
-        leaves.update(flat(value, path) if isinstance(value, Mapping) else {path: value})
+        path = f"{prefix}{separator}{key}" if prefix else str(key)
+        leaves.update(flat(value, path, separator) if isinstance(value, Mapping) else {path: value})
     return leaves
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def _cell(text: str) -> str:
+    """Text as a cell of a Markdown table."""
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """The whole lines that hold a JSON object."""
     with path.open("rb") as file:
         for line in file:

@@ -170,16 +170,7 @@ def _context(settings: Settings, model: ModelSettings, world: World) -> EvalCont
     tokenizer = build_tokenizer(
         settings.tokenizer, towers.open_clip_tokenizer(), towers.context_length, cache_dir=model.cache_dir
     )
-    return EvalContext(
-        towers,
-        tokenizer,
-        world,
-        towers.image,
-        workers=settings.data.workers,
-        precision=settings.train.precision,
-        cache=settings.data.cache,
-        stall_timeout=settings.data.stall_timeout,
-    )
+    return EvalContext.for_towers(towers, tokenizer, world, data=settings.data, precision=settings.train.precision)
 
 
 def _append(path: Path, records: Sequence[dict[str, Any]], settings: Settings, subject: Subject) -> None:

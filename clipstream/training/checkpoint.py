@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import pickle
 import re
 import shutil
@@ -27,6 +26,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from clipstream import durable
 from clipstream.data.loader import merge_states
 from clipstream.errors import SettingsError
 from clipstream.training.precision import random_state, set_random_state
@@ -205,23 +205,19 @@ def _write(
     (draft / STATE).write_text(json.dumps(state, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     files = sorted(path for path in draft.rglob("*") if path.is_file())
     for path in files:
-        _flush(path)
+        durable.flush(path)
     serial = max((_serial(path) or 0 for path in _candidates(folder)), default=0) + 1
     sizes = {str(path.relative_to(draft)): path.stat().st_size for path in files}
     (draft / MARKER).write_text(json.dumps({"serial": serial, "step": step, "files": sizes}), encoding="utf-8")
     for path in (draft / MARKER, *(p for p in draft.rglob("*") if p.is_dir()), draft):
-        _flush(path)
+        durable.flush(path)
     aside = folder / f"{final.name}.old"
     if final.exists():
         _remove(aside)
         final.rename(aside)
     draft.rename(final)
-    _flush(folder)
-    pointer = folder / f"{LATEST}.tmp"
-    pointer.write_text(final.name + "\n", encoding="utf-8")
-    _flush(pointer)
-    pointer.replace(folder / LATEST)
-    _flush(folder)
+    durable.flush(folder)
+    durable.replace(folder / LATEST, f"{final.name}\n".encode())
     _remove(aside)
     return final
 
@@ -288,15 +284,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _flush(path: Path) -> None:
-    """Have a file, or a folder's list of names, on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _disk_is_full(error: BaseException, folder: Path) -> bool:

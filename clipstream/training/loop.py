@@ -67,6 +67,8 @@ class Trainer:
         signals: entered by the caller.
         state: what `state()` gave, of a resumed run.
         epoch_samples: adds `epoch` to the training lines.
+        show: called as show(step, batch) with the first batch and then each `show_every` steps, before its step; None
+            shows nothing.
 
     Attributes:
         step: steps done.
@@ -89,11 +91,13 @@ class Trainer:
         signals: StopSignals,
         state: dict[str, Any] | None = None,
         epoch_samples: int | None = None,
+        show: Callable[[int, Batch], None] | None = None,
+        show_every: int = 1000,
     ) -> None:
         self.train_step, self.loader, self.lr, self.world = step, loader, lr, world
         self.total_steps, self.log_every, self.save_every = total_steps, log_every, save_every
         self.sinks, self.evaluate, self.save, self.signals = sinks, evaluate, save, signals
-        self.epoch_samples = epoch_samples
+        self.epoch_samples, self.show, self.show_every = epoch_samples, show, show_every
         state = state or {}
         self.step, self.samples = int(state.get("step", 0)), int(state.get("samples", 0))
         self._interval = _Interval(**state.get("interval", {}))
@@ -109,7 +113,11 @@ class Trainer:
         self._interval.begin(self.loader.wait_seconds)
         while self.step < self.total_steps:
             lr = self.lr(self.step)
-            result = self.train_step(self._next_batch(), lr, self.signals.received is not None)
+            batch = self._next_batch()
+            if self.show is not None and self.step % self.show_every == 0:
+                with self._interval.paused():
+                    self.show(self.step, batch)
+            result = self.train_step(batch, lr, self.signals.received is not None)
             self._count(result)
             if self.step % self.log_every == 0 or self.step == self.total_steps:
                 self._log(result, lr)
@@ -248,7 +256,9 @@ class _Pause:
 
 
 def _sum(trees: list[Any]) -> Any:
-    """Sum the numbers of equally meant trees of dicts, leaf by leaf; a leaf may be missing in some."""
+    """Sum the numbers of equally meant trees of dicts, leaf by leaf (of texts, the first); a leaf may be missing."""
+    if isinstance(trees[0], str):
+        return trees[0]
     if not isinstance(trees[0], dict):
         return sum(trees)
     keys = dict.fromkeys(key for tree in trees for key in tree)

@@ -1,0 +1,115 @@
+"""Owns what a run writes for people, behind one sink: metrics, TensorBoard, the terminal, pictures, report.html."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clipstream import __version__
+from clipstream.example import Example
+from clipstream.report.album import Album, Shows
+from clipstream.report.page import Report
+from clipstream.report.progress import Progress
+from clipstream.report.settings import LogSettings
+from clipstream.report.sinks import MetricsFile, Record, TensorBoard
+from clipstream.world import World
+
+if TYPE_CHECKING:
+    from clipstream.batch import Batch
+
+PACKAGES = ("torch", "open_clip_torch", "timm", "transformers", "webdataset", "huggingface_hub", "numpy", "pillow")
+
+
+class Outputs:
+    """A sink that hands every record to all of a run's sinks, and examples to those that show pictures.
+
+    Args:
+        folder: the run's.
+        settings: what to write.
+        world: this rank; others than rank 0 write nothing.
+        total: steps of the run.
+        done: steps before this process, of a resumed run: what was written after them is cut off; None starts anew.
+    """
+
+    def __init__(self, folder: Path, settings: LogSettings, world: World, *, total: int, done: int | None) -> None:
+        self._world, self._pictures = world, settings.pictures
+        self._sinks: list[Any] = []
+        self._shows: list[Shows] = []
+        if not world.is_main:
+            return
+        ended = done is not None and done >= total
+        self._sinks.append(MetricsFile(folder, done, ended=ended))
+        self._shows.append(Album(folder))
+        if settings.tensorboard:
+            board = TensorBoard(folder, done)
+            self._sinks.append(board)
+            self._shows.append(board)
+        self._sinks.append(Progress(total, start=done or 0, mode=settings.progress))
+        if settings.report:
+            self._sinks.append(Report(folder))  # the last: it reads what the others have written
+
+    def begin(self, step: int) -> None:
+        """Note that a process starts or resumes the run at this step: time, ranks, device, versions."""
+        self.write(_start(step, self._world))
+
+    def write(self, record: Record) -> None:
+        """Hand a record to all sinks."""
+        for sink in self._sinks:
+            sink.write(record)
+
+    def show(self, step: int, name: str, examples: Sequence[Example]) -> None:
+        """Keep examples in place of the name's earlier ones. What cannot be kept is told, and never ends a run."""
+        for shows in self._shows:
+            try:
+                shows.show(step, name, examples)
+            except Exception as error:
+                print(f"warning: the pictures of {name!r} could not be kept: {error}", file=sys.stderr, flush=True)
+
+    def show_batch(self, step: int, batch: Batch, decode: Callable[[Sequence[int]], str]) -> None:
+        """Show the first samples of a training batch as the model sees them.
+
+        Args:
+            step: of the run.
+            batch: this rank's.
+            decode: the ids of a text -> the text.
+        """
+        count = self._pictures
+        if self._shows and count and batch.pixels is not None:
+            texts = [decode(ids) for ids in batch.ids[:count].tolist()]
+            self.show(step, "train", list(map(Example, batch.pixels[:count], texts, batch.keys)))
+
+    def close(self) -> None:
+        """Write out what is left, everywhere."""
+        for sink in self._sinks:
+            sink.close()
+
+
+def _start(step: int, world: World) -> Record:
+    versions = {"clipstream": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "step": step,
+        "start": {
+            "time": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            "ranks": world.size,
+            "device": _device_name(str(world.device)),
+            "versions": versions,
+        },
+    }
+
+
+def _device_name(device: str) -> str:
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    return f"{device} ({platform.machine()})"

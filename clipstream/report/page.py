@@ -1,0 +1,176 @@
+"""Owns report.html: a run, or several side by side, as one file that needs no network. Never reads data or a model."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from clipstream import __version__, durable
+from clipstream.report.charts import Chart, Series, legend, short
+from clipstream.report.progress import chance_of, duration, percent
+from clipstream.report.reading import Points, Run, read_run
+from clipstream.report.sinks import Record
+
+REPORT_FILE = "report.html"
+TEMPLATE = "page.html"
+MEANING = {
+    "loss": "loss",
+    "samples_per_s": "samples a second",
+    "data_wait": "waiting for data",
+    "lr": "learning rate",
+    "grad_norm": "norm of the gradients",
+    "logit_scale": "logit scale",
+}
+SHARES = ("data_wait", "overflow_rate")
+MOST_OFTEN = 60.0  # seconds between two reports of a run that goes on
+COUNTS = ("n", "dropped", "seconds")
+
+
+class Report:
+    """FOLDER/report.html, made anew after evaluations and at the end.
+
+    A report that fails is told on stderr and never ends a run.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._made = float("-inf")
+
+    def write(self, record: Record) -> None:
+        """Make the report after an evaluation, not too often."""
+        if "eval" in record and time.monotonic() - self._made > MOST_OFTEN:
+            self._make()
+
+    def close(self) -> None:
+        """Make it as the run ends, however it ends."""
+        self._make()
+
+    def _make(self) -> None:
+        try:
+            write_report([self.folder], self.folder / REPORT_FILE)
+        except Exception as error:
+            print(f"warning: {self.folder / REPORT_FILE} could not be written: {error}", file=sys.stderr, flush=True)
+        self._made = time.monotonic()
+
+
+def write_report(folders: Sequence[Path], path: Path) -> None:
+    """Write the report of one run, or the comparison of several.
+
+    Raises:
+        SettingsError: a folder holds no run.
+        OSError: the file cannot be written.
+    """
+    durable.replace(path, render([read_run(folder) for folder in folders]).encode())
+
+
+def render(runs: Sequence[Run]) -> str:
+    """The page."""
+    names = _distinct([run.name for run in runs])
+    return str(
+        _template().render(
+            title=names[0] if len(runs) == 1 else f"{len(runs)} runs",
+            version=__version__,
+            runs=list(zip(names, runs, strict=True)),
+            legend=legend(names),
+            curves=_curves(runs, names),
+            evaluations=_evaluations(runs, names),
+            settings=_settings(runs),
+            several=len(runs) > 1,
+            short=short,
+            percent=percent,
+        )
+    )
+
+
+@cache
+def _template() -> Any:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("clipstream.report", "")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return environment.get_template(TEMPLATE)
+
+
+def _curves(runs: Sequence[Run], names: Sequence[str]) -> list[Chart]:
+    metrics = dict.fromkeys(metric for run in runs for metric in run.curves)
+    return [
+        Chart(
+            MEANING.get(metric, metric.replace("_", " ")),
+            _series(names, [run.curves.get(metric, []) for run in runs]),
+            share=metric in SHARES,
+        )
+        for metric in metrics
+    ]
+
+
+def _series(names: Sequence[str], points: Sequence[Points]) -> tuple[Series, ...]:
+    return tuple(
+        Series(name, line, number) for number, (name, line) in enumerate(zip(names, points, strict=True)) if line
+    )
+
+
+def _evaluations(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Of each evaluator: charts of its metrics over the steps, and a row for each metric with a cell for each run."""
+    found = []
+    for name in dict.fromkeys(name for run in runs for name in run.evaluations):
+        of_runs = [run.evaluations.get(name, {}) for run in runs]
+        last = {metric: points[-1][1] for metrics in of_runs for metric, points in metrics.items()}
+        charts, rows = [], []
+        for metric in last:
+            if metric.startswith("chance") or metric in COUNTS:
+                continue
+            lines = [metrics.get(metric, []) for metrics in of_runs]
+            share = all(0 <= y <= 1 for points in lines for _, y in points)
+            chance = chance_of(last, metric)
+            said = "" if chance is None else percent(chance)
+            rows.append({"metric": metric, "chance": said, "cells": [_cell(points, share) for points in lines]})
+            charts.append(Chart(metric, _series(names, lines), chance, share))
+        about = list(dict.fromkeys(_about(metrics) for metrics in of_runs if metrics))
+        found.append({"name": name, "about": about, "rows": rows, "charts": charts})
+    return found
+
+
+def _about(metrics: dict[str, Points]) -> str:
+    """When the newest evaluation was, on how many samples, and how long it took."""
+    step = max(points[-1][0] for points in metrics.values())
+    parts = [f"step {short(step)}"]
+    if metrics.get("n"):
+        parts.append(f"{short(metrics['n'][-1][1])} samples")
+    if metrics.get("dropped") and metrics["dropped"][-1][1]:
+        parts.append(f"{short(metrics['dropped'][-1][1])} dropped")
+    if metrics.get("seconds"):
+        parts.append(duration(metrics["seconds"][-1][1]))
+    return ", ".join(parts)
+
+
+def _cell(points: Points, share: bool) -> dict[str, str]:
+    """The last value, and the best one where that was an earlier one."""
+    if not points:
+        return {"last": "", "best": ""}
+    say = percent if share else short
+    best_step, best = max(points, key=lambda point: point[1])
+    earlier = share and best > points[-1][1]
+    return {"last": say(points[-1][1]), "best": f"best {say(best)} at {short(best_step)}" if earlier else ""}
+
+
+def _settings(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """A row a key: its value in each run; of several runs, those that differ come first."""
+    rows = []
+    for key in dict.fromkeys(key for run in runs for key in run.settings):
+        values = [run.settings.get(key, "") for run in runs]
+        rows.append({"key": key, "values": values, "differs": len(set(values)) > 1})
+    return sorted(rows, key=lambda row: not row["differs"])
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Names of runs; equal ones numbered."""
+    counts: dict[str, int] = {}
+    found = []
+    for name in names:
+        counts[name] = counts.get(name, 0) + 1
+        found.append(name if counts[name] == 1 else f"{name} ({counts[name]})")
+    return found

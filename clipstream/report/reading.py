@@ -1,0 +1,105 @@
+"""Owns reading a run's folder for people: curves, evaluations, health, settings, starts. Never writes, never trains."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from clipstream.errors import SettingsError
+from clipstream.report.album import Album, Page
+from clipstream.report.sinks import METRICS_FILE, flat, lines
+
+CURVES = ("loss", "samples_per_s", "data_wait", "lr", "grad_norm", "logit_scale")  # in this order, then the others
+_NO_CURVE = ("step", "samples", "epoch")
+
+Points = list[tuple[float, float]]
+
+
+@dataclass
+class Run:
+    """What a run's folder says.
+
+    Attributes:
+        name: of the folder.
+        curves: metric of the training lines -> (step, value).
+        evaluations: evaluator -> metric -> (step, value).
+        health: the newest counts of the data, by source.
+        starts: one for each process that began or resumed the run: step, time, versions, …
+        settings: the resolved settings, key -> value.
+        pages: pictures.
+    """
+
+    name: str
+    curves: dict[str, Points] = field(default_factory=dict)
+    evaluations: dict[str, dict[str, Points]] = field(default_factory=dict)
+    health: dict[str, Any] = field(default_factory=dict)
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    settings: dict[str, str] = field(default_factory=dict)
+    pages: list[Page] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        """Of the last training line."""
+        return int(self.curves["loss"][-1][0]) if self.curves.get("loss") else 0
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run's folder, as far as it is there: a run that goes on, or was killed, is no error.
+
+    Raises:
+        SettingsError: the folder holds no run.
+    """
+    metrics = folder / METRICS_FILE
+    if not metrics.is_file():
+        raise SettingsError(f"{folder} holds no run: there is no {METRICS_FILE} in it")
+    run = Run(name=folder.resolve().name, pages=Album(folder).pages())
+    for _, record in lines(metrics):
+        _take(run, record)
+    run.curves = {name: run.curves[name] for name in (*CURVES, *run.curves) if name in run.curves}
+    config = folder / "config.yaml"
+    if config.is_file():
+        try:
+            tree = yaml.safe_load(config.read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError):
+            tree = {}
+        run.settings = {key: _shown(value) for key, value in flat(tree or {}, separator=".").items()}
+    return run
+
+
+def _take(run: Run, record: dict[str, Any]) -> None:
+    step = record.get("step", 0)
+    if "start" in record:
+        run.starts.append({"step": step, **record["start"]})
+    elif "health" in record:
+        run.health = record["health"]
+    else:
+        into = run.evaluations.setdefault(str(record["eval"]), {}) if "eval" in record else run.curves
+        for key, value in record.items():
+            number = value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+            if number and key not in _NO_CURVE and key != "eval":
+                into.setdefault(key, []).append((step, math.nan if value is None else value))
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def fewer(points: Points, most: int = 400) -> Points:
+    """At most so many points: means over equal spans of the steps; the first and the last stay as they are."""
+    if len(points) <= most:
+        return points
+    first, last = points[0][0], points[-1][0]
+    spans: dict[int, Points] = {}
+    for x, y in points[1:-1]:
+        spans.setdefault(int((x - first) / (last - first or 1) * (most - 2)), []).append((x, y))
+    means = []
+    for span in spans.values():
+        finite = [y for _, y in span if math.isfinite(y)]
+        means.append((span[-1][0], sum(finite) / len(finite) if finite else math.nan))
+    return [points[0], *means, points[-1]]

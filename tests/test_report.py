@@ -1,0 +1,216 @@
+"""report.html: what it says of a run, that it needs no network, and what a browser makes of it."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clipstream.compare import main as compare
+from clipstream.errors import SettingsError
+from clipstream.example import Example
+from clipstream.report.album import Album
+from clipstream.report.charts import Chart, Series, nice_ticks, short
+from clipstream.report.page import REPORT_FILE, Report, render
+from clipstream.report.reading import fewer, read_run
+from clipstream.report.sinks import MetricsFile
+from tests.browser import look, needs_browser
+
+DROPS = {"no_caption": 39, "image_truncated": 1}
+EXAMPLES = {"no_caption": "00001.tar/12: has json, png", "image_truncated": "00003.tar/7: cut after 90 bytes"}
+
+
+def picture(seed: int) -> torch.Tensor:
+    return torch.randint(0, 256, (3, 48, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def make_run(folder: Path, *, lr: float = 5e-4, steps: int = 2000) -> Path:
+    """A run's folder as training leaves it."""
+    folder.mkdir(parents=True)
+    versions = {"clipstream": "0.1", "torch": "2.15.0"}
+    sink = MetricsFile(folder)
+    for step in (0, 500):
+        start = {"time": "2026-11-21 10:00 UTC", "ranks": 2, "device": "cpu (x86_64)", "versions": versions}
+        sink.write({"step": step, "start": start})
+    for step in range(10, steps + 1, 10):
+        loss = math.nan if step == 300 else 5.5 / (1 + step / 400)
+        sink.write({"step": step, "samples": 64 * step, "loss": loss, "lr": lr, "grad_norm": 1.0, "logit_scale": 14.3,
+                    "samples_per_s": 800 + step % 7, "data_wait": 0.02})  # fmt: skip
+        if step % 500 == 0:
+            values = {"top1": 0.5 if step == 1000 else 0.4, "top5": 0.9, "n": 120, "chance": 0.05, "dropped": 3}
+            sink.write({"step": step, "eval": "animals", **values, "seconds": 2.5})
+    health = {"read": 9000, "used": 8960, "dropped": DROPS, "examples": EXAMPLES, "shards": 12, "shard_faults": 1}
+    sink.write({"step": steps, "health": {"train": health}})
+    sink.close()
+    (folder / "config.yaml").write_text(f"run:\n  name: {folder.name}\noptim:\n  lr: {lr}\n  wd: null\n")
+    album = Album(folder)
+    album.show(0, "train", [Example(picture(i), f"a <b>small</b> cat {i}", f"00000/{i}") for i in range(5)])
+    guesses = (("dog & bone", 0.31), ("cat", 0.29))
+    shown = [Example(picture(i), "cat", f"1/{i}", guesses, group) for group in ("right", "wrong") for i in range(3)]
+    album.show(steps, "animals", shown)
+    return folder
+
+
+def test_it_says_what_the_run_was(tmp_path: Path) -> None:
+    page = render([read_run(make_run(tmp_path / "mine"))])
+    for said in ("<h1>mine</h1>", "2000 steps", "resumed 1 times, last at step 500", "2 × cpu (x86_64)", "animals",
+                 "best 50.0% at 1000", "step 2000, 120 samples, 3 dropped, 2.5s", "waiting for data", "optim.lr",
+                 "2.15.0", "8960", *EXAMPLES.values(), "right", "wrong", "dog &amp; bone"):  # fmt: skip
+        assert said in page, said
+    assert page.count("data:image/jpeg;base64,") == 11
+    assert "a &lt;b&gt;small&lt;/b&gt; cat 4" in page and "<b>small" not in page
+
+
+def test_it_needs_no_network(tmp_path: Path) -> None:
+    page = render([read_run(make_run(tmp_path / "mine"))])
+    assert page.startswith("<!doctype html>")
+    assert not re.findall(r"(?:src|href|url|import)\s*[=(]\s*[\"']?(?!data:)(?:https?:)?//", page)
+    assert all(match.startswith("data:") for match in re.findall(r'(?:src|href)="([^"]*)"', page))
+
+
+def test_several_runs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [make_run(tmp_path / "a" / "base"), make_run(tmp_path / "b" / "base", lr=1e-3, steps=1000)]
+    out = tmp_path / "both.html"
+    assert compare([*map(str, runs), "--out", str(out)]) == 0
+    assert capsys.readouterr().out.strip() == str(out)
+    page = out.read_text()
+    assert "base (2)" in page and "2 runs" in page and "1 of them different" in page
+    assert page.index("optim.lr") < page.index("optim.wd"), "what differs comes first"
+    assert page.count('class="s1" data-name="base (2)"') >= 6, "the second run has its line in each chart"
+    assert compare([str(tmp_path / "a"), "--out", str(out)]) == 2
+    assert "holds no run: there is no metrics.jsonl" in capsys.readouterr().err
+    assert compare([str(runs[0]), "--out", str(tmp_path / "gone" / "x.html")]) == 2
+
+
+def test_a_run_that_was_killed_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "mine")
+    (folder / "config.yaml").unlink()
+    (folder / "pictures" / "val.json").write_text('{"name": "val", "st')
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2010, "lo')
+    run = read_run(folder)
+    assert run.steps == 2000 and [page.name for page in run.pages] == ["train", "animals"]
+    assert "<h1>mine</h1>" in render([run])
+    (folder / "metrics.jsonl").write_text("")
+    assert "0 steps" in render([read_run(folder)])
+    with pytest.raises(SettingsError, match="holds no run"):
+        read_run(tmp_path)
+
+
+def test_a_report_that_cannot_be_written_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run(tmp_path / "mine")
+    (folder / REPORT_FILE).mkdir()
+    report = Report(folder)
+    report.write({"step": 5, "eval": "val"})
+    report.close()
+    assert capsys.readouterr().err.count("report.html could not be written") == 2
+
+
+def test_it_is_made_at_evaluations_not_too_often(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "mine")
+    path = folder / REPORT_FILE
+    report = Report(folder)
+    report.write({"step": 5, "loss": 2.0})
+    assert not path.exists()
+    report.write({"step": 5, "eval": "val"})
+    path.unlink()
+    report.write({"step": 6, "eval": "val"})
+    assert not path.exists()
+    report.close()
+    assert path.exists()
+
+
+def test_an_album_keeps_the_newest_of_each_name(tmp_path: Path) -> None:
+    album = Album(tmp_path)
+    for step in (1, 2):
+        for name in ("a/b", "a%2fb", "train", "ä:1"):
+            album.show(step, name, [Example(picture(step), f"{name} at {step}")])
+    pages = album.pages()
+    assert [page.name for page in pages] == ["train", "a%2fb", "a/b", "ä:1"]
+    assert all(page.step == 2 and page.pictures[0]["text"] == f"{page.name} at 2" for page in pages)
+    assert len(list((tmp_path / "pictures").iterdir())) == 4
+
+
+@given(st.floats(-1e9, 1e9), st.floats(0, 1e9))
+def test_ticks_are_round_and_hold_the_values(low: float, span: float) -> None:
+    ticks = nice_ticks(low, low + span)
+    assert 2 <= len(ticks) <= 8
+    gaps = [b - a for a, b in itertools.pairwise(ticks)]
+    assert max(gaps) == pytest.approx(min(gaps), rel=1e-6, abs=1e-9) and min(gaps) > 0
+    slack = 1e-6 * max(gaps)
+    assert ticks[0] <= low + slack and ticks[-1] >= low + span - slack
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3000), st.integers(3, 50))
+def test_fewer_points_span_the_same(values: list[float], most: int) -> None:
+    points = list(enumerate(values))
+    few = fewer([(float(x), y) for x, y in points], most)
+    assert len(few) <= max(most, 2) and few[0] == points[0] and few[-1] == points[-1]
+    assert [x for x, _ in few] == sorted({x for x, _ in few})
+    assert min(values) - 1e-6 <= min(y for _, y in few) and max(y for _, y in few) <= max(values) + 1e-6
+
+
+def test_a_chart_leaves_a_gap_where_a_value_is_no_number() -> None:
+    points = [(0.0, 1.0), (1.0, 2.0), (2.0, math.nan), (3.0, 1.0), (4.0, 1.5)]
+    drawing = Chart("loss <1>", (Series("run", points),)).svg()
+    assert drawing.count("<polyline") == 2 and "nan" not in drawing and "loss &lt;1&gt;" in drawing
+    assert Chart("loss", (Series("run", points[:1]),)).svg() == "", "a single value is no curve"
+    assert Chart("loss", (Series("run", [(1.0, math.nan), (2.0, math.nan)]),)).svg() == ""
+    assert 'class="chance"' in Chart("top1", (Series("run", points),), chance=0.1).svg()
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0, "0"),
+        (12345, "12.35k"),
+        (2e9, "2G"),
+        (0.00012, "0.00012"),
+        (1.2e-7, "1.2e-7"),
+        (-3.5, "-3.5"),
+        (math.nan, "–"),
+    ],
+)
+def test_numbers_are_short(value: float, shown: str) -> None:
+    assert short(value) == shown
+
+
+MEASURE = """<script>
+const svg = document.querySelector("figure.card svg"), box = svg.getBoundingClientRect();
+svg.dispatchEvent(new PointerEvent("pointermove", {clientX: box.right - 1, clientY: box.top + 5}));
+const cut = [...document.querySelectorAll("p, h1, h2, h3, figure")].filter(
+  element => element.getBoundingClientRect().right > innerWidth).length;
+parent.document.title = JSON.stringify({page: document.documentElement.scrollWidth, window: innerWidth, cut,
+  columns: getComputedStyle(document.querySelector("div.grid")).gridTemplateColumns.split(" ").length,
+  loaded: [...document.images].filter(i => i.complete && i.naturalWidth > 0).length, images: document.images.length,
+  hover: svg.parentElement.querySelector("output").textContent,
+  ground: getComputedStyle(document.body).backgroundColor});
+</script>"""
+
+
+@needs_browser
+@pytest.mark.parametrize(("width", "columns", "dark"), [(1400, 4, False), (400, 1, True)])
+def test_a_browser_shows_it(tmp_path: Path, width: int, columns: int, dark: bool) -> None:
+    page = render([read_run(make_run(tmp_path / "mine"))]).replace(' loading="lazy"', "")
+    path = tmp_path / "page.html"
+    # In a frame, as Chromium's own window is never narrower than 500 pixels.
+    inner = html.escape(page.replace("</body>", f"{MEASURE}</body>"))
+    path.write_text(f'<title></title><iframe style="width: {width}px; height: 3000px; border: 0" srcdoc="{inner}">')
+    dom, complaints = look(path, 1500, dark=dark)
+    assert complaints == []
+    found = re.search(r"<title>(\{.*?\})</title>", dom)
+    assert found is not None
+    seen: dict[str, Any] = json.loads(found[1])
+    assert seen["window"] == width and seen["page"] <= width and seen["cut"] == 0, "nothing is wider than the window"
+    assert seen["columns"] == columns and seen["loaded"] == seen["images"] == 11
+    assert re.fullmatch(r"4\d\.\d% at 2000", seen["hover"])
+    assert (seen["ground"] == "rgb(22, 24, 28)") is dark
