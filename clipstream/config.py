@@ -150,9 +150,32 @@ def _length_problems(settings: Settings) -> Found:
     if 0 < steps < schedule.warmup:
         text = f"{schedule.warmup} steps of warm-up, but the run has {steps}: lower --warmup"
         found.append((("schedule", "warmup"), text))
+    for path, section in _cadences(settings):
+        if section.every_epochs is None:
+            continue
+        if "every" in section.model_fields_set:
+            found.append(((*path, "every"), "every and every_epochs are both given: keep the one that is meant"))
+        elif train.epoch_samples is None:
+            found.append(((*path, "every_epochs"), "how many samples are an epoch? Give --train-num-samples"))
     if schedule.min_lr > lr:
         found.append((("schedule", "min_lr"), f"{schedule.min_lr:g} is above the peak, optim.lr {lr:g}"))
     return found
+
+
+def _cadences(settings: Settings) -> list[tuple[Path, CheckpointSettings | EvalSettings]]:
+    """What happens every so many steps or epochs."""
+    return [(("checkpoint",), settings.checkpoint), *((("evals", name), e) for name, e in settings.evals.items())]
+
+
+def _in_steps(settings: Settings) -> dict[Path, CheckpointSettings | EvalSettings]:
+    """Checkpoints and evaluators with their epochs turned into steps, at least one."""
+    epoch = (settings.train.epoch_samples or 0) / settings.data.global_batch_size
+    return {
+        path: section
+        if section.every_epochs is None
+        else section.model_copy(update={"every": max(1, round(section.every_epochs * epoch)), "every_epochs": None})
+        for path, section in _cadences(settings)
+    }
 
 
 def _batch_problems(settings: Settings, world: World) -> Found:
@@ -228,7 +251,7 @@ def _folder_problems(settings: Settings, world: World) -> Found:
 
 
 def resolve(settings: Settings, world: World) -> Settings:
-    """The settings with the run's name and `data.lanes` fixed, the same on every rank.
+    """The settings with the run's name, `data.lanes` and what is told in epochs fixed, the same on every rank.
 
     `run.device`, `loss.type` and `log.progress` stay 'auto': they depend on the machine, the model and the terminal.
     To be called after `world.start()`, as the ranks agree on the name that rank 0 gives.
@@ -249,8 +272,11 @@ def resolve(settings: Settings, world: World) -> Settings:
                     f"{lanes} lanes cannot be dealt the {count} shards of {key!r} in the mode 'epoch': set it to auto"
                 )
                 raise SettingsError(problem(settings._places, ("data", "lanes"), text))
+    fixed = _in_steps(settings)
     return settings.model_copy(
         update={
+            "checkpoint": fixed[("checkpoint",)],
+            "evals": {key: fixed[("evals", key)] for key in settings.evals},
             "run": settings.run.model_copy(update={"name": name}),
             "data": settings.data.model_copy(update={"lanes": lanes}),
         }

@@ -1,4 +1,4 @@
-"""Owns the command line's flags: `--section.key VALUE`, and the table of short flags with the keys that each sets.
+"""Owns the reading of a command line: `--section.key VALUE`, and what the short flags mean together.
 
 Never validates a value, and never looks at what is valid: an unknown key is found with the rest of the tree.
 
@@ -8,8 +8,7 @@ A value is a YAML scalar, list or mapping; where text is wanted it is the text a
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,114 +16,7 @@ from clipstream.errors import did_you_mean
 from clipstream.layers import Layer
 from clipstream.schema import Path, child, dotted, entries_of, leaves
 from clipstream.section import Section
-
-Sets = list[tuple[Path, Any]]
-CAPTION: Path = ("data", "sources", "train", "caption")
-PRECISIONS = {"amp": "bf16", "amp_bf16": "bf16", "amp_bfloat16": "bf16"}
-
-
-@dataclass(frozen=True)
-class Short:
-    """A short flag.
-
-    Attributes:
-        flag: its name, with dashes.
-        keys: the keys that it sets, dotted.
-        value: what stands for its value in the help.
-        meaning: for the help.
-        convert: text -> the values to set, where it is more than the one key with the text.
-    """
-
-    flag: str
-    keys: tuple[str, ...]
-    value: str
-    meaning: str
-    convert: Callable[[str], Sets] | None = None
-
-
-def tokenizer_sets(text: str) -> Sets:
-    """The tokenizer that a name means: the model's, one's own, a local path, or a name on the Hub."""
-    if text == "model":
-        return [(("tokenizer",), {"type": "model"})]
-    if text.startswith("hf-hub:"):
-        return [(("tokenizer",), {"type": "hub", "name": text.removeprefix("hf-hub:")})]
-    if text.startswith((".", "/", "~")) or os.path.exists(text):
-        return [(("tokenizer",), {"type": "path", "name": os.path.expanduser(text)})]
-    if ":" in text:
-        return [(("tokenizer",), {"type": text})]
-    return [(("tokenizer",), {"type": "hub", "name": text})]
-
-
-def _caption_key(text: str) -> Sets:
-    return [(CAPTION, {"type": "text", "key": text})]
-
-
-def _caption_json(text: str) -> Sets:
-    paths = [path.strip() for path in text.split(";")]
-    # All of it anew: a file's weights and fallback belong to the file's paths.
-    path = paths[0] if len(paths) == 1 else paths
-    return [(CAPTION, {"type": "json", "path": path, "weights": None, "fallback": None})]
-
-
-def _resampled(text: str) -> Sets:
-    modes = {"true": "resampled", "false": "epoch"}
-    return [(("data", "sampling", "mode"), modes.get(text.lower(), text))]
-
-
-def _precision(text: str) -> Sets:
-    return [(("train", "precision"), PRECISIONS.get(text, text))]
-
-
-SHORTS = (
-    Short("--train-data", ("data.sources.train.shards",), "SHARDS", "what to train on: the source named train"),
-    Short("--val-data", ("evals.val.data.shards",), "SHARDS", "what to evaluate on, by retrieval unless set"),
-    Short("--image-key", ("data.sources.train.image_key",), "SUFFIXES", "suffixes of the image member, by ';'"),
-    Short("--caption-key", ("data.sources.train.caption",), "SUFFIX", "the text member with the caption", _caption_key),
-    Short(
-        "--caption-json",
-        ("data.sources.train.caption",),
-        "PATHS",
-        "path into the JSON member; several by ';' are tried in order, then the text member --caption-key, if given",
-        _caption_json,
-    ),
-    Short("--dataset-resampled", ("data.sampling.mode",), "", "draw shards with replacement (the default)", _resampled),
-    Short("--workers", ("data.workers",), "INT", "reading processes a rank"),
-    Short("--model", ("model.name",), "NAME", "open_clip's name, a JSON config, hf-hub:ORG/NAME or local-dir:PATH"),
-    Short("--pretrained", ("model.pretrained",), "TAG", "a tag, a weights file, hf-hub:ORG/NAME or local-dir:PATH"),
-    Short(
-        "--tokenizer",
-        ("tokenizer",),
-        "NAME",
-        "model, a name on the Hub, a local path, or package.module:Name",
-        tokenizer_sets,
-    ),
-    Short(
-        "--batch-size",
-        ("data.global_batch_size", "train.micro_batch_size"),
-        "INT",
-        "samples that a rank takes at once; the global batch is this x --accum-freq x ranks",
-    ),
-    Short(
-        "--accum-freq",
-        ("data.global_batch_size", "train.micro_batch_size"),
-        "INT",
-        "batches of --batch-size that a rank puts together for one step",
-    ),
-    Short("--steps", ("train.steps",), "INT", "steps of the whole run"),
-    Short("--epochs", ("train.epochs",), "NUMBER", "passes over --train-num-samples samples"),
-    Short("--train-num-samples", ("train.epoch_samples",), "INT", "samples that make an epoch"),
-    Short("--lr", ("optim.lr",), "NUMBER", "peak learning rate"),
-    Short("--wd", ("optim.wd",), "NUMBER", "weight decay"),
-    Short("--grad-clip-norm", ("optim.grad_clip_norm",), "NUMBER", "largest norm of the gradients"),
-    Short("--warmup", ("schedule.warmup",), "INT", "steps of linear warm-up"),
-    Short("--precision", ("train.precision",), "NAME", "fp32 or bf16 (also as amp, amp_bf16)", _precision),
-    Short("--seed", ("run.seed",), "INT", "fixes order, augmentation, weights and dropout"),
-    Short("--device", ("run.device",), "NAME", "auto, cpu, cuda or cuda:N"),
-    Short("--logs", ("run.logs",), "FOLDER", "folder of runs"),
-    Short("--name", ("run.name",), "NAME", "name of the run's folder"),
-    Short("--resume", ("checkpoint.resume",), "WHAT", "a checkpoint's path, latest (must exist) or auto"),
-)
-_BY_FLAG = {short.flag: short for short in SHORTS}
+from clipstream.shorts import BY_FLAG, CAPTION, TOGETHER, caption_json
 
 
 @dataclass(frozen=True)
@@ -181,10 +73,10 @@ def flag_layer(
     layer = Layer()
     shorts: dict[str, str] = {}
     for one in given:
-        short = _BY_FLAG.get(one.flag) or _BY_FLAG.get(one.flag.replace("_", "-"))
+        short = BY_FLAG.get(one.flag) or BY_FLAG.get(one.flag.replace("_", "-"))
         if short is not None:
             text = one.text
-            if text is None and short.flag != "--dataset-resampled":
+            if text is None and not short.switch:
                 problems.append(f"{short.flag}: needs a value, {short.value}")
                 continue
             shorts[short.flag] = "true" if text is None else text
@@ -206,7 +98,7 @@ def _meant(root: type[Section], flag: str) -> str:
     keys = [key for key, _ in leaves(root) if key.rpartition(".")[2] == name and "NAME" not in key]
     if keys:
         return f"; did you mean '--{keys[0].replace('_', '-')}'?"
-    return did_you_mean(flag, [*_BY_FLAG, "--config", "--help"])
+    return did_you_mean(flag, [*BY_FLAG, "--config", "--help"])
 
 
 def _path(root: type[Section], flag: str) -> Path:
@@ -235,20 +127,20 @@ def _put_shorts(shorts: dict[str, str], layer: Layer, files: Sequence[Layer], ra
             _put_tree(layer, path, value, flag)
 
     for flag, text in shorts.items():
-        short = _BY_FLAG[flag]
+        short = BY_FLAG[flag]
         if short.convert is not None:
             for path, value in short.convert(text):
                 put(path, value, flag)
-        elif flag not in ("--batch-size", "--accum-freq"):
+        elif flag not in TOGETHER:
             put(tuple(short.keys[0].split(".")), text, flag, as_text=True)
     if "--caption-json" in shorts:
         # Both flags together: the paths first, then the text member.
-        put(CAPTION, dict(_caption_json(shorts["--caption-json"])[0][1]), "--caption-json")
+        put(CAPTION, dict(caption_json(shorts["--caption-json"])[0][1]), "--caption-json")
         if "--caption-key" in shorts:
             for key in ("key", "fallback"):
                 layer.drop((*CAPTION, key))
             put((*CAPTION, "fallback"), shorts["--caption-key"], "--caption-key")
-    for path, value, flag in _batch_sets(shorts, ranks, problems):
+    for path, value, flag in (*_batch_sets(shorts, ranks, problems), *_beta_sets(shorts, problems)):
         put(path, value, flag)
     if "--val-data" in shorts:
         _share_with_val(shorts, layer, files)
@@ -284,6 +176,19 @@ def _batch_sets(shorts: dict[str, str], ranks: int, problems: list[str]) -> list
         (("data", "global_batch_size"), batch * repeats * ranks, "--batch-size"),
         (("train", "micro_batch_size"), batch if repeats > 1 else None, "--batch-size"),
     ]
+
+
+def _beta_sets(shorts: dict[str, str], problems: list[str]) -> list[tuple[Path, Any, str]]:
+    """Both betas of AdamW; one that is not given stays the model's."""
+    flags = [flag for flag in ("--beta1", "--beta2") if flag in shorts]
+    betas: dict[str, float] = {}
+    for flag in flags:
+        try:
+            betas[flag] = float(shorts[flag])
+        except ValueError:
+            problems.append(f"{flag}: expected a number, not {shorts[flag]!r}")
+            return []
+    return [(("optim", "betas"), [betas.get("--beta1"), betas.get("--beta2")], flags[0])] if flags else []
 
 
 def _share_with_val(shorts: dict[str, str], layer: Layer, files: Sequence[Layer]) -> None:

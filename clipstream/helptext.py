@@ -15,9 +15,9 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from clipstream.flags import SHORTS
 from clipstream.schema import entries_of, kinds, section_of
 from clipstream.section import PluginSection, Section
+from clipstream.shorts import SHORTS
 
 _NAMES = {str: "TEXT", int: "INT", float: "NUMBER", bool: "true|false"}
 

@@ -14,9 +14,9 @@ import pytest
 from clipstream import cli
 from clipstream.config import Settings
 from clipstream.errors import ClipstreamError, DataError, DivergedError, SettingsError, Stopped
-from clipstream.flags import SHORTS
 from clipstream.helptext import help_text
 from clipstream.schema import leaves
+from clipstream.shorts import SHORTS
 
 ROOT = Path(__file__).parents[1]
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from clipstream.config import load
+from clipstream.config import load, resolve, validate_run
 from clipstream.data.settings import JsonCaption, TextCaption
 from clipstream.errors import SettingsError
 from clipstream.evals.settings import RetrievalSettings
+from clipstream.world import World
 from tests.test_config import problems, write
 
 
@@ -75,3 +77,52 @@ def test_tokenizer_names(tmp_path: Path) -> None:
         assert load(["--tokenizer", text]).tokenizer.model_dump(exclude={"context_length"}) == expected
     assert load(["--tokenizer", str(tmp_path)]).tokenizer.type == "path"
     assert "cannot import" in problems(["--tokenizer", "no_such_module:Name"])[0]
+
+
+def test_a_command_line_of_open_clip_means_the_same() -> None:
+    flags = (
+        "--save-frequency 1 --log-every-n-steps 32 --report-to tensorboard --train-data cc/{000..331}.tar "
+        "--val-data v.tar --warmup 1000 --batch-size 128 --lr 1e-3 --wd 0.1 --epochs 30 --workers 8 --model RN50 "
+        "--beta1 0.8 --beta2 0.95 --eps 1e-7 --lr-scheduler const --grad-checkpointing --lock-image --torchcompile "
+        "--siglip --precision amp_bf16 --force-image-size 192 --val-frequency 2 --train-num-samples 10240 "
+        "--cache-dir c --dataset-resampled --lock-text --name mine"
+    )
+    settings = load(flags.split(), ranks=2)
+    assert (settings.log.every, settings.log.tensorboard, settings.model.image_size) == (32, True, 192)
+    assert (settings.optim.betas, settings.optim.eps, settings.schedule.type) == ((0.8, 0.95), 1e-7, "constant")
+    model = settings.model
+    assert model.grad_checkpointing and model.lock_image and model.lock_text and model.cache_dir == "c"
+    assert settings.train.compile and settings.loss.type == "siglip"
+    validate_run(settings, World(size=2))
+    resolved = resolve(settings, World(size=2))
+    assert (resolved.checkpoint.every, resolved.evals["val"].every) == (40, 80)  # steps of 256 samples
+    assert load(["--siglip=false"]).loss.type == "auto"
+    assert load(["--report-to=none"]).log.tensorboard is False
+
+
+@pytest.mark.parametrize(("flags", "betas"), [("--beta1=0.8", (0.8, None)), ("--beta2=0.9", (None, 0.9))])
+def test_one_beta_leaves_the_other_to_the_model(flags: str, betas: tuple[float | None, float | None]) -> None:
+    assert load([flags]).optim.betas == betas
+
+
+def test_epochs_need_a_length() -> None:
+    run = ["--train-data=a.tar", "--steps=5"]
+    for flags, said in (
+        (["--save-frequency=1"], "--save-frequency: checkpoint.every_epochs: how many samples are an epoch?"),
+        (
+            ["--checkpoint.every=5", "--save-frequency=1", "--train-num-samples=9"],
+            "--checkpoint.every: every and every_epochs are both given",
+        ),
+        (["--val-data=v.tar", "--val-frequency=1"], "--val-frequency: evals.val.every_epochs: how many samples"),
+    ):
+        with pytest.raises(SettingsError, match=re.escape(said)):
+            validate_run(load([*run, *flags]), World())
+
+
+def test_wrong_values_of_open_clips_flags_are_told() -> None:
+    assert problems(["--beta1=x"]) == ["--beta1: expected a number, not 'x'"]
+    assert "at least 0 and below 1" in problems(["--beta2=1"])[0]
+    assert "--report-to" in problems(["--report-to=wandb"])[0]
+    assert "--lr-scheduler" in problems(["--lr-scheduler=const-cooldown"])[0]
+    assert "--siglip" in problems(["--siglip=maybe"])[0]
+    assert "--optim.betas" in problems(["--optim.betas=[0.9,0.95]", "--beta1=0.9"])[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import pickle
 import struct
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from open_clip.transform import image_transform
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 from torchvision.transforms import RandomResizedCrop
 
 from clipstream.batch import ImageSpec
@@ -211,3 +212,96 @@ def test_thin_strips_neither_fail_nor_fill_the_memory() -> None:
         EvalTransform(ImageSpec((224, 224)), "white")(data)
     assert EvalTransform(ImageSpec((16, 16), resize_mode="longest"), "white")(data).shape == (16, 16, 3)
     assert TrainTransform(ImageSpec((16, 16)), AugmentSettings(), "white")(data, Draws(1)).shape == (16, 16, 3)
+
+
+LEFT_BLACK = np.repeat(np.array([[0] * 32 + [255] * 32], np.uint8), 48, axis=0)  # 48 rows, black | white
+# 16 x 16 pixels, black | white, arithmetic coding (jpegtran -arithmetic of a Pillow JPEG).
+ARITHMETIC = base64.b64decode(
+    "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDAAMCAgMCAgMDAwMEAwMEBQgFBQQEBQoHBwYIDAoMDAsKCwsNDhIQDQ4RDgsLEBYQERMUFRUVDA8XGBYUGBIU"
+    "FRT/yQALCAAQABABAREA/8wABgAQEAX/2gAIAQEAAD8A/wDu3eO0zXeIWf/Z"
+)
+
+
+def kinds() -> dict[str, bytes]:
+    """One picture, black on the left and white on the right, in every kind that is promised."""
+    grey, rgb = Image.fromarray(LEFT_BLACK), Image.fromarray(LEFT_BLACK).convert("RGB")
+    frames = [rgb.transpose(Image.Transpose.FLIP_LEFT_RIGHT)] * 2
+    deep = Image.fromarray(LEFT_BLACK.astype(np.uint16) * 257)
+    clear = Image.fromarray(np.dstack([LEFT_BLACK, LEFT_BLACK, LEFT_BLACK, 255 - LEFT_BLACK]), "RGBA")
+    palette = Image.new("P", rgb.size, 1)
+    palette.putpalette([0, 0, 0, 40, 90, 200])
+    palette.paste(0, (0, 0, 32, 48))
+    found = {
+        "JPEG": save(rgb, "JPEG"), "progressive JPEG": save(rgb, "JPEG", progressive=True),
+        "arithmetic JPEG": ARITHMETIC, "grey JPEG": save(grey, "JPEG"),
+        "CMYK JPEG": save(rgb.convert("CMYK"), "JPEG"), "CMYK TIFF": save(rgb.convert("CMYK"), "TIFF"),
+        "PNG": save(rgb), "interlaced palette": save(rgb.convert("P")), "one bit": save(grey.convert("1")),
+        "16-bit PNG": save(deep), "16-bit TIFF": save(deep, "TIFF"), "alpha PNG": save(clear),
+        "palette with transparency": save(palette, transparency=1),
+        "GIF": save(rgb, "GIF", save_all=True, append_images=frames),
+        "animated WebP": save(rgb, "WEBP", save_all=True, append_images=frames, lossless=True),
+        "APNG": save(rgb, "PNG", save_all=True, append_images=frames), "BMP": save(rgb, "BMP"),
+    }  # fmt: skip
+    if ".avif" in Image.registered_extensions():
+        found["AVIF"] = save(rgb, "AVIF", quality=90)
+    return found
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_every_kind_of_picture_becomes_its_pixels(kind: str) -> None:
+    data = kinds()[kind]
+    for transform in (
+        EvalTransform(ImageSpec((32, 32), resize_mode="squash"), "white"),
+        TrainTransform(ImageSpec((32, 32)), AugmentSettings(scale=(1, 1), ratio=(1, 1.34), flip=0), "white"),
+    ):
+        pixels = transform(data, Draws(1)).astype(int)
+        assert pixels.shape == (32, 32, 3)
+        assert pixels[:, :10].max() <= 12 and pixels[:, 22:].min() >= 243, type(transform).__name__
+
+
+def tagged(orientation: int | None, kind: str) -> bytes:
+    """The picture as a camera that was held otherwise stores it: upright it is black on the left."""
+    exif = Image.Exif()
+    picture = Image.fromarray(LEFT_BLACK).convert("RGB")
+    if orientation is not None:
+        exif[ExifTags.Base.Orientation] = orientation
+        undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}.get(orientation)
+        picture = picture if undo is None else picture.transpose(Image.Transpose(undo))
+    return save(picture, kind, exif=exif, **({"quality": 95} if kind == "JPEG" else {}))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_turns_a_picture_upright(kind: str, orientation: int) -> None:
+    data = tagged(orientation, kind)
+    assert np.array_equal(
+        np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("L")) > 128, LEFT_BLACK > 128
+    )
+    spec, whole = ImageSpec((32, 32), resize_mode="squash"), AugmentSettings(scale=(1, 1), ratio=(1, 1.34), flip=0)
+    for transform in (EvalTransform(spec, "white", upright=True), TrainTransform(spec, whole, "white")):
+        pixels = transform(data, Draws(1)).astype(int)
+        assert pixels[:, :10].max() <= 40 and pixels[:, 22:].min() >= 215
+    stored = EvalTransform(spec, "white")(data)
+    assert np.array_equal(stored, reference(data, spec)), "open_clip's evaluation does not turn pictures"
+
+
+def test_a_large_tagged_photo_is_decoded_small_and_upright() -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    upright = Image.fromarray(smooth(1200, 1600))
+    data = save(upright.transpose(Image.Transpose.ROTATE_90), "JPEG", exif=exif, quality=95)
+    plain = save(upright, "JPEG", quality=95)
+    augment = AugmentSettings(scale=(0.5, 1), flip=0)
+    for key in range(3):
+        turned, straight = (TrainTransform(ImageSpec((64, 64)), augment, "white")(d, Draws(key)) for d in (data, plain))
+        assert np.abs(turned.astype(int) - straight.astype(int)).mean() < 3
+
+
+NINETY_NINE = struct.pack(">2sHIHHHIHHI", b"MM", 42, 8, 1, 0x0112, 3, 1, 99, 0, 0)  # an orientation that is none
+
+
+@pytest.mark.parametrize("bad", [b"Exif\0\0garbage", b"Exif\0\0", b"Exif\0\0" + NINETY_NINE])
+def test_a_damaged_orientation_is_no_damaged_picture(bad: bytes) -> None:
+    data = save(Image.fromarray(LEFT_BLACK), "JPEG", exif=bad)
+    for transform in (EvalTransform(ImageSpec((16, 16)), "white", upright=True), both(16)[1]):
+        assert transform(data, Draws(1)).shape == (16, 16, 3)

@@ -35,6 +35,8 @@ def test_matrices_decay_and_the_rest_does_not() -> None:
 def test_defaults_follow_the_kind_of_model(batch_norm: bool, betas: tuple[float, float], eps: float) -> None:
     group = build_optimizer(Small(), OptimSettings(), batch_norm=batch_norm).param_groups[0]
     assert (group["betas"], group["eps"], group["lr"]) == (betas, eps, 5e-4)
+    half = build_optimizer(Small(), OptimSettings(betas=(0.8, None)), batch_norm=batch_norm).param_groups[0]
+    assert half["betas"] == (0.8, betas[1])
     own = build_optimizer(Small(), OptimSettings(betas=(0.8, 0.95), eps=1e-4), batch_norm=batch_norm).param_groups[0]
     assert (own["betas"], own["eps"]) == ((0.8, 0.95), 1e-4)
 

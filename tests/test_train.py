@@ -25,7 +25,7 @@ from clipstream.model.towers import build_towers
 from clipstream.train import main
 from clipstream.world import World
 from tests.pictures import make_shards, picture
-from tests.ranks import TIMEOUT, end_ranks
+from tests.ranks import TIMEOUT, end_ranks, free_port
 
 OWN = Path(__file__).parent.parent
 MODEL = {
@@ -143,32 +143,18 @@ def wait_for_step(place: Path, name: str, step: int, process: subprocess.Popen[b
         time.sleep(0.01)
 
 
-def test_a_killed_run_goes_on_with_the_same_bits(place: Path) -> None:
-    long = ["--schedule.type", "constant"]
-    assert main(flags(place, "undisturbed", *long, steps=12)) == 0
-    command = [sys.executable, "-m", "clipstream.train", *flags(place, "killed", *long, steps=1000)]
-    process = subprocess.Popen(command, cwd=OWN, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    wait_for_step(place, "killed", 5, process)
-    process.kill()
-    process.wait()
-    found = sorted((place / "runs/killed/checkpoints").glob("step_????????"))
-    assert found and int(found[-1].name[-8:]) < 12, "the run was killed too late for this test"
-    assert main(flags(place, "killed", *long, "--resume", "latest", steps=12)) == 0
-    assert lines(place, "killed") == lines(place, "undisturbed")
-    assert same_weights(weights(place, "killed", 12), weights(place, "undisturbed", 12))
-
-
-@pytest.mark.slow
-def test_sigterm_saves_and_says_how_to_go_on(place: Path) -> None:
-    command = [sys.executable, "-m", "clipstream.train", *flags(place, "stopped", steps=100_000)]
-    process = subprocess.Popen(command, cwd=OWN, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    wait_for_step(place, "stopped", 3, process)
-    process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=TIMEOUT)
-    assert process.returncode == 75
-    assert b"--resume" in error and b"Traceback" not in error
-    step = int((place / "runs/stopped/checkpoints/latest").read_text().strip()[-8:])
-    assert step == lines(place, "stopped")[-1]["step"]
+def start(argv: list[str], ranks: int = 1) -> list[subprocess.Popen[bytes]]:
+    """The command on some ranks, each a process of its own."""
+    env = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+           "MASTER_PORT": str(free_port())}  # fmt: skip
+    command = [sys.executable, "-m", "clipstream.train", *argv]
+    return [
+        subprocess.Popen(
+            command, cwd=OWN, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
 
 
 def train_on(world: World, argv: list[str]) -> int:
@@ -179,6 +165,37 @@ def train_on(world: World, argv: list[str]) -> int:
     return main(argv)
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_killed_run_goes_on_with_the_same_bits(place: Path, ranks: int) -> None:
+    whole, cut = f"undisturbed-{ranks}", f"killed-{ranks}"
+    long = ["--schedule.type", "constant"]
+    assert [end.code for end in end_ranks(ranks, train_on, flags(place, whole, *long, steps=12))] == [0] * ranks
+    processes = start(flags(place, cut, *long, steps=1000), ranks)
+    wait_for_step(place, cut, 5, processes[0])
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.communicate()
+    found = sorted((place / "runs" / cut / "checkpoints").glob("step_????????"))
+    assert found and int(found[-1].name[-8:]) < 12, "the run was killed too late for this test"
+    resumed = flags(place, cut, *long, "--resume", "latest", steps=12)
+    assert [end.code for end in end_ranks(ranks, train_on, resumed)] == [0] * ranks
+    assert lines(place, cut) == lines(place, whole)
+    assert same_weights(weights(place, cut, 12), weights(place, whole, 12))
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_says_how_to_go_on(place: Path) -> None:
+    (process,) = start(flags(place, "stopped", steps=100_000))
+    wait_for_step(place, "stopped", 3, process)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 75
+    assert b"--resume" in error and b"Traceback" not in error
+    step = int((place / "runs/stopped/checkpoints/latest").read_text().strip()[-8:])
+    assert step == lines(place, "stopped")[-1]["step"]
+
+
 def test_two_ranks_train_on_the_same_batches(place: Path, whole: str) -> None:
     ends = end_ranks(2, train_on, flags(place, "two", "--val-data", f"{place}/val/*.tar", "--precision", "fp32"))
     assert [end.code for end in ends] == [0, 0], ends
@@ -186,17 +203,6 @@ def test_two_ranks_train_on_the_same_batches(place: Path, whole: str) -> None:
     for two, one in zip(lines(place, "two"), lines(place, "one"), strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-4) and two["samples"] == one["samples"]
     assert lines(place, "two", "eval")[0]["n"] == 20
-
-
-@pytest.mark.slow
-def test_two_ranks_resume_with_the_same_bits(place: Path) -> None:
-    argv = ["--schedule.type", "constant"]
-    for name, steps in (("two-whole", 6), ("two-cut", 4)):
-        assert [end.code for end in end_ranks(2, train_on, flags(place, name, *argv, steps=steps))] == [0, 0]
-    resumed = flags(place, "two-cut", *argv, "--resume", "latest", steps=6)
-    assert [end.code for end in end_ranks(2, train_on, resumed)] == [0, 0]
-    assert lines(place, "two-cut") == lines(place, "two-whole")
-    assert same_weights(weights(place, "two-cut", 6), weights(place, "two-whole", 6))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -1,18 +1,20 @@
 """Owns the way from a picture's bytes to uint8 pixels of the model's size, for training and for evaluation.
 
 One decode path for JPEG, PNG, WebP and what else Pillow reads: the size is checked in the header, transparency is laid
-on a background, 16-bit greys are scaled to 8 bits. EXIF orientation and colour profiles are left alone, as open_clip
-does. It never normalises (the model does, on its device), never draws from global random state, never imports torch.
+on a background, 16-bit greys are scaled to 8 bits, EXIF orientation is followed where that is asked for. Of an
+animation the first frame counts. Colour profiles are left alone, as open_clip does. It never normalises (the model
+does, on its device), never draws from global random state, never imports torch.
 """
 
 from __future__ import annotations
 
 import io
 import math
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from clipstream.batch import ImageSpec
 from clipstream.data.settings import AugmentSettings, rgb
@@ -22,14 +24,24 @@ if TYPE_CHECKING:
     from clipstream.data.order import Draws
 
 MAX_PIXELS = 178_956_970  # where Pillow refuses a picture as a decompression bomb (a quarter of 2 GiB of RGBX)
-# Not every format of Pillow: its EPS reader, for one, starts a program.
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "MPO")
+# Not every format of Pillow: its EPS reader, for one, starts a program. An MPO is opened as a JPEG.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", *(["AVIF"] if find_spec("PIL._avif") else []))
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 _Colour = tuple[int, int, int]
 
 _FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 _WITH_ALPHA = frozenset(("RGBA", "LA", "PA", "RGBa", "La"))
+_TURNS = {  # EXIF 2.32, table 6, tag Orientation -> what makes it upright
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_SIDEWAYS = frozenset((5, 6, 7, 8))
 
 
 class EvalTransform:
@@ -40,17 +52,19 @@ class EvalTransform:
     Source: open_clip 3.3.0, transform.py, image_transform(is_train=False).
     """
 
-    def __init__(self, spec: ImageSpec, background: str) -> None:
+    def __init__(self, spec: ImageSpec, background: str, upright: bool = False) -> None:
         """
         Args:
             spec: size and mode of the resize.
             background: colour under transparent pixels, a name or #rrggbb.
+            upright: whether pictures are turned by their EXIF orientation, which open_clip does not.
 
         Raises:
             SettingsError: no such colour.
         """
         self.spec = spec
         self.background = _colour(background)
+        self.upright = upright
 
     def __call__(self, data: bytes, draws: Draws | None = None, out: Pixels | None = None) -> Pixels:
         """Pixels uint8 [H, W, 3], C-contiguous; written into `out` where that is given. `draws` is not used.
@@ -58,7 +72,9 @@ class EvalTransform:
         Raises:
             Dropped: `undecodable_image` or `image_too_large`.
         """
-        picture = _opaque(_load(_open(data)), self.background)
+        picture = _open(data)
+        orientation = _orientation(picture) if self.upright else 1
+        picture = _turned(_opaque(_load(picture), self.background), orientation)
         height, width = _target(picture.size, self.spec)
         if height * width > MAX_PIXELS:
             raise Dropped("image_too_large", f"a strip of {picture.size[0]} x {picture.size[1]} pixels")
@@ -79,12 +95,13 @@ class TrainTransform:
     to 700 px.
     """
 
-    def __init__(self, spec: ImageSpec, augment: AugmentSettings, background: str) -> None:
+    def __init__(self, spec: ImageSpec, augment: AugmentSettings, background: str, upright: bool = True) -> None:
         """
         Args:
             spec: size of the result, [H, W]; the crop makes its resize mode and filter meaningless.
             augment: areas and ratios of the crop, filter, share of mirrored pictures.
             background: colour under transparent pixels, a name or #rrggbb.
+            upright: whether pictures are turned by their EXIF orientation.
 
         Raises:
             SettingsError: no such colour.
@@ -92,6 +109,7 @@ class TrainTransform:
         self.spec = spec
         self.augment = augment
         self.background = _colour(background)
+        self.upright = upright
 
     def __call__(self, data: bytes, draws: Draws | None, out: Pixels | None = None) -> Pixels:
         """Pixels uint8 [H, W, 3], C-contiguous; written into `out` where that is given.
@@ -101,19 +119,20 @@ class TrainTransform:
         """
         assert draws is not None, "training draws its crops"
         picture = _open(data)
-        full_width, full_height = picture.size
-        left, top, width, height = crop_box(picture.size, self.augment, draws)
+        orientation = _orientation(picture) if self.upright else 1
+        full = picture.size[::-1] if orientation in _SIDEWAYS else picture.size
+        left, top, width, height = crop_box(full, self.augment, draws)
         names = list(_FILTERS) if self.augment.interpolation == "random" else [self.augment.interpolation]
         name = names[draws.integer(len(names))] if len(names) > 1 else names[0]
         flip = self.augment.flip > 0 and draws.uniform() < self.augment.flip
         target_height, target_width = self.spec.size
         scale = min(width / target_width, height / target_height)
         if picture.format in ("JPEG", "MPO") and scale >= 2:
-            picture.draft(picture.mode, (int(full_width / scale), int(full_height / scale)))
-        picture = _opaque(_load(picture), self.background)
+            picture.draft(picture.mode, (int(picture.size[0] / scale), int(picture.size[1] / scale)))
+        picture = _turned(_opaque(_load(picture), self.background), orientation)
         if picture.mode not in ("RGB", "L"):
             picture = _convert(picture)
-        x, y = picture.size[0] / full_width, picture.size[1] / full_height
+        x, y = picture.size[0] / full[0], picture.size[1] / full[1]
         box = (left * x, top * y, min((left + width) * x, picture.size[0]), min((top + height) * y, picture.size[1]))
         picture = picture.resize((target_width, target_height), _FILTERS[name], box=box)
         if flip:
@@ -167,6 +186,21 @@ def _open(data: bytes) -> Image.Image:
     if width * height == 0:
         raise Dropped("undecodable_image", f"{width} x {height} pixels")
     return picture
+
+
+def _orientation(picture: Image.Image) -> int:
+    """The EXIF orientation, 1 to 8; 1 where there is none that can be read."""
+    if "exif" not in picture.info or picture.format == "TIFF":  # Pillow turns TIFFs itself
+        return 1  # without parsing anything: nearly all pictures of shards are here
+    try:
+        found = picture.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # a damaged tag is no damaged picture
+        return 1
+    return found if found in _TURNS else 1
+
+
+def _turned(picture: Image.Image, orientation: int) -> Image.Image:
+    return picture if orientation == 1 else picture.transpose(_TURNS[orientation])
 
 
 def _load(picture: Image.Image) -> Image.Image:

@@ -100,7 +100,9 @@ class SourceSettings(Section):
     )
     weight: float = Field(1.0, gt=0, description="share of the samples, relative to the other sources' weights")
     image_key: str = Field(
-        "jpg;jpeg;png;webp", min_length=1, description="suffixes of the image member by ';', first present wins"
+        "jpg;jpeg;png;webp;gif;avif;bmp;tif;tiff",
+        min_length=1,
+        description="suffixes of the image member by ';', first present wins",
     )
     caption: SerializeAsAny[CaptionSettings] = Field(
         default_factory=TextCaption, description="where the caption is: {type: text, key: txt}, {type: json, path: …}"
@@ -109,6 +111,10 @@ class SourceSettings(Section):
         None, description="the user's own sample -> sample or None (drop), as package.module:fn, before the caption"
     )
     background: str = Field("white", description="colour laid under transparent pixels: a name or #rrggbb")
+    orientation: Literal["auto", "exif", "stored"] = Field(
+        "auto",
+        description="exif turns pictures upright by their EXIF tag, stored does not; auto: exif in training only",
+    )
 
     @field_validator("shards")
     @classmethod

@@ -115,10 +115,7 @@ def training_loader(
 
     stream = _Stream(
         names=names,
-        readers=[
-            _reader(name, source, TrainTransform(image, settings.augment, source.background))
-            for name, source in zip(names, sources, strict=True)
-        ],
+        readers=[_training_reader(name, settings, image) for name in names],
         urls=urls,
         mix=SourceMix(seed, tuple(source.weight for source in sources)),
         make_walk=make_walk,
@@ -210,7 +207,7 @@ def evaluation_loader(
     cuts = [i * batch_size // per_rank for i in range(per_rank + 1)]
     stream = _Stream(
         names=[name],
-        readers=[_reader(name, source, EvalTransform(image, source.background), target)],
+        readers=[_reader(name, source, EvalTransform(image, source.background, source.orientation == "exif"), target)],
         urls=[urls],
         mix=SourceMix(0, (1.0,)),
         make_walk=make_walk,
@@ -230,6 +227,12 @@ def _all_there(urls: list[str], place: str) -> None:
     if absent := [url for url in urls if scheme_of(url) is None and not os.path.exists(url)]:
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
         raise DataError(f"{place}.shards: of {len(urls)} shards, {absent[0]}{more} {'are' if more else 'is'} not there")
+
+
+def _training_reader(name: str, settings: DataSettings, image: ImageSpec) -> Reader:
+    source = settings.sources[name]
+    upright = source.orientation != "stored"
+    return _reader(name, source, TrainTransform(image, settings.augment, source.background, upright))
 
 
 def _reader(

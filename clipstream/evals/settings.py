@@ -15,6 +15,7 @@ class EvalSettings(PluginSection):
 
     type: str = Field("retrieval", description="retrieval, zero_shot, or package.module:Name")
     every: int = Field(0, ge=0, description="steps between evaluations; 0 evaluates at the end only")
+    every_epochs: float | None = Field(None, gt=0, description="epochs between evaluations, in place of every")
     data: SourceSettings | None = Field(None, description="the source that is evaluated")
     batch_size: int = Field(256, ge=1, description="samples encoded at once on a rank")
 

@@ -46,9 +46,10 @@ def build_optimizer(module: nn.Module, settings: OptimSettings, *, batch_norm: b
     groups = parameter_groups(module, settings.wd)
     if not groups:
         raise SettingsError("nothing is left to train: unset model.lock_image or model.lock_text")
-    betas = settings.betas or (RESNET_BETAS if batch_norm else VIT_BETAS)
+    usual = RESNET_BETAS if batch_norm else VIT_BETAS
+    beta1, beta2 = (own if given is None else given for given, own in zip(settings.betas or usual, usual, strict=True))
     eps = settings.eps or (RESNET_EPS if batch_norm else VIT_EPS)
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=eps, fused=True)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=(beta1, beta2), eps=eps, fused=True)
 
 
 def lr_at(step: int, *, peak: float, schedule: ScheduleSettings, total_steps: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -39,14 +39,16 @@ class OptimSettings(Section):
     type: Literal["adamw"] = Field("adamw", description="adamw")
     lr: float = Field(5e-4, ge=0, description="peak learning rate")
     wd: float = Field(0.2, ge=0, description="weight decay")
-    betas: tuple[float, float] | None = Field(None, description="0.9 0.98 for ViT and 0.9 0.999 for ResNet unless set")
+    betas: tuple[float | None, float | None] | None = Field(
+        None, description="0.9 0.98 for ViT and 0.9 0.999 for ResNet unless set, both or one of them"
+    )
     eps: float | None = Field(None, gt=0, description="1e-6 for ViT and 1e-8 for ResNet unless set")
     grad_clip_norm: float | None = Field(None, gt=0, description="gradients with a larger norm are scaled down to it")
 
     @field_validator("betas")
     @classmethod
-    def _betas_in_range(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
-        if value is not None and not all(0 <= beta < 1 for beta in value):
+    def _betas_in_range(cls, value: tuple[float | None, float | None] | None) -> Any:
+        if value is not None and not all(beta is None or 0 <= beta < 1 for beta in value):
             raise ValueError("each beta must be at least 0 and below 1")
         return value
 
@@ -95,5 +97,6 @@ class CheckpointSettings(Section):
     """When to save and from where to go on."""
 
     every: int = Field(1000, ge=0, description="steps between checkpoints; 0 saves at the end only")
+    every_epochs: float | None = Field(None, gt=0, description="epochs between checkpoints, in place of every")
     keep_last: int = Field(3, ge=1, description="newest checkpoints that are kept")
     resume: str | None = Field(None, description="a checkpoint's path, latest (must exist) or auto (if there is one)")
