@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path as FilePath
+from typing import TypeVar
 
 import yaml
 from pydantic import Field, PrivateAttr, SerializeAsAny, ValidationError
@@ -134,6 +135,7 @@ def validate_run(settings: Settings, world: World) -> None:
 
 
 Found = list[tuple[Path, str]]
+Cadence = TypeVar("Cadence", CheckpointSettings, EvalSettings)
 
 
 def _length_problems(settings: Settings) -> Found:
@@ -167,15 +169,12 @@ def _cadences(settings: Settings) -> list[tuple[Path, CheckpointSettings | EvalS
     return [(("checkpoint",), settings.checkpoint), *((("evals", name), e) for name, e in settings.evals.items())]
 
 
-def _in_steps(settings: Settings) -> dict[Path, CheckpointSettings | EvalSettings]:
-    """Checkpoints and evaluators with their epochs turned into steps, at least one."""
+def _in_steps(section: Cadence, settings: Settings) -> Cadence:
+    """The section with its epochs turned into steps, at least one."""
+    if section.every_epochs is None:
+        return section
     epoch = (settings.train.epoch_samples or 0) / settings.data.global_batch_size
-    return {
-        path: section
-        if section.every_epochs is None
-        else section.model_copy(update={"every": max(1, round(section.every_epochs * epoch)), "every_epochs": None})
-        for path, section in _cadences(settings)
-    }
+    return section.model_copy(update={"every": max(1, round(section.every_epochs * epoch)), "every_epochs": None})
 
 
 def _batch_problems(settings: Settings, world: World) -> Found:
@@ -272,11 +271,10 @@ def resolve(settings: Settings, world: World) -> Settings:
                     f"{lanes} lanes cannot be dealt the {count} shards of {key!r} in the mode 'epoch': set it to auto"
                 )
                 raise SettingsError(problem(settings._places, ("data", "lanes"), text))
-    fixed = _in_steps(settings)
     return settings.model_copy(
         update={
-            "checkpoint": fixed[("checkpoint",)],
-            "evals": {key: fixed[("evals", key)] for key in settings.evals},
+            "checkpoint": _in_steps(settings.checkpoint, settings),
+            "evals": {key: _in_steps(section, settings) for key, section in settings.evals.items()},
             "run": settings.run.model_copy(update={"name": name}),
             "data": settings.data.model_copy(update={"lanes": lanes}),
         }

@@ -140,6 +140,7 @@ def _trainer(
     found: Path | None,
 ) -> tuple[Trainer, Outputs]:
     """The trainer, at the checkpoint's position if there is one, and what is written for people."""
+    from clipstream.data.text import readable
     from clipstream.evals.protocol import EvalContext, EvalRunner
     from clipstream.report.outputs import Outputs
     from clipstream.training import checkpoint
@@ -160,7 +161,7 @@ def _trainer(
     outputs = Outputs(settings.run_folder, log, world, total=total, done=done)
     evaluate = EvalRunner(settings.evals, context, outputs.write, outputs.show)
     evaluate.rehearse()
-    outputs.begin(done or 0)
+    outputs.begin()
     trainer = Trainer(
         step,
         loader,
@@ -183,7 +184,7 @@ def _trainer(
         signals=signals,
         state=state,
         epoch_samples=train.epoch_samples,
-        show=partial(outputs.show_batch, decode=tokenizer.decode),
+        show=partial(outputs.show_batch, decode=partial(readable, tokenizer)),
         show_every=log.pictures_every,
     )
     return trainer, outputs

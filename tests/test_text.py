@@ -27,6 +27,7 @@ from clipstream.data.text import (
     LabelEncoder,
     OpenClipTokenizer,
     build_tokenizer,
+    readable,
     wrap,
 )
 from clipstream.errors import DataError, SettingsError
@@ -220,6 +221,7 @@ def test_a_users_tokenizer(bpe: SimpleTokenizer) -> None:
     own = build_tokenizer(choose(type="tests.test_text:Letters"), bpe, 16)
     check_tokenizer(own)
     assert own.decode(own.encode(["a cat"])[0]) == "a cat"
+    assert (readable(own, [97, 0]), readable(own, [97, 195, 0])) == ("a", "97 195 0")  # the second is cut in a letter
     faults = {"raise": "no vocabulary", "tensor": "not an array int32", "wide": "int64", "high": "vocab_size 128"}
     for fault, message in faults.items():
         with pytest.raises(SettingsError, match=message):

@@ -51,6 +51,14 @@ class Tokenizer(Protocol):
         ...
 
 
+def readable(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text of the ids, for people; the ids where the tokenizer cannot say it, as of a text cut inside a letter."""
+    try:
+        return tokenizer.decode(ids)
+    except Exception:  # a user's own may raise anything
+        return " ".join(map(str, ids))
+
+
 def build_tokenizer(
     settings: TokenizerSettings,
     model_tokenizer: Callable[..., torch.Tensor],

@@ -61,16 +61,15 @@ def show_retrieval(
     everyones, captions = context.world.gather_rows(texts), context.world.gather_rows(ids)
     if not len(kept):
         return
-    queries, own = images[: len(kept)], torch.arange(len(kept), device=images.device)
-    scores = queries @ everyones.T
-    ahead, level = place(queries, everyones, own)
-    margin = scores[own, own] - scores.scatter(1, own[:, None], -torch.inf).amax(dim=1)
-    order = torch.argsort(margin, descending=True).tolist()
+    queries, right = images[: len(kept)], torch.arange(len(kept), device=images.device)
+    ahead, level = place(queries, everyones, right)
+    own = (queries * everyones[: len(kept)]).sum(dim=1)  # this is rank 0: its captions are the first
+    order = sorted(range(len(kept)), key=lambda i: (int(ahead[i]), -float(own[i])))
     half = min(context.examples_wanted // 2, len(order) // 2)
     best, worst = order[:half], order[::-1][:half]
     for group, chosen in (("best", best), ("worst", worst)):
         for i in chosen:
-            values, found = scores[i].topk(min(GUESSES, len(everyones)))
+            values, found = (everyones @ queries[i]).topk(min(GUESSES, len(everyones)))
             guesses = [(context.decode(captions[j]), v) for j, v in zip(found.tolist(), values.tolist(), strict=True)]
             first, last = int(ahead[i]) + 1, int(ahead[i] + level[i])
             places = f"{first} to {last} (equal scores)" if last > first else f"{first}"

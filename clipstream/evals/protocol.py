@@ -21,7 +21,7 @@ from clipstream.batch import Batch, ImageSpec
 from clipstream.data.fields import CaptionExtractor
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import evaluation_loader
-from clipstream.data.text import Tokenizer
+from clipstream.data.text import Tokenizer, readable
 from clipstream.errors import DataError, SettingsError
 from clipstream.evals.settings import EvalSettings
 from clipstream.example import Example
@@ -164,7 +164,7 @@ class EvalContext:
 
     def decode(self, ids: torch.Tensor) -> str:
         """The text of ids [T], as the model sees it."""
-        return self.tokenizer.decode(ids.tolist())
+        return readable(self.tokenizer, ids.tolist())
 
     def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
         """uint8 [n, 3, H, W] -> L2-normalised float32 [n, D] on the world's device, without gradient."""

@@ -7,7 +7,6 @@ a gap. Nothing is scaled to be pretty: the axis spans what the values span, from
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -74,11 +73,13 @@ class Chart:
             y = frame.y(self.chance)
             parts.append(f'<line class="chance" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         for series, points in zip(self.series, lines, strict=True):
+            about = f'class="s{series.number % COLOURS}" data-name="{escape(series.name)}"'
             for run in _unbroken(points):
-                drawn = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in run)
-                shape = "polyline" if len(run) > 1 else "circle"
-                place = f'points="{drawn}"' if len(run) > 1 else _dot(drawn)
-                parts.append(f'<{shape} class="s{series.number % COLOURS}" data-name="{escape(series.name)}" {place}/>')
+                places = [(frame.x(x), frame.y(y)) for x, y in run]
+                if len(places) == 1:
+                    parts.append(f'<circle {about} cx="{places[0][0]:.1f}" cy="{places[0][1]:.1f}" r="2"/>')
+                else:
+                    parts.append(f'<polyline {about} points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}"/>')
         return "".join([*parts, "</svg>"])
 
     def _opening(self, frame: _Frame) -> str:
@@ -107,11 +108,6 @@ class _Frame:
 
     def y(self, value: float) -> float:
         return HEIGHT - BOTTOM - (value - self.y0) / (self.y1 - self.y0 or 1) * (HEIGHT - TOP - BOTTOM)
-
-
-def _dot(place: str) -> str:
-    x, y = place.split(",")
-    return f'cx="{x}" cy="{y}" r="2"'
 
 
 def _unbroken(points: Points) -> list[Points]:
@@ -150,8 +146,3 @@ def short(value: float) -> str:
     if 0 < size < 1e-3:
         return f"{value:.2g}".replace("e-0", "e-")
     return f"{value:.4g}"
-
-
-def legend(names: Sequence[str]) -> list[tuple[int, str]]:
-    """(colour, name) of several runs; nothing where there is one."""
-    return list(enumerate(names)) if len(names) > 1 else []

@@ -6,23 +6,20 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clipstream import __version__
 from clipstream.example import Example
 from clipstream.report.album import Album, Shows
 from clipstream.report.page import Report
 from clipstream.report.progress import Progress
 from clipstream.report.settings import LogSettings
 from clipstream.report.sinks import MetricsFile, Record, TensorBoard
+from clipstream.versions import versions
 from clipstream.world import World
 
 if TYPE_CHECKING:
     from clipstream.batch import Batch
-
-PACKAGES = ("torch", "open_clip_torch", "timm", "transformers", "webdataset", "huggingface_hub", "numpy", "pillow")
 
 
 class Outputs:
@@ -37,7 +34,7 @@ class Outputs:
     """
 
     def __init__(self, folder: Path, settings: LogSettings, world: World, *, total: int, done: int | None) -> None:
-        self._world, self._pictures = world, settings.pictures
+        self._world, self._pictures, self._done = world, settings.pictures, done or 0
         self._sinks: list[Any] = []
         self._shows: list[Shows] = []
         if not world.is_main:
@@ -49,13 +46,13 @@ class Outputs:
             board = TensorBoard(folder, done)
             self._sinks.append(board)
             self._shows.append(board)
-        self._sinks.append(Progress(total, start=done or 0, mode=settings.progress))
+        self._sinks.append(Progress(total, start=self._done, mode=settings.progress))
         if settings.report:
             self._sinks.append(Report(folder))  # the last: it reads what the others have written
 
-    def begin(self, step: int) -> None:
-        """Note that a process starts or resumes the run at this step: time, ranks, device, versions."""
-        self.write(_start(step, self._world))
+    def begin(self) -> None:
+        """Note that this process starts or resumes the run: at which step, when, on what, with which versions."""
+        self.write(_start(self._done, self._world))
 
     def write(self, record: Record) -> None:
         """Hand a record to all sinks."""
@@ -90,19 +87,13 @@ class Outputs:
 
 
 def _start(step: int, world: World) -> Record:
-    versions = {"clipstream": __version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return {
         "step": step,
         "start": {
             "time": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
             "ranks": world.size,
-            "device": _device_name(str(world.device)),
-            "versions": versions,
+            "device": _device_name(world.device),
+            "versions": versions(),
         },
     }
 

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from clipstream import __version__, durable
-from clipstream.report.charts import Chart, Series, legend, short
+from clipstream.report.charts import COLOURS, Chart, Series, short
 from clipstream.report.progress import chance_of, duration, percent
 from clipstream.report.reading import Points, Run, read_run
 from clipstream.report.sinks import Record
 
 REPORT_FILE = "report.html"
 TEMPLATE = "page.html"
-MEANING = {
+MEANING = {  # in the order of the page; others follow
     "loss": "loss",
     "samples_per_s": "samples a second",
     "data_wait": "waiting for data",
@@ -25,7 +25,7 @@ MEANING = {
     "grad_norm": "norm of the gradients",
     "logit_scale": "logit scale",
 }
-SHARES = ("data_wait", "overflow_rate")
+SHARES = ("data_wait",)
 MOST_OFTEN = 60.0  # seconds between two reports of a run that goes on
 COUNTS = ("n", "dropped", "seconds")
 
@@ -75,7 +75,7 @@ def render(runs: Sequence[Run]) -> str:
             title=names[0] if len(runs) == 1 else f"{len(runs)} runs",
             version=__version__,
             runs=list(zip(names, runs, strict=True)),
-            legend=legend(names),
+            colours=COLOURS,
             curves=_curves(runs, names),
             evaluations=_evaluations(runs, names),
             settings=_settings(runs),
@@ -96,7 +96,8 @@ def _template() -> Any:
 
 
 def _curves(runs: Sequence[Run], names: Sequence[str]) -> list[Chart]:
-    metrics = dict.fromkeys(metric for run in runs for metric in run.curves)
+    there = dict.fromkeys(metric for run in runs for metric in run.curves)
+    metrics = [metric for metric in MEANING if metric in there] + [metric for metric in there if metric not in MEANING]
     return [
         Chart(
             MEANING.get(metric, metric.replace("_", " ")),

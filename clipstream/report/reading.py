@@ -13,7 +13,6 @@ from clipstream.errors import SettingsError
 from clipstream.report.album import Album, Page
 from clipstream.report.sinks import METRICS_FILE, flat, lines
 
-CURVES = ("loss", "samples_per_s", "data_wait", "lr", "grad_norm", "logit_scale")  # in this order, then the others
 _NO_CURVE = ("step", "samples", "epoch")
 
 Points = list[tuple[float, float]]
@@ -59,7 +58,6 @@ def read_run(folder: Path) -> Run:
     run = Run(name=folder.resolve().name, pages=Album(folder).pages())
     for _, record in lines(metrics):
         _take(run, record)
-    run.curves = {name: run.curves[name] for name in (*CURVES, *run.curves) if name in run.curves}
     config = folder / "config.yaml"
     if config.is_file():
         try:

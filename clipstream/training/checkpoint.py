@@ -18,7 +18,6 @@ import pickle
 import re
 import shutil
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +29,7 @@ from clipstream import durable
 from clipstream.data.loader import merge_states
 from clipstream.errors import SettingsError
 from clipstream.training.precision import random_state, set_random_state
+from clipstream.versions import versions
 from clipstream.world import World
 
 MARKER, WEIGHTS, OPTIMIZER, RANDOM, STATE, LATEST = (
@@ -85,7 +85,7 @@ def save(
     written: Path | None = None
     if world.is_main:
         data = [part for part, _ in told if part is not None]
-        merged = {**state, "step": step, "versions": _versions()}
+        merged = {**state, "step": step, "versions": versions()}
         if data:
             merged["data"] = merge_states(data)
         try:
@@ -297,13 +297,3 @@ def _disk_is_full(error: BaseException, folder: Path) -> bool:
         cause = cause.__cause__ or cause.__context__
     # torch's zip writer says it in many ways; all are RuntimeErrors on a disk without room.
     return isinstance(error, RuntimeError) and folder.is_dir() and shutil.disk_usage(folder).free < 1 << 20
-
-
-def _versions() -> dict[str, str]:
-    found = {"torch": str(torch.__version__)}  # with its build
-    for package in ("clipstream", "open_clip_torch", "webdataset"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "unknown"
-    return found

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 
 from clipstream.errors import SettingsError
 from clipstream.section import Section
+
+Betas = tuple[float | None, float | None]  # None: the model's own
 
 
 class RunSettings(Section):
@@ -39,7 +41,7 @@ class OptimSettings(Section):
     type: Literal["adamw"] = Field("adamw", description="adamw")
     lr: float = Field(5e-4, ge=0, description="peak learning rate")
     wd: float = Field(0.2, ge=0, description="weight decay")
-    betas: tuple[float | None, float | None] | None = Field(
+    betas: Betas | None = Field(
         None, description="0.9 0.98 for ViT and 0.9 0.999 for ResNet unless set, both or one of them"
     )
     eps: float | None = Field(None, gt=0, description="1e-6 for ViT and 1e-8 for ResNet unless set")
@@ -47,7 +49,7 @@ class OptimSettings(Section):
 
     @field_validator("betas")
     @classmethod
-    def _betas_in_range(cls, value: tuple[float | None, float | None] | None) -> Any:
+    def _betas_in_range(cls, value: Betas | None) -> Betas | None:
         if value is not None and not all(beta is None or 0 <= beta < 1 for beta in value):
             raise ValueError("each beta must be at least 0 and below 1")
         return value
