@@ -81,6 +81,17 @@ def test_windows_of_a_group_hold_every_sample_once(sizes: list[int], window: int
     assert sorted(walked) == [(place, i) for place, size in enumerate(sizes) for i in range(size)]
 
 
+def test_a_short_run_sees_late_samples_of_a_shard_as_often_as_early_ones() -> None:
+    cut, size, eighths = order(shards=200, window=500, open_shards=4), 1000, 8
+    sizes = [size] * 4
+    counts = [0] * eighths
+    for lane in range(400):  # the first hundred samples of each
+        for _, number in cut.walk(lane, 0, 0, sizes)[:100]:
+            counts[number * eighths // size] += 1
+    # 400 windows fall on 8 stretches: a binomial's standard deviation is 6.6 windows of 100 samples.
+    assert all(abs(count - 5000) < 4.5 * 660 for count in counts), counts
+
+
 def test_a_pass_of_epoch_mode_deals_every_shard_once() -> None:
     cut = order("epoch", shards=11, lanes=4, open_shards=2)
     for number in range(3):

@@ -3,9 +3,10 @@
 A run has L lanes. Lane l gives ⌊(l+1)B/L⌋ - ⌊lB/L⌋ samples to each global batch of B, and a global batch is the lanes'
 parts in lane order, so it does not depend on how lanes are spread over ranks and workers. In each source a lane goes
 from group to group: a group is `shuffle.shards` shards that are open together. It is cut into windows of about
-`shuffle.window` samples, each a stretch of every shard of the group, walked in a permutation. Everything drawn is a
-hash of (seed, source, lane, group, window, position); nothing is drawn from a stream of random numbers, so a lane
-resumes anywhere at once.
+`shuffle.window` samples, each a stretch of every shard of the group, walked in a permutation. The windows of a group
+come in a permuted order of their own, so that a short run sees late samples of a shard as often as early ones.
+Everything drawn is a hash of (seed, source, lane, group, window, position); nothing is drawn from a stream of random
+numbers, so a lane resumes anywhere at once.
 
 Trade-off: consecutive windows of a lane come from the same shards, because a remote shard is fetched whole and should
 be used whole; mixing across shards comes from the number of lanes (48 lanes x 4 shards are open together).
@@ -159,10 +160,11 @@ class SourceOrder:
     def walk(self, lane: int, group: int, window: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
         """A window's samples as (place of the shard in the group, number of the sample in the shard), permuted."""
         count = self.windows(sizes)
+        stretch = int(permutation(count, mix(self.seed, 6, self.source, lane, group))[window])
         samples = [
             (place, number)
             for place, size in enumerate(sizes)
-            for number in range(window * size // count, (window + 1) * size // count)
+            for number in range(stretch * size // count, (stretch + 1) * size // count)
         ]
         order = permutation(len(samples), mix(self.seed, 3, self.source, lane, group, window))
         return [samples[i] for i in order]
