@@ -1,4 +1,4 @@
-"""Owns the running of a test's function on several real ranks (gloo); never used by the package."""
+"""Owns the processes that tests start: several real ranks (gloo), and fresh interpreters; never used by the package."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import socket
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -17,6 +18,7 @@ from typing import Any
 
 from clipstream.world import World
 
+ROOT = Path(__file__).parent.parent
 TIMEOUT = 900.0  # s; a busy machine is fifty times slower than an idle one, and only a failure waits this long
 
 
@@ -78,6 +80,17 @@ def end_ranks(size: int, function: Callable[..., int], *args: Any, timeout: floa
         finally:
             for process in processes:
                 process.kill()
+
+
+def python(code: str, *arguments: str, **env: str) -> str:
+    """What code prints in a fresh process, where the Hub's settings are read from the environment as users set them."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**clean, **env}, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def command_runs(mark: str) -> bool:

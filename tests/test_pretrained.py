@@ -1,16 +1,10 @@
-"""Finding a model's files: from a Hub cache that the test writes, without network, and from a Hub on loopback."""
+"""Finding a model's files in a Hub cache that the test writes, without network; `test_hub` has the network's part."""
 
 from __future__ import annotations
 
-import http.server
 import json
-import os
 import socket
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,20 +13,7 @@ from clipstream.errors import SettingsError
 from clipstream.model.pretrained import needs, preflight, resolve
 from clipstream.model.settings import ModelSettings
 from tests import hubtree
-from tests.ranks import TIMEOUT
-
-ROOT = Path(__file__).parent.parent
-
-
-def python(code: str, *arguments: str, **env: str) -> str:
-    """Run code in a fresh process, where the Hub's settings are read from the environment as users set them."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env={**clean, **env}, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+from tests.ranks import python
 
 
 @pytest.fixture(scope="module")
@@ -103,77 +84,6 @@ def test_a_hub_that_does_not_answer_costs_seconds(tmp_path: Path) -> None:
         out = python(PREFLIGHT, HF_ENDPOINT=f"http://127.0.0.1:{deaf.getsockname()[1]}", HF_HUB_CACHE=str(tmp_path))
     assert "repository: timm/ViT-B-16-SigLIP" in out
     assert float(out.split()[-1]) < 15
-
-
-class Hub(http.server.BaseHTTPRequestHandler):
-    """The part of the Hub's protocol that gives files: /ORG/NAME/resolve/REVISION/FILE."""
-
-    snapshot: Path
-    asked: list[str]
-
-    def do_HEAD(self) -> None:
-        self.answer(body=False)
-
-    def do_GET(self) -> None:
-        self.answer(body=True)
-
-    def answer(self, body: bool) -> None:
-        prefix = f"/{hubtree.REPO}/resolve/"
-        file = self.snapshot / self.path.rpartition("/")[2]
-        found = self.path.startswith(prefix) and file.is_file()
-        data = file.read_bytes() if found else b""
-        self.asked.append(self.path)
-        self.send_response(200 if found or self.path == "/" else 404)
-        if found:
-            self.send_header("ETag", f'"{file.name}-{len(data)}"')
-        elif self.path != "/":
-            self.send_header("X-Error-Code", "EntryNotFound")
-        self.send_header("X-Repo-Commit", hubtree.REVISION)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if body:
-            self.wfile.write(data)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@pytest.fixture
-def loopback_hub(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
-    class Handler(Hub):
-        snapshot = hubtree.build(tmp_path / "served")
-        asked: list[str] = []  # noqa: RUF012
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", Handler.asked
-        server.shutdown()
-
-
-FETCH = """
-import sys
-from clipstream.errors import SettingsError
-from clipstream.model.pretrained import fetch, preflight, resolve
-from clipstream.model.settings import ModelSettings
-from clipstream.world import World
-settings = ModelSettings(name="hf-hub:" + sys.argv[1])
-preflight(settings)
-try:
-    fetch(settings, None, World())
-    source = resolve(settings)
-    print(source.weights.name, source.tokenizer.name, source.model_cfg["embed_dim"])
-except SettingsError as error:
-    print("error", error)
-"""
-
-
-def test_fetches_what_is_missing_once(loopback_hub: tuple[str, list[str]], tmp_path: Path) -> None:
-    endpoint, asked = loopback_hub
-    env = {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(tmp_path / "cache"), "NO_PROXY": "*"}
-    assert python(FETCH, hubtree.REPO, **env).split() == ["open_clip_model.safetensors", hubtree.REVISION, "24"]
-    asked.clear()
-    assert "24" in python(FETCH, hubtree.REPO, **env) and not asked
-    assert "has no open_clip_config.json" in python(FETCH, "nobody/nothing", **env)
 
 
 def test_preflight_is_quick_where_nothing_is_to_be_fetched(cache: Path, tmp_path: Path) -> None:

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from clipstream.errors import SettingsError
 
@@ -23,7 +30,7 @@ class Need:
     """Files that a model needs out of one repository.
 
     Attributes:
-        repo: 'ORG/NAME'.
+        repo: 'ORG/NAME' or 'ORG/NAME@REVISION'.
         files: for each file that is needed its names in order of preference: any one of them will do.
         extras: files that are taken along where the repository has them.
     """
@@ -39,7 +46,7 @@ def cache_folder(cache_dir: str | None) -> Path:
 
 
 def repository(name: str) -> str:
-    """The 'ORG/NAME' of an 'hf-hub:ORG/NAME'.
+    """The 'ORG/NAME' of an 'hf-hub:ORG/NAME'; a revision (branch, tag or commit) may follow: 'ORG/NAME@REVISION'.
 
     Raises:
         SettingsError: there is nothing behind the colon.
@@ -50,15 +57,22 @@ def repository(name: str) -> str:
     return repo
 
 
+def _parts(repo: str) -> tuple[str, str | None]:
+    """'ORG/NAME@REVISION' as its two parts; without a revision, None: the branch main."""
+    name, _, revision = repo.partition("@")
+    return name, revision or None
+
+
 def cached(repo: str, names: Iterable[str], cache_dir: str | None) -> Path | None:
-    """The first of `names` that the cache holds for the repository's main revision.
+    """The first of `names` that the cache holds for the repository's revision, main unless it says another.
 
     Raises:
         SettingsError: `repo` cannot be the name of a repository.
     """
+    repo_id, revision = _parts(repo)
     for name in names:
         try:
-            path = try_to_load_from_cache(repo, name, cache_dir=cache_folder(cache_dir))
+            path = try_to_load_from_cache(repo_id, name, cache_dir=cache_folder(cache_dir), revision=revision)
         except HFValidationError as error:
             raise SettingsError(f"{repo!r} is not a repository of the Hugging Face Hub (ORG/NAME): {error}") from error
         if isinstance(path, str):
@@ -104,10 +118,11 @@ def explain(needs: Iterable[Need], cache_dir: str | None, label: str, reason: st
     for need in needs:
         listed = by_repo.setdefault(need.repo, [])
         listed.extend(names for names in need.files if names not in listed)
-    option = f" --cache-dir {cache_dir}" if cache_dir else ""
     lines = [f"{label} needs files of the Hugging Face Hub that are not in its cache, and {reason}."]
     for repo, files in by_repo.items():
-        where = cache_folder(cache_dir) / f"models--{repo.replace('/', '--')}"
+        repo_id, revision = _parts(repo)
+        where = cache_folder(cache_dir) / f"models--{repo_id.replace('/', '--')}"
+        option = (f" --revision {revision}" if revision else "") + (f" --cache-dir {cache_dir}" if cache_dir else "")
         whole = any("open_clip_config.json" in names for names in files)  # it may name more files
         wanted = ", ".join(names[0] + (f" (or {', '.join(names[1:])})" if names[1:] else "") for names in files)
         lines += [
@@ -115,7 +130,7 @@ def explain(needs: Iterable[Need], cache_dir: str | None, label: str, reason: st
             f"  files:      {wanted}",
             f"  looked in:  {where}" + ("" if where.is_dir() else " (there is no such folder)"),
             "  to fetch them with a network: "
-            + " ".join(["hf download", repo, *([] if whole else [names[0] for names in files])])
+            + " ".join(["hf download", repo_id, *([] if whole else [names[0] for names in files])])
             + option,
         ]
     return SettingsError("\n".join(lines))
@@ -137,12 +152,33 @@ def download(needs: Iterable[Need], cache_dir: str | None) -> None:
 
 def _fetch(repo: str, name: str, cache_dir: str | None) -> bool:
     """Whether the repository has the file, which is then in the cache."""
+    repo_id, revision = _parts(repo)
+    page = f"{constants.ENDPOINT}/{repo_id}"
+    log_in = "log in with 'hf auth login', or set HF_TOKEN"
     try:
-        hf_hub_download(repo, name, cache_dir=cache_folder(cache_dir))
-    except LocalEntryNotFoundError as error:  # also an EntryNotFoundError, but says that the network failed
-        raise SettingsError(f"cannot fetch {name} of {repo!r} from the Hub: {error}") from error
-    except EntryNotFoundError:
-        return False
+        hf_hub_download(repo_id, name, cache_dir=cache_folder(cache_dir), revision=revision)
+    except GatedRepoError as error:
+        raise SettingsError(f"{repo_id!r} is gated: ask for access at {page}, then {log_in}") from error
+    except RepositoryNotFoundError as error:
+        raise SettingsError(f"the Hub has no repository {repo_id!r}, or it is private: then {log_in}") from error
+    except RevisionNotFoundError as error:
+        raise SettingsError(f"the Hub's repository {repo_id!r} has no revision {revision!r}: see {page}") from error
+    except EntryNotFoundError as error:
+        if not isinstance(error, LocalEntryNotFoundError):
+            return False
+        raise _broken(repo_id, name, error) from error  # this one says that the network failed
     except Exception as error:  # the client's network errors have no common base
-        raise SettingsError(f"cannot fetch {name} of {repo!r} from the Hub: {error}") from error
+        raise _broken(repo_id, name, error) from error
     return True
+
+
+def _broken(repo_id: str, name: str, error: Exception) -> SettingsError:
+    """One line of an error of the client, whose first cause says most."""
+    cause: BaseException = error
+    while isinstance(error, LocalEntryNotFoundError) and (inner := cause.__cause__ or cause.__context__) is not None:
+        cause = inner
+    text = " ".join(str(cause).split()) or type(cause).__name__
+    return SettingsError(
+        f"cannot fetch {name} of {repo_id!r} from {constants.ENDPOINT}: {text}; files that came whole stay in the "
+        "cache, and the same command fetches the rest"
+    )
