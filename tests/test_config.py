@@ -172,7 +172,7 @@ def test_every_error_at_once_with_its_place(tmp_path: Path) -> None:
         "      caption: {type: jsn}\noptim:\n  lr: fast\n  betas: [0.9]\ntrian: {}\nmodel: {image_size: 2.5}\n"
         "loss: {type: siglp}\nevals:\n  z: {type: zero_shot, every: -1}\ntrain: {epoch_sample: 3}\n",
     )
-    found = problems(["--config", file, "--precision", "fp16", "--bathsize", "3", "--lr", "--data.shufle.window", "3"])
+    found = problems(["--config", file, "--precision", "fp46", "--bathsize", "3", "--lr", "--data.shufle.window", "3"])
     wanted = [
         f"{file}:3: data.sampling.mode: 'epochs' is not one of resampled, epoch; did you mean 'epoch'?",
         f"{file}:4: data.workerz: there is no such key; did you mean 'workers'?",
@@ -190,7 +190,7 @@ def test_every_error_at_once_with_its_place(tmp_path: Path) -> None:
         f"{file}:17: evals.z.every: expected at least 0, not -1",
         f"{file}:17: evals.z.classes: missing: this key has no default",
         f"{file}:18: train.epoch_sample: there is no such key; did you mean 'epoch_samples'?",
-        "--precision: train.precision: 'fp16' is not one of fp32, bf16, fp64; did you mean 'fp64'?",
+        "--precision: train.precision: 'fp46' is not one of fp32, bf16, fp16, pure_bf16, fp64; did you mean 'fp64'?",
         "--bathsize: unknown flag; did you mean '--batch-size'?",
         "--lr: needs a value, NUMBER",
         "--data.shufle.window: data.shufle: there is no such key; did you mean 'shuffle'?",

@@ -14,7 +14,8 @@ from clipstream.batch import Batch, ImageSpec
 from clipstream.errors import DivergedError, SettingsError
 from clipstream.model.losses import ClipLoss, SiglipLoss
 from clipstream.model.settings import ClipLossSettings, SiglipLossSettings
-from clipstream.training.step import TrainStep
+from clipstream.training.precision import Precision, prepare
+from clipstream.training.step import SMALLEST_SCALE, TrainStep
 from clipstream.world import World
 from tests.ranks import run_ranks
 
@@ -56,7 +57,7 @@ class TinyTowers(nn.Module):
 
     def forward(self, pixels: torch.Tensor, ids: torch.Tensor) -> Features:
         """As Towers.forward."""
-        image = self.clip.visual(pixels.to(self.clip.logit_scale.dtype).flatten(1) / 255)
+        image = self.clip.visual(pixels.to(self.clip.words.weight.dtype).flatten(1) / 255)
         text = self.clip.text(self.clip.words(ids).mean(1))
         unit = lambda x: F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)  # noqa: E731
         return Features(unit(image), unit(text), self.clip.logit_scale.exp(), self.clip.logit_bias)
@@ -242,11 +243,61 @@ def test_a_wish_to_stop_is_agreed_and_the_warm_up_leaves_no_trace() -> None:
     assert run_ranks(2, wishes) == [(True, False, True)] * 2
 
 
-def test_bf16_computes_in_bf16_over_float32_weights() -> None:
-    losses = []
-    for precision in ("fp32", "bf16"):
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_autocast_computes_in_16_bits_over_float32_weights(precision: Precision) -> None:
+    losses, weights = [], []
+    for one in ("fp32", precision):
         model = TinyTowers()
-        step = TrainStep(model, LOSSES["clip"], sgd(model), World(), precision=precision)  # type: ignore[arg-type]
+        step = TrainStep(model, LOSSES["clip"], sgd(model), World(), precision=one)  # type: ignore[arg-type]
+        if step.scaler.is_enabled():
+            step.scaler.load_state_dict({**step.scaler.state_dict(), "scale": 256.0})
         losses.append(step(make_batch(), lr=1.0).loss)
-        assert all(p.dtype == torch.float32 for p in model.parameters())
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        assert weights[-1].dtype == torch.float32
     assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.03)
+    torch.testing.assert_close(weights[0], weights[1], rtol=0.05, atol=0.05)  # the loss's factor is taken out again
+
+
+@pytest.mark.parametrize("fused", [False, True])  # the fused one is told of overflows in another way
+def test_fp16_leaves_out_a_step_whose_gradients_overflow_and_lowers_their_factor(fused: bool) -> None:
+    model = TinyTowers()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True) if fused else sgd(model)
+    step = TrainStep(model, LOSSES["clip"], optimizer, World(), precision="fp16", clip_norm=0.5)
+    step.scaler.load_state_dict({**step.scaler.state_dict(), "scale": 2.0**40})
+    before = [p.detach().clone() for p in model.parameters()]
+    first = step(make_batch(), lr=0.1)
+    assert first.overflow and first.loss_scale == 2.0**39 and not math.isfinite(first.grad_norm)
+    assert all(torch.equal(b, p) for b, p in zip(before, model.parameters(), strict=True))
+    results = [step(make_batch(i), lr=0.1) for i in range(40)]
+    done = [result for result in results if not result.overflow]
+    assert len(done) > 5 and results[-1] is done[-1] and math.isfinite(done[0].grad_norm)
+    assert not all(torch.equal(b, p) for b, p in zip(before, model.parameters(), strict=True))
+
+
+def test_fp16_gives_up_where_no_factor_helps() -> None:
+    class Endless:
+        """A loss whose value is a number and whose gradients are none."""
+
+        def __call__(self, features: Any, weights: torch.Tensor, world: World, global_size: int) -> torch.Tensor:
+            return (features.image - features.image.detach()).sum().sqrt() + features.logit_scale
+
+    model = TinyTowers()
+    step = TrainStep(model, Endless(), sgd(model), World(), precision="fp16")
+    step.scaler.load_state_dict({**step.scaler.state_dict(), "scale": 2 * SMALLEST_SCALE})
+    assert step(make_batch(), lr=0.1).overflow
+    with pytest.raises(DivergedError, match="the gradient's norm nan"):
+        step(make_batch(), lr=0.1)
+
+
+def test_pure_bf16_holds_weights_and_moments_in_bf16_but_not_the_scale() -> None:
+    model = prepare(TinyTowers("siglip"), "pure_bf16")
+    assert {name for name, p in model.named_parameters() if p.dtype == torch.float32} == {
+        "clip.logit_scale",
+        "clip.logit_bias",
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    step = TrainStep(model, LOSSES["siglip"], optimizer, World(), precision="pure_bf16", clip_norm=1.0)
+    losses = [step(make_batch(), lr=0.01).loss for _ in range(30)]
+    assert losses[-1] < losses[0] * 0.9
+    moments = {state["exp_avg"].dtype for state in optimizer.state.values()}
+    assert moments == {torch.bfloat16, torch.float32}

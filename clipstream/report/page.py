@@ -24,8 +24,9 @@ MEANING = {  # in the order of the page; others follow
     "lr": "learning rate",
     "grad_norm": "norm of the gradients",
     "logit_scale": "logit scale",
+    "overflow_rate": "steps whose gradients overflowed",
 }
-SHARES = ("data_wait",)
+SHARES = ("data_wait", "overflow_rate")
 MOST_OFTEN = 60.0  # seconds between two reports of a run that goes on
 COUNTS = ("n", "dropped", "seconds")
 
@@ -64,7 +65,7 @@ def write_report(folders: Sequence[Path], path: Path) -> None:
         SettingsError: a folder holds no run.
         OSError: the file cannot be written.
     """
-    durable.replace(path, render([read_run(folder) for folder in folders]).encode())
+    durable.replace(path, render([read_run(folder) for folder in folders]).encode(errors="backslashreplace"))
 
 
 def render(runs: Sequence[Run]) -> str:

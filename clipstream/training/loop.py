@@ -171,6 +171,8 @@ class Trainer:
             "samples_per_s": self._interval.timed_samples / seconds,
             "data_wait": max(wait / wall for wall, wait in times),
         }
+        if result.loss_scale is not None:
+            record |= {"loss_scale": result.loss_scale, "overflow_rate": self._interval.overflow_rate()}
         if self.epoch_samples:
             record["epoch"] = self.samples / self.epoch_samples
         self._write(record)
@@ -211,25 +213,30 @@ class _Interval:
     the present process, and leave out evaluations and saves.
     """
 
-    def __init__(self, loss: float = 0.0, grad_norm: float = 0.0, steps: int = 0) -> None:
-        self.loss, self.grad_norm, self.steps = loss, grad_norm, steps
+    def __init__(self, loss: float = 0.0, grad_norm: float = 0.0, steps: int = 0, overflows: int = 0) -> None:
+        self.loss, self.grad_norm, self.steps, self.overflows = loss, grad_norm, steps, overflows
         self.timed_samples = 0
         self._began = self._wait_began = self._pause = 0.0
 
     def state(self) -> dict[str, Any]:
-        return {"loss": self.loss, "grad_norm": self.grad_norm, "steps": self.steps}
+        return {"loss": self.loss, "grad_norm": self.grad_norm, "steps": self.steps, "overflows": self.overflows}
 
     def begin(self, wait_seconds: float) -> None:
         self._began, self._wait_began = time.perf_counter(), wait_seconds
 
     def add(self, result: StepResult) -> None:
         self.loss += result.loss
-        self.grad_norm += result.grad_norm
+        self.grad_norm += 0.0 if result.overflow else result.grad_norm
+        self.overflows += result.overflow
         self.steps += 1
         self.timed_samples += result.n
 
     def means(self) -> tuple[float, float]:
-        return self.loss / self.steps, self.grad_norm / self.steps
+        """Of the loss over all steps, of the gradients' norm over those that changed the weights."""
+        return self.loss / self.steps, self.grad_norm / max(1, self.steps - self.overflows)
+
+    def overflow_rate(self) -> float:
+        return self.overflows / self.steps
 
     def times(self, wait_seconds: float) -> tuple[float, float]:
         """Seconds of training since `begin`, and how many of them this rank waited for data."""

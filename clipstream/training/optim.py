@@ -68,8 +68,12 @@ def lr_at(step: int, *, peak: float, schedule: ScheduleSettings, total_steps: in
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """Scalar L2 norm of all gradients as one vector, in their type (float32 or float64), without a host sync."""
-    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    """Scalar L2 norm of all gradients as one vector, in their type but float32 at least, without a host sync."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if all(gradient.dtype != torch.bfloat16 for gradient in gradients):
+        return torch.nn.utils.get_total_norm(gradients)
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, limit: float | None) -> None:

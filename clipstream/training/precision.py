@@ -1,10 +1,13 @@
 """Owns the arithmetic of a run: weights' type, autocast, threads, determinism, random states; no model, no rank logic.
 
-`fp32` and `fp64` compute in the weights' type; `bf16` is autocast over float32 weights.
+`fp32` and `fp64` compute in the weights' type; `bf16` and `fp16` are autocast over float32 weights, `fp16` with a
+scaled loss, as its smallest gradients would be 0; `pure_bf16` has weights, gradients and moments in bfloat16: half the
+memory, and updates below 1/256 of a weight are lost.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,13 +18,36 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-Precision = Literal["fp32", "bf16", "fp64"]
+from clipstream.errors import SettingsError
+
+Precision = Literal["fp32", "bf16", "fp16", "pure_bf16", "fp64"]
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+KEPT_WIDE = 4  # numbers: the logits' scale and bias, which bfloat16 would hold still, and the channels' means
 RandomState = dict[str, Any]
 
 
 def prepare(module: nn.Module, precision: Precision) -> nn.Module:
-    """The module with weights of the precision's type: float64 for fp64, float32 for the others; in place."""
-    return module.to(torch.float64 if precision == "fp64" else torch.float32)
+    """The module with weights of the precision's type, in place: float64 for fp64, bfloat16 for pure_bf16 (but for
+    tensors of a few numbers), float32 for the others.
+    """
+    module.to(torch.float64 if precision == "fp64" else torch.float32)
+    if precision == "pure_bf16":
+        for tensor in itertools.chain(module.parameters(), module.buffers()):
+            if tensor.is_floating_point() and tensor.numel() > KEPT_WIDE:
+                tensor.data = tensor.data.to(torch.bfloat16)
+    return module
+
+
+def check_device(device: str | torch.device, precision: Precision) -> None:
+    """Refuse what the device can only imitate.
+
+    Raises:
+        SettingsError: bfloat16 on a GPU without it.
+    """
+    lacks = torch.device(device).type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    if lacks and "bf16" in precision:
+        name = torch.cuda.get_device_name(device)
+        raise SettingsError(f"train.precision: {name} computes no bfloat16: use --precision fp16, or fp32")
 
 
 @contextmanager
@@ -29,8 +55,9 @@ def autocast(device: str | torch.device, precision: Precision) -> Iterator[None]
     """The context of a forward pass."""
     kind = torch.device(device).type
     with ExitStack() as stack:
-        stack.enter_context(torch.autocast(kind, torch.bfloat16, enabled=precision == "bf16"))
-        if kind == "cpu" and precision == "bf16":
+        dtype = AUTOCAST.get(precision)
+        stack.enter_context(torch.autocast(kind, dtype or torch.bfloat16, enabled=dtype is not None))
+        if kind == "cpu" and "bf16" in precision:
             # The CPU's fused attention takes 3 to 5 times as long as plain matrices do in bfloat16 (torch 2.15, AMX).
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         yield

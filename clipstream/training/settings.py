@@ -70,8 +70,10 @@ class TrainSettings(Section):
     samples: int | None = Field(None, ge=1, description="samples of the whole run, rounded up to whole steps")
     epochs: float | None = Field(None, gt=0, description="passes over epoch_samples samples")
     epoch_samples: int | None = Field(None, ge=1, description="samples that make an epoch (--train-num-samples)")
-    precision: Literal["fp32", "bf16", "fp64"] = Field(
-        "bf16", description="bf16 is autocast over float32 weights; fp64 is for checks"
+    precision: Literal["fp32", "bf16", "fp16", "pure_bf16", "fp64"] = Field(
+        "bf16",
+        description="bf16 and fp16 are autocast over float32 weights, fp16 with a scaled loss; pure_bf16 has weights "
+        "and moments in bfloat16 as well; fp64 is for checks",
     )
     micro_batch_size: int | None = Field(
         None, ge=1, description="samples a forward pass takes at once on a rank; all unless set"

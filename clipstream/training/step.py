@@ -10,6 +10,9 @@ loss is computed once on all features together and gives their gradients, and th
 again, with the same random numbers, to carry its features' gradients to the weights. This costs one more forward pass
 and memory for the features, n x 2D. Ranks may have different numbers of chunks: gradients are summed over the ranks
 once, in the last chunk of each. Scale and bias take part in the last chunk alone, so that they are counted once.
+
+**fp16** scales the loss, and so all gradients, by a factor that torch's GradScaler moves; where it was too large, some
+gradient is not finite, on all ranks alike as they hold the same sums: the step changes no weight, and is counted.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from clipstream.model.towers import Features
 
 _SHOWN_KEYS = 8
+SMALLEST_SCALE = 2.0**-10  # of fp16: gradients that are not finite at this one never will be
 
 
 class Loss(Protocol):
@@ -51,6 +55,8 @@ class StepResult:
         logit_scale: exp of the parameter as the loss used it.
         n: samples of the global batch.
         stop: whether any rank asked to stop.
+        loss_scale: factor of the gradients in fp16, after the step; None elsewhere.
+        overflow: whether that was too large, and no weight was changed; `grad_norm` is not finite then.
     """
 
     loss: float
@@ -58,6 +64,8 @@ class StepResult:
     logit_scale: float
     n: int
     stop: bool
+    loss_scale: float | None = None
+    overflow: bool = False
 
 
 class TrainStep:
@@ -100,6 +108,7 @@ class TrainStep:
         self.loss, self.optimizer, self.world = loss, optimizer, world
         self.precision, self.micro_batch_size = precision, micro_batch_size
         self.clip_norm, self.max_logit_scale = clip_norm, max_logit_scale
+        self.scaler = torch.amp.GradScaler(torch.device(world.device).type, enabled=precision == "fp16")
         self.model = wrap(model, world)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         warm_up_buckets(self.model, self._zero_pass, world)
@@ -119,15 +128,22 @@ class TrainStep:
             group["lr"] = lr
         batch = batch.to(self.world.device)
         share, scale = self._backward(batch)
+        self.scaler.unscale_(self.optimizer)
         norm = gradient_norm(self.parameters)
         agreed = self.world.all_reduce_sum(torch.stack([share.double(), share.new_tensor(stop).double()]))
         loss, stops, grad_norm, logit_scale = torch.cat([agreed, torch.stack([norm, scale]).double()]).tolist()
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        overflow = not math.isfinite(grad_norm) and self._may_scale_down()
+        if not math.isfinite(loss) or not (math.isfinite(grad_norm) or overflow):
             self.optimizer.zero_grad(set_to_none=True)
             raise DivergedError(_diverged(batch, loss, grad_norm))
-        clip_gradients(self.parameters, norm, self.clip_norm)
+        if not overflow:
+            clip_gradients(self.parameters, norm, self.clip_norm)
         self._update()
-        return StepResult(loss, grad_norm, logit_scale, batch.global_size, stops > 0)
+        loss_scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
+        return StepResult(loss, grad_norm, logit_scale, batch.global_size, stops > 0, loss_scale, overflow)
+
+    def _may_scale_down(self) -> bool:
+        return self.scaler.is_enabled() and self.scaler.get_scale() > SMALLEST_SCALE
 
     def _backward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Put the global batch's gradients into the parameters; this rank's share of the loss, and the scale."""
@@ -169,13 +185,14 @@ class TrainStep:
             if leaf is not None:
                 leaf.requires_grad_()
         share = self.loss(leaves, batch.weights, self.world, batch.global_size)
-        (share * self.world.size).backward()  # type: ignore[no-untyped-call]
+        self.scaler.scale(share * self.world.size).backward()  # type: ignore[no-untyped-call]
         return leaves, share.detach()
 
     def _update(self) -> None:
         scale = self.towers.clip.logit_scale
         before = scale.detach().clone()
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         if self.max_logit_scale is not None and scale.requires_grad:
             with torch.no_grad():
