@@ -1,12 +1,17 @@
-"""Owns the checks that users call on parts of their own, in their own tests: caption extractor, transform, tokenizer.
+"""Owns the checks that users call on parts of their own, in their own tests: caption extractor, transform, tokenizer,
+loss, evaluator.
 
 Each raises AssertionError with what is wrong and what to do, and gives nothing back. No test framework is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,7 +19,23 @@ from clipstream.data.fields import CaptionExtractor
 from clipstream.data.order import Draws
 from clipstream.data.text import Tokenizer
 from clipstream.errors import Dropped
+from clipstream.world import World
 
+if TYPE_CHECKING:
+    import torch
+
+    from clipstream.evals.protocol import EvalContext
+    from clipstream.model.losses import ContrastiveLoss
+    from clipstream.model.towers import Features
+
+ROWS, WIDTH = 5, 8  # of the features that a loss is checked on
+RANKS = 2
+CLOSE = {"float64": 1e-9, "float32": 1e-5}  # two ways to one loss, by the type that it is computed in
+SMALL_MODEL = {
+    "embed_dim": 32,
+    "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16},
+    "text_cfg": {"context_length": 24, "vocab_size": 49408, "layers": 1, "width": 32, "heads": 2},
+}
 TEXTS = ("a photo of a cat", "", "Ein Käfer & 2 Äpfel 🍎", "word " * 500)
 
 
@@ -130,3 +151,175 @@ def _caption(extractor: CaptionExtractor, sample: Mapping[str, Any], draws: Draw
     assert isinstance(caption, str), f"it gave {type(caption).__name__}: return a str"
     assert caption.strip(), "it gave an empty caption: raise clipstream.errors.Dropped('empty_caption') instead"
     return caption
+
+
+def check_loss(loss: ContrastiveLoss, *, logit_bias: bool = False) -> None:
+    """Check a loss on random features: alone, with a sample of weight 0, and on two ranks with unequal rows.
+
+    The ranks are two processes of gloo: forked from this one or, where CUDA forbids that, fresh ones, for which the
+    loss must be picklable.
+
+    Args:
+        loss: the user's own, already constructed.
+        logit_bias: whether it is for models with a logit bias.
+
+    Raises:
+        AssertionError: it breaks the protocol of `clipstream.model.losses.ContrastiveLoss`.
+    """
+    import torch
+
+    limit = getattr(loss, "max_logit_scale", "absent")
+    assert limit is None or (isinstance(limit, int | float) and limit > 0), (
+        f"`max_logit_scale` is {limit!r}: make it a positive number, or None for no limit"
+    )
+    parts = _on_ranks(loss, logit_bias)  # first: a process whose autograd has run may not be forked where CUDA is
+    ones = torch.ones(ROWS, dtype=torch.float64)
+    value, gradients = _one_pass(loss, _random_features(logit_bias), ones, World(), ROWS)
+    again, _ = _one_pass(loss, _random_features(logit_bias), ones, World(), ROWS)
+    assert torch.equal(value, again), "the same features gave another loss the second time"
+    for name in ("image", "text"):
+        assert gradients[name].any(), f"the gradient of `{name}` is absent: training needs it"
+    for name, gradient in gradients.items():
+        assert torch.isfinite(gradient).all(), f"the gradient of `{name}` is not finite"
+    weights = torch.cat([ones[:-1], ones.new_zeros(1)])
+    without, _ = _one_pass(loss, _rows(_random_features(logit_bias), 0, ROWS - 1), ones[:-1], World(), ROWS - 1)
+    zeroed, _ = _one_pass(loss, _random_features(logit_bias), weights, World(), ROWS)
+    assert _close(zeroed, without), (
+        f"a sample of weight 0 changed the loss from {without:.8f} to {zeroed:.8f}: it must be as if it were not there"
+    )
+    total = sum(part["share"] for part in parts)
+    assert _close(total, value), (
+        f"the shares of {RANKS} ranks sum to {total:.8f}, and the loss of all rows on one rank is {value:.8f}: return "
+        "this rank's share, and gather the others' rows with gradient"
+    )
+    for name, whole in gradients.items():
+        found = [part["gradients"][name] for part in parts]
+        assert _close(torch.cat(found) if whole.ndim else torch.stack(found).sum(), whole, like=value), (
+            f"the gradient of `{name}` on {RANKS} ranks is not that of one rank: gather with gradient, so that every "
+            "rank's share tells all rows that it used"
+        )
+
+
+def _close(one: Any, other: Any, like: Any = None) -> bool:
+    import torch
+
+    limit = CLOSE.get(str((other if like is None else like).dtype).removeprefix("torch."), 1e-2)
+    return torch.allclose(one.double(), other.double(), rtol=limit, atol=limit)
+
+
+def _on_ranks(loss: ContrastiveLoss, logit_bias: bool) -> list[dict[str, Any]]:
+    """Each rank's share and gradients."""
+    import torch
+    from torch.multiprocessing.spawn import start_processes
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            start_processes(  # type: ignore[no-untyped-call]
+                _on_rank,
+                args=(loss, logit_bias, folder),
+                nprocs=RANKS,
+                start_method="spawn" if torch.cuda.is_available() else "fork",
+            )
+        except Exception as error:
+            raise AssertionError(f"on {RANKS} ranks it failed: {str(error).strip().splitlines()[-1]}") from error
+        return [torch.load(Path(folder, str(rank))) for rank in range(RANKS)]
+
+
+def _on_rank(rank: int, loss: ContrastiveLoss, logit_bias: bool, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    try:
+        cut = ROWS // 2 + 1
+        own = slice(0, cut) if rank == 0 else slice(cut, ROWS)
+        features = _rows(_random_features(logit_bias), own.start, own.stop)
+        weights = torch.ones(own.stop - own.start, dtype=torch.float64)
+        share, gradients = _one_pass(loss, features, weights, World(rank=rank, size=RANKS), ROWS)
+        torch.save({"share": share, "gradients": gradients}, Path(folder, str(rank)))
+    finally:
+        dist.destroy_process_group()
+
+
+def _random_features(logit_bias: bool) -> Features:
+    import torch
+
+    from clipstream.model.towers import Features
+
+    generator = torch.Generator().manual_seed(0)
+    image, text = torch.randn(2, ROWS, WIDTH, dtype=torch.float64, generator=generator)
+    unit = torch.nn.functional.normalize
+    bias = torch.tensor(-2.0, dtype=torch.float64) if logit_bias else None
+    return Features(unit(image), unit(text), torch.tensor(5.0, dtype=torch.float64), bias)
+
+
+def _rows(features: Features, start: int, stop: int) -> Features:
+    return features._replace(image=features.image[start:stop].clone(), text=features.text[start:stop].clone())
+
+
+def _one_pass(
+    loss: ContrastiveLoss, features: Features, weights: Any, world: World, global_size: int
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The share, and the gradients of the features and scalars by name; zeros for what was not used."""
+    import torch
+
+    leaves = {name: leaf.requires_grad_() for name, leaf in features._asdict().items() if leaf is not None}
+    share = loss(features, weights, world, global_size)
+    assert isinstance(share, torch.Tensor) and share.ndim == 0, "it must return a tensor without dimensions"
+    assert bool(torch.isfinite(share)), f"it gave {share.item()} on random features"
+    assert share.requires_grad, "its result has no gradient: compute it of the features, without detach or no_grad"
+    share.backward()  # type: ignore[no-untyped-call]
+    gradients = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
+    return share.detach(), gradients
+
+
+def small_context() -> EvalContext:
+    """What an evaluator works with, around a small CLIP of random weights on the CPU; for `check_evaluator`."""
+    from clipstream.data.settings import DataSettings, TokenizerSettings
+    from clipstream.data.text import build_tokenizer
+    from clipstream.evals.protocol import EvalContext
+    from clipstream.model.settings import ModelSettings
+    from clipstream.model.towers import build_towers
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder, "small.json")
+        config.write_text(json.dumps(SMALL_MODEL))
+        towers = build_towers(ModelSettings(name=str(config)), seed=0)
+    settings = TokenizerSettings.model_validate({"type": "model"})
+    tokenizer = build_tokenizer(settings, towers.open_clip_tokenizer(), towers.context_length)
+    return EvalContext.for_towers(towers, tokenizer, World(), data=DataSettings(workers=0), precision="fp32")
+
+
+def check_evaluator(
+    evaluator: Callable[[EvalContext], Iterable[tuple[str, float]]], context: EvalContext | None = None
+) -> None:
+    """Check an evaluator on its own data with a small model.
+
+    Args:
+        evaluator: the user's own, already constructed with its settings.
+        context: the model; `small_context()` unless given.
+
+    Raises:
+        AssertionError: it breaks the protocol of `clipstream.evals.protocol.Evaluator`.
+    """
+    context = context or small_context()
+    first = _metrics(evaluator, context)
+    assert first, "it yielded no metric: yield (name, value) pairs"
+    assert _metrics(evaluator, context) == first, (
+        "the same model gave other figures the second time: an evaluation must not depend on chance"
+    )
+
+
+def _metrics(evaluator: Callable[[EvalContext], Iterable[tuple[str, float]]], context: EvalContext) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for pair in evaluator(context):
+        assert isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str), (
+            f"it yielded {pair!r}: yield pairs of a name and a number"
+        )
+        name, value = pair
+        assert name not in found, f"it yielded {name!r} twice"
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        assert number and math.isfinite(value), f"{name!r} is {value!r}: yield a finite number"
+        found[name] = value
+    return found

@@ -13,7 +13,14 @@ from clipstream.data.fields import LabelField, build_caption
 from clipstream.data.order import Draws
 from clipstream.data.settings import CaptionSettings
 from clipstream.errors import Dropped
-from clipstream.testing import check_caption_extractor, check_tokenizer, check_transform
+from clipstream.testing import (
+    check_caption_extractor,
+    check_evaluator,
+    check_loss,
+    check_tokenizer,
+    check_transform,
+)
+from clipstream.world import World
 from tests.pictures import ByteTokenizer
 
 SAMPLE = {"__key__": "0", "__url__": "a.tar", "txt": b"a cat", "json": b'{"a": ["b", "c"]}', "cls": b"1"}
@@ -110,3 +117,62 @@ def test_bad_tokenizers_are_told_why(tokenizer: Any, message: str) -> None:
 
 def test_a_good_tokenizer_passes() -> None:
     check_tokenizer(ByteTokenizer())
+
+
+class OwnLoss:
+    """The softmax loss, spoilt by `spoil(share, features, world)`."""
+
+    max_logit_scale = 100.0
+
+    def __init__(self, spoil: Callable[[Any, Any, Any], Any] = lambda share, features, world: share) -> None:
+        self.spoil = spoil
+
+    def __call__(self, features: Any, weights: Any, world: Any, global_size: int) -> Any:
+        from clipstream.model.losses import ClipLoss
+        from clipstream.model.settings import ClipLossSettings
+
+        return self.spoil(ClipLoss(ClipLossSettings())(features, weights, world, global_size), features, world)
+
+
+def test_right_losses_pass() -> None:
+    check_loss(OwnLoss())
+    check_loss(OwnLoss(lambda share, features, world: share.float()))
+    from clipstream.model.losses import SiglipLoss
+    from clipstream.model.settings import SiglipLossSettings
+
+    check_loss(SiglipLoss(SiglipLossSettings()), logit_bias=True)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda share, f, world: share.detach(), "has no gradient"),
+        (lambda share, f, world: share.reshape(1), "without dimensions"),
+        (lambda share, f, world: share * float("nan"), "on random features"),
+        (lambda share, f, world: share * random.random(), "another loss the second time"),
+        (lambda share, f, world: share / world.size, "sum to"),
+        (lambda share, f, world: share + 0.1 * len(f.image), "weight 0 changed the loss"),
+        (lambda share, f, world: 0 * share.detach() + f.image.sum() * 0 + f.logit_scale, "of `image` is absent"),
+    ],
+)
+def test_wrong_losses_are_told(spoil: Callable[[Any, Any, Any], Any], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_loss(OwnLoss(spoil))
+
+
+def test_evaluators_that_are_right_and_wrong() -> None:
+    from tests.evaluating import context_of
+
+    context = context_of(World())
+    check_evaluator(lambda c: iter([("a", 1.0), ("b", 2)]), context)
+    for found, message in (
+        ([], "yielded no metric"),
+        ([("a", 1.0), ("a", 1.0)], "'a' twice"),
+        ([("a", float("nan"))], "finite number"),
+        ([("a", "1")], "finite number"),
+        ([1.0], "pairs of a name and a number"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            check_evaluator(lambda c, found=found: iter(found), context)  # type: ignore[misc]
+    with pytest.raises(AssertionError, match="must not depend on chance"):
+        check_evaluator(lambda c: iter([("a", random.random())]), context)

@@ -64,7 +64,7 @@ def show_retrieval(
     queries, right = images[: len(kept)], torch.arange(len(kept), device=images.device)
     ahead, level = place(queries, everyones, right)
     own = (queries * everyones[: len(kept)]).sum(dim=1)  # this is rank 0: its captions are the first
-    order = sorted(range(len(kept)), key=lambda i: (int(ahead[i]), -float(own[i])))
+    order = sorted(range(len(kept)), key=lambda i: (int(ahead[i] + level[i]), -float(own[i])))
     half = min(context.examples_wanted // 2, len(order) // 2)
     best, worst = order[:half], order[::-1][:half]
     for group, chosen in (("best", best), ("worst", worst)):

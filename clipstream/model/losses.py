@@ -77,7 +77,7 @@ class ClipLoss:
         with torch.autocast(features.image.device.type, enabled=False):
             image, text, weights = _widen(features.image, features.text, weights)
             width = image.shape[1]
-            rows, start = _gather_rows(torch.cat([image, text, weights[:, None]], dim=1), world)
+            rows, start = gather_rows(torch.cat([image, text, weights[:, None]], dim=1), world)
             images, texts, all_weights = rows[:, :width], rows[:, width:-1], rows[:, -1].detach()
             absent = (all_weights == 0)[None, :]
             own = torch.arange(start, start + image.shape[0], device=image.device)
@@ -117,7 +117,7 @@ class SiglipLoss:
             raise SettingsError("the sigmoid loss needs a model with a logit bias: build it with loss_type='siglip'")
         with torch.autocast(features.image.device.type, enabled=False):
             image, text, weights = _widen(features.image, features.text, weights)
-            rows, start = _gather_rows(torch.cat([text, weights[:, None]], dim=1), world)
+            rows, start = gather_rows(torch.cat([text, weights[:, None]], dim=1), world)
             texts, all_weights = rows[:, :-1], rows[:, -1].detach()
             logits = _logits(features, image, texts)
             own = torch.arange(image.shape[0], device=image.device)
@@ -169,7 +169,7 @@ def _total(weights: torch.Tensor) -> torch.Tensor:
     return weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)
 
 
-def _gather_rows(rows: torch.Tensor, world: World) -> tuple[torch.Tensor, int]:
+def gather_rows(rows: torch.Tensor, world: World) -> tuple[torch.Tensor, int]:
     """Every rank's rows [n_r, K] as one [B, K] in rank order, with gradient, and where this rank's rows start in it."""
     if world.size == 1:
         return rows, 0
