@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -27,33 +28,46 @@ def _main(argv: list[str]) -> int:
         description="Look into a data set: its shards, members and JSON fields, what the given settings would use and "
         "drop, and the flags to train on it. Exit code 3 where nothing is usable.",
     )
-    parser.add_argument("shards", nargs="+", metavar="SHARDS", help="tars: braces, '::', globs, pipe:, http(s):")
+    parser.add_argument(
+        "shards",
+        nargs="+",
+        metavar="SHARDS",
+        help="tars: braces, '::', globs, pipe:, http(s):; or a manifest",
+    )
     parser.add_argument("--caption-key", metavar="SUFFIX", help="the text member with the caption (txt)")
     parser.add_argument(
         "--caption-json", metavar="PATHS", help="path into the JSON member; several by ';' are tried in order"
     )
     parser.add_argument("--image-key", metavar="SUFFIXES", help=f"suffixes of the image member ({DEFAULT_IMAGE_KEY})")
+    parser.add_argument("--folder", help="what a manifest's relative paths begin at (its own folder)")
+    parser.add_argument("--separator", metavar="CHARACTER", help="of a CSV (from its header)")
     parser.add_argument("--samples", type=int, default=500, metavar="N", help="samples to read; 0 for all (500)")
     options = parser.parse_args(argv)
     if options.samples < 0:
         parser.error(f"--samples must be 0 or more, not {options.samples}")
     # Late, so that --help and wrong usage answer at once.
-    from clipstream.data.shards import expand, redact
+    from clipstream.data.profile import SHORT_FLAGS
+    from clipstream.data.shards import redact
     from clipstream.tools.check import check
 
     some = "::".join(options.shards[:3]) + ("::…" if len(options.shards) > 3 else "")
     words = ["--train-data", redact(some)]
-    for name in ("caption_key", "caption_json", "image_key"):
+    for name in ("caption_key", "caption_json", "image_key", "folder", "separator"):
         if getattr(options, name) is not None:
-            words += [f"--{name.replace('_', '-')}", getattr(options, name)]
-    check(
-        expand(options.shards),
-        shlex.join(["python", "-m", "clipstream.train", *words]),
-        options.image_key or DEFAULT_IMAGE_KEY,
-        _caption(options.caption_key, options.caption_json),
-        options.samples,
-    )
+            flag = name.replace("_", "-") if name not in ("folder", "separator") else f"{SHORT_FLAGS}.{name}"
+            words += [f"--{flag}", getattr(options, name)]
+    source = {name: getattr(options, name) for name in ("image_key", "folder", "separator") if getattr(options, name)}
+    source |= {"shards": options.shards, "caption": _caption(options.caption_key, options.caption_json)}
+    check(_settings(source), shlex.join(["python", "-m", "clipstream.train", *words]), options.samples)
     return 0
+
+
+def _settings(values: dict[str, Any]) -> SourceSettings:
+    try:
+        return SourceSettings.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise SettingsError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from error
 
 
 def _caption(key: str | None, paths: str | None) -> CaptionSettings:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path as FilePath
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import yaml
 from pydantic import Field, PrivateAttr, SerializeAsAny, ValidationError
@@ -34,6 +34,9 @@ from clipstream.training.settings import (
 from clipstream.wording import joined, problem, worded
 from clipstream.world import World
 
+if TYPE_CHECKING:
+    from clipstream.data.opening import Opener
+
 LANES = 48
 
 
@@ -55,6 +58,7 @@ class Settings(Section):
     log: LogSettings = Field(default_factory=LogSettings)
 
     _places: Places = PrivateAttr(default_factory=Places)
+    _told_by_data: bool = PrivateAttr(default=False)  # whether the data said how long an epoch is
 
     @property
     def total_steps(self) -> int:
@@ -116,6 +120,25 @@ def _bare_flags(tree: dict[str, object], flags: Layer) -> list[Path]:
     return [path for path, annotation in found if annotation is not None and bool not in kinds(annotation)]
 
 
+def with_known_epoch(settings: Settings) -> Settings:
+    """The settings with the samples of an epoch, where an epoch is asked for and only the data say how long it is.
+
+    Raises:
+        SettingsError: a source's shards cannot be listed.
+        DataError: a manifest cannot be read.
+    """
+    asked = settings.train.epochs is not None or any(section.every_epochs for _, section in _cadences(settings))
+    if not asked or settings.train.epoch_samples is not None:
+        return settings
+    samples = [opener.samples for opener in openers(settings).values()]
+    if not samples or None in samples:
+        return settings
+    total = sum(count for count in samples if count is not None)
+    known = settings.model_copy(update={"train": settings.train.model_copy(update={"epoch_samples": total})})
+    known._told_by_data = True
+    return known
+
+
 def validate_run(settings: Settings, world: World) -> None:
     """Check what no section can check alone, before torch is imported and before anything is written.
 
@@ -127,6 +150,7 @@ def validate_run(settings: Settings, world: World) -> None:
     found = [
         *_length_problems(settings),
         *_batch_problems(settings, world),
+        *_model_problems(settings),
         *_data_problems(settings),
         *_folder_problems(settings, world),
     ]
@@ -146,7 +170,8 @@ def _length_problems(settings: Settings) -> Found:
     if len(given) > 1:
         return [(("train", given[1]), f"{' and '.join(given)} are all given: keep the one that is meant")]
     if given == ["epochs"] and train.epoch_samples is None:
-        return [(("train", "epochs"), "how many samples are an epoch? Give --train-num-samples, or --steps instead")]
+        text = "how many samples are an epoch? The data do not tell: give --train-num-samples, or --steps"
+        return [(("train", "epochs"), text)]
     steps, schedule, lr = settings.total_steps, settings.schedule, settings.optim.lr
     found: Found = []
     if 0 < steps < schedule.warmup:
@@ -191,6 +216,25 @@ def _batch_problems(settings: Settings, world: World) -> Found:
     if micro is not None and micro > batch:
         text = f"{micro} is more than data.global_batch_size, {batch}"
         found.append((("train", "micro_batch_size"), text))
+    return found
+
+
+def _model_problems(settings: Settings) -> Found:
+    model, augment = settings.model, settings.data.augment
+    found: Found = []
+    for key, lock in (("unlocked_groups", "lock_image"), ("unlocked_layers", "lock_text")):
+        if getattr(model, key) and not getattr(model, lock):
+            found.append(
+                (("model", key), f"nothing is locked: give --{lock.replace('_', '-')} as well, or leave it out")
+            )
+    if model.patch_dropout and model.lock_image and not model.unlocked_groups:
+        found.append((("model", "patch_dropout"), "a locked image tower drops no patches: leave one of the two out"))
+    if augment.color_jitter_prob and augment.color_jitter is None:
+        text = "how strong? Give --data.augment.color-jitter '[0.4, 0.4, 0.4, 0.1]' as well"
+        found.append((("data", "augment", "color_jitter_prob"), text))
+    if augment.color_jitter is not None and not augment.color_jitter_prob:
+        text = "how often? Give --data.augment.color-jitter-prob as well, 0 to 1"
+        found.append((("data", "augment", "color_jitter"), text))
     return found
 
 
@@ -303,9 +347,18 @@ def _auto_lanes(settings: Settings, world: World) -> int:
 
 
 def _shard_counts(settings: Settings) -> dict[str, int]:
-    from clipstream.data.shards import expand
+    return {name: len(opener.names) for name, opener in openers(settings).items()}
 
-    return {name: len(expand(source.shards)) for name, source in settings.data.sources.items()}
+
+def openers(settings: Settings) -> dict[str, Opener]:
+    """The sources by name: their shards, and how many samples they hold, where that is known."""
+    from clipstream.data.opening import Opener
+
+    data = settings.data
+    return {
+        name: Opener(source, None, cache=data.cache, place=f"data.sources.{name}")
+        for name, source in sorted(data.sources.items())
+    }
 
 
 def _dated_name(settings: Settings) -> str:
@@ -324,7 +377,10 @@ def _dated_name(settings: Settings) -> str:
 def dump(settings: Settings) -> str:
     """The settings as YAML that, given as `--config`, repeats the run.
 
-    `checkpoint.resume` is left out: it says how this process starts, not what the run is. `${NAME}` references stay.
+    `checkpoint.resume` is left out: it says how this process starts, not what the run is. So is the length of an epoch
+    where the data told it: other data will tell another. `${NAME}` references stay.
     """
     tree = settings.model_dump(mode="json", exclude={"checkpoint": {"resume"}})
+    if settings._told_by_data:
+        tree["train"]["epoch_samples"] = None
     return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from clipstream.data.manifest import kind_of
 from clipstream.errors import did_you_mean
 from clipstream.layers import Layer
 from clipstream.schema import Path, child, dotted, entries_of, leaves
 from clipstream.section import Section
-from clipstream.shorts import BY_FLAG, CAPTION, TOGETHER, caption_json
+from clipstream.shorts import BY_FLAG, CAPTION, IMAGENETS, MEMBERS, NEEDLESS, READING, TOGETHER, caption
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,9 @@ def split(argv: Sequence[str], problems: list[str]) -> tuple[list[str], list[Giv
             continue
         flag, equals, text = token.partition("=")
         value = text if equals else rest.pop(0) if rest and not rest[0].startswith("--") else None
+        if value is not None and not equals and (short := BY_FLAG.get(flag)) is not None and short.many:
+            while rest and not rest[0].startswith("--"):
+                value = f"{value}\n{rest.pop(0)}"
         if flag == "--config":
             if value is None:
                 problems.append("--config: needs a file")
@@ -81,7 +85,10 @@ def flag_layer(
                 continue
             shorts[short.flag] = "true" if text is None else text
         elif "." not in one.flag and one.flag.removeprefix("--") not in root.model_fields:
-            problems.append(f"{one.flag}: unknown flag{_meant(root, one.flag) or '; --help lists all'}")
+            needless = NEEDLESS.get(one.flag.replace("_", "-"))
+            said = f"is always so here, leave it out ({needless})" if needless else "unknown flag"
+            meant = "" if needless else _meant(root, one.flag) or "; --help lists all"
+            problems.append(f"{one.flag}: {said}{meant}")
         else:
             path = _path(root, one.flag)
             layer.put_text(path, "true" if one.text is None else one.text, one.flag)
@@ -126,21 +133,27 @@ def _put_shorts(shorts: dict[str, str], layer: Layer, files: Sequence[Layer], ra
         else:
             _put_tree(layer, path, value, flag)
 
-    for flag, text in shorts.items():
-        short = BY_FLAG[flag]
+    for flag, short in BY_FLAG.items():
+        text = shorts.get(flag)
+        if text is None:
+            continue
         if short.convert is not None:
-            for path, value in short.convert(text):
+            try:
+                sets = short.convert(text)
+            except ValueError as error:
+                problems.append(f"{flag}: {error}")
+                continue
+            for path, value in sets:
                 put(path, value, flag)
         elif flag not in TOGETHER:
             put(tuple(short.keys[0].split(".")), text, flag, as_text=True)
-    if "--caption-json" in shorts:
-        # Both flags together: the paths first, then the text member.
-        put(CAPTION, dict(caption_json(shorts["--caption-json"])[0][1]), "--caption-json")
-        if "--caption-key" in shorts:
-            for key in ("key", "fallback"):
-                layer.drop((*CAPTION, key))
-            put((*CAPTION, "fallback"), shorts["--caption-key"], "--caption-key")
-    for path, value, flag in (*_batch_sets(shorts, ranks, problems), *_beta_sets(shorts, problems)):
+    together = (
+        *_caption_sets(shorts, problems),
+        *_batch_sets(shorts, ranks, problems),
+        *_beta_sets(shorts, problems),
+        *_zero_shot_sets(shorts, files, problems),
+    )
+    for path, value, flag in together:
         put(path, value, flag)
     if "--val-data" in shorts:
         _share_with_val(shorts, layer, files)
@@ -154,6 +167,21 @@ def _put_tree(layer: Layer, path: Path, value: Any, place: str) -> None:
         layer.places[path] = place
     else:
         layer.put(path, value, place)
+
+
+def _caption_sets(shorts: dict[str, str], problems: list[str]) -> list[tuple[Path, Any, str]]:
+    """Where the caption is, of the flags that say so together."""
+    members = {flag: shorts[flag] for flag in MEMBERS if flag in shorts}
+    if len(set(members.values())) > 1:
+        problems.append(f"{' and '.join(members)} name different members: give one of them")
+    csv = shorts.get("--dataset-type") == "csv"
+    if csv and all(kind_of(name) is None for name in shorts.get("--train-data", ".csv").split("::")):
+        problems.append("--dataset-type csv: what a file is, its name says: --train-data must end in .csv or .tsv")
+    paths, member = shorts.get("--caption-json"), next(iter(members.values()), "title" if csv else None)
+    if paths is None and member is None:
+        return []
+    flag = "--caption-json" if paths is not None else next(iter(members), "--dataset-type")
+    return [(CAPTION, caption(paths, member if members or paths is None else None), flag)]
 
 
 def _batch_sets(shorts: dict[str, str], ranks: int, problems: list[str]) -> list[tuple[Path, Any, str]]:
@@ -191,9 +219,22 @@ def _beta_sets(shorts: dict[str, str], problems: list[str]) -> list[tuple[Path, 
     return [(("optim", "betas"), [betas.get("--beta1"), betas.get("--beta2")], flags[0])] if flags else []
 
 
+def _zero_shot_sets(shorts: dict[str, str], files: Sequence[Layer], problems: list[str]) -> list[tuple[Path, Any, str]]:
+    """How often ImageNet is evaluated, in each of its forms that is given; 0 is at the end only."""
+    flag = "--zeroshot-frequency"
+    if flag not in shorts or shorts[flag] == "0":
+        return []
+    named = [
+        name for one, name in IMAGENETS.items() if one in shorts or any(file.has(("evals", name)) for file in files)
+    ]
+    if not named:
+        problems.append(f"{flag}: there is nothing to evaluate: give --imagenet-val FOLDER")
+    return [(("evals", name, "every_epochs"), shorts[flag], flag) for name in named]
+
+
 def _share_with_val(shorts: dict[str, str], layer: Layer, files: Sequence[Layer]) -> None:
     """`--val-data` is read as the training data are, where nothing says how it is read."""
-    for key in ("caption", "image_key", "background"):
+    for key in ("caption", "image_key", "folder", "separator", "background"):
         path: Path = ("evals", "val", "data", key)
         if any(one.has(path) for one in (*files, layer)):
             continue
@@ -208,7 +249,7 @@ def _share_with_val(shorts: dict[str, str], layer: Layer, files: Sequence[Layer]
 
 def _leave_to_val(shorts: dict[str, str], layer: Layer, problems: list[str]) -> None:
     """Where nothing is trained, the flags of training's source are those of `--val-data` alone."""
-    used = [flag for flag in ("--caption-json", "--caption-key", "--image-key") if flag in shorts]
+    used = [flag for flag in READING if flag in shorts]
     if used and "--val-data" not in shorts:
         problems.append(f"{used[0]}: says how --val-data is read, which is not given")
     sources = layer.tree.get("data", {}).get("sources", {})

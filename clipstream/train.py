@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from clipstream import durable
 from clipstream.cli import load_or_help, run_main
-from clipstream.config import Settings, dump, resolve, validate_run
+from clipstream.config import Settings, dump, openers, resolve, validate_run, with_known_epoch
 from clipstream.errors import SettingsError
 from clipstream.failure import FailureWatch
 from clipstream.model.settings import chosen_loss_type
@@ -40,6 +40,7 @@ def _main(argv: list[str]) -> int:
     settings = load_or_help("train", argv)
     if settings is None:
         return 0
+    settings = with_known_epoch(settings)
     validate_run(settings, World.from_env())
     from clipstream.model.pretrained import preflight
 
@@ -91,8 +92,9 @@ def _model(settings: Settings, world: World) -> tuple[Towers, Tokenizer]:
     from clipstream.data.text import build_tokenizer
     from clipstream.model.pretrained import fetch
     from clipstream.model.towers import build_towers
-    from clipstream.training.precision import prepare, seed_all
+    from clipstream.training.precision import check_device, prepare, seed_all
 
+    check_device(world.device, settings.train.precision)
     fetch(settings.model, settings.tokenizer, world)
     seed_all(settings.run.seed, world.rank)
     towers = build_towers(
@@ -154,6 +156,8 @@ def _trainer(
     optimizer = build_optimizer(towers, settings.optim, batch_norm=towers.has_batch_norm)
     step = _step(settings, world, towers, optimizer)
     state = None if found is None else checkpoint.load(found, towers=towers, optimizer=optimizer, world=world)
+    if scaler := (state or {}).get("scaler"):
+        step.scaler.load_state_dict(scaler)
     log, done = settings.log, None if state is None else int(state["step"])
     context = EvalContext.for_towers(
         towers, tokenizer, world, data=settings.data, precision=train.precision, examples=log.pictures
@@ -176,7 +180,7 @@ def _trainer(
             at,
             towers=towers,
             optimizer=optimizer,
-            state=position,
+            state={**position, "scaler": step.scaler.state_dict()},
             world=world,
             keep_last=settings.checkpoint.keep_last,
         ),
@@ -222,16 +226,17 @@ def _write_config(settings: Settings) -> None:
 
 def _say_what(settings: Settings, world: World, towers: Towers, found: Path | None) -> None:
     """What will be trained on what, in a few lines."""
-    from clipstream.data.shards import expand
-
     data = settings.data
-    for name, source in sorted(data.sources.items()):
-        print(f"source   {name}: {len(expand(source.shards))} shards, weight {source.weight:g}")
+    for name, opener in openers(settings).items():
+        print(f"source   {name}: {opener.summary()}, weight {data.sources[name].weight:g}")
     print(f"model    {settings.model.name}, {towers.n_parameters:,} parameters, {towers.loss_type} loss")
     print(
         f"batch    {data.global_batch_size} on {world.size} x {world.device}, {data.workers} workers a rank, "
-        f"{data.lanes} lanes, {data.sampling.mode}"
+        f"{data.lanes} lanes, {data.sampling.mode}, {settings.train.precision}"
     )
+    for name, section in settings.evals.items():
+        when = f"every {section.every} steps" if section.every else "at the end"
+        print(f"evals    {name}: {section.type}, {when}")
     print(f"steps    {settings.total_steps}" + ("" if found is None else f", going on from {found}"))
     print(f"folder   {settings.run_folder}", flush=True)
 

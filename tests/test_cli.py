@@ -72,6 +72,7 @@ def test_short_flags_set_keys_that_exist() -> None:
     for short in SHORTS:
         for key in short.keys:
             generic = key.replace("sources.train", "sources.NAME").replace("evals.val", "evals.NAME")
+            generic = generic.replace("evals.imagenet_v2", "evals.NAME").replace("evals.imagenet", "evals.NAME")
             assert any(name == generic or name.startswith(f"{generic}.") for name in known), key
 
 

@@ -126,3 +126,64 @@ def test_wrong_values_of_open_clips_flags_are_told() -> None:
     assert "--lr-scheduler" in problems(["--lr-scheduler=const-cooldown"])[0]
     assert "--siglip" in problems(["--siglip=maybe"])[0]
     assert "--optim.betas" in problems(["--optim.betas=[0.9,0.95]", "--beta1=0.9"])[0]
+
+
+def test_flags_that_take_several_values() -> None:
+    words = "--aug-cfg|scale=(0.4, 1.0)|color_jitter=(0.4,0.4,0.4,0.1)|color_jitter_prob=0.8|--image-mean|0.5|0.4|0.3"
+    more = "--image-std 1 1 0.5 --image-interpolation bilinear --image-resize-mode longest --force-patch-dropout 0.25"
+    locks = "--lock-image --lock-image-unlocked-groups 2 --lock-text --lock-text-unlocked-layers 3"
+    settings = load([*words.split("|"), *more.split(), *locks.split()])
+    model, augment = settings.model, settings.data.augment
+    assert (augment.scale, augment.color_jitter) == ((0.4, 1.0), (0.4, 0.4, 0.4, 0.1))
+    assert (augment.color_jitter_prob, augment.interpolation) == (0.8, "bilinear")
+    assert (model.image_mean, model.image_std) == ((0.5, 0.4, 0.3), (1.0, 1.0, 0.5))
+    assert (model.image_interpolation, model.image_resize_mode, model.patch_dropout) == ("bilinear", "longest", 0.25)
+    assert (model.unlocked_groups, model.unlocked_layers) == (2, 3)
+    crops = load(["--image-interpolation=random"])
+    assert (crops.data.augment.interpolation, crops.model.image_interpolation) == ("random", None)
+
+
+def test_flags_of_captions_together() -> None:
+    def caption(*flags: str) -> dict[str, object]:
+        return load([*flags, "--train-data=a.csv"]).data.sources["train"].caption.model_dump()
+
+    assert caption("--caption-json=a", "--csv-caption-key=b")["fallback"] == "b"
+    assert caption("--dataset-type=csv", "--caption-json=a")["fallback"] is None
+    assert caption("--csv-caption-key=b", "--dataset-type=csv")["key"] == "b"
+    assert "name different members" in problems(["--csv-caption-key=b", "--caption-key=c"])[0]
+    assert "must end in .csv" in problems(["--dataset-type=csv", "--train-data=pairs.txt"])[0]
+    settings = load(["--val-data=v.csv", "--csv-img-key=f", "--csv-caption-key=t", "--csv-separator=;"], trains=False)
+    val = settings.evals["val"].data
+    assert val is not None and not settings.data.sources
+    assert (val.image_key, val.caption.model_dump()["key"], val.separator) == ("f", "t", ";")
+
+
+def test_flags_that_are_not_needed_say_why(tmp_path: Path) -> None:
+    for flag in ("--local-loss", "--gather-with-grad", "--ddp-static-graph", "--lock-image-freeze-bn-stats"):
+        assert problems([flag])[0].startswith(f"{flag}: is always so here, leave it out (")
+    off = load(["--train-data=a.tar", "--save-frequency=0", "--val-data=v.tar", "--val-frequency=0"])
+    assert (off.checkpoint.every, off.evals["val"].every, off.evals["val"].every_epochs) == (0, 0, None)
+    assert "imagenet" not in load(["--zeroshot-frequency=0"]).evals
+    config = tmp_path / "a.yaml"
+    config.write_text("evals: {imagenet: {type: retrieval, data: {shards: a.tar}}}")
+    assert load(["--config", str(config), "--zeroshot-frequency=2"]).evals["imagenet"].every_epochs == 2
+
+
+def test_wrong_values_of_those_are_told() -> None:
+    for flags, said in (
+        (["--aug-cfg", "use_timm=True"], "--aug-cfg: 'use_timm' is not offered"),
+        (["--aug-cfg", "scale=wide"], "--aug-cfg: expected scale=VALUE"),
+        (["--aug-cfg", "scale=(2,3)"], "--aug-cfg: data.augment.scale"),
+        (["--image-mean", "red"], "--image-mean"),
+        (["--image-mean", "1", "2"], "--image-mean: model.image_mean"),
+        (["--image-interpolation", "nearest"], "--image-interpolation"),
+    ):
+        assert any(one.startswith(said) for one in problems(flags)), (flags, problems(flags))
+    run = ["--train-data=a.tar", "--steps=5"]
+    for flag, said in (
+        ("--lock-image-unlocked-groups=1", "nothing is locked: give --lock-image"),
+        ("--data.augment.color-jitter-prob=0.5", "how strong"),
+        ("--data.augment.color-jitter=[0.1,0.1,0.1,0.1]", "how often"),
+    ):
+        with pytest.raises(SettingsError, match=said):
+            validate_run(load([*run, flag]), World())

@@ -15,9 +15,11 @@ import torch
 from open_clip.transform import image_transform
 from PIL import ExifTags, Image, ImageOps
 from torchvision.transforms import RandomResizedCrop
+from torchvision.transforms import functional as TF
 
 from clipstream.batch import ImageSpec
 from clipstream.data.images import EvalTransform, TrainTransform, crop_box
+from clipstream.data.jitter import ColourJitter, _turned
 from clipstream.data.order import Draws
 from clipstream.data.settings import AugmentSettings
 from clipstream.errors import Dropped, SettingsError
@@ -305,3 +307,31 @@ def test_a_damaged_orientation_is_no_damaged_picture(bad: bytes) -> None:
     data = save(Image.fromarray(LEFT_BLACK), "JPEG", exif=bad)
     for transform in (EvalTransform(ImageSpec((16, 16)), "white", upright=True), both(16)[1]):
         assert transform(data, Draws(1)).shape == (16, 16, 3)
+
+
+def test_colours_change_as_torchvisions_do() -> None:
+    colours = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8))
+    for turn in (-0.5, -0.2, 0.0, 0.3):
+        assert np.array_equal(_turned(colours, turn), TF.adjust_hue(colours, turn))
+    for kind, adjust in enumerate((TF.adjust_brightness, TF.adjust_contrast, TF.adjust_saturation)):
+        strengths = [0.0] * 4
+        strengths[kind] = 0.8
+        jitter = ColourJitter(AugmentSettings(color_jitter=tuple(strengths), color_jitter_prob=1))  # type: ignore[arg-type]
+        found = np.asarray(jitter(colours, Draws(5)), np.int16)
+        draws = Draws(5)
+        for _ in range(4):  # whether, and the order of four
+            draws.uniform()
+        assert np.array_equal(found, np.asarray(adjust(colours, draws.uniform(1 - 0.8, 1 + 0.8)), np.int16))
+
+
+def test_jitter_and_greys_come_as_often_as_is_said_and_repeat() -> None:
+    data = photo(40, 40)
+    spec = ImageSpec((16, 16))
+    plain = TrainTransform(spec, AugmentSettings(scale=(1, 1)), "white")
+    settings = AugmentSettings(scale=(1, 1), color_jitter=(0.4, 0.4, 0.4, 0.1), color_jitter_prob=0.5)
+    jittered = TrainTransform(spec, settings, "white")
+    changed = [not np.array_equal(plain(data, Draws(key)), jittered(data, Draws(key))) for key in range(200)]
+    assert 70 < sum(changed) < 130
+    assert np.array_equal(jittered(data, Draws(3)), jittered(data, Draws(3)))
+    grey = TrainTransform(spec, AugmentSettings(gray_scale_prob=1), "white")(data, Draws(0))
+    assert (grey == grey[..., :1]).all()

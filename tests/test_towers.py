@@ -220,3 +220,33 @@ def test_models_of_another_kind_are_refused(tmp_path: Path) -> None:
         build(write(tmp_path, nonsense=1))
     with pytest.raises(SettingsError, match="did you mean 'ViT-B-32'"):
         build("ViT-B32")
+
+
+def test_the_settings_preprocessing_is_the_saved_one(tmp_path: Path) -> None:
+    own = {"image_mean": (0.1, 0.2, 0.3), "image_std": (0.9, 0.8, 0.7), "image_interpolation": "bilinear"}
+    towers = build(write(tmp_path), **own, image_resize_mode="squash")
+    assert (towers.image.interpolation, towers.image.resize_mode) == ("bilinear", "squash")
+    assert_open_clip_agrees(towers, tmp_path / "saved")
+
+
+def test_patch_dropout_leaves_patches_out_in_training_alone(tmp_path: Path) -> None:
+    towers = build(write(tmp_path), patch_dropout=0.5)
+    pixels, _ = pictures(2, towers.image.size[0])
+    towers.train()
+    with torch.no_grad():
+        first, second = (towers.encode_image(pixels) for _ in range(2))
+        assert not torch.equal(first, second)
+        towers.eval()
+        assert torch.equal(towers.encode_image(pixels), towers.encode_image(pixels))
+
+
+def test_the_last_groups_of_a_locked_tower_may_train(tmp_path: Path) -> None:
+    towers = build(write(tmp_path), lock_image=True, unlocked_groups=2, lock_text=True, unlocked_layers=1)
+    trained = {name for name, parameter in towers.clip.named_parameters() if parameter.requires_grad}
+    assert "visual.proj" in trained and "visual.conv1.weight" not in trained and "token_embedding.weight" not in trained
+    assert any(name.startswith("visual.transformer") for name in trained)
+    assert {"logit_scale"} <= trained and any(not name.startswith(("visual.", "logit")) for name in trained)
+    towers.train()
+    assert not towers.clip.visual.conv1.training and towers.clip.visual.transformer.resblocks[-1].training
+    with pytest.raises(SettingsError, match=r"model\.unlocked_groups"):
+        build(write(tmp_path, RESNET), lock_image=True, unlocked_groups=1)

@@ -188,4 +188,5 @@ def _sample(taken: Taken, members: tuple[str, ...] | None) -> dict[str, Any]:
 
 
 def _whole(taken: Taken) -> dict[str, Any]:
-    return _sample(taken, None)
+    """All of the sample that can be read, for the advice."""
+    return {"__key__": taken.ref.key, "__url__": taken.url, **taken.shard.look(taken.ref)}

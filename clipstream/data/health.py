@@ -141,7 +141,10 @@ class Budget:
 
     def nothing_usable(self, name: str, h: SourceHealth) -> str:
         """What to say of a source that gave no usable sample."""
-        advice = h.profile.advice(*self.hints[name])
+        image_key, caption, place = self.hints[name]
+        advice = h.profile.advice(image_key, caption, place)
+        if h.dropped["missing_picture"]:
+            advice += f"\nthe pictures' paths begin elsewhere? Say where by --{place}.folder"
         return f"source {name!r}: none of the first {h.read} samples is usable{_drops(h)}{_faults(h)}\n{advice}"
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from clipstream.batch import ImageSpec
+from clipstream.data.jitter import ColourJitter
 from clipstream.data.settings import AugmentSettings, rgb
 from clipstream.errors import Dropped, SettingsError
 
@@ -110,6 +111,7 @@ class TrainTransform:
         self.augment = augment
         self.background = _colour(background)
         self.upright = upright
+        self.jitter = ColourJitter(augment)
 
     def __call__(self, data: bytes, draws: Draws | None, out: Pixels | None = None) -> Pixels:
         """Pixels uint8 [H, W, 3], C-contiguous; written into `out` where that is given.
@@ -137,6 +139,8 @@ class TrainTransform:
         picture = picture.resize((target_width, target_height), _FILTERS[name], box=box)
         if flip:
             picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        if not self.jitter.does_nothing:
+            picture = self.jitter(_convert(picture), draws)
         return _pixels(picture, out)
 
 

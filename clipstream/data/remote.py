@@ -32,6 +32,7 @@ from clipstream.errors import SettingsError
 
 __all__ = ["ShardError", "ShardStore"]
 
+STEM = re.compile(r"[\w.-]+(?=\.(?:tar|tgz|csv|tsv|json|jsonl|ndjson|parquet)\b)")
 Fill = Callable[[Path], None]  # writes the whole shard to the path, or raises
 
 
@@ -100,8 +101,8 @@ class ShardStore:
             version = _gzip_version(path)
             if version is None:
                 return path
-            return self._spooled(url, f"{path}:{version}", lambda part: _gunzip(path, part))
-        return self._spooled(url, url, lambda part: self._fetch(url, scheme, part))
+            return self.spooled(url, f"{path}:{version}", lambda part: _gunzip(path, part))
+        return self.spooled(url, url, lambda part: self._fetch(url, scheme, part))
 
     def release(self, url: str) -> None:
         """Say that this process reads the shard no more: a spool in a temporary folder goes with its last user."""
@@ -129,11 +130,20 @@ class ShardStore:
 
     def _target(self, identity: str) -> Path:
         """The spool's name: a hash of the whole URL, for shards of one name in many folders, and a readable rest."""
-        stems = re.findall(r"[\w.-]+(?=\.tar\b|\.tgz\b)", redact(identity).partition("?")[0])
+        stems = STEM.findall(redact(identity).partition("?")[0])
         stem = stems[-1][-60:] if stems else "shard"
         return self.folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:24]}-{stem}.tar"
 
-    def _spooled(self, url: str, identity: str, fill: Fill) -> Path:
+    def spooled(self, url: str, identity: str, fill: Fill) -> Path:
+        """The local file that `fill` makes, by the one process that is first; the others wait for it.
+
+        Args:
+            url: by which it is given back.
+            identity: what the file is a function of; another identity is another file.
+
+        Raises:
+            ShardError: it could not be made, here or by the process that was waited for.
+        """
         self._check_process()
         if url in self._uses:
             self._uses[url].count += 1

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import shutil
 import tarfile
 import tempfile
@@ -25,6 +24,7 @@ from filelock import FileLock
 
 from clipstream.data import drawing
 from clipstream.data.drawing import COLOURS, SHAPES, SIDE, TEXTURES, Canvas
+from clipstream.data.home import cache_root
 from clipstream.errors import SettingsError
 
 SEED = 2
@@ -230,14 +230,8 @@ def version() -> str:
 
 
 def cache_folder() -> Path:
-    """Where the shards are: under $CLIPSTREAM_CACHE, or $XDG_CACHE_HOME/clipstream, or ~/.cache/clipstream."""
-    own = os.environ.get("CLIPSTREAM_CACHE")
-    if own:
-        root = Path(own)
-    else:
-        home = os.environ.get("XDG_CACHE_HOME")
-        root = (Path(home) if home else Path.home() / ".cache") / "clipstream"
-    return root / f"scenes-{version()}"
+    """Where the shards are."""
+    return cache_root() / f"scenes-{version()}"
 
 
 def shards(split: str) -> list[str]:

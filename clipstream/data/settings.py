@@ -96,13 +96,21 @@ class SourceSettings(Section):
     """One named source of image-text pairs: WebDataset shards and how to read them."""
 
     shards: str | list[str] = Field(
-        description="tars: braces, lists, '::', globs, pipe:, http(s):, or scenes:SPLIT (the embedded data)"
+        description="tars: braces, lists, '::', globs, pipe:, http(s):; manifests: .csv, .tsv, .jsonl, .json and "
+        ".parquet; folder:PATH (one folder a class); scenes:SPLIT (the embedded data); synthetic: (speed tests)"
     )
     weight: float = Field(1.0, gt=0, description="share of the samples, relative to the other sources' weights")
     image_key: str = Field(
-        "jpg;jpeg;png;webp;gif;avif;bmp;tif;tiff",
+        "jpg;jpeg;png;webp;gif;avif;bmp;tif;tiff;image;filepath;image_path;file_name",
         min_length=1,
-        description="suffixes of the image member by ';', first present wins",
+        description="suffixes of the image member, or a manifest's columns with its path, by ';', first present wins",
+    )
+    folder: str | None = Field(
+        None, description="what a manifest's relative paths begin at; the manifest's own folder unless set"
+    )
+    separator: str | None = Field(None, min_length=1, max_length=1, description="of a CSV; from its header unless set")
+    quoting: bool = Field(
+        True, description="whether a CSV's fields may stand in quotes; false takes quotes as they are"
     )
     caption: SerializeAsAny[CaptionSettings] = Field(
         default_factory=TextCaption, description="where the caption is: {type: text, key: txt}, {type: json, path: …}"
@@ -122,6 +130,11 @@ class SourceSettings(Section):
         if not value or (isinstance(value, list) and not all(value)):
             raise ValueError("name at least one shard")
         return value
+
+    @field_validator("separator", mode="before")
+    @classmethod
+    def _tab(cls, value: object) -> object:
+        return "\t" if value == "\\t" else value  # as a shell hands it on
 
     @field_validator("transform")
     @classmethod
@@ -176,12 +189,24 @@ class AugmentSettings(Section):
     ratio: tuple[float, float] = Field((0.75, 4 / 3), description="aspect ratio of a crop, min and max")
     interpolation: Literal["random", "bilinear", "bicubic"] = Field("bicubic", description="of the resize")
     flip: Share = Field(0.0, description="probability of a mirrored picture")
+    color_jitter: tuple[Share, Share, Share, Share] | None = Field(
+        None, description="strengths of brightness, contrast, saturation and hue (at most 0.5), as torchvision's"
+    )
+    color_jitter_prob: Share = Field(0.0, description="probability of jittered colours")
+    gray_scale_prob: Share = Field(0.0, description="probability of a grey picture")
 
     @field_validator("scale", "ratio")
     @classmethod
     def _ordered(cls, value: tuple[float, float]) -> tuple[float, float]:
         if not 0 < value[0] <= value[1]:
             raise ValueError("min and max must be positive and in order")
+        return value
+
+    @field_validator("color_jitter")
+    @classmethod
+    def _half_a_turn(cls, value: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        if value is not None and value[3] > 0.5:
+            raise ValueError("hues turn by half the circle at most: the fourth strength is at most 0.5")
         return value
 
     @field_validator("scale")

@@ -15,8 +15,9 @@ import braceexpand
 from clipstream.errors import SettingsError
 
 SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):")
+NO_SLASHES = ("pipe", "file", "scenes", "synthetic", "folder", "imagenet")  # schemes that need no // behind them
 # Behind a pipe: command, '::' separates shards only where another one clearly begins: commands may hold '::' too.
-NEXT_SHARD = re.compile(r"::(?=pipe:|scenes:|[a-zA-Z][a-zA-Z0-9+.-]+://)")
+NEXT_SHARD = re.compile(r"::(?=pipe:|(?:scenes|synthetic|folder|imagenet):|[a-zA-Z][a-zA-Z0-9+.-]+://)")
 # Of a command's braces only {00..99} and {a,b} are shards; awk '{print $1, $2}' and ${HOME} are the shell's.
 PIPE_BRACES = re.compile(r"""(?<!\$)(\{[^\s{}$'":]*(?:\.\.|,)[^\s{}$'":]*\})""")
 VARIABLE = re.compile(r"\$\{(\w+)\}")
@@ -34,9 +35,9 @@ def expand(spec: str | list[str]) -> list[str]:
     """The shards that a specification names, in its order, duplicates kept.
 
     Braces and `::` as webdataset has them, lists, globs and `~` for local paths (sorted), `pipe:` commands, URLs,
-    `scenes:SPLIT` (the embedded data, made when they are not there). `${NAME}` is taken from the environment, or
-    from WDS_NAME as webdataset does; in a `pipe:` command it is left to the shell. A single local file need not be
-    there: it is counted when it is opened.
+    `scenes:SPLIT` (the embedded data, made when they are not there), `synthetic:`, `folder:PATH`. `${NAME}` is taken
+    from the environment, or from WDS_NAME as webdataset does; in a `pipe:` command it is left to the shell. A single
+    local file need not be there: it is counted when it is opened.
 
     Raises:
         SettingsError: a glob matches nothing, a local folder is named, a variable is not set, or nothing is named.
@@ -51,7 +52,7 @@ def expand(spec: str | list[str]) -> list[str]:
 def scheme_of(url: str) -> str | None:
     """The scheme of a URL or `pipe:` command in lower case; None for a local path."""
     match = SCHEME.match(url)
-    if match is None or (match.group(1) not in ("pipe", "file", "scenes") and not url.startswith("//", match.end())):
+    if match is None or (match.group(1) not in NO_SLASHES and not url.startswith("//", match.end())):
         return None
     return match.group(1).lower()
 
@@ -90,6 +91,14 @@ def _expand_one(part: str) -> Iterable[str]:
         from clipstream.data import scenes
 
         return [str(path) for path in scenes.shards(part.partition(":")[2])]
+    if scheme == "synthetic":
+        from clipstream.data import synthetic
+
+        return synthetic.names(part)
+    if scheme in ("folder", "imagenet"):
+        from clipstream.data import folders
+
+        return folders.names(part)
     try:
         expanded = list(braceexpand.braceexpand(part))
     except ValueError as error:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +17,11 @@ from clipstream.data.fields import CaptionExtractor, build_caption, build_transf
 from clipstream.data.health import Budget, Health
 from clipstream.data.images import EvalTransform, TrainTransform
 from clipstream.data.loader import DataState, Loader, LoaderPlan
+from clipstream.data.opening import Opener
 from clipstream.data.order import Cursor, SourceMix, SourceOrder, lane_share, lanes_of_rank
 from clipstream.data.remote import ShardStore
 from clipstream.data.settings import DataSettings, SourceSettings
-from clipstream.data.shards import expand, redact, scheme_of
+from clipstream.data.shards import redact
 from clipstream.data.slab import SlabShape
 from clipstream.data.text import Tokenizer
 from clipstream.data.walk import OnceWalk, OpenShards, Walk, WindowWalk
@@ -29,6 +29,7 @@ from clipstream.data.worker import Status
 from clipstream.errors import DataError, SettingsError
 from clipstream.world import World
 
+ORDER = 2  # what the order of samples is computed by; another number is another order
 MakeWalk = Callable[[int, int, OpenShards, Callable[[], None]], Walk]  # (source, lane, shards, pulse) -> walk
 
 
@@ -38,7 +39,7 @@ class _Stream:
 
     names: list[str]
     readers: list[Reader]
-    urls: list[list[str]]
+    openers: list[Opener]
     mix: SourceMix
     make_walk: MakeWalk
     slots: dict[int, range]  # lane -> its slots in the rank's batch
@@ -52,8 +53,8 @@ class _Stream:
         self.store.alive = status.touch
         feeder = Feeder([], self.readers, self.mix, self.tokenizer, Health(self.names), report, status.set)
         shards = [
-            OpenShards(urls, self.store, lambda name=name: feeder.health.sources[name], status.set)  # type: ignore[misc]
-            for name, urls in zip(self.names, self.urls, strict=True)
+            OpenShards(opener, lambda name=name: feeder.health.sources[name], status.set)  # type: ignore[misc]
+            for name, opener in zip(self.names, self.openers, strict=True)
         ]
         for lane in list(self.slots)[worker :: max(1, self.workers)]:
             walks = [
@@ -102,31 +103,35 @@ def training_loader(
     assert isinstance(lanes, int), "resolve the settings first"
     names = sorted(settings.sources)
     sources = [settings.sources[name] for name in names]
-    urls = [expand(source.shards) for source in sources]
-    fingerprint = _fingerprint(settings, seed, names, urls)
+    store = ShardStore(settings.cache)
+    openers = [
+        Opener(source, store, cache=settings.cache, place=f"data.sources.{name}")
+        for name, source in zip(names, sources, strict=True)
+    ]
+    fingerprint = _fingerprint(settings, seed, names, [opener.names for opener in openers])
     slots = _slots(world, lanes, settings.global_batch_size)
     saved = _saved_lanes(start, fingerprint, slots)
 
     def make_walk(source: int, lane: int, shards: OpenShards, pulse: Callable[[], None]) -> Walk:
         shuffle, mode = settings.shuffle, settings.sampling.mode
-        order = SourceOrder(seed, source, len(shards.urls), lanes, mode, shuffle.shards, shuffle.window)
+        order = SourceOrder(seed, source, len(shards.opener.names), lanes, mode, shuffle.shards, shuffle.window)
         cursor = Cursor.load(saved[lane]["cursors"][source]) if lane in saved else Cursor()
         return WindowWalk(order, lane, cursor, shards, pulse)
 
     stream = _Stream(
         names=names,
         readers=[_training_reader(name, settings, image) for name in names],
-        urls=urls,
+        openers=openers,
         mix=SourceMix(seed, tuple(source.weight for source in sources)),
         make_walk=make_walk,
         slots=slots,
         drawn={lane: int(state["drawn"]) for lane, state in saved.items()},
         workers=min(settings.workers, len(slots)),
         tokenizer=tokenizer,
-        store=ShardStore(settings.cache),
+        store=store,
     )
     plan = stream.plan(
-        _budget(settings, dict(zip(names, urls, strict=True))),
+        _budget(settings, {name: opener.names for name, opener in zip(names, openers, strict=True)}),
         image,
         settings.prefetch,
         settings.global_batch_size,
@@ -198,8 +203,9 @@ def evaluation_loader(
     per_rank = max(1, workers)
     batch_size = max(batch_size, per_rank)
     lanes = world.size * per_rank
-    urls = expand(source.shards)
-    _all_there(urls, place)
+    store = ShardStore(cache)
+    opener = Opener(source, store, cache=cache, place=place)
+    _all_there(opener, place)
 
     def make_walk(_: int, lane: int, shards: OpenShards, pulse: Callable[[], None]) -> Walk:
         return OnceWalk(lane, lanes, shards, pulse, max_samples)
@@ -208,25 +214,26 @@ def evaluation_loader(
     stream = _Stream(
         names=[name],
         readers=[_reader(name, source, EvalTransform(image, source.background, source.orientation == "exif"), target)],
-        urls=[urls],
+        openers=[opener],
         mix=SourceMix(0, (1.0,)),
         make_walk=make_walk,
         slots={world.rank * per_rank + i: range(cuts[i], cuts[i + 1]) for i in range(per_rank)},
         drawn={},
         workers=workers,
         tokenizer=tokenizer,
-        store=ShardStore(cache),
+        store=store,
     )
     hint = (source.image_key, None if target is not None else source.caption, place)
-    budget = Budget({name: len(set(urls))}, {name: hint}, 0.0, 1.0)
+    budget = Budget({name: len(set(opener.names))}, {name: hint}, 0.0, 1.0)
     ending = {"stall_timeout": stall_timeout, "lanes_total": lanes, "fingerprint": "", "ends": True}
     return Loader(stream.plan(budget, image, 2, batch_size * world.size, **ending))
 
 
-def _all_there(urls: list[str], place: str) -> None:
-    if absent := [url for url in urls if scheme_of(url) is None and not os.path.exists(url)]:
+def _all_there(opener: Opener, place: str) -> None:
+    if absent := opener.missing:
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-        raise DataError(f"{place}.shards: of {len(urls)} shards, {absent[0]}{more} {'are' if more else 'is'} not there")
+        shards = f"of {len(opener.names)} shards, {absent[0]}{more} {'are' if more else 'is'} not there"
+        raise DataError(f"{place}.shards: {shards}")
 
 
 def _training_reader(name: str, settings: DataSettings, image: ImageSpec) -> Reader:
@@ -259,7 +266,7 @@ def _stable_names(urls: list[str]) -> list[str]:
 def _fingerprint(settings: DataSettings, seed: int, names: list[str], urls: list[list[str]]) -> str:
     """A short hash of what fixes the order of samples; the folder of the shards does not."""
     fixed = [
-        seed, settings.global_batch_size, settings.lanes, settings.sampling.mode, settings.shuffle.window,
+        ORDER, seed, settings.global_batch_size, settings.lanes, settings.sampling.mode, settings.shuffle.window,
         settings.shuffle.shards, names, [_stable_names(shards) for shards in urls],
         [settings.sources[name].weight for name in names],
     ]  # fmt: skip

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from zlib import adler32
@@ -54,7 +54,7 @@ class SampleRef(NamedTuple):
 class ShardIndex(NamedTuple):
     """The samples of a shard in file order, whole ones only, and what was found wrong with it, if anything."""
 
-    samples: list[SampleRef]
+    samples: Sequence[SampleRef]
     fault: Fault | None
 
 
@@ -312,6 +312,10 @@ class Shard:
             return {suffix: self._read(ref.key, offset, size) for suffix, (offset, size) in found.items()}
         block = self._read(ref.key, start, end - start)
         return {suffix: block[offset - start : offset - start + size] for suffix, (offset, size) in found.items()}
+
+    def look(self, ref: SampleRef) -> dict[str, bytes]:
+        """As `load`, all members."""
+        return self.load(ref)
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""

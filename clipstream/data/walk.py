@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Protocol
 
 from clipstream.data.health import SourceHealth
+from clipstream.data.opening import Opener, OpenShard
 from clipstream.data.order import Cursor, SourceOrder
-from clipstream.data.remote import ShardError, ShardStore
+from clipstream.data.remote import ShardError
 from clipstream.data.shards import redact
-from clipstream.data.tarstream import SampleRef, Shard
+from clipstream.data.tarstream import SampleRef
 
 OPENING = "open"  # the stage of a worker that opens, and perhaps fetches, a shard
 
@@ -30,7 +31,7 @@ class Taken:
         draws_key: key of its own generator; None in evaluation, where nothing is drawn.
     """
 
-    shard: Shard
+    shard: OpenShard
     ref: SampleRef
     url: str
     draws_key: int | None
@@ -46,40 +47,39 @@ class OpenShards:
 
     def __init__(
         self,
-        urls: list[str],
-        store: ShardStore,
+        opener: Opener,
         health: Callable[[], SourceHealth],
         trace: Callable[[str, str], None],
     ) -> None:
-        self.urls = urls
-        self._store = store
+        self.opener = opener
         self._health = health
         self._trace = trace
-        self._open: dict[int, tuple[Shard, int]] = {}
+        self._open: dict[int, tuple[OpenShard, int]] = {}
 
-    def hold(self, number: int) -> Shard | None:
+    def hold(self, number: int) -> OpenShard | None:
         """Open a shard, or take it once more. None, and counted, where it gives no sample."""
         if number in self._open:
             shard, holders = self._open[number]
             self._open[number] = (shard, holders + 1)
             return shard
-        url = self.urls[number]
-        self._trace(OPENING, redact(url))
+        name = self.opener.names[number]
+        shown = redact(name)
+        self._trace(OPENING, shown)
         health = self._health()
         health.shards.add(number)
         try:
-            shard = Shard(self._store.local(url))
+            shard = self.opener.open(name)
         except (ShardError, OSError) as error:
-            health.faults[redact(url)] = str(error)
+            health.faults[shown] = str(error)
             health.unopened.add(number)
             return None
         if shard.index.fault is not None:
-            health.faults[redact(url)] = str(shard.index.fault)
+            health.faults[shown] = str(shard.index.fault)
         if not shard.index.samples:
-            health.faults.setdefault(redact(url), "empty: no sample in it")
+            health.faults.setdefault(shown, "empty: no sample in it")
             health.unopened.add(number)
             shard.close()
-            self._store.release(url)
+            self.opener.release(name)
             return None
         self._open[number] = (shard, 1)
         return shard
@@ -92,7 +92,11 @@ class OpenShards:
             return
         del self._open[number]
         shard.close()
-        self._store.release(self.urls[number])
+        self.opener.release(self.opener.names[number])
+
+    def title(self, number: int) -> str:
+        """The shard's name for keys and messages."""
+        return self.opener.title(self.opener.names[number])
 
 
 class Walk(Protocol):
@@ -116,7 +120,7 @@ class WindowWalk:
         self._lane = lane
         self._shards = shards
         self._pulse = pulse
-        self._held: dict[int, Shard] = {}  # place in the group -> shard
+        self._held: dict[int, OpenShard] = {}  # place in the group -> shard
         self._numbers: list[int] = []
         self._sizes: list[int] | None = None  # None: the cursor's group is not open
         self._samples: list[tuple[int, int]] | None = None  # None: the cursor's window is not laid out
@@ -130,7 +134,7 @@ class WindowWalk:
         taken = Taken(
             self._held[place],
             self._held[place].index.samples[number],
-            redact(self._shards.urls[self._numbers[place]]),
+            self._shards.title(self._numbers[place]),
             self._order.sample_key(self._lane, self.cursor),
         )
         self.cursor.position += 1
@@ -196,7 +200,7 @@ class OnceWalk:
         self, lane: int, lanes: int, shards: OpenShards, pulse: Callable[[], None], limit: int | None
     ) -> Iterator[Taken]:
         before = 0
-        for number, url in enumerate(shards.urls):
+        for number in range(len(shards.opener.names)):
             if limit is not None and before >= limit:
                 return
             shard = shards.hold(number)
@@ -206,6 +210,6 @@ class OnceWalk:
             samples = shard.index.samples
             size = len(samples) if limit is None else min(len(samples), limit - before)
             for i in range(lane * size // lanes, (lane + 1) * size // lanes):
-                yield Taken(shard, samples[i], redact(url), None)
+                yield Taken(shard, samples[i], shards.title(number), None)
             shards.release(number)
             before += size

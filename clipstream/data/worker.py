@@ -41,7 +41,7 @@ class Status:
 
     def set(self, stage: str, sample: str) -> None:
         """Say what is being done now."""
-        text = f"{stage} {sample}".encode()[: _STATUS_BYTES - _HEAD.size]
+        text = f"{stage} {sample}".encode(errors="backslashreplace")[: _STATUS_BYTES - _HEAD.size]
         _HEAD.pack_into(self._memory, 0, time.monotonic(), len(text))
         self._memory[_HEAD.size : _HEAD.size + len(text)] = text
 

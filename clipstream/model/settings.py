@@ -8,6 +8,8 @@ from pydantic import Field, SerializeAsAny
 
 from clipstream.section import PluginSection, Section
 
+Triple = tuple[float, float, float]
+
 
 class ModelSettings(Section):
     """A CLIP-like model of open_clip."""
@@ -20,9 +22,22 @@ class ModelSettings(Section):
     )
     cache_dir: str | None = Field(None, description="the Hub's cache; $HF_HUB_CACHE unless set")
     image_size: int | None = Field(None, ge=1, description="pixels a side; the model's own unless set")
+    image_mean: Triple | None = Field(None, description="mean of the channels, 0 to 1; the model's own unless set")
+    image_std: Triple | None = Field(None, description="deviation of the channels; the model's own unless set")
+    image_interpolation: Literal["bilinear", "bicubic"] | None = Field(
+        None, description="of the resize in evaluation; the model's own unless set"
+    )
+    image_resize_mode: Literal["shortest", "longest", "squash"] | None = Field(
+        None, description="how evaluation fits pictures to the model's size; the model's own unless set"
+    )
+    patch_dropout: float | None = Field(
+        None, ge=0, lt=1, description="share of a ViT's patches left out in training (FLIP, arXiv:2212.00794)"
+    )
     grad_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
     lock_image: bool = Field(False, description="freeze the image tower")
+    unlocked_groups: int = Field(0, ge=0, description="last groups of a locked image tower that train all the same")
     lock_text: bool = Field(False, description="freeze the text tower")
+    unlocked_layers: int = Field(0, ge=0, description="last layers of a locked text tower that train all the same")
     allow_mismatch: bool = Field(
         False, description="let a model train with a loss or tokenizer that its weights were not made for"
     )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 import re
 from copy import deepcopy
 from dataclasses import asdict
@@ -18,25 +17,16 @@ import open_clip
 import timm
 import torch
 import torch.nn.functional as F
-from open_clip.factory import (
-    convert_state_dict,
-    convert_to_custom_text_state_dict,
-    resize_pos_embed,
-    resize_text_pos_embed,
-)
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from open_clip.transform import PreprocessCfg, merge_preprocess_dict
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from timm.layers.pos_embed import resample_abs_pos_embed
+from safetensors.torch import save_file
 from torch import nn
 
 from clipstream.batch import ImageSpec
 from clipstream.errors import SettingsError
 from clipstream.model.pretrained import CONFIG_FILE, WEIGHT_FILES, Source, TokenizerChoice, resolve, settle_loss
 from clipstream.model.settings import ModelSettings
-
-TIMM_POSITIONS = "visual.trunk.pos_embed"
+from clipstream.model.weights import load_weights, read_weights
 
 
 class Features(NamedTuple):
@@ -105,7 +95,7 @@ class Towers(nn.Module):
 
     def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
         """uint8 [n, 3, H, W] -> L2-normalised [n, D]; the same arithmetic as torchvision's ToTensor and Normalize."""
-        dtype = self.clip.logit_scale.dtype
+        dtype = next(self.clip.visual.parameters()).dtype
         wide = torch.promote_types(dtype, torch.float32)
         scaled = (pixels.to(wide) / 255 - self.mean.to(wide)) / self.std.to(wide)
         return _unit(self.clip.encode_image(scaled.to(dtype)))
@@ -133,15 +123,38 @@ class Towers(nn.Module):
         norm = nn.modules.batchnorm._BatchNorm
         return any(isinstance(module, norm) and module not in frozen for module in self.modules())
 
-    def lock_image(self) -> None:
-        """Freeze the image tower (LiT, arXiv:2111.07991), its projection included."""
-        self.clip.visual.requires_grad_(False)
-        self._frozen.append(self.clip.visual)
+    def lock_image(self, unlocked_groups: int = 0) -> None:
+        """Freeze the image tower (LiT, arXiv:2111.07991), its projection included, but for its last groups.
+
+        Raises:
+            SettingsError: the tower has no groups to leave unlocked.
+        """
+        if unlocked_groups:
+            try:
+                self.clip.visual.lock(unlocked_groups=unlocked_groups)
+            except (AssertionError, RuntimeError, AttributeError) as error:
+                raise SettingsError(f"model.unlocked_groups: this image tower has none to unlock: {error}") from error
+        else:
+            self.clip.visual.requires_grad_(False)
+        self._frozen += _wholly_frozen(self.clip.visual)
         self.train(self.training)
 
-    def lock_text(self, *, keep_projection: bool = False) -> None:
-        """Freeze the text tower; not its projection if that is new on top of a Hugging Face base model."""
+    def lock_text(self, unlocked_layers: int = 0, *, keep_projection: bool = False) -> None:
+        """Freeze the text tower but for its last layers; not its projection if that is new on top of a Hugging Face
+        base model.
+
+        Raises:
+            SettingsError: the tower has no layers to leave unlocked.
+        """
         custom = hasattr(self.clip, "text")
+        if unlocked_layers:
+            try:
+                self.clip.lock_text_tower(unlocked_layers=unlocked_layers)
+            except (AssertionError, RuntimeError, AttributeError, KeyError) as error:
+                raise SettingsError(f"model.unlocked_layers: this text tower has none to unlock: {error}") from error
+            self._frozen += _wholly_frozen(self.clip.text if custom else self.clip.transformer)
+            self.train(self.training)
+            return
         prefixes = ("text.",) if custom else ("",)
         spared = ("visual.", "logit_", *(("text.proj",) if keep_projection else ()))
         for name, parameter in self.clip.named_parameters():
@@ -216,12 +229,17 @@ def build_towers(
     cfg = deepcopy(source.model_cfg)
     if settings.image_size is not None:
         _set_image_size(cfg["vision_cfg"], settings.image_size)
-    state = None if source.weights is None else _read_weights(source.weights)
+    if settings.patch_dropout is not None:
+        if isinstance(cfg["vision_cfg"].get("layers"), list):
+            raise SettingsError(f"model.patch_dropout: {settings.name} has a ResNet, which has no patches to leave out")
+        cfg["vision_cfg"]["patch_dropout"] = settings.patch_dropout
+    state = None if source.weights is None else read_weights(source.weights)
     loss_type = _settle_loss(settings, cfg, state, loss_type)
     clip = _create(source, cfg, seed)
     if state is not None:
-        _load(clip, state, source)
+        load_weights(clip, state, source)
     preprocess = merge_preprocess_dict(asdict(PreprocessCfg()), source.preprocess_cfg)
+    preprocess |= _own_preprocessing(settings)
     preprocess["size"] = clip.visual.image_size
     open_clip.model.set_model_preprocess_cfg(clip, preprocess)
     config = {"model_cfg": cfg, "preprocess_cfg": preprocess}
@@ -231,15 +249,37 @@ def build_towers(
             raise SettingsError(f"model.grad_checkpointing: open_clip's ResNet ({settings.name}) cannot recompute")
         clip.set_grad_checkpointing()
     if settings.lock_image:
-        towers.lock_image()
+        towers.lock_image(settings.unlocked_groups)
     if settings.lock_text:
-        towers.lock_text(keep_projection=state is None and source.text_model is not None)
+        keep = state is None and source.text_model is not None
+        towers.lock_text(settings.unlocked_layers, keep_projection=keep)
     return towers
 
 
 def _unit(features: torch.Tensor) -> torch.Tensor:
     """Rows of length 1, in float32 at least whatever the autocast."""
     return F.normalize(features.to(torch.promote_types(features.dtype, torch.float32)), dim=-1)
+
+
+def _wholly_frozen(module: nn.Module) -> list[nn.Module]:
+    """The outermost modules with parameters, none of which is trained."""
+    parameters = list(module.parameters())
+    if not parameters:
+        return []
+    if not any(parameter.requires_grad for parameter in parameters):
+        return [module]
+    return [frozen for child in module.children() for frozen in _wholly_frozen(child)]
+
+
+def _own_preprocessing(settings: ModelSettings) -> dict[str, Any]:
+    """What the settings say of the pictures' way into the model, in open_clip's words."""
+    named = {
+        "mean": settings.image_mean,
+        "std": settings.image_std,
+        "interpolation": settings.image_interpolation,
+        "resize_mode": settings.image_resize_mode,
+    }
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _set_image_size(vision_cfg: dict[str, Any], size: int) -> None:
@@ -298,71 +338,3 @@ def _create(source: Source, model_cfg: dict[str, Any], seed: int) -> Any:
     except (TypeError, ValueError, KeyError, RuntimeError, AssertionError, OSError) as error:
         raise SettingsError(f"open_clip cannot build {source.label}: {error}") from error
     return clip.float()
-
-
-def _read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint's tensors by name, without the prefix of DDP.
-
-    Raises:
-        SettingsError: the file is no checkpoint of a model.
-    """
-    try:
-        if path.suffix == ".safetensors":
-            found: Any = load_file(path)
-        else:
-            try:
-                found = torch.load(path, map_location="cpu", weights_only=True)
-            except RuntimeError:  # OpenAI's own files are TorchScript archives
-                found = dict(torch.jit.load(path, map_location="cpu").state_dict())  # type: ignore[no-untyped-call]
-    except (SafetensorError, pickle.UnpicklingError, OSError, RuntimeError, ValueError, EOFError, KeyError) as error:
-        raise SettingsError(f"cannot read weights from {path}: {error}") from error
-    found = found.get("state_dict", found) if isinstance(found, dict) else found
-    if not isinstance(found, dict) or not found or not all(map(torch.is_tensor, found.values())):
-        raise SettingsError(f"{path} is no checkpoint of a model: it does not hold tensors by name")
-    # OpenAI's archives hold three numbers beside the weights.
-    numbers = ("input_resolution", "context_length", "vocab_size")
-    return {name.removeprefix("module."): tensor for name, tensor in found.items() if name not in numbers}
-
-
-def _load(clip: Any, state: dict[str, torch.Tensor], source: Source) -> None:
-    """Put a checkpoint's tensors into the model; position embeddings are resampled to its picture and text size.
-
-    Raises:
-        SettingsError: names or shapes differ; the first of them are told.
-    """
-    state = convert_state_dict(clip, state)
-    own = clip.state_dict()
-    if "positional_embedding" in state and "positional_embedding" not in own:
-        state = convert_to_custom_text_state_dict(state)
-    # transformers kept a buffer of positions in its checkpoints until 4.31.
-    if "text.transformer.embeddings.position_ids" not in own:
-        state.pop("text.transformer.embeddings.position_ids", None)
-    for name in ("logit_scale", "logit_bias"):
-        if name in state and name in own:
-            state[name] = state[name].reshape(own[name].shape)
-    problems = [f"{name} is missing" for name in own if name not in state]
-    problems += [f"{name} is not in the model" for name in state if name not in own]
-    if not problems:
-        try:
-            resize_pos_embed(state, clip)
-            if not hasattr(clip, "text") or hasattr(clip.text, "positional_embedding"):
-                resize_text_pos_embed(state, clip)
-            old, new = state.get(TIMM_POSITIONS), own.get(TIMM_POSITIONS)
-            if old is not None and new is not None and old.shape != new.shape:
-                trunk = clip.visual.trunk
-                state[TIMM_POSITIONS] = resample_abs_pos_embed(
-                    old, list(trunk.patch_embed.grid_size), num_prefix_tokens=trunk.num_prefix_tokens
-                )
-        except (RuntimeError, AssertionError) as error:
-            problems.append(f"position embeddings do not fit ({error})")
-        problems += [
-            f"{name} is {list(state[name].shape)} in the file and {list(own[name].shape)} in the model"
-            for name in own
-            if state[name].shape != own[name].shape
-        ]
-    if problems:
-        more = f"\n  and {len(problems) - 4} more" if len(problems) > 4 else ""
-        raise SettingsError(
-            f"{source.weights} does not hold the weights of {source.label}:\n  " + "\n  ".join(problems[:4]) + more
-        )
-    clip.load_state_dict(state)

@@ -1,28 +1,32 @@
 """Owns the look into a data set without a model: what its samples hold, what settings would use of it, which to use.
 
-Reads and decodes like training does, but never trains, writes or imports torch.
+Reads and decodes like training does, but never trains and never imports torch. Of a manifest it makes the Arrow file,
+as training does.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
 from clipstream.batch import ImageSpec
-from clipstream.data.fields import build_caption, image_bytes
+from clipstream.data.fields import CaptionExtractor, build_caption, image_bytes
 from clipstream.data.images import EvalTransform
-from clipstream.data.profile import Profile
+from clipstream.data.opening import Opener, OpenShard
+from clipstream.data.profile import SHORT_FLAGS, Profile
 from clipstream.data.remote import ShardError, ShardStore
-from clipstream.data.settings import CaptionSettings
-from clipstream.data.shards import redact, scheme_of
-from clipstream.data.tarstream import Shard
+from clipstream.data.rows import MISSING
+from clipstream.data.settings import SourceSettings
+from clipstream.data.shards import redact
+from clipstream.data.tarstream import SampleRef
 from clipstream.errors import DataError, Dropped
 
 T = TypeVar("T")
@@ -36,9 +40,8 @@ class View:
     """What was found.
 
     Attributes:
-        shards: number of shards named.
+        shards: what was named, in words.
         missing: local shards that are not there.
-        read: shards opened.
         faults: shard -> what is wrong with it.
         held: samples of the shards opened.
         profile: members and JSON fields of the samples read.
@@ -48,9 +51,8 @@ class View:
         captions: 'SHARD/KEY' -> caption of the first samples used.
     """
 
-    shards: int
+    shards: str
     missing: list[str] = field(default_factory=list)
-    read: int = 0
     faults: dict[str, str] = field(default_factory=dict)
     held: int = 0
     profile: Profile = field(default_factory=Profile)
@@ -59,43 +61,44 @@ class View:
     examples: dict[str, str] = field(default_factory=dict)
     captions: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def tried(self) -> int:
+        """Samples that were read, or could not be."""
+        return self.used + self.drops.total()
 
-def look(shards: Sequence[str], image_key: str, caption: CaptionSettings, samples: int) -> View:
+
+def look(source: SourceSettings, samples: int) -> View:
     """Read `samples` samples (0: all) evenly out of the shards: of more than ten shards, out of ten of them.
 
     Raises:
-        SettingsError: the caption settings do not fit together.
+        SettingsError: the caption settings do not fit together, or the shards cannot be listed.
+        DataError: a manifest cannot be read.
     """
-    view = View(len(shards))
-    view.missing = [url for url in shards if scheme_of(url) is None and not os.path.exists(url)]
-    gone = set(view.missing)
-    chosen = _spread([url for url in shards if url not in gone], SHARDS_READ if samples else 0)
-    extract = build_caption(caption)
-    transform = EvalTransform(SHOWN, "white")
+    extract = build_caption(source.caption)
     store = ShardStore(None)
     try:
-        for number, url in enumerate(chosen):
-            if samples and view.profile.samples >= samples:
+        opener = Opener(source, store, place=SHORT_FLAGS)
+        view = View(opener.summary(), opener.missing)
+        gone = set(view.missing)
+        there = [name for name in opener.names if name not in gone]
+        tars = _spread([name for name in there if not opener.is_block(name)], SHARDS_READ if samples else 0)
+        chosen = tars + _spread([name for name in there if opener.is_block(name)], samples)
+        for number, name in enumerate(chosen):
+            if samples and view.tried >= samples:
                 break
-            wanted = -(-(samples - view.profile.samples) // (len(chosen) - number)) if samples else 0
-            name = redact(url)
+            wanted = -(-(samples - view.tried) // (len(chosen) - number)) if samples else 0
             try:
-                shard = Shard(store.local(url))
+                shard = opener.open(name)
             except (ShardError, OSError) as error:
-                view.faults[name] = str(error)
+                view.faults[redact(name)] = str(error)
                 continue
-            view.read += 1
             view.held += len(shard.index.samples)
             if shard.index.fault is not None:
-                view.faults[name] = str(shard.index.fault)
+                view.faults[redact(name)] = str(shard.index.fault)
             for ref in _spread(shard.index.samples, wanted):
-                where = f"{Path(name).name}/{ref.key}"
+                where = f"{Path(opener.title(name)).name}/{ref.key}"
                 try:
-                    sample = {"__key__": ref.key, "__url__": url, **shard.load(ref)}
-                    view.profile.add(sample)
-                    picture = image_bytes(sample, image_key)
-                    text = extract(sample, None)
-                    transform(picture)
+                    text = _use(shard, ref, view, partial(image_bytes, keys=source.image_key), extract)
                 except Dropped as drop:
                     view.drops[drop.reason] += 1
                     view.examples.setdefault(drop.reason, f"{where}: {drop.detail}" if drop.detail else where)
@@ -104,10 +107,31 @@ def look(shards: Sequence[str], image_key: str, caption: CaptionSettings, sample
                     if len(view.captions) < 3:
                         view.captions[where] = text
             shard.close()
-            store.release(url)
+            opener.release(name)
     finally:
         store.close()
     return view
+
+
+def _use(
+    shard: OpenShard,
+    ref: SampleRef,
+    view: View,
+    image: Callable[[dict[str, Any]], bytes],
+    extract: CaptionExtractor,
+) -> str:
+    """The sample's caption, if training would use it; counts its members. Raises Dropped."""
+    about = {"__key__": ref.key, "__url__": ""}
+    try:
+        sample = {**about, **shard.load(ref)}
+    except Dropped:
+        with contextlib.suppress(Dropped):
+            view.profile.add({**about, **shard.look(ref)})
+        raise
+    view.profile.add(sample)
+    picture, text = image(sample), extract(sample, None)
+    EvalTransform(SHOWN, "white")(picture)
+    return text
 
 
 def _spread(items: Sequence[T], count: int) -> list[T]:
@@ -119,8 +143,8 @@ def _spread(items: Sequence[T], count: int) -> list[T]:
 
 def show(view: View, console: Console) -> None:
     """Print the view as tables."""
-    read = view.profile.samples
-    console.print(f"{view.shards:,} shards, {view.read:,} read: {read:,} of their {view.held:,} samples")
+    read = view.tried
+    console.print(f"{view.shards}: {read:,} read, out of shards with {view.held:,}")
     if view.missing:
         first = ", ".join(view.missing[:3])
         console.print(f"not there: {len(view.missing):,} of them: {first}{' …' if len(view.missing) > 3 else ''}")
@@ -158,21 +182,19 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def check(shards: Sequence[str], given: str, image_key: str, caption: CaptionSettings, samples: int) -> None:
+def check(source: SourceSettings, given: str, samples: int) -> None:
     """Print what the shards hold and the flags to train on them.
 
     Args:
-        shards: their names, expanded.
-        given: the flags that the user gave, as text.
-        image_key: suffixes of the image member.
-        caption: where the caption is.
+        source: names the shards, and how they would be read.
+        given: the command that trains so, as text.
         samples: how many samples to read; 0 for all.
 
     Raises:
-        SettingsError: the caption settings do not fit together.
+        SettingsError: the caption settings do not fit together, or the shards cannot be listed.
         DataError: no sample is usable; the message names the flags that would change it, if there are any.
     """
-    view = look(shards, image_key, caption, samples)
+    view = look(source, samples)
     # Without a terminal rich takes 80 columns, and folds what scripts and people search for.
     console = Console(markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
@@ -181,10 +203,12 @@ def check(shards: Sequence[str], given: str, image_key: str, caption: CaptionSet
     if view.used:
         console.print(f"train on them with: {given}", soft_wrap=True)
         return
-    read = view.profile.samples
+    read = view.tried
     if not read:
-        raise DataError(f"no sample could be read from {view.shards:,} shards: see what is wrong with them above")
-    flags = view.profile.suggestion(image_key, caption)
+        raise DataError(f"no sample could be read from {view.shards}: see what is wrong with them above")
+    flags = view.profile.suggestion(source.image_key, source.caption)
     reason, count = view.drops.most_common(1)[0]
     hint = f"use {' '.join(flags)}" if flags else f"e.g. {view.examples[reason]}"
+    if reason == MISSING:
+        hint += "; the pictures' paths begin elsewhere? Say where by --folder"
     raise DataError(f"none of {read:,} samples is usable, {count:,} of them for {reason}: {hint}")

@@ -1,0 +1,14 @@
+"""Owns the place of what clipstream keeps between runs: drawn scenes, manifests as Arrow files; never writes there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_root() -> Path:
+    """$CLIPSTREAM_CACHE, or $XDG_CACHE_HOME/clipstream, or ~/.cache/clipstream."""
+    if own := os.environ.get("CLIPSTREAM_CACHE"):
+        return Path(own)
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "clipstream"

@@ -1,0 +1,58 @@
+"""The first day of someone who comes from open_clip: a command of its README, as it stands there, on small data."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.pictures import picture
+from tests.ranks import ROOT, TIMEOUT
+
+MODEL = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": 16, "layers": 1, "width": 16, "head_width": 16, "patch_size": 16},
+    "text_cfg": {"context_length": 8, "vocab_size": 49408, "layers": 1, "width": 16, "heads": 1},
+}
+# open_clip's README, "Single-process running code", with smaller numbers, fewer prompts and --name.
+COMMAND = """
+--save-frequency 1 --zeroshot-frequency 1 --report-to tensorboard --train-data=train_data.csv
+--val-data=validation_data.csv --csv-img-key filepath --csv-caption-key title --imagenet-val=imagenet/root/val/
+--warmup 2 --batch-size=8 --lr=1e-3 --wd=0.1 --epochs=1 --workers=2 --model model.json --name day-one
+--evals.imagenet.templates plain
+"""
+
+
+def write_data(folder: Path) -> None:
+    """Two manifests with pictures, and a part of ImageNet's validation folder."""
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    (folder / "pictures").mkdir()
+    for name, count in (("train_data", 24), ("validation_data", 6)):
+        lines = ["filepath\ttitle"]
+        for number in range(count):
+            (folder / "pictures" / f"{name}{number}.jpg").write_bytes(picture(number))
+            lines.append(f"pictures/{name}{number}.jpg\tpicture, number {number}")
+        (folder / f"{name}.csv").write_text("\n".join(lines))
+    for number, synset in enumerate(("n01440764", "n03417042", "n15075141")):
+        (folder / "imagenet" / "root" / "val" / synset).mkdir(parents=True)
+        (folder / "imagenet" / "root" / "val" / synset / "a.JPEG").write_bytes(picture(number))
+
+
+def test_a_command_of_open_clips_readme_runs(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CLIPSTREAM_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-m", "clipstream.train", *COMMAND.split()],
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=TIMEOUT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "day-one"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    evaluations = {line["eval"]: line for line in lines if "eval" in line}
+    assert evaluations["imagenet"]["n"] == 3 and evaluations["imagenet"]["chance"] == 1 / 1000
+    assert evaluations["val"]["n"] == 6
+    assert [line["step"] for line in lines if "loss" in line][-1] == 3  # 24 samples, 8 a step
+    assert (run / "checkpoints" / "step_00000003").is_dir() and list((run / "tensorboard").iterdir())
+    assert "1 manifest, 24 samples" in done.stdout

@@ -1,0 +1,104 @@
+"""README's commands are typed as they stand, in a folder like its reader's, with a small model's flags behind them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import open_clip
+import pytest
+
+from clipstream import check, compare, evaluate, train
+from clipstream.config import load, validate_run
+from clipstream.world import World
+from tests.evaluating import CONFIG
+from tests.pictures import make_shards
+from tests.ranks import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MAINS: dict[str, Callable[[list[str]], int]] = {
+    "check": check.main,
+    "compare": compare.main,
+    "evaluate": evaluate.main,
+    "train": train.main,
+}
+SMALL = "--model model.json --steps 2 --warmup 1 --batch-size 8 --workers 1 --log.every 1 --name NAME"
+
+
+def commands() -> list[list[str]]:
+    """The indented command lines that run clipstream, in README's order, as words."""
+    lines = re.findall(r"^    ((?:\S+ )*-m clipstream\.\w+(?:.*\\\n)*.*)$", README.replace("\\\n        ", ""), re.M)
+    return [shlex.split(line.partition("  #")[0]) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What README's reader has: shards under its names, and class names."""
+    home = tmp_path_factory.mktemp("reader")
+    made = make_shards(home / "made", [6, 5])
+    for where, count, digits in (("shards", 100, 5), ("val", 4, 2), ("other", 2, 1), ("animals", 2, 1)):
+        (home / where).mkdir()
+        for number in range(count):
+            (home / where / f"{number:0{digits}d}.tar").symlink_to(made[number % 2])
+    (home / "web").symlink_to("shards")
+    (home / "animals.txt").write_text("cat\ndog\neel\n")
+    text = {**CONFIG["text_cfg"], "vocab_size": 49408}  # type: ignore[dict-item]
+    (home / "model.json").write_text(json.dumps({**CONFIG, "text_cfg": text}))
+    return home
+
+
+def test_the_commands_of_the_first_day_run_in_their_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    runs = [words for words in commands() if words[0] == "python"]
+    assert [words[2].rpartition(".")[2] for words in runs] == ["check", "train", "train", "compare", "evaluate"]
+    first = True
+    for words in runs:
+        verb, flags = words[2].rpartition(".")[2], words[3:]
+        if verb == "compare":
+            Path("runs/ONE").symlink_to("NAME")
+            Path("runs/OTHER").symlink_to("again")
+        if verb == "train" and first:
+            flags, first = [*flags, *SMALL.split()], False
+        assert MAINS[verb](flags) == 0, words
+    texts = [Path(f"runs/{run}/metrics.jsonl").read_text() for run in ("NAME", "again")]
+    ends = [[json.loads(line) for line in text.splitlines()] for text in texts]
+    losses = [[line["loss"] for line in lines if "loss" in line] for lines in ends]
+    assert len(losses[0]) == 2 and losses[0] == losses[1]  # the settings alone repeat the run
+    Path("runs/NAME/checkpoints/step_00001000").symlink_to("step_00000002")
+    code = re.findall(r"```python\n(model, _, preprocess = .*?)```", README, re.DOTALL)
+    exec(code[0], {"open_clip": open_clip})
+
+
+def test_commands_of_many_ranks_are_right(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    Path("my.yaml").write_text(
+        "data: {sources: {train: {shards: 'shards/{00000..00099}.tar'}}}\ntrain: {steps: 5}\nmodel: {name: model.json}"
+    )
+    torchruns = [words for words in commands() if "torchrun" in words]
+    assert len(torchruns) == 2
+    for words in torchruns:
+        ranks = int(words[words.index("--nproc-per-node") + 1])
+        flags = words[words.index("clipstream.train") + 1 :]
+        validate_run(load(flags, ranks=ranks), World(size=ranks))
+
+
+def test_settings_of_readme_are_right(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    blocks = re.findall(r"```yaml\n(.*?)```", README.partition("## Parts of your own")[0], re.DOTALL)
+    assert blocks
+    for number, block in enumerate(blocks):
+        Path(f"{number}.yaml").write_text(block)
+        validate_run(load(["--config", f"{number}.yaml", "--steps", "9"]), World())
+
+
+def test_flags_that_readme_names_exist() -> None:
+    from clipstream.shorts import BY_FLAG
+
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+(?![\w.-])", README))
+    others = {"--config", "--help", "--checkpoint", "--nodes", "--requeue", "--signal", "--nnodes", "--rdzv-backend"}
+    others |= {"--ntasks-per-node", "--gpus-per-node", "--nproc-per-node", "--rdzv-endpoint"}
+    of_open_clip = {"--local-loss", "--gather-with-grad", "--lock-image-freeze-bn-stats"}  # in the table, as theirs
+    assert named - set(BY_FLAG) - others - of_open_clip == set()
