@@ -6,6 +6,7 @@ Imports no torch: a verb does, once its settings are known to be right.
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -55,6 +56,8 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
         argv: that command line; the process's own unless given.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # file names are bytes, and need not be text that can be printed
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = main(argv)
         sys.stdout.flush()

@@ -140,7 +140,7 @@ def with_known_epoch(settings: Settings) -> Settings:
 
 
 def validate_run(settings: Settings, world: World) -> None:
-    """Check what no section can check alone, before torch is imported and before anything is written.
+    """Check what no section can check alone, before torch is imported and before anything of the run is written.
 
     Every rank looks for an existing run folder: rank 0 must not make it before all of them have been here.
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
+
+from clipstream import train
 from tests.pictures import picture
-from tests.ranks import ROOT, TIMEOUT
 
 MODEL = {
     "embed_dim": 16,
@@ -40,19 +39,18 @@ def write_data(folder: Path) -> None:
         (folder / "imagenet" / "root" / "val" / synset / "a.JPEG").write_bytes(picture(number))
 
 
-def test_a_command_of_open_clips_readme_runs(tmp_path: Path) -> None:
+def test_a_command_of_open_clips_readme_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_data(tmp_path)
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CLIPSTREAM_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-m", "clipstream.train", *COMMAND.split()],
-        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=TIMEOUT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    run = tmp_path / "runs" / "day-one"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CLIPSTREAM_CACHE", str(tmp_path / "cache"))
+    assert train.main(COMMAND.split()) == 0
+    run = Path("runs/day-one")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     evaluations = {line["eval"]: line for line in lines if "eval" in line}
     assert evaluations["imagenet"]["n"] == 3 and evaluations["imagenet"]["chance"] == 1 / 1000
     assert evaluations["val"]["n"] == 6
     assert [line["step"] for line in lines if "loss" in line][-1] == 3  # 24 samples, 8 a step
     assert (run / "checkpoints" / "step_00000003").is_dir() and list((run / "tensorboard").iterdir())
-    assert "1 manifest, 24 samples" in done.stdout
+    assert "1 manifest, 24 samples" in capsys.readouterr().out

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from clipstream import train
 from tests.pictures import make_shards
-from tests.ranks import TIMEOUT
+from tests.ranks import ROOT
 
-README = Path(__file__).parents[1] / "README.md"
+README = ROOT / "README.md"
 MODEL = {
     "embed_dim": 32,
     "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16},
@@ -24,13 +24,17 @@ MODEL = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A user's folder: README's files, and shards under the names that README uses."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder, where we are: README's files, and shards under the names that README uses."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
     section = README.read_text(encoding="utf-8").partition("## Parts of your own")[2].partition("\n## ")[0]
     files = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", section, re.DOTALL)
     assert len(files) == 6
     for name, code in files:
         (tmp_path / name).write_text(code)
+    for name, _ in files:
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
     for number, config in enumerate(re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)):
         (tmp_path / f"{number}.yaml").write_text(config)
     make_shards(tmp_path / "made", [6] * 4, alt="a longer text about the picture")
@@ -45,28 +49,19 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(README.parent), str(folder)])}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, timeout=TIMEOUT
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
-
-
 def test_the_checks_pass_on_readmes_parts(folder: Path) -> None:
-    run(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_parts.py")
+    importlib.import_module("test_my_parts").test_my_parts()
 
 
 def test_a_run_takes_all_of_readmes_parts_together(folder: Path) -> None:
-    configs = sorted(folder.glob("*.yaml"))
+    configs = sorted(Path().glob("*.yaml"))
     assert len(configs) == 5
     flags = [word for config in configs for word in ("--config", config.name)]
     sizes = "--model model.json --steps 3 --data.global-batch-size 8 --workers 1 --precision fp32 --log.every 1"
-    run(folder, "-m", "clipstream.train", *flags, *sizes.split(), "--name", "own", "--logs", "runs")
-    lines = [json.loads(line) for line in (folder / "runs" / "own" / "metrics.jsonl").read_text().splitlines()]
+    assert train.main([*flags, *sizes.split(), "--name", "own", "--logs", "runs"]) == 0
+    lines = [json.loads(line) for line in Path("runs/own/metrics.jsonl").read_text().splitlines()]
     (evaluation,) = [line for line in lines if line.get("eval") == "pairs"]
     assert evaluation["n"] == 24 and -1 <= evaluation["cosine"] <= 1
-    settings = yaml.safe_load((folder / "runs" / "own" / "config.yaml").read_text())
+    settings = yaml.safe_load(Path("runs/own/config.yaml").read_text())
     assert settings["loss"] == {"type": "my_loss:Margin", "margin": 0.05}
     assert settings["data"]["sources"]["train"]["caption"]["keys"] == ["txt", "alt"]

@@ -73,7 +73,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     if all(gradient.dtype != torch.bfloat16 for gradient in gradients):
         return torch.nn.utils.get_total_norm(gradients)
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-    return torch.linalg.vector_norm(torch.stack(norms))
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, limit: float | None) -> None:
