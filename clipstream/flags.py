@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from clipstream.data.manifest import kind_of
 from clipstream.errors import did_you_mean
 from clipstream.layers import Layer
 from clipstream.schema import Path, child, dotted, entries_of, leaves
@@ -175,13 +174,19 @@ def _caption_sets(shorts: dict[str, str], problems: list[str]) -> list[tuple[Pat
     if len(set(members.values())) > 1:
         problems.append(f"{' and '.join(members)} name different members: give one of them")
     csv = shorts.get("--dataset-type") == "csv"
-    if csv and all(kind_of(name) is None for name in shorts.get("--train-data", ".csv").split("::")):
+    if csv and not _any_manifest(shorts.get("--train-data", "a.csv")):
         problems.append("--dataset-type csv: what a file is, its name says: --train-data must end in .csv or .tsv")
     paths, member = shorts.get("--caption-json"), next(iter(members.values()), "title" if csv else None)
     if paths is None and member is None:
         return []
     flag = "--caption-json" if paths is not None else next(iter(members), "--dataset-type")
     return [(CAPTION, caption(paths, member if members or paths is None else None), flag)]
+
+
+def _any_manifest(shards: str) -> bool:
+    from clipstream.data.manifest import kind_of  # here, as it imports much that --help has no need of
+
+    return any(kind_of(name) is not None for name in shards.split("::"))
 
 
 def _batch_sets(shorts: dict[str, str], ranks: int, problems: list[str]) -> list[tuple[Path, Any, str]]:
