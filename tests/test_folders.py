@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from clipstream.batch import ImageSpec
-from clipstream.config import load, validate_run, with_known_epoch
+from clipstream.config import dump, load, validate_run, with_known_epoch
 from clipstream.data.opening import Opener
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import training_loader
@@ -87,7 +88,10 @@ def test_the_length_of_an_epoch_is_taken_from_the_data(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="how many samples are an epoch"):
         validate_run(with_known_epoch(load(run)), World())
     (tmp_path / "__len__").write_text("7\n")
-    assert with_known_epoch(load(run)).total_steps == 11  # 21 samples, 2 a step
+    known = with_known_epoch(load(run))
+    assert known.total_steps == 11  # 21 samples, 2 a step
+    assert yaml.safe_load(dump(known))["train"]["epoch_samples"] is None  # other data tell another length
+    assert yaml.safe_load(dump(load([*run, "--train-num-samples=9"])))["train"]["epoch_samples"] == 9
     one = ["--train-data", f"{tmp_path}/00001.tar", *run[2:]]
     assert with_known_epoch(load(one)).train.epoch_samples is None  # __len__ is the whole folder's
 
