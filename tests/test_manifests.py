@@ -269,7 +269,7 @@ def test_a_remote_list_that_changed_is_read_anew(tmp_path: Path, rows: Rows) -> 
         for count in (3, 5):
             write_csv(tmp_path / "web" / "pairs.csv", rows[:count])
             opening._fetched.cache_clear()  # as another process would
-            opening._passing_store.cache_clear()
+            opening._fetching_store.cache_clear()
             assert len(all_of(source(url, folder=str(tmp_path)))[0]) == count
         server.shutdown()
 

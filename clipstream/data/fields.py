@@ -268,15 +268,24 @@ def _text(sample: RawSample, suffixes: tuple[str, ...], absent: str) -> str:
 
 
 def _json_object(sample: RawSample, suffixes: tuple[str, ...], absent: str) -> dict[str, Any]:
-    """The object of a JSON member; a user's transform may have parsed it already."""
+    """The object of a JSON member."""
     value = _member(sample, suffixes)
+    if value is _ABSENT:
+        _refuse(value, suffixes, absent)
+    return json_object(value)
+
+
+def json_object(value: Any) -> dict[str, Any]:
+    """The object of a JSON text; a user's transform may have parsed it already.
+
+    Raises:
+        Dropped: `json_invalid` or `json_not_object`.
+    """
     if isinstance(value, (str, bytes, bytearray)):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise Dropped("json_invalid", str(error)) from error
-    elif value is _ABSENT:
-        _refuse(value, suffixes, absent)
     if not isinstance(value, dict):
         raise Dropped("json_not_object", f"{type(value).__name__} instead of an object")
     return value

@@ -13,8 +13,6 @@ from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 from clipstream.data import folders, synthetic
 from clipstream.data.fields import split_keys
@@ -24,7 +22,7 @@ from clipstream.data.profile import SHORT_FLAGS
 from clipstream.data.remote import ShardError, ShardStore
 from clipstream.data.rows import Pictures, RowShard, columns, count_rows
 from clipstream.data.settings import SourceSettings
-from clipstream.data.shards import expand, redact, scheme_of
+from clipstream.data.shards import expand, local_path, redact, scheme_of
 from clipstream.data.sizes import samples_of_tars
 from clipstream.data.tarstream import SampleRef, Shard, ShardIndex
 from clipstream.errors import DataError, Dropped, SettingsError
@@ -170,14 +168,14 @@ class Opener:
         """What relative paths begin at: the manifest's own folder, or else the working folder if the first is there."""
         if self._source.folder is not None:
             return os.path.expanduser(self._source.folder)
-        folders = [_folder_of(url), ""]
-        for folder in folders:
+        own = os.path.dirname(local_path(url) or "")
+        for folder in (own, ""):
             try:
                 if RowShard(arrow, range(1), Pictures(keys, folder)).load(SampleRef("0", {}), keys):
                     return folder
             except Dropped:
                 continue
-        return folders[0]
+        return own
 
     def _cut(self, url: str) -> list[str]:
         rows = self.manifests[url]
@@ -201,19 +199,18 @@ def _kept_store(cache: str | None) -> ShardStore:
 
 def _local_manifest(url: str, cache: str | None) -> tuple[Path, str]:
     """The manifest as a local file, and what changes when it does."""
-    scheme = scheme_of(url)
-    if scheme not in (None, "file"):
+    named = local_path(url)
+    if named is None:
         return _fetched(url, cache)
-    local = (_passing_store() if cache is None else ShardStore(cache)).local(url)
-    named = Path(url if scheme is None else url2pathname(urlsplit(url).path)).absolute()
-    stat = named.stat()
-    return local, f"{named}:{stat.st_mtime_ns}:{stat.st_size}"
+    local, path = _fetching_store(cache).local(url), Path(named).absolute()
+    stat = path.stat()
+    return local, f"{path}:{stat.st_mtime_ns}:{stat.st_size}"
 
 
 @lru_cache(maxsize=256)
 def _fetched(url: str, cache: str | None) -> tuple[Path, str]:
     """A remote manifest: without a cache, fetched once a process."""
-    local = (_passing_store() if cache is None else ShardStore(cache)).local(url)
+    local = _fetching_store(cache).local(url)
     digest = hashlib.sha256()
     with open(local, "rb") as file:
         while block := file.read(1 << 20):
@@ -221,14 +218,7 @@ def _fetched(url: str, cache: str | None) -> tuple[Path, str]:
     return local, digest.hexdigest()
 
 
-@lru_cache(maxsize=1)
-def _passing_store() -> ShardStore:
-    return ShardStore(None)
-
-
-def _folder_of(url: str) -> str:
-    """The folder that a local manifest lies in; the working folder for a remote one."""
-    scheme = scheme_of(url)
-    if scheme is None:
-        return os.path.dirname(url)
-    return os.path.dirname(url2pathname(urlsplit(url).path)) if scheme == "file" else ""
+@lru_cache(maxsize=8)
+def _fetching_store(cache: str | None) -> ShardStore:
+    """What brings manifests here; without a cache, for the process's life."""
+    return ShardStore(cache)

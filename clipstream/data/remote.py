@@ -24,9 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
-from clipstream.data.shards import redact, scheme_of
+from clipstream.data.shards import local_path, redact, scheme_of
 from clipstream.data.transfer import ShardError, fetch_gopen, fetch_http, has_own_handler, run_pipe
 from clipstream.errors import SettingsError
 
@@ -95,14 +94,13 @@ class ShardStore:
         Raises:
             ShardError: the shard is not there, cannot be reached, or came incomplete.
         """
-        scheme = scheme_of(url)
-        if scheme is None or scheme == "file":
-            path = Path(url if scheme is None else url2pathname(urlsplit(url).path))
+        if (named := local_path(url)) is not None:
+            path = Path(named)
             version = _gzip_version(path)
             if version is None:
                 return path
             return self.spooled(url, f"{path}:{version}", lambda part: _gunzip(path, part))
-        return self.spooled(url, url, lambda part: self._fetch(url, scheme, part))
+        return self.spooled(url, url, lambda part: self._fetch(url, scheme_of(url) or "", part))
 
     def release(self, url: str) -> None:
         """Say that this process reads the shard no more: a spool in a temporary folder goes with its last user."""

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
+from clipstream.data.fields import json_object
 from clipstream.data.manifest import FAULT, RAW, ROWS
-from clipstream.data.shards import redact, scheme_of
+from clipstream.data.shards import local_path, redact
 from clipstream.data.tarstream import SampleRef, ShardIndex
 from clipstream.errors import Dropped
 
@@ -157,13 +156,11 @@ class RowShard:
         return {}
 
     def _file(self, path: str) -> bytes:
-        scheme = scheme_of(path)
-        if scheme == "file":
-            path = url2pathname(urlsplit(path).path)
-        elif scheme is not None:
+        local = local_path(path)
+        if local is None:
             shown = redact(path)
             raise Dropped(MISSING, f"{shown}: a manifest's pictures are files; bring them here first (img2dataset)")
-        where = os.path.join(self._pictures.folder, os.path.expanduser(path))
+        where = os.path.join(self._pictures.folder, os.path.expanduser(local))
         try:
             with open(where, "rb") as file:
                 return file.read()
@@ -181,13 +178,7 @@ def _value(batch: pa.RecordBatch, name: str, row: int) -> Any:
 
 def _object(raw: bytes) -> dict[str, Any]:
     """The row's fields by name in lower case."""
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise Dropped("json_invalid", str(error)) from error
-    if not isinstance(value, dict):
-        raise Dropped("json_not_object", f"{type(value).__name__} instead of an object")
-    return {name.lower(): inner for name, inner in value.items()}
+    return {name.lower(): inner for name, inner in json_object(raw).items()}
 
 
 def _text(value: Any) -> bytes:

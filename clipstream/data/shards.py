@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import braceexpand
 
@@ -55,6 +57,12 @@ def scheme_of(url: str) -> str | None:
     if match is None or (match.group(1) not in NO_SLASHES and not url.startswith("//", match.end())):
         return None
     return match.group(1).lower()
+
+
+def local_path(url: str) -> str | None:
+    """The file that a local path or a `file:` URL names; None for anything else."""
+    scheme = scheme_of(url)
+    return url if scheme is None else url2pathname(urlsplit(url).path) if scheme == "file" else None
 
 
 @lru_cache(maxsize=4096)
