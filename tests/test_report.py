@@ -62,7 +62,7 @@ def make_run(folder: Path, *, lr: float = 5e-4, steps: int = 2000) -> Path:
 
 def test_it_says_what_the_run_was(tmp_path: Path) -> None:
     page = render([read_run(make_run(tmp_path / "mine"))])
-    for said in ("<h1>mine</h1>", "2000 steps", "resumed 1 times, last at step 500", "2 × cpu (x86_64)", "animals",
+    for said in ("<h1>mine</h1>", "2000 steps", "resumed 1 time, last at step 500", "2 × cpu (x86_64)", "animals",
                  "best 50.0% at 1000", "step 2000, 120 samples, 3 dropped, 2.5s", "waiting for data", "optim.lr",
                  "2.15.0", "8960", *EXAMPLES.values(), "right", "wrong", "dog &amp; bone"):  # fmt: skip
         assert said in page, said
