@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What is imported is compiled once, not by every process anew; pip need not compile what nobody imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-all lint format clean
+.PHONY: quickstart test test-all lint format bench-loss clean
 
 # Trains on drawn scenes and evaluates. Each call is a run of its own under runs/.
 quickstart: .venv/.installed
@@ -26,6 +26,12 @@ lint: .venv/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/test_repository.py
+
+# The losses beside open_clip's; the table as CSV and plot under build/.
+bench-loss: .venv/.installed-dev
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[bench]'
+	mkdir -p build
+	$(BIN)/python benchmarks/loss.py --csv build/loss.csv --plot build/loss.svg
 
 format: .venv/.installed-dev
 	$(BIN)/ruff check --fix .
