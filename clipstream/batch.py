@@ -24,6 +24,7 @@ class Batch:
         step: number of this batch in its run, from 0.
         global_size: samples of the global batch over all ranks, B.
         features: precomputed features of frozen towers by name, [n, D] each; empty for pixels.
+        pictures: int64 [n], checksums of the picture files, equal for the same picture; None where none were read.
     """
 
     pixels: torch.Tensor | None
@@ -34,6 +35,7 @@ class Batch:
     step: int
     global_size: int
     features: dict[str, torch.Tensor] = field(default_factory=dict)
+    pictures: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -53,6 +55,7 @@ class Batch:
             step=self.step,
             global_size=self.global_size,
             features={name: move(tensor) for name, tensor in self.features.items()},
+            pictures=None if self.pictures is None else move(self.pictures),
         )
 
 

@@ -67,7 +67,7 @@ class Settings(Section):
         Raises:
             SettingsError: none of them is set.
         """
-        return self.train.total_steps(self.data.global_batch_size)
+        return self.train.total_steps(self.data.steps_for)
 
     @property
     def run_folder(self) -> FilePath:
@@ -177,6 +177,8 @@ def _length_problems(settings: Settings) -> Found:
     if 0 < steps < schedule.warmup:
         text = f"{schedule.warmup} steps of warm-up, but the run has {steps}: lower --warmup"
         found.append((("schedule", "warmup"), text))
+    if late := [step for step, _ in settings.data.batch_schedule if step >= steps]:
+        found.append((("data", "batch_schedule"), f"step {late[0]} never comes: the run has {steps}"))
     for path, section in _cadences(settings):
         if section.every_epochs is None:
             continue
@@ -184,6 +186,9 @@ def _length_problems(settings: Settings) -> Found:
             found.append(((*path, "every"), "every and every_epochs are both given: keep the one that is meant"))
         elif train.epoch_samples is None:
             found.append(((*path, "every_epochs"), "how many samples are an epoch? Give --train-num-samples"))
+        elif settings.data.batch_schedule:
+            text = "an epoch has no fixed number of steps under data.batch_schedule: give every, in steps"
+            found.append(((*path, "every_epochs"), text))
     if schedule.min_lr > lr:
         found.append((("schedule", "min_lr"), f"{schedule.min_lr:g} is above the peak, optim.lr {lr:g}"))
     return found
@@ -205,16 +210,17 @@ def _in_steps(section: Cadence, settings: Settings) -> Cadence:
 def _batch_problems(settings: Settings, world: World) -> Found:
     found: Found = []
     data, micro = settings.data, settings.train.micro_batch_size
-    batch, lanes = data.global_batch_size, data.lanes
+    lanes, batch, largest = data.lanes, min(data.batch_sizes), max(data.batch_sizes)
     if batch < world.size:
-        found.append((("data", "global_batch_size"), f"{batch} samples cannot be shared by {world.size} ranks"))
+        key = "global_batch_size" if batch == data.global_batch_size else "batch_schedule"
+        found.append((("data", key), f"{batch} samples cannot be shared by {world.size} ranks"))
     if lanes != "auto" and lanes > batch:
         text = f"{lanes} lanes, but a global batch has {batch} samples: a lane needs one each step"
         found.append((("data", "lanes"), text))
     if lanes != "auto" and lanes < world.size:
         found.append((("data", "lanes"), f"{lanes} lanes cannot be shared by {world.size} ranks: one each at least"))
-    if micro is not None and micro > batch:
-        text = f"{micro} is more than data.global_batch_size, {batch}"
+    if isinstance(micro, int) and micro > largest:
+        text = f"{micro} is more than the largest global batch, {largest}"
         found.append((("train", "micro_batch_size"), text))
     return found
 
@@ -227,6 +233,10 @@ def _model_problems(settings: Settings) -> Found:
             found.append(
                 (("model", key), f"nothing is locked: give --{lock.replace('_', '-')} as well, or leave it out")
             )
+    loss = settings.loss
+    if getattr(loss, "duplicates_by", None) and getattr(loss, "duplicates", None) == "negatives":
+        text = "what becomes of duplicates? Give --loss.duplicates mask or positives as well"
+        found.append((("loss", "duplicates_by"), text))
     if model.patch_dropout and model.lock_image and not model.unlocked_groups:
         found.append((("model", "patch_dropout"), "a locked image tower drops no patches: leave one of the two out"))
     if augment.color_jitter_prob and augment.color_jitter is None:
@@ -331,7 +341,7 @@ def _auto_lanes(settings: Settings, world: World) -> int:
     lanes = LANES
     while lanes < world.size * max(1, data.workers):
         lanes *= 2
-    lanes = min(lanes, data.global_batch_size)
+    lanes = min(lanes, *data.batch_sizes)
     if data.sampling.mode != "epoch":
         return lanes
     for name, shards in _shard_counts(settings).items():

@@ -205,10 +205,10 @@ def _batch_sets(shorts: dict[str, str], ranks: int, problems: list[str]) -> list
     if "--batch-size" not in counts:
         return []
     batch, repeats = counts["--batch-size"], counts.get("--accum-freq", 1)
-    return [
-        (("data", "global_batch_size"), batch * repeats * ranks, "--batch-size"),
-        (("train", "micro_batch_size"), batch if repeats > 1 else None, "--batch-size"),
-    ]
+    sets: list[tuple[Path, Any, str]] = [(("data", "global_batch_size"), batch * repeats * ranks, "--batch-size")]
+    if "--accum-freq" in counts:
+        sets.append((("train", "micro_batch_size"), batch if repeats > 1 else None, "--accum-freq"))
+    return sets
 
 
 def _beta_sets(shorts: dict[str, str], problems: list[str]) -> list[tuple[Path, Any, str]]:

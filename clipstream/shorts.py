@@ -221,7 +221,7 @@ SHORTS = (
     ),
     Short(
         "--batch-size",
-        ("data.global_batch_size", "train.micro_batch_size"),
+        ("data.global_batch_size",),
         "INT",
         "samples that a rank takes at once; the global batch is this x --accum-freq x ranks",
     ),

@@ -24,6 +24,7 @@ from clipstream.world import World
 if TYPE_CHECKING:
     import torch
 
+    from clipstream.batch import Batch
     from clipstream.evals.protocol import EvalContext
     from clipstream.model.losses import ContrastiveLoss
     from clipstream.model.towers import Features
@@ -236,7 +237,7 @@ def _on_rank(rank: int, loss: ContrastiveLoss, logit_bias: bool, folder: str) ->
         own = slice(0, cut) if rank == 0 else slice(cut, ROWS)
         features = _rows(_random_features(logit_bias), own.start, own.stop)
         weights = torch.ones(own.stop - own.start, dtype=torch.float64)
-        share, gradients = _one_pass(loss, features, weights, World(rank=rank, size=RANKS), ROWS)
+        share, gradients = _one_pass(loss, features, weights, World(rank=rank, size=RANKS), ROWS, own.start)
         torch.save({"share": share, "gradients": gradients}, Path(folder, str(rank)))
     finally:
         dist.destroy_process_group()
@@ -259,19 +260,38 @@ def _rows(features: Features, start: int, stop: int) -> Features:
 
 
 def _one_pass(
-    loss: ContrastiveLoss, features: Features, weights: Any, world: World, global_size: int
+    loss: ContrastiveLoss, features: Features, weights: Any, world: World, global_size: int, start: int = 0
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The share, and the gradients of the features and scalars by name; zeros for what was not used."""
     import torch
 
     leaves = {name: leaf.requires_grad_() for name, leaf in features._asdict().items() if leaf is not None}
-    share = loss(features, weights, world, global_size)
+    share = loss(features, _captions(weights, start, global_size), world)
     assert isinstance(share, torch.Tensor) and share.ndim == 0, "it must return a tensor without dimensions"
     assert bool(torch.isfinite(share)), f"it gave {share.item()} on random features"
     assert share.requires_grad, "its result has no gradient: compute it of the features, without detach or no_grad"
     share.backward()  # type: ignore[no-untyped-call]
     gradients = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
     return share.detach(), gradients
+
+
+def _captions(weights: torch.Tensor, start: int, global_size: int) -> Batch:
+    """A batch without pixels, whose captions differ."""
+    import torch
+
+    from clipstream.batch import Batch
+
+    numbers = range(start, start + len(weights))
+    return Batch(
+        pixels=None,
+        ids=torch.tensor(numbers, dtype=torch.int32)[:, None],
+        weights=weights,
+        keys=tuple(f"0.tar/{number}" for number in numbers),
+        sources=torch.zeros(len(weights), dtype=torch.uint8),
+        step=0,
+        global_size=global_size,
+        pictures=torch.tensor(numbers, dtype=torch.int64),
+    )
 
 
 def small_context() -> EvalContext:

@@ -156,8 +156,7 @@ def _trainer(
     optimizer = build_optimizer(towers, settings.optim, batch_norm=towers.has_batch_norm)
     step = _step(settings, world, towers, optimizer)
     state = None if found is None else checkpoint.load(found, towers=towers, optimizer=optimizer, world=world)
-    if scaler := (state or {}).get("scaler"):
-        step.scaler.load_state_dict(scaler)
+    step.load_state(state or {})
     log, done = settings.log, None if state is None else int(state["step"])
     context = EvalContext.for_towers(
         towers, tokenizer, world, data=settings.data, precision=train.precision, examples=log.pictures
@@ -180,7 +179,7 @@ def _trainer(
             at,
             towers=towers,
             optimizer=optimizer,
-            state={**position, "scaler": step.scaler.state_dict()},
+            state={**position, **step.state()},
             world=world,
             keep_last=settings.checkpoint.keep_last,
         ),
@@ -198,6 +197,11 @@ def _step(settings: Settings, world: World, towers: Towers, optimizer: Any) -> T
     from clipstream.model.losses import build_loss
     from clipstream.training.step import TrainStep
 
+    if settings.train.micro_batch_size == "auto" and not world.device.startswith("cuda"):
+        raise SettingsError(
+            "train.micro_batch_size: auto finds out when a GPU's memory is full; on the CPU the system ends the run "
+            "instead: give a number"
+        )
     if settings.train.compile:
         towers.compile()
     loss = build_loss(settings.loss, towers.loss_type)
@@ -230,8 +234,9 @@ def _say_what(settings: Settings, world: World, towers: Towers, found: Path | No
     for name, opener in openers(settings).items():
         print(f"source   {name}: {opener.summary()}, weight {data.sources[name].weight:g}")
     print(f"model    {settings.model.name}, {towers.n_parameters:,} parameters, {towers.loss_type} loss")
+    sizes = "".join(f", {size} from step {step}" for step, size in data.batch_schedule)
     print(
-        f"batch    {data.global_batch_size} on {world.size} x {world.device}, {data.workers} workers a rank, "
+        f"batch    {data.global_batch_size}{sizes} on {world.size} x {world.device}, {data.workers} workers a rank, "
         f"{data.lanes} lanes, {data.sampling.mode}, {settings.train.precision}"
     )
     for name, section in settings.evals.items():

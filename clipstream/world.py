@@ -7,7 +7,7 @@ talks to other ranks. With one rank every collective is the identity, and no pro
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -123,14 +123,18 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def gather_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Concatenate every rank's rows [n_r, ...] in rank order, without gradient; n_r may differ by rank."""
+    def gather_rows(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+        """Concatenate every rank's rows [n_r, ...] in rank order, without gradient; n_r may differ by rank.
+
+        Args:
+            counts: n_r of each rank, where the caller knows them: they are asked for otherwise.
+        """
         if self.size == 1:
             return tensor
         import torch
         import torch.distributed as dist
 
-        counts = self.gather_objects(tensor.shape[0])
+        counts = self.gather_objects(tensor.shape[0]) if counts is None else counts
         longest = max(counts)
         padded = tensor.new_zeros((longest, *tensor.shape[1:]))
         padded[: tensor.shape[0]] = tensor

@@ -254,7 +254,10 @@ def test_yaml_merge_keys(tmp_path: Path) -> None:
         ([*BASE, "--data.global-batch-size=2"], "--data.global-batch-size: 2 samples cannot be shared by 3 ranks"),
         ([*BASE, "--data.lanes=2"], "--data.lanes: 2 lanes cannot be shared by 3 ranks"),
         ([*BASE, "--data.lanes=600"], "--data.lanes: 600 lanes, but a global batch has 512 samples"),
-        ([*BASE, "--train.micro-batch-size=600"], "--train.micro-batch-size: 600 is more than data.global_batch_size"),
+        (
+            [*BASE, "--train.micro-batch-size=600"],
+            "--train.micro-batch-size: 600 is more than the largest global batch",
+        ),
         ([*BASE, "--evals.e.every=3"], "--evals.e.every: evals.e: the evaluator has no data"),
         ([*BASE[:4], "--resume=latest"], "--resume: checkpoint.resume: latest of which run?"),
         ([*BASE[:4], "--name=a/b"], "--name: run.name: 'a/b' is no name for a folder"),

@@ -47,7 +47,7 @@ def loader(settings: DataSettings, rank: int = 0, size: int = 1, start: DataStat
 def digest(parts: list[Batch]) -> str:
     """Hash of a global batch, put together from its ranks' parts."""
     found = hashlib.sha256()
-    for name in ("pixels", "ids", "weights", "sources"):
+    for name in ("pixels", "ids", "weights", "sources", "pictures"):
         whole = torch.cat([getattr(part, name) for part in parts])
         found.update(whole.contiguous().numpy().tobytes())
     found.update(repr([key for part in parts for key in part.keys]).encode())
@@ -76,6 +76,46 @@ def test_global_batches_are_the_same_for_every_layout(shards: list[str], mode: s
     assert len(set(expected)) == 50
     for ranks, workers in itertools.product(range(1, 5), range(4)):
         assert digests(data(shards, workers=workers, **changes), ranks, 50) == expected, (ranks, workers)
+
+
+SCHEDULE = {"batch_schedule": [[7, 30], [20, 9]], "lanes": 6}
+
+
+def test_scheduled_sizes_of_the_batch_are_those_of_every_layout(shards: list[str]) -> None:
+    whole = loader(data(shards, **SCHEDULE))
+    batches = [next(whole) for _ in range(25)]
+    wanted = [12] * 7 + [30] * 13 + [9] * 5
+    assert [len(batch) for batch in batches] == wanted
+    assert [batch.global_size for batch in batches] == wanted
+    expected = digests(data(shards, **SCHEDULE), 1, 25)
+    for ranks, workers in [(1, 2), (2, 0), (3, 1)]:
+        assert digests(data(shards, workers=workers, **SCHEDULE), ranks, 25) == expected, (ranks, workers)
+    parts = [loader(data(shards, **SCHEDULE), rank, 2) for rank in range(2)]
+    for _ in range(9):
+        for part in parts:
+            next(part)
+    state = merge_states([part.state() for part in parts])
+    assert digests(data(shards, workers=2, **SCHEDULE), 3, 16, state) == expected[9:]
+    with pytest.raises(SettingsError, match="data order"):
+        loader(data(shards, lanes=6), start=state)
+
+
+def test_a_schedule_says_how_many_steps_hold_the_samples() -> None:
+    settings = data("a.tar", **SCHEDULE)
+    for samples in range(1, 700):
+        steps = settings.steps_for(samples)
+        held = [sum(settings.batch_size(step) for step in range(count)) for count in (steps - 1, steps)]
+        assert held[0] < samples <= held[1]
+
+
+def test_pictures_have_checksums(shards: list[str]) -> None:
+    stream, seen = loader(data(shards)), dict[str, int]()
+    for _ in range(20):
+        batch = next(stream)
+        assert batch.pictures is not None
+        for key, number in zip(batch.keys, batch.pictures.tolist(), strict=True):
+            assert seen.setdefault(key, number) == number
+    assert len(seen) > 40 and len(set(seen.values())) == len(seen)
 
 
 def test_another_seed_gives_other_batches(shards: list[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from clipstream.batch import Batch
 from clipstream.errors import SettingsError
+from clipstream.model import tiles
 from clipstream.model.losses import ContrastiveLoss, build_loss
 from clipstream.model.settings import ClipLossSettings, LossSettings, SiglipLossSettings, chosen_loss_type
 from clipstream.model.towers import Features
@@ -17,11 +21,21 @@ from clipstream.world import World
 from tests.ranks import run_ranks
 
 KINDS = ("clip", "siglip")
-COUNTS = {1: [9], 2: [6, 3], 3: [4, 1, 5], 4: [2, 5, 0, 3]}
+TILES = ((1024, 1024), (2, 1))  # many on a rank, and a part of one
+DUPLICATES = ("negatives", "mask", "positives")
+CAPTIONS = torch.tensor([0, 1, 0, 2, 1, 3, 4, 5, 0])  # of 9 samples; two of them are there several times
+COUNTS = {1: [9], 2: [6, 3], 3: [4, 1, 4], 4: [2, 5, 0, 2]}
 
 
-def make_loss(kind: str) -> ContrastiveLoss:
-    return build_loss(LossSettings.model_validate({"type": kind}), kind)
+def make_loss(kind: str, duplicates: str = "negatives") -> ContrastiveLoss:
+    return build_loss(LossSettings.model_validate({"type": kind, "duplicates": duplicates}), kind)
+
+
+def make_batch(weights: torch.Tensor, ids: torch.Tensor | None = None, global_size: int | None = None) -> Batch:
+    """What a loss sees of a batch: captions that differ unless given."""
+    n = len(weights)
+    ids = torch.arange(n, dtype=torch.int32)[:, None] if ids is None else ids
+    return Batch(None, ids, weights, ("0.tar/0",) * n, torch.zeros(n), 0, n if global_size is None else global_size)
 
 
 def make_inputs(n: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
@@ -34,7 +48,13 @@ def make_inputs(n: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.T
 
 
 def loss_and_gradients(
-    kind: str, inputs: dict[str, torch.Tensor], weights: torch.Tensor, rows: slice, world: World
+    kind: str,
+    inputs: dict[str, torch.Tensor],
+    weights: torch.Tensor,
+    rows: slice,
+    world: World,
+    captions: torch.Tensor | None = None,
+    duplicates: str = "negatives",
 ) -> dict[str, torch.Tensor]:
     """This rank's share and its gradients of tower weights, scale and bias."""
     leaves = {name: inputs[name].clone().requires_grad_() for name in ("visual", "text", "scale", "bias")}
@@ -44,21 +64,25 @@ def loss_and_gradients(
         logit_scale=leaves["scale"].exp(),
         logit_bias=leaves["bias"] if kind == "siglip" else None,
     )
-    loss = make_loss(kind)(features, weights[rows], world, len(weights))
+    captions = torch.arange(len(weights)) if captions is None else captions
+    batch = make_batch(weights[rows], captions[rows, None], len(weights))
+    loss = make_loss(kind, duplicates)(features, batch, world)
     loss.backward()
     found = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
     return {"loss": loss.detach(), **found}
 
 
-def play_rank(world: World, counts: list[int]) -> dict[tuple[str, str], Any]:
-    """This rank's share and gradients summed over the ranks, by loss and name."""
+def play_rank(world: World, counts: list[int], tile: tuple[int, int]) -> dict[tuple[str, str, str], Any]:
+    """This rank's share and gradients summed over the ranks, by loss, duplicates and name."""
+    tiles.ROWS, tiles.COLUMNS = tile
     start = sum(counts[: world.rank])
     rows = slice(start, start + counts[world.rank])
     inputs, weights = make_inputs(sum(counts)), make_weights(sum(counts))
     return {
-        (kind, name): world.all_reduce_sum(tensor).numpy()
+        (kind, duplicates, name): world.all_reduce_sum(tensor).numpy()
         for kind in KINDS
-        for name, tensor in loss_and_gradients(kind, inputs, weights, rows, world).items()
+        for duplicates in DUPLICATES
+        for name, tensor in loss_and_gradients(kind, inputs, weights, rows, world, CAPTIONS, duplicates).items()
     }
 
 
@@ -69,13 +93,17 @@ def make_weights(n: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", sorted(COUNTS))
-def test_shares_of_uneven_ranks_sum_to_the_full_batch(size: int) -> None:
+def test_shares_of_uneven_ranks_sum_to_the_full_batch(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ROWS", "COLUMNS"):
+        monkeypatch.setattr(tiles, name, getattr(tiles, name))  # one rank plays in this process
     counts = COUNTS[size]
     inputs, weights = make_inputs(sum(counts)), make_weights(sum(counts))
-    for found in run_ranks(size, play_rank, counts):
-        for kind in KINDS:
-            for name, wanted in loss_and_gradients(kind, inputs, weights, slice(None), World()).items():
-                torch.testing.assert_close(torch.as_tensor(found[kind, name]), wanted, rtol=0, atol=1e-10)
+    for found in itertools.chain(*(run_ranks(size, play_rank, counts, tile) for tile in TILES)):
+        for kind, duplicates in itertools.product(KINDS, DUPLICATES):
+            whole = loss_and_gradients(kind, inputs, weights, slice(None), World(), CAPTIONS, duplicates)
+            for name, wanted in whole.items():
+                share = torch.as_tensor(found[kind, duplicates, name])
+                torch.testing.assert_close(share, wanted, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,13 +153,13 @@ def test_logits_are_float32_under_autocast(kind: str) -> None:
         logit_bias=inputs["bias"] if kind == "siglip" else None,
     )
     with torch.autocast("cpu", torch.bfloat16):
-        loss = make_loss(kind)(features, torch.ones(16), World(), 16)
+        loss = make_loss(kind)(features, make_batch(torch.ones(16)), World())
     assert loss.dtype == torch.float32
     assert torch.equal(loss, plain)
 
 
 def test_the_model_decides_and_a_contradiction_is_an_error() -> None:
-    auto = LossSettings.model_validate({})
+    auto = LossSettings.model_validate({"duplicates": "mask"})
     assert chosen_loss_type(auto) is None
     assert build_loss(auto, "clip").max_logit_scale == 100.0
     assert build_loss(auto, "siglip").max_logit_scale is None
@@ -142,7 +170,7 @@ def test_the_model_decides_and_a_contradiction_is_an_error() -> None:
         build_loss(named, "clip")
     with pytest.raises(SettingsError, match="logit bias"):
         biasless = Features(torch.ones(2, 3), torch.ones(2, 3), torch.ones(()), None)
-        make_loss("siglip")(biasless, torch.ones(2), World(), 2)
+        make_loss("siglip")(biasless, make_batch(torch.ones(2)), World())
 
 
 class Margin:
@@ -154,15 +182,15 @@ class Margin:
     def __init__(self, settings: Settings) -> None:
         self.margin, self.max_logit_scale = settings.margin, None
 
-    def __call__(self, features: Features, weights: torch.Tensor, world: World, global_size: int) -> torch.Tensor:
-        return F.relu(self.margin - (features.image * features.text).sum(dim=1)).sum() / global_size
+    def __call__(self, features: Features, batch: Batch, world: World) -> torch.Tensor:
+        return F.relu(self.margin - (features.image * features.text).sum(dim=1)).sum() / batch.global_size
 
 
 def test_a_users_own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = LossSettings.model_validate({"type": f"{__name__}:Margin", "margin": 0.5})
     loss = build_loss(settings, "clip")
     features = Features(torch.zeros(4, 3), torch.zeros(4, 3), torch.ones(()), None)
-    assert loss(features, torch.ones(4), World(), 4) == pytest.approx(0.5)
+    assert loss(features, make_batch(torch.ones(4)), World()) == pytest.approx(0.5)
     (tmp_path / "no_loss.py").write_text("class Bare:\n    def __init__(self, settings): pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(SettingsError, match="max_logit_scale"):
@@ -171,3 +199,95 @@ def test_a_users_own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_limits_belong_to_the_settings() -> None:
     assert build_loss(ClipLossSettings.model_validate({"max_logit_scale": None}), "clip").max_logit_scale is None
+
+
+def by_formula(kind: str, duplicates: str, logits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The loss over the present samples, as the formulas have it, with the whole matrix."""
+    keep = weights > 0
+    logits, captions, weights = logits[keep][:, keep], CAPTIONS[keep], weights[keep] / weights.sum()
+    same, eye = captions[:, None] == captions, torch.eye(len(captions), dtype=torch.bool)
+    targets = same if duplicates == "positives" else eye
+    left_out = same & ~eye if duplicates == "mask" else torch.zeros_like(eye)
+    if kind == "clip":
+        share = targets.double() / targets.sum(dim=1)
+        each = torch.zeros(len(weights), dtype=logits.dtype)
+        for some in (logits, logits.T):
+            logs = some.masked_fill(left_out, -torch.inf).log_softmax(dim=1).masked_fill(left_out, 0)
+            each = each - (share * logs).sum(dim=1) / 2
+        return (weights * each).sum()
+    each = -F.logsigmoid(torch.where(targets, logits, -logits)).masked_fill(left_out, 0)
+    return (weights[:, None] * (each + each.T)).sum() / 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("duplicates", DUPLICATES)
+def test_duplicates_are_what_the_settings_say(kind: str, duplicates: str) -> None:
+    inputs, weights = make_inputs(9), make_weights(9)
+    found = loss_and_gradients(kind, inputs, weights, slice(None), World(), CAPTIONS, duplicates)
+    leaves = {name: inputs[name].clone().requires_grad_() for name in ("visual", "text", "scale", "bias")}
+    image = F.normalize(inputs["pixels"] @ leaves["visual"], dim=-1)
+    text = F.normalize(inputs["ids"] @ leaves["text"], dim=-1)
+    logits = leaves["scale"].exp() * image @ text.T + (leaves["bias"] if kind == "siglip" else 0)
+    wanted = by_formula(kind, duplicates, logits, weights)
+    wanted.backward()
+    torch.testing.assert_close(found["loss"], wanted.detach(), rtol=0, atol=1e-12)
+    for name in ("visual", "text", "scale") + (("bias",) if kind == "siglip" else ()):
+        torch.testing.assert_close(found[name], leaves[name].grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("duplicates", DUPLICATES)
+def test_tiles_of_any_size_give_the_same(kind: str, duplicates: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, weights = make_inputs(9), make_weights(9)
+    whole = loss_and_gradients(kind, inputs, weights, slice(None), World(), CAPTIONS, duplicates)
+    for rows, columns in ((1, 1), (2, 3), (4, 2), (5, 9)):
+        monkeypatch.setattr(tiles, "ROWS", rows)
+        monkeypatch.setattr(tiles, "COLUMNS", columns)
+        found = loss_and_gradients(kind, inputs, weights, slice(None), World(), CAPTIONS, duplicates)
+        for name in whole:
+            torch.testing.assert_close(found[name], whole[name], rtol=0, atol=1e-12)
+
+
+def test_duplicates_by_pictures() -> None:
+    settings = LossSettings.model_validate({"type": "clip", "duplicates": "mask", "duplicates_by": "pictures"})
+    inputs = make_inputs(6)
+    features = Features(
+        F.normalize(inputs["pixels"] @ inputs["visual"], dim=-1),
+        F.normalize(inputs["ids"] @ inputs["text"], dim=-1),
+        torch.tensor(5.0),
+        None,
+    )
+    batch = make_batch(torch.ones(6))
+    differing = replace(batch, pictures=torch.arange(6))
+    alike = replace(batch, pictures=torch.tensor([7, 1, 7, 2, 3, 4]))
+    plain = make_loss("clip")(features, batch, World())
+    loss = build_loss(settings, "clip")
+    assert torch.equal(loss(features, differing, World()), plain)
+    assert loss(features, alike, World()) < plain
+
+
+def test_a_loss_can_run_backward_once() -> None:
+    image, text = (torch.eye(3)[:2].clone().requires_grad_() for _ in range(2))
+    share = make_loss("clip")(Features(image, text, torch.tensor(2.0), None), make_batch(torch.ones(2)), World())
+    share.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="can run once"):
+        share.backward()
+
+
+def logit_flops(world: World, n: int) -> int:
+    """Operations of the products that give logits (torch counts those alone: sums into a tensor are others)."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    features = Features(torch.rand(n, 8), torch.rand(n, 8), torch.tensor(2.0), torch.tensor(-1.0))
+    for leaf in features[:2]:
+        leaf.requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        for kind in KINDS:
+            make_loss(kind)(features, make_batch(torch.ones(n), global_size=n * world.size), world).backward()
+    return counter.get_total_flops()
+
+
+def test_a_rank_of_four_makes_a_quarter_of_the_logits() -> None:
+    (whole,) = run_ranks(1, logit_flops, 64)
+    assert whole == 3 * 2 * 64 * 64 * 8  # the softmax makes them twice
+    assert run_ranks(4, logit_flops, 16) == [whole // 4] * 4

@@ -108,8 +108,11 @@ def test_clipping(limit: float | None, expected: float) -> None:
 
 
 def test_length_of_a_run() -> None:
-    assert TrainSettings(steps=7, samples=100).total_steps(10) == 7
-    assert TrainSettings(samples=101).total_steps(10) == 11
-    assert TrainSettings(epochs=2, epoch_samples=55).total_steps(10) == 11
+    def steps_for(samples: int) -> int:
+        return -(-samples // 10)
+
+    assert TrainSettings(steps=7, samples=100).total_steps(steps_for) == 7
+    assert TrainSettings(samples=101).total_steps(steps_for) == 11
+    assert TrainSettings(epochs=2, epoch_samples=55).total_steps(steps_for) == 11
     with pytest.raises(SettingsError, match="--steps"):
-        TrainSettings(epochs=2).total_steps(10)
+        TrainSettings(epochs=2).total_steps(steps_for)

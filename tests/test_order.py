@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from clipstream.data.order import (
     Cursor,
     Draws,
+    Slots,
     SourceMix,
     SourceOrder,
-    lane_share,
     lanes_of_rank,
     mix,
     permutation,
@@ -26,11 +26,18 @@ def order(
     return SourceOrder(7, 0, shards, lanes, mode, open_shards, window)
 
 
-@given(st.integers(1, 400), st.integers(1, 2000))
-def test_lane_shares_add_up_to_the_batch(lanes: int, batch: int) -> None:
-    shares = [lane_share(lane, lanes, batch) for lane in range(lanes)]
-    assert sum(shares) == batch
-    assert max(shares) - min(shares) <= 1
+@given(st.integers(1, 12), st.integers(12, 400), st.lists(st.integers(1, 2000), min_size=1))
+def test_lanes_fill_their_ranks_slots_one_after_another(ranks: int, lanes: int, sizes: list[int]) -> None:
+    for step, size in enumerate(sizes):
+        shares, counts = [], 0
+        for rank in range(ranks):
+            slots = Slots(lanes_of_rank(rank, ranks, lanes), lanes, sizes.__getitem__)
+            filled = [slots.of(lane, step) for lane in slots.lanes]
+            assert [slot for some in filled for slot in some] == list(range(slots.count(step)))
+            shares += [len(some) for some in filled]
+            counts += slots.count(step)
+        assert counts == sum(shares) == size
+        assert max(shares) - min(shares) <= 1
 
 
 @given(st.integers(1, 12), st.integers(12, 100))

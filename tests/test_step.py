@@ -14,6 +14,7 @@ from clipstream.batch import Batch, ImageSpec
 from clipstream.errors import DivergedError, SettingsError
 from clipstream.model.losses import ClipLoss, SiglipLoss
 from clipstream.model.settings import ClipLossSettings, SiglipLossSettings
+from clipstream.training.fitting import MicroBatch
 from clipstream.training.precision import Precision, prepare
 from clipstream.training.step import SMALLEST_SCALE, TrainStep
 from clipstream.world import World
@@ -146,7 +147,7 @@ def test_micro_batches_replay_dropout() -> None:
     torch.manual_seed(5)
     parts = [model(p, i) for p, i in zip(batch.pixels.split(4), batch.ids.split(4), strict=True)]
     whole = parts[-1]._replace(image=torch.cat([p.image for p in parts]), text=torch.cat([p.text for p in parts]))
-    LOSSES["clip"](whole, batch.weights, World(), 10).backward()  # type: ignore[arg-type]
+    LOSSES["clip"](whole, batch, World()).backward()  # type: ignore[arg-type]
     truth, drawn = [p.grad for p in model.parameters()], torch.rand(3)
 
     model = TinyTowers(dropout=0.5).double()
@@ -160,10 +161,11 @@ def test_micro_batches_replay_dropout() -> None:
         torch.testing.assert_close(old - p.detach(), gradient, rtol=0, atol=1e-12)
 
 
-def test_batch_norm_refuses_micro_batches() -> None:
+@pytest.mark.parametrize("micro", [2, "auto"])
+def test_batch_norm_refuses_micro_batches(micro: MicroBatch) -> None:
     model = TinyTowers(batch_norm=True)
     with pytest.raises(SettingsError, match="micro_batch_size"):
-        TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size=2)
+        TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size=micro)
 
 
 @pytest.mark.parametrize("frozen", ["visual", "text"])
@@ -190,7 +192,7 @@ def test_the_scales_limit(start: float, lr: float, limit: float | None, expected
     class Rising:
         """A loss that pulls the scale up to 120."""
 
-        def __call__(self, features: Any, weights: torch.Tensor, world: World, global_size: int) -> torch.Tensor:
+        def __call__(self, features: Any, batch: Batch, world: World) -> torch.Tensor:
             wish = math.log(features.logit_scale.item()) - max(math.log(120.0), math.log(start) + 0.1)
             return features.logit_scale.log() * wish + 0 * features.image.sum()
 
@@ -203,8 +205,8 @@ def test_the_scales_limit(start: float, lr: float, limit: float | None, expected
 class BreaksOnRank1:
     """The softmax loss, but not a number on rank 1."""
 
-    def __call__(self, features: Any, weights: torch.Tensor, world: World, global_size: int) -> torch.Tensor:
-        share = LOSSES["clip"](features, weights, world, global_size)
+    def __call__(self, features: Any, batch: Batch, world: World) -> torch.Tensor:
+        share = LOSSES["clip"](features, batch, world)
         return share * (math.nan if world.rank == 1 else 1.0)
 
 
@@ -278,7 +280,7 @@ def test_fp16_gives_up_where_no_factor_helps() -> None:
     class Endless:
         """A loss whose value is a number and whose gradients are none."""
 
-        def __call__(self, features: Any, weights: torch.Tensor, world: World, global_size: int) -> torch.Tensor:
+        def __call__(self, features: Any, batch: Batch, world: World) -> torch.Tensor:
             return (features.image - features.image.detach()).sum().sqrt() + features.logit_scale
 
     model = TinyTowers()

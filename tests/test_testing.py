@@ -127,11 +127,11 @@ class OwnLoss:
     def __init__(self, spoil: Callable[[Any, Any, Any], Any] = lambda share, features, world: share) -> None:
         self.spoil = spoil
 
-    def __call__(self, features: Any, weights: Any, world: Any, global_size: int) -> Any:
+    def __call__(self, features: Any, batch: Any, world: Any) -> Any:
         from clipstream.model.losses import ClipLoss
         from clipstream.model.settings import ClipLossSettings
 
-        return self.spoil(ClipLoss(ClipLossSettings())(features, weights, world, global_size), features, world)
+        return self.spoil(ClipLoss(ClipLossSettings())(features, batch, world), features, world)
 
 
 def test_right_losses_pass() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ import numpy as np
 
 from clipstream.data.fields import CaptionExtractor, SampleTransform, image_bytes, split_keys
 from clipstream.data.health import PROFILED, Health
-from clipstream.data.order import Draws, SourceMix
+from clipstream.data.order import Draws, Slots, SourceMix
 from clipstream.data.slab import Slab
 from clipstream.data.text import Tokenizer
 from clipstream.data.walk import Taken, Walk
@@ -65,11 +66,10 @@ class Reader:
 
 @dataclass
 class Lane:
-    """A lane on its way: its walks by source, the samples it gave, its slots in the rank's batch."""
+    """A lane on its way: its walks by source, the samples it gave."""
 
     number: int
     walks: list[Walk]
-    slots: range
     drawn: int = 0
 
     def save(self) -> dict[str, Any]:
@@ -102,6 +102,7 @@ class Feeder:
 
     Attributes:
         lanes: the lanes it serves.
+        slots: where their samples go.
         readers: one per source, in the order of the sources' names.
         mix: chooses the source of each sample.
         tokenizer: captions to ids.
@@ -111,6 +112,7 @@ class Feeder:
     """
 
     lanes: list[Lane]
+    slots: Slots
     readers: Sequence[Reader]
     mix: SourceMix
     tokenizer: Tokenizer
@@ -124,9 +126,9 @@ class Feeder:
         captions: list[str] = []
         keys: dict[int, str] = {}
         for lane in self.lanes:
-            for slot in lane.slots:
+            for slot in self.slots.of(lane.number, step):
                 source = self.mix.source(lane.number, lane.drawn)
-                found = self._next_usable(lane.walks[source], self.readers[source], slab.pixels[slot])
+                found = self._next_usable(lane.walks[source], self.readers[source], slab, slot)
                 slab.weights[slot] = 0.0 if found is None else 1.0
                 if found is None:
                     continue
@@ -138,7 +140,7 @@ class Feeder:
             self.trace("tokenize", "")
             slab.ids[list(keys)] = self.tokenizer.encode(captions)
         lanes = {lane.number: lane.save() for lane in self.lanes}
-        ended = not keys and any(lane.slots for lane in self.lanes)
+        ended = not keys and any(self.slots.of(lane.number, step) for lane in self.lanes)
         self._reported = time.monotonic()
         return Part(step, keys, lanes, self.health.take(), ended)
 
@@ -150,14 +152,14 @@ class Feeder:
             self._reported = now
             self.report(self.health.take())
 
-    def _next_usable(self, walk: Walk, reader: Reader, out: np.ndarray[Any, Any]) -> tuple[str, str] | None:
-        """Write the next usable sample's pixels to `out`; its caption and name. None at the end of the walk."""
+    def _next_usable(self, walk: Walk, reader: Reader, slab: Slab, slot: int) -> tuple[str, str] | None:
+        """Write the next usable sample's pixels to its slot; its caption and name. None at the end of the walk."""
         while (taken := walk.take()) is not None:
             health = self.health.sources[reader.name]
             health.read += 1
             draws = None if taken.draws_key is None else Draws(taken.draws_key)
             try:
-                caption = self._read(taken, reader, draws, out)
+                caption = self._read(taken, reader, draws, slab, slot)
             except Dropped as drop:
                 health.drop(drop.reason, taken.name, drop.detail)
                 if sum(health.dropped.values()) <= PROFILED:
@@ -170,7 +172,7 @@ class Feeder:
             return caption, taken.name
         return None
 
-    def _read(self, taken: Taken, reader: Reader, draws: Draws | None, out: np.ndarray[Any, Any]) -> str:
+    def _read(self, taken: Taken, reader: Reader, draws: Draws | None, slab: Slab, slot: int) -> str:
         self.trace("read", taken.name)
         sample: Mapping[str, Any] = _sample(taken, reader.members)
         if reader.transform is not None:
@@ -178,8 +180,17 @@ class Feeder:
             sample = reader.transform(sample)
         caption = reader.caption(sample, draws)
         self.trace("decode", taken.name)
-        reader.image(image_bytes(sample, reader.image_key), draws, out)
+        data = image_bytes(sample, reader.image_key)
+        reader.image(data, draws, slab.pixels[slot])
+        slab.pictures[slot] = checksum(data)
         return caption
+
+
+def checksum(data: bytes) -> int:
+    """The length of a picture file and its CRC-32 in one number, which takes little beside decoding: two files that
+    differ share it by chance only where they are equally long, and then once in 2^32.
+    """
+    return (len(data) & 0x7FFFFFFF) << 32 | zlib.crc32(data)
 
 
 def _sample(taken: Taken, members: tuple[str, ...] | None) -> dict[str, Any]:

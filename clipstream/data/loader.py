@@ -24,6 +24,7 @@ import torch
 from clipstream.batch import Batch
 from clipstream.data.feeder import Feeder, Part
 from clipstream.data.health import Budget, Health
+from clipstream.data.order import Slots
 from clipstream.data.slab import Slab, SlabRing, SlabShape
 from clipstream.data.walk import OPENING
 from clipstream.data.worker import Status, Worker
@@ -44,7 +45,7 @@ class LoaderPlan:
         workers: processes; 0 for none.
         depth: slabs.
         shape: of a slab.
-        global_size: B.
+        slots: of this rank, and the size of the global batch.
         names: of the sources.
         budget: of failures.
         stall_timeout: seconds.
@@ -59,7 +60,7 @@ class LoaderPlan:
     workers: int
     depth: int
     shape: SlabShape
-    global_size: int
+    slots: Slots
     names: list[str]
     budget: Budget
     stall_timeout: float
@@ -224,7 +225,7 @@ class Loader:
         for part in parts:
             keys.update(part.keys)
             self._lanes.update({str(lane): state for lane, state in part.lanes.items()})
-        batch = _batch(slab, keys, self._step, self.plan.global_size)
+        batch = _batch(slab, keys, self._step, self.plan.slots)
         self._step += 1
         return batch
 
@@ -235,20 +236,22 @@ def merge_states(states: list[DataState]) -> DataState:
     return {**states[0], "lanes": dict(sorted(lanes.items(), key=lambda item: int(item[0])))}
 
 
-def _batch(slab: Slab, keys: dict[int, str], step: int, global_size: int) -> Batch:
+def _batch(slab: Slab, keys: dict[int, str], step: int, slots: Slots) -> Batch:
     """The slab as a batch; without its empty slots where a stream ended in it."""
-    pixels, ids, weights, sources = slab.pixels, slab.ids, slab.weights, slab.sources
-    order = sorted(keys)
-    if len(order) < len(weights):
-        pixels, ids, weights, sources = pixels[order], ids[order], weights[order], sources[order]
+    order, count = sorted(keys), slots.count(step)
+
+    def plane(values: np.ndarray[Any, Any]) -> torch.Tensor:
+        return torch.from_numpy(values[:count] if len(order) == count else values[order])
+
     return Batch(
-        pixels=torch.from_numpy(pixels).permute(0, 3, 1, 2),
-        ids=torch.from_numpy(ids),
-        weights=torch.from_numpy(weights),
+        pixels=plane(slab.pixels).permute(0, 3, 1, 2),
+        ids=plane(slab.ids),
+        weights=plane(slab.weights),
         keys=tuple(keys[slot] for slot in order),
-        sources=torch.from_numpy(sources),
+        sources=plane(slab.sources),
         step=step,
-        global_size=global_size,
+        global_size=slots.batch_size(step),
+        pictures=plane(slab.pictures),
     )
 
 

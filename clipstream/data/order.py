@@ -15,7 +15,7 @@ be used whole; mixing across shards comes from the number of lanes (48 lanes x 4
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,14 +77,34 @@ def permutation(n: int, key: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.argsort(x, kind="stable")
 
 
-def lane_share(lane: int, lanes: int, batch_size: int) -> int:
-    """Samples that `lane` gives to each global batch."""
-    return (lane + 1) * batch_size // lanes - lane * batch_size // lanes
-
-
 def lanes_of_rank(rank: int, ranks: int, lanes: int) -> range:
     """The contiguous run of lanes that a rank owns."""
     return range(rank * lanes // ranks, (rank + 1) * lanes // ranks)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Which slots of its rank's batch a lane fills.
+
+    Attributes:
+        lanes: of the rank.
+        total: lanes of all ranks.
+        batch_size: step -> samples of the global batch.
+    """
+
+    lanes: range
+    total: int
+    batch_size: Callable[[int], int]
+
+    def of(self, lane: int, step: int) -> range:
+        """The slots of a lane of the rank in batch number `step`."""
+        size, total = self.batch_size(step), self.total
+        first = self.lanes.start * size // total
+        return range(lane * size // total - first, (lane + 1) * size // total - first)
+
+    def count(self, step: int) -> int:
+        """Slots of the rank in batch number `step`; its lanes fill 0 to count - 1."""
+        return self.of(self.lanes[-1], step).stop if self.lanes else 0
 
 
 @dataclass

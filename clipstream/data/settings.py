@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Annotated, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator
@@ -221,6 +222,9 @@ class DataSettings(Section):
     """What a run trains on, and how samples are read, ordered and fed."""
 
     global_batch_size: int = Field(512, ge=2, description="samples a step over all ranks")
+    batch_schedule: list[tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=2)]]] = Field(
+        default_factory=list, description="later sizes of the global batch: [[step, samples], …], each from its step on"
+    )
     lanes: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         "auto", description="virtual lanes of the run; the order of samples depends on them, not on ranks or workers"
     )
@@ -234,3 +238,36 @@ class DataSettings(Section):
     max_shard_failures: Share = Field(0.1, description="share of opened shards that may fail before the run ends")
     max_sample_failures: Share = Field(0.5, description="share of read samples that may be dropped before the run ends")
     stall_timeout: float = Field(300.0, gt=0, description="seconds without a batch before the run ends")
+
+    @field_validator("batch_schedule")
+    @classmethod
+    def _steps_rise(cls, value: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        steps = [step for step, _ in value]
+        if steps != sorted(set(steps)):
+            raise ValueError("its steps must rise from entry to entry")
+        return value
+
+    @property
+    def batch_changes(self) -> list[int]:
+        """The steps from which on the global batch has another size, 0 first."""
+        return [0, *(step for step, _ in self.batch_schedule)]
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """The sizes that the global batch takes, in their order."""
+        return [self.global_batch_size, *(size for _, size in self.batch_schedule)]
+
+    def batch_size(self, step: int) -> int:
+        """Samples of global batch number `step`."""
+        sizes = [size for start, size in self.batch_schedule if start <= step]
+        return sizes[-1] if sizes else self.global_batch_size
+
+    def steps_for(self, samples: int) -> int:
+        """The fewest steps that train on so many samples."""
+        changes = self.batch_changes
+        for start, end in itertools.pairwise(changes):
+            held = (end - start) * self.batch_size(start)
+            if samples <= held:
+                return start + -(-samples // self.batch_size(start))
+            samples -= held
+        return changes[-1] + -(-samples // self.batch_size(changes[-1]))

@@ -1,8 +1,8 @@
 """Owns the ring of shared slabs: memory in which workers write the samples of coming batches at their final places.
 
-One slab holds one batch of a rank: pixels, ids, weights and sources, each a plane over all slots. The memory is an
-anonymous shared map made before the workers are forked, so it is no file, and a small /dev/shm (Docker's 64 MB) does
-not limit it. It never locks: a slot has one writer, and the loader says when a slab may be filled again.
+One slab holds one batch of a rank: pixels, ids, weights, sources and checksums, each a plane over all slots. The
+memory is an anonymous shared map made before the workers are forked, so it is no file, and a small /dev/shm (Docker's
+64 MB) does not limit it. It never locks: a slot has one writer, and the loader says when a slab may be filled again.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Slab:
         ids: int32 [n, T].
         weights: float32 [n].
         sources: uint8 [n].
+        pictures: int64 [n], checksums of the picture files.
     """
 
     def __init__(self, memory: mmap.mmap, offset: int, shape: SlabShape) -> None:
@@ -57,6 +58,7 @@ class Slab:
         self.ids = plane(np.int32, n, shape.text_width)
         self.weights = plane(np.float32, n)
         self.sources = plane(np.uint8, n)
+        self.pictures = plane(np.int64, n)
 
 
 class SlabRing:
@@ -64,7 +66,7 @@ class SlabRing:
 
     def __init__(self, shape: SlabShape, depth: int) -> None:
         sizes = (shape.samples * shape.height * shape.width * 3, shape.samples * shape.text_width * 4)
-        one = sum(_aligned(size) for size in (*sizes, shape.samples * 4, shape.samples))
+        one = sum(_aligned(size) for size in (*sizes, shape.samples * 4, shape.samples, shape.samples * 8))
         self.memory = mmap.mmap(-1, max(one * depth, 1))
         self.slabs = [Slab(self.memory, i * one, shape) for i in range(depth)]
 

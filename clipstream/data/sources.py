@@ -18,7 +18,7 @@ from clipstream.data.health import Budget, Health
 from clipstream.data.images import EvalTransform, TrainTransform
 from clipstream.data.loader import DataState, Loader, LoaderPlan
 from clipstream.data.opening import Opener
-from clipstream.data.order import Cursor, SourceMix, SourceOrder, lane_share, lanes_of_rank
+from clipstream.data.order import Cursor, Slots, SourceMix, SourceOrder, lanes_of_rank
 from clipstream.data.remote import ShardStore
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.shards import redact
@@ -42,7 +42,7 @@ class _Stream:
     openers: list[Opener]
     mix: SourceMix
     make_walk: MakeWalk
-    slots: dict[int, range]  # lane -> its slots in the rank's batch
+    slots: Slots
     drawn: dict[int, int]  # lane -> samples it gave before the start
     workers: int
     tokenizer: Tokenizer
@@ -51,29 +51,28 @@ class _Stream:
     def feeder(self, worker: int, report: Callable[[Any], None], status: Status) -> Feeder:
         """The feeder of a worker: every `workers`-th lane of the rank."""
         self.store.alive = status.touch
-        feeder = Feeder([], self.readers, self.mix, self.tokenizer, Health(self.names), report, status.set)
+        feeder = Feeder([], self.slots, self.readers, self.mix, self.tokenizer, Health(self.names), report, status.set)
         shards = [
             OpenShards(opener, lambda name=name: feeder.health.sources[name], status.set)  # type: ignore[misc]
             for name, opener in zip(self.names, self.openers, strict=True)
         ]
-        for lane in list(self.slots)[worker :: max(1, self.workers)]:
+        for lane in self.slots.lanes[worker :: max(1, self.workers)]:
             walks = [
                 self.make_walk(i, lane, shards[i], lambda name=name: feeder.pulse(name))  # type: ignore[misc]
                 for i, name in enumerate(self.names)
             ]
-            feeder.lanes.append(Lane(lane, walks, self.slots[lane], self.drawn.get(lane, 0)))
+            feeder.lanes.append(Lane(lane, walks, self.drawn.get(lane, 0)))
         return feeder
 
-    def plan(self, budget: Budget, image: ImageSpec, depth: int, global_size: int, **more: Any) -> LoaderPlan:
-        """The loader's plan for this stream."""
+    def plan(self, budget: Budget, image: ImageSpec, depth: int, samples: int, **more: Any) -> LoaderPlan:
+        """The loader's plan for this stream, whose largest batch has `samples` of this rank."""
         height, width = image.size
-        samples = sum(len(slots) for slots in self.slots.values())
         return LoaderPlan(
             make_feeder=self.feeder,
             workers=self.workers,
             depth=depth,
             shape=SlabShape(samples, height, width, self.tokenizer.context_length),
-            global_size=global_size,
+            slots=self.slots,
             names=self.names,
             budget=budget,
             on_close=self.store.close,
@@ -104,12 +103,10 @@ def training_loader(
     names = sorted(settings.sources)
     sources = [settings.sources[name] for name in names]
     store = ShardStore(settings.cache)
-    openers = [
-        Opener(source, store, cache=settings.cache, place=f"data.sources.{name}")
-        for name, source in zip(names, sources, strict=True)
-    ]
+    openers = _openers(settings, store)
     fingerprint = _fingerprint(settings, seed, names, [opener.names for opener in openers])
-    slots = _slots(world, lanes, settings.global_batch_size)
+    slots = Slots(lanes_of_rank(world.rank, world.size, lanes), lanes, settings.batch_size)
+    _nobody_idle(settings, slots, world)
     saved = _saved_lanes(start, fingerprint, slots)
 
     def make_walk(source: int, lane: int, shards: OpenShards, pulse: Callable[[], None]) -> Walk:
@@ -126,7 +123,7 @@ def training_loader(
         make_walk=make_walk,
         slots=slots,
         drawn={lane: int(state["drawn"]) for lane, state in saved.items()},
-        workers=min(settings.workers, len(slots)),
+        workers=min(settings.workers, len(slots.lanes)),
         tokenizer=tokenizer,
         store=store,
     )
@@ -134,7 +131,7 @@ def training_loader(
         _budget(settings, {name: opener.names for name, opener in zip(names, openers, strict=True)}),
         image,
         settings.prefetch,
-        settings.global_batch_size,
+        max(slots.count(step) for step in settings.batch_changes),
         stall_timeout=settings.stall_timeout,
         lanes_total=lanes,
         fingerprint=fingerprint,
@@ -143,33 +140,35 @@ def training_loader(
     return Loader(plan, start and {**start, "lanes": {str(lane): state for lane, state in saved.items()}})
 
 
-def _slots(world: World, lanes: int, batch_size: int) -> dict[int, range]:
-    """Lane -> its slots in this rank's batch."""
-    slots: dict[int, range] = {}
-    first = 0
-    for lane in lanes_of_rank(world.rank, world.size, lanes):
-        share = lane_share(lane, lanes, batch_size)
-        slots[lane] = range(first, first + share)
-        first += share
-    if first == 0:
-        raise SettingsError(
-            f"rank {world.rank} of {world.size} gets no sample of a global batch of {batch_size} over {lanes} lanes: "
-            "use fewer ranks, or a larger --data.global-batch-size or --data.lanes"
-        )
-    return slots
+def _openers(settings: DataSettings, store: ShardStore) -> list[Opener]:
+    """Of the sources, in the order of their names."""
+    return [
+        Opener(source, store, cache=settings.cache, place=f"data.sources.{name}")
+        for name, source in sorted(settings.sources.items())
+    ]
 
 
-def _saved_lanes(start: DataState | None, fingerprint: str, slots: dict[int, range]) -> dict[int, dict[str, Any]]:
+def _nobody_idle(settings: DataSettings, slots: Slots, world: World) -> None:
+    for step in settings.batch_changes:
+        if slots.count(step) == 0:
+            raise SettingsError(
+                f"rank {world.rank} of {world.size} gets no sample of a global batch of {settings.batch_size(step)} "
+                f"over {slots.total} lanes: use fewer ranks, or a larger --data.global-batch-size, "
+                "--data.batch-schedule or --data.lanes"
+            )
+
+
+def _saved_lanes(start: DataState | None, fingerprint: str, slots: Slots) -> dict[int, dict[str, Any]]:
     """The saved states of this rank's lanes."""
     if start is None:
         return {}
     if start["plan"] != fingerprint:
         raise SettingsError(
-            "the checkpoint's data order is not that of these settings: batch size, lanes, seed, shards, weights, "
-            "sampling and shuffle must be as they were; go back to them, or start a new run from the checkpoint's "
-            "weights (--pretrained local-dir:CHECKPOINT)"
+            "the checkpoint's data order is not that of these settings: batch size and schedule, lanes, seed, shards, "
+            "weights, sampling and shuffle must be as they were; go back to them, or start a new run from the "
+            "checkpoint's weights (--pretrained local-dir:CHECKPOINT)"
         )
-    return {lane: start["lanes"][str(lane)] for lane in slots if str(lane) in start["lanes"]}
+    return {lane: start["lanes"][str(lane)] for lane in slots.lanes if str(lane) in start["lanes"]}
 
 
 def evaluation_loader(
@@ -210,14 +209,13 @@ def evaluation_loader(
     def make_walk(_: int, lane: int, shards: OpenShards, pulse: Callable[[], None]) -> Walk:
         return OnceWalk(lane, lanes, shards, pulse, max_samples)
 
-    cuts = [i * batch_size // per_rank for i in range(per_rank + 1)]
     stream = _Stream(
         names=[name],
         readers=[_reader(name, source, EvalTransform(image, source.background, source.orientation == "exif"), target)],
         openers=[opener],
         mix=SourceMix(0, (1.0,)),
         make_walk=make_walk,
-        slots={world.rank * per_rank + i: range(cuts[i], cuts[i + 1]) for i in range(per_rank)},
+        slots=Slots(lanes_of_rank(world.rank, world.size, lanes), lanes, lambda step: batch_size * world.size),
         drawn={},
         workers=workers,
         tokenizer=tokenizer,
@@ -226,7 +224,7 @@ def evaluation_loader(
     hint = (source.image_key, None if target is not None else source.caption, place)
     budget = Budget({name: len(set(opener.names))}, {name: hint}, 0.0, 1.0)
     ending = {"stall_timeout": stall_timeout, "lanes_total": lanes, "fingerprint": "", "ends": True}
-    return Loader(stream.plan(budget, image, 2, batch_size * world.size, **ending))
+    return Loader(stream.plan(budget, image, 2, batch_size, **ending))
 
 
 def _all_there(opener: Opener, place: str) -> None:
@@ -269,5 +267,6 @@ def _fingerprint(settings: DataSettings, seed: int, names: list[str], urls: list
         ORDER, seed, settings.global_batch_size, settings.lanes, settings.sampling.mode, settings.shuffle.window,
         settings.shuffle.shards, names, [_stable_names(shards) for shards in urls],
         [settings.sources[name].weight for name in names],
+        *([settings.batch_schedule] if settings.batch_schedule else []),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(fixed).encode()).hexdigest()[:16]

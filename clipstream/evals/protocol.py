@@ -363,6 +363,7 @@ def _without_padding(batch: Batch) -> Batch:
         weights=batch.weights[kept],
         keys=tuple(key for key, keep in zip(batch.keys, kept.tolist(), strict=True) if keep),
         sources=batch.sources[kept],
+        pictures=None if batch.pictures is None else batch.pictures[kept],
         step=batch.step,
         global_size=batch.global_size,
         features={name: rows[kept] for name, rows in batch.features.items()},

@@ -2,19 +2,23 @@
 
 Never owns the scale, the bias or a weight of a model (they come with the features), and never clips or steps anything.
 
-**Shares.** With b_r of the B samples on rank r, every rank computes the part of the loss that belongs to its own rows:
+**Shares.** With b_r of the B samples on rank r, every rank computes a part of the loss, and the parts sum to
 
-    L = (1 / W) sum_i w_i l_i = sum_r L_r,    L_r = (1 / W) sum_(i on r) w_i l_i,    W = sum_i w_i over all ranks
+    L = (1 / W) sum_i w_i l_i,    W = sum_i w_i over all ranks
 
-`__call__` returns L_r. Features are gathered with gradient: the backward pass of the gathering sums over the ranks what
-each L_r says about every sample, so that one backward() per rank leaves dL/d(own features). A scale, a bias or a weight
-of a tower gets dL_r-like parts that sum to the gradient of L: the caller adds them up over ranks, or multiplies its
-share by the number of ranks where DDP averages. Nothing assumes that ranks hold equally many samples.
+`__call__` returns the part. One backward() per rank leaves dL/d(own features); a scale, a bias or a weight of a tower
+gets parts that sum to the gradient of L: the caller adds them up over ranks, or multiplies its share by the number of
+ranks where DDP averages. Nothing assumes that ranks hold equally many samples.
 
 **Weights.** w_i multiplies the loss l_i of sample i. Where w_i is 0, the sample is gone: it is no negative of others
 either. All weights 0 give 0.
 
-**Arithmetic.** Logits and their sums are float32 whatever the autocast, float64 where the features are.
+**Duplicates.** Two samples with one caption are each other's negatives, as published. They can be left out of each
+other's loss instead, or count as right pairs: targets of the softmax are then shared evenly among them (as UniCL,
+arXiv:2204.03610), and the sigmoid takes each for a match.
+
+**Arithmetic.** Logits and their sums are float32 whatever the autocast, float64 where the features are. They exist a
+tile at a time, and gradients are found with the value (see `tiles`).
 """
 
 from __future__ import annotations
@@ -22,11 +26,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
+from clipstream.batch import Batch
 from clipstream.errors import SettingsError
-from clipstream.model.settings import ClipLossSettings, LossSettings, SiglipLossSettings
+from clipstream.model import tiles
+from clipstream.model.ring import Ring
+from clipstream.model.settings import ClipLossSettings, Duplicates, LossSettings, SiglipLossSettings
 from clipstream.plugins import load_plugin
 from clipstream.world import World
 
@@ -43,16 +49,15 @@ class ContrastiveLoss(Protocol):
 
     max_logit_scale: float | None
 
-    def __call__(self, features: Features, weights: torch.Tensor, world: World, global_size: int) -> torch.Tensor:
+    def __call__(self, features: Features, batch: Batch, world: World) -> torch.Tensor:
         """This rank's share of the loss, a scalar; the shares of all ranks sum to the loss of the global batch.
 
         Collective: every rank calls it, also with no rows of its own.
 
         Args:
             features: of this rank's n samples, and the scalars of the logits.
-            weights: [n], 0 or more.
+            batch: the samples: their weights, ids, keys, and how many there are over all ranks.
             world: this rank among the others.
-            global_size: samples of the global batch, B.
         """
 
 
@@ -63,32 +68,18 @@ class ClipLoss:
 
         l_i = 1/2 (logsumexp_j s_ij - s_ii) + 1/2 (logsumexp_j s_ji - s_ii)
 
-    A rank needs its rows of both directions: n x B logits of its images with all texts, and of its texts with all
-    images. Memory: 4 n B floats with gradients, and 2 B D of gathered features. Communication: one all-gather of
-    B (2 D + 1) numbers forward, one all-reduce of them backward. Arithmetic: 2 n B D multiply-adds forward, 1/N of the
-    whole batch's.
+    A rank makes the logits of its own n images with all texts, twice; the logsumexp of a text is put together from what
+    each rank knows of it. Communication of a rank: texts around the ring twice and their gradients once, 3 B D numbers,
+    and a few vectors of B. Arithmetic: 4 n B D multiply-adds. Memory: see `tiles`.
     """
 
     def __init__(self, settings: ClipLossSettings) -> None:
         self.max_logit_scale = settings.max_logit_scale
+        self._settings = settings
 
-    def __call__(self, features: Features, weights: torch.Tensor, world: World, global_size: int) -> torch.Tensor:
+    def __call__(self, features: Features, batch: Batch, world: World) -> torch.Tensor:
         """See ContrastiveLoss."""
-        with torch.autocast(features.image.device.type, enabled=False):
-            image, text, weights = _widen(features.image, features.text, weights)
-            width = image.shape[1]
-            rows, start = gather_rows(torch.cat([image, text, weights[:, None]], dim=1), world)
-            images, texts, all_weights = rows[:, :width], rows[:, width:-1], rows[:, -1].detach()
-            absent = (all_weights == 0)[None, :]
-            own = torch.arange(start, start + image.shape[0], device=image.device)
-            share = image.new_zeros(())
-            for mine, others in ((image, texts), (text, images)):
-                logits = _logits(features, mine, others)
-                # The lowest number and not -inf: where all columns are absent, -inf has no gradient but nan.
-                masked = logits.masked_fill(absent, torch.finfo(logits.dtype).min)
-                losses = masked.logsumexp(dim=1) - logits.gather(1, own[:, None]).squeeze(1)
-                share = share + (weights * losses).sum() / 2
-            return share / _total(all_weights)
+        return _share("softmax", self._settings, features, batch, world)
 
 
 class SiglipLoss:
@@ -99,15 +90,15 @@ class SiglipLoss:
         l_i = 1/2 sum_j softplus(-z_ij s_ij) + 1/2 sum_j softplus(-z_ji s_ji)
 
     With all weights 1 that is the paper's sum over all pairs divided by B. Pair (i, j) thus counts (w_i + w_j) / 2, and
-    belongs to the rank of image i, which needs all texts but no other images. Memory: 2 n B floats with gradients, and
-    B D of gathered features. Communication: one all-gather of B (D + 1) numbers forward, one all-reduce of them
-    backward. Arithmetic: n B D multiply-adds forward, 1/N of the whole batch's.
+    belongs to the rank of image i. Communication of a rank: texts and their gradients around the ring once, 2 B D
+    numbers, and a vector of B. Arithmetic: 3 n B D multiply-adds. Memory: see `tiles`.
     """
 
     def __init__(self, settings: SiglipLossSettings) -> None:
         self.max_logit_scale = settings.max_logit_scale
+        self._settings = settings
 
-    def __call__(self, features: Features, weights: torch.Tensor, world: World, global_size: int) -> torch.Tensor:
+    def __call__(self, features: Features, batch: Batch, world: World) -> torch.Tensor:
         """See ContrastiveLoss.
 
         Raises:
@@ -115,16 +106,7 @@ class SiglipLoss:
         """
         if features.logit_bias is None:
             raise SettingsError("the sigmoid loss needs a model with a logit bias: build it with loss_type='siglip'")
-        with torch.autocast(features.image.device.type, enabled=False):
-            image, text, weights = _widen(features.image, features.text, weights)
-            rows, start = gather_rows(torch.cat([text, weights[:, None]], dim=1), world)
-            texts, all_weights = rows[:, :-1], rows[:, -1].detach()
-            logits = _logits(features, image, texts)
-            own = torch.arange(image.shape[0], device=image.device)
-            signs = torch.ones_like(logits).index_put((own, own + start), -logits.new_ones(()))
-            present = (weights[:, None] > 0) & (all_weights[None, :] > 0)
-            pairs = (weights[:, None] + all_weights[None, :]) / 2 * present
-            return (pairs * F.softplus(signs * logits)).sum() / _total(all_weights)
+        return _share("sigmoid", self._settings, features, batch, world)
 
 
 def build_loss(settings: LossSettings, towers_loss_type: str) -> ContrastiveLoss:
@@ -134,7 +116,8 @@ def build_loss(settings: LossSettings, towers_loss_type: str) -> ContrastiveLoss
         SettingsError: the towers have no parameters for the loss, or a user's class is no ContrastiveLoss.
     """
     if settings.type == "auto":
-        settings = (SiglipLossSettings if towers_loss_type == "siglip" else ClipLossSettings).model_validate({})
+        kind = SiglipLossSettings if towers_loss_type == "siglip" else ClipLossSettings
+        settings = kind.model_validate(settings.model_dump(exclude={"type"}))
     if isinstance(settings, ClipLossSettings | SiglipLossSettings):
         if settings.type != towers_loss_type:
             raise SettingsError(
@@ -152,48 +135,97 @@ def build_loss(settings: LossSettings, towers_loss_type: str) -> ContrastiveLoss
     return cast(ContrastiveLoss, loss)
 
 
-def _widen(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """All in one type: float64 where the first is, else float32."""
-    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-    return [tensor.to(dtype) for tensor in tensors]
+def _share(
+    kind: str, settings: ClipLossSettings | SiglipLossSettings, features: Features, batch: Batch, world: World
+) -> torch.Tensor:
+    device = features.image.device
+    with torch.autocast(device.type, enabled=False):
+        ring = Ring.of(len(features.image), world, device)
+        labels = None if settings.duplicates == "negatives" else ring.gather(_labels(batch, settings.duplicates_by))
+        weights = ring.gather(batch.weights)
+        share: torch.Tensor = _Tiled.apply(*features, weights, labels, ring, kind, settings.duplicates)
+    return share
 
 
-def _logits(features: Features, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """[n, D] and [m, D] -> scale * rows @ columns.T + bias, [n, m]."""
-    logits = features.logit_scale.to(rows.dtype) * rows @ columns.T
-    return logits if features.logit_bias is None else logits + features.logit_bias.to(rows.dtype)
+def _labels(batch: Batch, by: str | None) -> torch.Tensor:
+    """int64 [n], equal for samples that are the same.
+
+    Of captions: their ids with random odd factors, summed modulo 2^64. Two captions of a batch of 2^16 have the same
+    label with a chance near 2^-32.
+    """
+    if by == "pictures":
+        if batch.pictures is None:
+            raise SettingsError("loss.duplicates_by: pictures takes batches with checksums of pictures; use captions")
+        return batch.pictures
+    draw = torch.Generator().manual_seed(0)
+    factors = torch.randint(-(2**62), 2**62, (batch.ids.shape[1],), generator=draw) * 2 + 1
+    return (batch.ids.long() * factors.to(batch.ids.device)).sum(dim=1)
 
 
-def _total(weights: torch.Tensor) -> torch.Tensor:
-    """Their sum W, and not 0, so that a batch without weights has a loss of 0."""
-    return weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)
+class _Tiled(torch.autograd.Function):
+    """A rank's share, whose gradients are found with it: the backward pass only hands them out, once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        image: torch.Tensor,
+        text: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        weights: torch.Tensor,
+        labels: torch.Tensor | None,
+        ring: Ring,
+        kind: str,
+        duplicates: Duplicates,
+    ) -> torch.Tensor:
+        dtype = torch.promote_types(image.dtype, torch.float32)
+        pairs = tiles.Pairs(
+            image.to(dtype).contiguous(),
+            text.to(dtype).contiguous(),
+            scale.to(dtype),
+            None if bias is None else bias.to(dtype),
+            weights.to(dtype),
+            ring,
+            labels,
+            duplicates,
+        )
+        compute = tiles.softmax if kind == "softmax" else tiles.sigmoid
+        found = compute(pairs, gradients=any(ctx.needs_input_grad))
+        ctx.found = [*found[1:4], None if bias is None else found.bias]
+        ctx.dtypes = [None if like is None else like.dtype for like in (image, text, scale, bias)]
+        return found.share
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        (factor,) = gradients
+        found, ctx.found = ctx.found, None  # handed out without a copy, so not a second time
+        if found is None:
+            raise RuntimeError("backward() of a contrastive loss can run once: compute the loss again")
+        given = [
+            None if gradient is None else gradient.mul_(factor).to(dtype)
+            for gradient, dtype in zip(found, ctx.dtypes, strict=True)
+        ]
+        return *given, None, None, None, None, None
 
 
 def gather_rows(rows: torch.Tensor, world: World) -> tuple[torch.Tensor, int]:
     """Every rank's rows [n_r, K] as one [B, K] in rank order, with gradient, and where this rank's rows start in it."""
     if world.size == 1:
         return rows, 0
-    own = torch.tensor([rows.shape[0]], device=rows.device)
-    sizes = [torch.empty_like(own) for _ in range(world.size)]
-    dist.all_gather(sizes, own)
-    counts = [int(size) for size in sizes]
-    return cast(torch.Tensor, _Gather.apply(rows, counts, world.rank)), sum(counts[: world.rank])
+    ring = Ring.of(len(rows), world, rows.device)
+    return cast(torch.Tensor, _Gather.apply(rows, ring)), ring.start
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather of rows whose backward pass sums the ranks' gradients; rows are padded to the longest rank's."""
+    """All-gather of rows whose backward pass sums the ranks' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, counts: list[int], rank: int) -> torch.Tensor:
-        ctx.start, ctx.count = sum(counts[:rank]), counts[rank]
-        padded = rows.new_zeros((max(counts), rows.shape[1]))
-        padded[: rows.shape[0]] = rows
-        parts = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(parts, padded)
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+    def forward(ctx: Any, rows: torch.Tensor, ring: Ring) -> torch.Tensor:
+        ctx.ring = ring
+        return ring.gather(rows)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        summed = grads[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(summed)
-        return summed[ctx.start : ctx.start + ctx.count], None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ring: Ring = ctx.ring
+        return ring.world.all_reduce_sum(grads[0].clone(memory_format=torch.contiguous_format))[ring.own], None

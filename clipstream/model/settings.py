@@ -9,6 +9,9 @@ from pydantic import Field, SerializeAsAny
 from clipstream.section import PluginSection, Section
 
 Triple = tuple[float, float, float]
+Duplicates = Literal["negatives", "mask", "positives"]
+_DUPLICATES = "what samples that are the same are to each other: negatives, mask (not there), positives"
+_BY = "what makes samples the same: captions (equal ids) unless set, or pictures (equal files)"
 
 
 class ModelSettings(Section):
@@ -49,20 +52,27 @@ class LossSettings(PluginSection):
     type: str = Field("auto", description="auto (the model's own), clip, siglip, or package.module:Name")
 
 
-class AutoLoss(LossSettings):
+class _BuiltinLoss(LossSettings):
+    """What the losses of this package have in common."""
+
+    duplicates: Duplicates = Field("negatives", description=_DUPLICATES)
+    duplicates_by: Literal["captions", "pictures"] | None = Field(None, description=_BY)
+
+
+class AutoLoss(_BuiltinLoss):
     """The loss that the model was made for: siglip where it has a logit bias, clip elsewhere."""
 
     type: Literal["auto"] = "auto"
 
 
-class ClipLossSettings(LossSettings):
+class ClipLossSettings(_BuiltinLoss):
     """Softmax over the rows and columns of the global batch (CLIP, arXiv:2103.00020)."""
 
     type: Literal["clip"] = "clip"
     max_logit_scale: float | None = Field(100.0, gt=0, description="upper limit of exp(logit_scale); none to lift it")
 
 
-class SiglipLossSettings(LossSettings):
+class SiglipLossSettings(_BuiltinLoss):
     """A sigmoid on every pair of the global batch (SigLIP, arXiv:2303.15343)."""
 
     type: Literal["siglip"] = "siglip"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal
+from collections.abc import Callable
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -75,13 +76,16 @@ class TrainSettings(Section):
         description="bf16 and fp16 are autocast over float32 weights, fp16 with a scaled loss; pure_bf16 has weights "
         "and moments in bfloat16 as well; fp64 is for checks",
     )
-    micro_batch_size: int | None = Field(
-        None, ge=1, description="samples a forward pass takes at once on a rank; all unless set"
+    micro_batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] | None = Field(
+        None, description="samples a forward pass takes at once on a rank, auto for as many as fit; all unless set"
     )
     compile: bool = Field(False, description="torch.compile the towers")
 
-    def total_steps(self, global_batch_size: int) -> int:
+    def total_steps(self, steps_for: Callable[[int], int]) -> int:
         """Steps of the whole run.
+
+        Args:
+            steps_for: samples -> steps.
 
         Raises:
             SettingsError: nothing says how long to train.
@@ -89,12 +93,12 @@ class TrainSettings(Section):
         if self.steps is not None:
             return self.steps
         if self.samples is not None:
-            return math.ceil(self.samples / global_batch_size)
+            return steps_for(self.samples)
         if self.epochs is None or self.epoch_samples is None:
             raise SettingsError(
                 "how long to train is not set: give --steps, --train.samples, or --epochs with --train-num-samples"
             )
-        return math.ceil(self.epochs * self.epoch_samples / global_batch_size)
+        return steps_for(math.ceil(self.epochs * self.epoch_samples))
 
 
 class CheckpointSettings(Section):

@@ -2,14 +2,7 @@
 
 Never reads data, logs or saves. It agrees on what it returns: the result is the same on all ranks.
 
-**Exactness.** A loss gives each rank its share of the global loss, and one backward pass on every rank gives gradients
-whose sum over the ranks is that of the whole batch. DDP averages, so the share is multiplied by the number of ranks.
-
-**Micro-batches** are GradCache's (arXiv:2101.06983). Chunks of the batch go through the towers without a graph, the
-loss is computed once on all features together and gives their gradients, and then each chunk goes through the towers
-again, with the same random numbers, to carry its features' gradients to the weights. This costs one more forward pass
-and memory for the features, n x 2D. Ranks may have different numbers of chunks: gradients are summed over the ranks
-once, in the last chunk of each. Scale and bias take part in the last chunk alone, so that they are counted once.
+How the gradients come about, in micro-batches or at once, is in `passes` and `fitting`.
 
 **fp16** scales the loss, and so all gradients, by a factor that torch's GradScaler moves; where it was too large, some
 gradient is not finite, on all ranks alike as they hold the same sums: the step changes no weight, and is counted.
@@ -18,31 +11,24 @@ gradient is not finite, on all ranks alike as they hold the same sums: the step 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from clipstream.batch import Batch
 from clipstream.errors import DivergedError, SettingsError
-from clipstream.training.distributed import no_sync, warm_up_buckets, wrap
+from clipstream.training.distributed import warm_up_buckets, wrap
+from clipstream.training.fitting import FittingPasses, MicroBatch
 from clipstream.training.optim import clip_gradients, gradient_norm
-from clipstream.training.precision import Precision, autocast, set_torch_state, torch_state
+from clipstream.training.passes import Loss, Passes
+from clipstream.training.precision import Precision
 from clipstream.world import World
-
-if TYPE_CHECKING:
-    from clipstream.model.towers import Features
 
 _SHOWN_KEYS = 8
 SMALLEST_SCALE = 2.0**-10  # of fp16: gradients that are not finite at this one never will be
-
-
-class Loss(Protocol):
-    """A rank's share of the global batch's loss, as `clipstream.model.losses` has it."""
-
-    def __call__(self, features: Features, weights: torch.Tensor, world: World, global_size: int) -> torch.Tensor:
-        """Scalar; the sum over the ranks is the loss."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +64,7 @@ class TrainStep:
         optimizer: over the model's trainable parameters.
         world: this rank among the others.
         precision: of the forward pass.
-        micro_batch_size: samples a forward pass takes at once on this rank; None for all.
+        micro_batch_size: samples a forward pass takes at once on this rank; None for all, 'auto' for what fits.
         clip_norm: gradients with a larger norm are scaled down to it; None for no limit.
         max_logit_scale: upper limit of exp(logit_scale); None for none. A step never raises the scale above it. A
             scale that was above it when it was loaded stays where it is or falls, so that lr 0 changes nothing.
@@ -95,23 +81,28 @@ class TrainStep:
         world: World,
         *,
         precision: Precision = "fp32",
-        micro_batch_size: int | None = None,
+        micro_batch_size: MicroBatch = None,
         clip_norm: float | None = None,
         max_logit_scale: float | None = None,
     ) -> None:
-        if micro_batch_size is not None and getattr(model, "has_batch_norm", False):
+        if micro_batch_size is not None and model.has_batch_norm:
             raise SettingsError(
                 "train.micro_batch_size: this model has batch norm, whose statistics would be those of the "
                 "micro-batches: unset it, or take a model without batch norm (a ViT)"
             )
         self.towers: Any = model
-        self.loss, self.optimizer, self.world = loss, optimizer, world
-        self.precision, self.micro_batch_size = precision, micro_batch_size
+        self.optimizer, self.world = optimizer, world
         self.clip_norm, self.max_logit_scale = clip_norm, max_logit_scale
         self.scaler = torch.amp.GradScaler(torch.device(world.device).type, enabled=precision == "fp16")
-        self.model = wrap(model, world)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        warm_up_buckets(self.model, self._zero_pass, world)
+        wrapped = wrap(model, world)
+        parts = (model, wrapped, loss, world)
+        self.passes = (
+            FittingPasses(*parts, precision=precision, scaled=self.scaler.scale, unmade=self._unmade)
+            if isinstance(micro_batch_size, str)
+            else Passes(*parts, precision=precision, micro_batch_size=micro_batch_size, scaled=self.scaler.scale)
+        )
+        warm_up_buckets(wrapped, self.passes.empty, world)
 
     def __call__(self, batch: Batch, lr: float, stop: bool = False) -> StepResult:
         """One step.
@@ -127,7 +118,7 @@ class TrainStep:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         batch = batch.to(self.world.device)
-        share, scale = self._backward(batch)
+        share, scale = self.passes(batch)
         self.scaler.unscale_(self.optimizer)
         norm = gradient_norm(self.parameters)
         agreed = self.world.all_reduce_sum(torch.stack([share.double(), share.new_tensor(stop).double()]))
@@ -142,51 +133,28 @@ class TrainStep:
         loss_scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
         return StepResult(loss, grad_norm, logit_scale, batch.global_size, stops > 0, loss_scale, overflow)
 
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs to take the same steps, JSON-able."""
+        state: dict[str, Any] = {"scaler": self.scaler.state_dict()}
+        if isinstance(self.passes, FittingPasses):
+            # The cut decides the last bits, and which dropout a sample gets.
+            state["micro_batch"] = self.passes.size
+        return state
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave; keys may be missing."""
+        if scaler := state.get("scaler"):
+            self.scaler.load_state_dict(scaler)
+        if isinstance(self.passes, FittingPasses):
+            self.passes.size = state.get("micro_batch")  # None: what all fitted then is tried again
+
+    def _unmade(self) -> int:
+        """Bytes of AdamW's moments, while it has none."""
+        weights = sum(p.numel() * p.element_size() for p in self.parameters)
+        return 0 if self.optimizer.state else 2 * weights
+
     def _may_scale_down(self) -> bool:
         return self.scaler.is_enabled() and self.scaler.get_scale() > SMALLEST_SCALE
-
-    def _backward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put the global batch's gradients into the parameters; this rank's share of the loss, and the scale."""
-        size = self.micro_batch_size or len(batch)
-        if size >= len(batch):
-            features = self._features(self.model, batch.pixels, batch.ids)
-            leaves, share = self._loss(features, batch)
-            _carry(features, leaves)
-            return share, leaves.logit_scale.detach()
-        chunks = list(zip(_parts(batch.pixels, size), _parts(batch.ids, size), strict=True))
-        states, parts = [], []
-        with torch.no_grad():
-            for pixels, ids in chunks:
-                states.append(torch_state(self.world.device))
-                parts.append(self._features(self.towers, pixels, ids))
-        leaves, share = self._loss(_join(parts), batch)
-        after = torch_state(self.world.device)
-        slices = _cut(leaves, size)
-        for number, ((pixels, ids), state) in enumerate(zip(chunks, states, strict=True)):
-            set_torch_state(state, self.world.device)
-            if number < len(chunks) - 1:
-                with no_sync(self.model):
-                    features = self._features(self.model, pixels, ids)
-                    _carry(features, slices[number], scalars=False)
-            else:
-                _carry(self._features(self.model, pixels, ids), slices[number])
-        set_torch_state(after, self.world.device)
-        return share, leaves.logit_scale.detach()
-
-    def _features(self, module: nn.Module, pixels: torch.Tensor | None, ids: torch.Tensor) -> Features:
-        with autocast(self.world.device, self.precision):
-            features: Features = module(pixels, ids)
-        return features
-
-    def _loss(self, features: Features, batch: Batch) -> tuple[Features, torch.Tensor]:
-        """The features as leaves with their gradients of the global loss (times the number of ranks); the share."""
-        leaves = _detached(features)
-        for leaf in leaves:
-            if leaf is not None:
-                leaf.requires_grad_()
-        share = self.loss(leaves, batch.weights, self.world, batch.global_size)
-        self.scaler.scale(share * self.world.size).backward()  # type: ignore[no-untyped-call]
-        return leaves, share.detach()
 
     def _update(self) -> None:
         scale = self.towers.clip.logit_scale
@@ -197,61 +165,6 @@ class TrainStep:
         if self.max_logit_scale is not None and scale.requires_grad:
             with torch.no_grad():
                 scale.copy_(torch.minimum(scale, before.clamp(min=math.log(self.max_logit_scale))))
-
-    def _zero_pass(self) -> None:
-        """Two samples of zeros through the model and back, with gradients of zero."""
-        device = self.world.device
-        pixels = torch.zeros(2, 3, *self.towers.image.size, dtype=torch.uint8, device=device)
-        ids = torch.zeros(2, self.towers.context_length, dtype=torch.int32, device=device)
-        features = self._features(self.model, pixels, ids)
-        _carry(features, _detached(features))
-
-
-def _detached(features: Features) -> Features:
-    bias = features.logit_bias
-    return features._replace(
-        image=features.image.detach(),
-        text=features.text.detach(),
-        logit_scale=features.logit_scale.detach(),
-        logit_bias=None if bias is None else bias.detach(),
-    )
-
-
-def _carry(features: Features, leaves: Features, *, scalars: bool = True) -> None:
-    """Backward pass of the towers from the gradients of `leaves`; zeros where the loss did not use a feature."""
-    count = len(features) if scalars else 2
-    outputs, gradients = [], []
-    for output, leaf in zip(features[:count], leaves[:count], strict=True):
-        if output is not None and leaf is not None and output.requires_grad:
-            outputs.append(output)
-            gradients.append(torch.zeros_like(output) if leaf.grad is None else leaf.grad.to(output.dtype))
-    if outputs:
-        torch.autograd.backward(outputs, gradients)
-
-
-def _parts(rows: torch.Tensor | None, size: int) -> tuple[torch.Tensor, ...]:
-    assert rows is not None, "a batch of precomputed features has no pixels to cut"
-    return torch.split(rows, size)
-
-
-def _join(parts: list[Features]) -> Features:
-    """Chunks' features as those of the whole batch."""
-    return parts[0]._replace(
-        image=torch.cat([part.image for part in parts]), text=torch.cat([part.text for part in parts])
-    )
-
-
-def _cut(leaves: Features, size: int) -> list[Features]:
-    """The leaves of the whole batch by chunks, with their gradients."""
-    chunks = []
-    for start in range(0, len(leaves.image), size):
-        rows = []
-        for leaf in (leaves.image, leaves.text):
-            part = leaf.detach()[start : start + size]
-            part.grad = None if leaf.grad is None else leaf.grad[start : start + size]
-            rows.append(part)
-        chunks.append(leaves._replace(image=rows[0], text=rows[1]))
-    return chunks
 
 
 def _diverged(batch: Batch, loss: float, grad_norm: float) -> str:
