@@ -243,7 +243,11 @@ SHORTS = (
     Short("--warmup", ("schedule.warmup",), "INT", "steps of linear warm-up"),
     Short("--lr-scheduler", ("schedule.type",), "NAME", "cosine, const or linear", _schedule),
     Short(
-        "--precision", ("train.precision",), "NAME", "fp32, bf16 (also as amp, amp_bf16), fp16 or pure_bf16", _precision
+        "--precision",
+        ("train.precision",),
+        "NAME",
+        "auto, fp32, bf16 (also as amp, amp_bf16), fp16 or pure_bf16",
+        _precision,
     ),
     Short("--torchcompile", ("train.compile",), "", "torch.compile the towers", switch=True),
     Short(

@@ -62,6 +62,7 @@ def train(settings: Settings, world: World, watch: FailureWatch) -> None:
         ClipstreamError: as its parts do.
     """
     from clipstream.training import checkpoint
+    from clipstream.training.precision import settle
     from clipstream.training.stopping import StopSignals
 
     lanes = settings.data.lanes
@@ -69,9 +70,9 @@ def train(settings: Settings, world: World, watch: FailureWatch) -> None:
     found = checkpoint.agree(settings.run_folder / "checkpoints", settings.checkpoint.resume, world)
     state = None if found is None else checkpoint.read_state(found)
     if state is not None and lanes == "auto":  # a resumed run keeps its lanes, also on other ranks and workers
-        settings = settings.model_copy(
-            update={"data": settings.data.model_copy(update={"lanes": state["data"]["lanes_total"]})}
-        )
+        settings = _with(settings, "data", lanes=state["data"]["lanes_total"])
+    if settings.train.precision == "auto":  # and its arithmetic, also on another machine
+        settings = _with(settings, "train", precision=settle((state or {}).get("precision", "auto"), world))
     towers, tokenizer = _model(settings, world)
     if world.is_main:
         _make_folder(settings.run_folder)
@@ -87,6 +88,10 @@ def train(settings: Settings, world: World, watch: FailureWatch) -> None:
             outputs.close()
 
 
+def _with(settings: Settings, section: str, **values: Any) -> Settings:
+    return settings.model_copy(update={section: getattr(settings, section).model_copy(update=values)})
+
+
 def _model(settings: Settings, world: World) -> tuple[Towers, Tokenizer]:
     """The towers on this rank's device, in their final type, and what makes their ids."""
     from clipstream.data.text import build_tokenizer
@@ -94,7 +99,7 @@ def _model(settings: Settings, world: World) -> tuple[Towers, Tokenizer]:
     from clipstream.model.towers import build_towers
     from clipstream.training.precision import check_device, prepare, seed_all
 
-    check_device(world.device, settings.train.precision)
+    check_device(world.device, settings.train.arithmetic)
     fetch(settings.model, settings.tokenizer, world)
     seed_all(settings.run.seed, world.rank)
     towers = build_towers(
@@ -108,7 +113,7 @@ def _model(settings: Settings, world: World) -> tuple[Towers, Tokenizer]:
             f"tokenizer: its ids go up to {tokenizer.vocab_size - 1}, but the model knows {towers.vocab_size} tokens: "
             "leave tokenizer.type at 'model', or take a model with text_cfg.vocab_size to match"
         )
-    prepare(towers, settings.train.precision)
+    prepare(towers, settings.train.arithmetic)
     return towers, tokenizer
 
 
@@ -159,7 +164,7 @@ def _trainer(
     step.load_state(state or {})
     log, done = settings.log, None if state is None else int(state["step"])
     context = EvalContext.for_towers(
-        towers, tokenizer, world, data=settings.data, precision=train.precision, examples=log.pictures
+        towers, tokenizer, world, data=settings.data, precision=train.arithmetic, examples=log.pictures
     )
     outputs = Outputs(settings.run_folder, log, world, total=total, done=done)
     evaluate = EvalRunner(settings.evals, context, outputs.write, outputs.show)
@@ -210,7 +215,7 @@ def _step(settings: Settings, world: World, towers: Towers, optimizer: Any) -> T
         loss,
         optimizer,
         world,
-        precision=settings.train.precision,
+        precision=settings.train.arithmetic,
         micro_batch_size=settings.train.micro_batch_size,
         clip_norm=settings.optim.grad_clip_norm,
         max_logit_scale=loss.max_logit_scale,

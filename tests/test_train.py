@@ -15,6 +15,7 @@ from typing import Any
 import open_clip
 import pytest
 import torch
+import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -23,9 +24,10 @@ from clipstream.data.images import EvalTransform
 from clipstream.model.settings import ModelSettings
 from clipstream.model.towers import build_towers
 from clipstream.train import main
+from clipstream.training.precision import settle
 from clipstream.world import World
 from tests.pictures import make_shards, picture
-from tests.ranks import TIMEOUT, end_ranks, free_port
+from tests.ranks import TIMEOUT, end_ranks, free_port, run_ranks
 
 OWN = Path(__file__).parent.parent
 MODEL = {
@@ -101,6 +103,25 @@ def test_the_written_config_repeats_the_run(place: Path, whole: str) -> None:
     assert main(["--config", str(config), "--name", "again"]) == 0
     assert lines(place, "again") == lines(place, whole)
     assert same_weights(weights(place, "again", 8), weights(place, whole, 8))
+
+
+def test_a_resumed_run_keeps_the_arithmetic_that_was_settled(place: Path) -> None:
+    config = place / "runs/kept/config.yaml"
+    assert main(flags(place, "kept", "--precision", "fp64", steps=2)) == 0
+    assert main(flags(place, "kept", "--resume", "latest", steps=3)) == 0
+    assert yaml.safe_load(config.read_text())["train"]["precision"] == "fp64"
+
+
+def settled(world: World, narrow: list[bool]) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
+            patch.setattr(torch.cpu, name, lambda: narrow[world.rank])
+        return settle("auto", world)
+
+
+@pytest.mark.parametrize(("narrow", "expected"), [([True, True], "bf16"), ([True, False], "fp32"), ([False], "fp32")])
+def test_auto_is_what_all_ranks_compute_well(narrow: list[bool], expected: str) -> None:
+    assert run_ranks(len(narrow), settled, narrow) == [expected] * len(narrow)
 
 
 def test_evaluations_and_worker_counts_leave_training_as_it_was(place: Path, whole: str) -> None:

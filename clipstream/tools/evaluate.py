@@ -163,14 +163,15 @@ def _context(settings: Settings, model: ModelSettings, world: World) -> EvalCont
     from clipstream.data.text import build_tokenizer
     from clipstream.evals.protocol import EvalContext
     from clipstream.model.towers import build_towers
-    from clipstream.training.precision import prepare
+    from clipstream.training.precision import prepare, settle
 
+    precision = settle(settings.train.precision, world)
     towers = build_towers(model, seed=settings.run.seed, tokenizer=settings.tokenizer).to(world.device).eval()
-    prepare(towers, settings.train.precision)
+    prepare(towers, precision)
     tokenizer = build_tokenizer(
         settings.tokenizer, towers.open_clip_tokenizer(), towers.context_length, cache_dir=model.cache_dir
     )
-    return EvalContext.for_towers(towers, tokenizer, world, data=settings.data, precision=settings.train.precision)
+    return EvalContext.for_towers(towers, tokenizer, world, data=settings.data, precision=precision)
 
 
 def _append(path: Path, records: Sequence[dict[str, Any]], settings: Settings, subject: Subject) -> None:

@@ -1,4 +1,4 @@
-"""Owns the arithmetic of a run: weights' type, autocast, threads, determinism, random states; no model, no rank logic.
+"""Owns the arithmetic of a run: weights' type, autocast, threads, determinism, random states; no model.
 
 `fp32` and `fp64` compute in the weights' type; `bf16` and `fp16` are autocast over float32 weights, `fp16` with a
 scaled loss, as its smallest gradients would be 0; `pure_bf16` has weights, gradients and moments in bfloat16: half the
@@ -19,9 +19,11 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clipstream.errors import SettingsError
+from clipstream.world import World
 
 Precision = Literal["fp32", "bf16", "fp16", "pure_bf16", "fp64"]
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_COMPUTE_BF16 = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # of torch.cpu
 KEPT_WIDE = 4  # numbers: the logits' scale and bias, which bfloat16 would hold still, and the channels' means
 RandomState = dict[str, Any]
 
@@ -38,14 +40,30 @@ def prepare(module: nn.Module, precision: Precision) -> nn.Module:
     return module
 
 
+def settle(wanted: Precision | Literal["auto"], world: World) -> Precision:
+    """The precision in place of auto: bf16 where all ranks' devices compute it; else fp16 on GPUs, and fp32 on CPUs,
+    which take ten times as long where they have to imitate bfloat16. Collective.
+    """
+    if wanted != "auto":
+        return wanted
+    narrow = all(world.gather_objects(_computes_bf16(world.device)))
+    return "bf16" if narrow else "fp16" if world.device.startswith("cuda") else "fp32"
+
+
+def _computes_bf16(device: str) -> bool:
+    if device.startswith("cuda"):
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    asked = (getattr(torch.cpu, name, None) for name in _COMPUTE_BF16)
+    return any(ask is not None and bool(ask()) for ask in asked)
+
+
 def check_device(device: str | torch.device, precision: Precision) -> None:
     """Refuse what the device can only imitate.
 
     Raises:
         SettingsError: bfloat16 on a GPU without it.
     """
-    lacks = torch.device(device).type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
-    if lacks and "bf16" in precision:
+    if "bf16" in precision and str(device).startswith("cuda") and not _computes_bf16(str(device)):
         name = torch.cuda.get_device_name(device)
         raise SettingsError(f"train.precision: {name} computes no bfloat16: use --precision fp16, or fp32")
 

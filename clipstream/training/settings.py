@@ -71,15 +71,22 @@ class TrainSettings(Section):
     samples: int | None = Field(None, ge=1, description="samples of the whole run, rounded up to whole steps")
     epochs: float | None = Field(None, gt=0, description="passes over epoch_samples samples")
     epoch_samples: int | None = Field(None, ge=1, description="samples that make an epoch (--train-num-samples)")
-    precision: Literal["fp32", "bf16", "fp16", "pure_bf16", "fp64"] = Field(
-        "bf16",
+    precision: Literal["auto", "fp32", "bf16", "fp16", "pure_bf16", "fp64"] = Field(
+        "auto",
         description="bf16 and fp16 are autocast over float32 weights, fp16 with a scaled loss; pure_bf16 has weights "
-        "and moments in bfloat16 as well; fp64 is for checks",
+        "and moments in bfloat16 as well; fp64 is for checks; auto is bf16 where the device computes it, else fp16 on "
+        "a GPU and fp32 on a CPU",
     )
     micro_batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] | None = Field(
         None, description="samples a forward pass takes at once on a rank, auto for as many as fit; all unless set"
     )
     compile: bool = Field(False, description="torch.compile the towers")
+
+    @property
+    def arithmetic(self) -> Literal["fp32", "bf16", "fp16", "pure_bf16", "fp64"]:
+        """The precision, when `auto` is settled."""
+        assert self.precision != "auto", "precision.settle comes first"
+        return self.precision
 
     def total_steps(self, steps_for: Callable[[int], int]) -> int:
         """Steps of the whole run.

@@ -135,7 +135,7 @@ class TrainStep:
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to take the same steps, JSON-able."""
-        state: dict[str, Any] = {"scaler": self.scaler.state_dict()}
+        state: dict[str, Any] = {"precision": self.passes.precision, "scaler": self.scaler.state_dict()}
         if isinstance(self.passes, FittingPasses):
             # The cut decides the last bits, and which dropout a sample gets.
             state["micro_batch"] = self.passes.size
