@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from clipstream.model.towers import Towers
     from clipstream.report.outputs import Outputs
     from clipstream.training.loop import Trainer
+    from clipstream.training.sharding import ShardedTowers, WholeTowers
     from clipstream.training.step import TrainStep
     from clipstream.training.stopping import StopSignals
 
@@ -154,20 +155,24 @@ def _trainer(
     from clipstream.training.distributed import synchronize_batch_norm
     from clipstream.training.loop import Trainer
     from clipstream.training.optim import build_optimizer, lr_at
+    from clipstream.training.sharding import spread
 
     train, total = settings.train, settings.total_steps
-    towers.to(world.device).train()
+    towers.train()
     synchronize_batch_norm(towers, world)
+    layout = spread(towers, world, parallel=train.parallel, precision=train.arithmetic)
     optimizer = build_optimizer(towers, settings.optim, batch_norm=towers.has_batch_norm)
     step = _step(settings, world, towers, optimizer)
     state = None if found is None else checkpoint.load(found, towers=towers, optimizer=optimizer, world=world)
     step.load_state(state or {})
     log, done = settings.log, None if state is None else int(state["step"])
     context = EvalContext.for_towers(
-        towers, tokenizer, world, data=settings.data, precision=train.arithmetic, examples=log.pictures
+        layout.copy, tokenizer, world, data=settings.data, precision=train.arithmetic, examples=log.pictures
     )
     outputs = Outputs(settings.run_folder, log, world, total=total, done=done)
-    evaluate = EvalRunner(settings.evals, context, outputs.write, outputs.show)
+    evaluate = EvalRunner(
+        settings.evals, context, outputs.write, outputs.show, weights=partial(layout.whole, world.device)
+    )
     evaluate.rehearse()
     outputs.begin()
     trainer = Trainer(
@@ -179,15 +184,7 @@ def _trainer(
         log_every=settings.log.every,
         sinks=[outputs],
         evaluate=evaluate,
-        save=lambda at, position: checkpoint.save(
-            settings.run_folder / "checkpoints",
-            at,
-            towers=towers,
-            optimizer=optimizer,
-            state={**position, **step.state()},
-            world=world,
-            keep_last=settings.checkpoint.keep_last,
-        ),
+        save=partial(_save, settings, world, layout, step),
         save_every=settings.checkpoint.every,
         signals=signals,
         state=state,
@@ -222,6 +219,24 @@ def _step(settings: Settings, world: World, towers: Towers, optimizer: Any) -> T
     )
 
 
+def _save(
+    settings: Settings, world: World, layout: WholeTowers | ShardedTowers, step: TrainStep, done: int, position: Any
+) -> Path | None:
+    """Write a checkpoint, of whole weights however they are laid out."""
+    from clipstream.training import checkpoint
+
+    with layout.whole("cpu", everywhere=False) as towers:
+        return checkpoint.save(
+            settings.run_folder / "checkpoints",
+            done,
+            towers=towers,
+            optimizer=step.optimizer,
+            state={**position, **step.state()},
+            world=world,
+            keep_last=settings.checkpoint.keep_last,
+        )
+
+
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -241,7 +256,8 @@ def _say_what(settings: Settings, world: World, towers: Towers, found: Path | No
     print(f"model    {settings.model.name}, {towers.n_parameters:,} parameters, {towers.loss_type} loss")
     sizes = "".join(f", {size} from step {step}" for step, size in data.batch_schedule)
     print(
-        f"batch    {data.global_batch_size}{sizes} on {world.size} x {world.device}, {data.workers} workers a rank, "
+        f"batch    {data.global_batch_size}{sizes} on {world.size} x {world.device}"
+        f"{', fsdp' if settings.train.parallel == 'fsdp' else ''}, {data.workers} workers a rank, "
         f"{data.lanes} lanes, {data.sampling.mode}, {settings.train.precision}"
     )
     for name, section in settings.evals.items():

@@ -25,10 +25,10 @@ class Small(nn.Module):
 def test_matrices_decay_and_the_rest_does_not() -> None:
     model = Small()
     model.layers[2].requires_grad_(False)
-    decayed, others = parameter_groups(model, 0.2)
-    assert decayed["weight_decay"] == 0.2 and others["weight_decay"] == 0
+    decayed, vectors, numbers = parameter_groups(model, 0.2)
+    assert decayed["weight_decay"] == 0.2 and vectors["weight_decay"] == numbers["weight_decay"] == 0
     assert [p.shape for p in decayed["params"]] == [(4, 3)]
-    assert sorted(p.ndim for p in others["params"]) == [0, 1, 1, 1]
+    assert [[p.ndim for p in group["params"]] for group in (vectors, numbers)] == [[1, 1, 1], [0]]
 
 
 @pytest.mark.parametrize(("batch_norm", "betas", "eps"), [(False, (0.9, 0.98), 1e-6), (True, (0.9, 0.999), 1e-8)])

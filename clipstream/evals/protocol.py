@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Protocol
 
@@ -242,6 +242,7 @@ class EvalRunner:
         context: what they work with.
         emit: takes the record of each evaluation; called on rank 0 only.
         show: called as show(step, name, examples) before that, where an evaluator has shown some; on rank 0 only.
+        weights: gives the context in which the context's towers have their weights; entered where something is due.
 
     An error of an evaluator ends the run.
     """
@@ -252,11 +253,13 @@ class EvalRunner:
         context: EvalContext,
         emit: Callable[[Record], None],
         show: Callable[[int, str, Sequence[Example]], None] | None = None,
+        weights: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.settings = settings
         self.context = context
         self.emit = emit
         self.show = show
+        self.weights = weights
         self.evaluators = build_evaluators(settings)
 
     def due(self, step: int, last: bool = False) -> list[str]:
@@ -288,13 +291,15 @@ class EvalRunner:
         Raises:
             ClipstreamError: what the evaluator or its data raised.
         """
-        records = []
-        for name in self.due(step, last):
-            records.append(self._run(step, name))
-            if self.context.world.is_main:
-                if self.show is not None and self.context.examples:
-                    self.show(step, name, self.context.examples)
-                self.emit(records[-1])
+        records: list[Record] = []
+        due = self.due(step, last)
+        with self.weights() if due else nullcontext():
+            for name in due:
+                records.append(self._run(step, name))
+                if self.context.world.is_main:
+                    if self.show is not None and self.context.examples:
+                        self.show(step, name, self.context.examples)
+                    self.emit(records[-1])
         return records
 
     def _run(self, step: int, name: str) -> Record:

@@ -29,6 +29,7 @@ from clipstream import durable
 from clipstream.data.loader import merge_states
 from clipstream.errors import SettingsError
 from clipstream.training.precision import random_state, set_random_state
+from clipstream.training.sharding import cut_as, cut_state, whole_state
 from clipstream.versions import versions
 from clipstream.world import World
 
@@ -70,7 +71,7 @@ def save(
     Args:
         folder: LOGS/NAME/checkpoints.
         step: steps done.
-        towers: the model, without wrappers.
+        towers: the model, without wrappers, whole at least on rank 0.
         state: this rank's; JSON-able. `state["data"]` is the rank's part of the data's state, the ranks' parts are
             saved as one. The rest is taken from rank 0.
         keep_last: so many of the newest stay.
@@ -82,6 +83,7 @@ def save(
         OSError: the folder cannot be written for another reason.
     """
     told = world.gather_objects((state.get("data"), random_state(world.device)))
+    moments = whole_state(optimizer, kept=world.is_main)
     written: Path | None = None
     if world.is_main:
         data = [part for part, _ in told if part is not None]
@@ -89,7 +91,7 @@ def save(
         if data:
             merged["data"] = merge_states(data)
         try:
-            written = _write(folder, step, towers, optimizer, merged, [random for _, random in told])
+            written = _write(folder, step, towers, moments, merged, [random for _, random in told])
         except Exception as error:
             if not _disk_is_full(error, folder):
                 raise
@@ -171,10 +173,12 @@ def load(checkpoint: Path, *, towers: SavedTowers, optimizer: torch.optim.Optimi
         SettingsError: the checkpoint is of another model, or of another choice of trainable parameters.
     """
     try:
-        towers.clip.load_state_dict(load_file(checkpoint / WEIGHTS))
+        own = towers.clip.state_dict()
+        weights = load_file(checkpoint / WEIGHTS)
+        towers.clip.load_state_dict({name: cut_as(weight, own.get(name)) for name, weight in weights.items()})
         saved = torch.load(checkpoint / OPTIMIZER, map_location="cpu", weights_only=True)
         numbers = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        optimizer.load_state_dict(saved)
+        optimizer.load_state_dict(cut_state(saved, optimizer))
         for group, own in zip(optimizer.param_groups, numbers, strict=True):
             group.update(own)
         states = torch.load(checkpoint / RANDOM, map_location="cpu", weights_only=True)
@@ -189,7 +193,7 @@ def _write(
     folder: Path,
     step: int,
     towers: SavedTowers,
-    optimizer: torch.optim.Optimizer,
+    moments: dict[str, Any],
     state: State,
     random_states: list[Any],
 ) -> Path:
@@ -200,7 +204,7 @@ def _write(
     draft = folder / f"{final.name}.tmp"
     draft.mkdir()
     towers.save_pretrained(draft)
-    torch.save(optimizer.state_dict(), draft / OPTIMIZER)
+    torch.save(moments, draft / OPTIMIZER)
     torch.save(random_states, draft / RANDOM)
     (draft / STATE).write_text(json.dumps(state, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     files = sorted(path for path in draft.rglob("*") if path.is_file())

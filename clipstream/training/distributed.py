@@ -1,4 +1,6 @@
-"""Owns DDP: how a module is wrapped, so that ranks' gradients are summed exactly and alike in every run.
+"""Owns the summing of gradients over ranks: how a module is wrapped in DDP, and when it sums, alike in every run.
+
+What is sharded (see `sharding`) sums by itself, and is told here when.
 
 Never computes a loss. With one rank the module is used as it is.
 """
@@ -6,8 +8,8 @@ Never computes a loss. With one rank the module is used as it is.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clipstream.errors import SettingsError
 from clipstream.training.precision import same_randomness
+from clipstream.training.sharding import average_scalars, is_sharded, sum_gradients
 from clipstream.world import World
 
 # torch 2.13 gave the argument a new name.
@@ -23,20 +26,24 @@ _NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
 _OPTIONS: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers": False}
 
 
-def wrap(module: nn.Module, world: World) -> nn.Module:
-    """The module in DDP (with one rank: itself), its weights made rank 0's.
+def wrap(module: nn.Module, world: World, *, static_graph: bool = False) -> nn.Module:
+    """The module in DDP (with one rank, or sharded: itself), its weights made rank 0's.
 
     DDP averages gradients, so a rank's share of the loss is multiplied by `world.size` before `backward`. Buffers are
-    not broadcast: batch statistics are the same on all ranks (`synchronize_batch_norm`). No static graph: it does not
-    go with `no_sync`, which micro-batches need.
+    not broadcast: batch statistics are the same on all ranks (`synchronize_batch_norm`).
+
+    Args:
+        static_graph: whether each step is one forward and one backward pass over the same parameters: DDP then spares
+            itself what it does to find that out anew. It does not go with `no_sync`, which micro-batches need.
     """
-    if world.size == 1:
+    if world.size == 1 or is_sharded(module):
         return module
     device = torch.device(world.device)
     return DistributedDataParallel(
         module,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
+        static_graph=static_graph,
         **_OPTIONS,
     )
 
@@ -54,9 +61,26 @@ def synchronize_batch_norm(module: nn.Module, world: World) -> None:
     nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
 
 
-def no_sync(module: nn.Module) -> AbstractContextManager[Any]:
-    """A context whose backward passes add gradients up on this rank alone."""
-    return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """A context whose forward and backward passes add gradients up on this rank alone."""
+    if isinstance(module, DistributedDataParallel):
+        with module.no_sync():
+            yield
+    elif is_sharded(module):
+        sum_gradients(module, False)
+        try:
+            yield
+        finally:
+            sum_gradients(module, True)
+    else:
+        yield
+
+
+def finish_gradients(module: nn.Module, world: World) -> None:
+    """After a step's last backward pass: average over the ranks what is not yet."""
+    if is_sharded(module):
+        average_scalars(module, world)
 
 
 def warm_up_buckets(module: nn.Module, forward: Callable[[], None], world: World) -> None:
@@ -70,7 +94,7 @@ def warm_up_buckets(module: nn.Module, forward: Callable[[], None], world: World
         module: what `wrap` gave.
         forward: a forward and backward pass over all trainable parameters with gradients of zero.
     """
-    if world.size == 1:
+    if not isinstance(module, DistributedDataParallel):
         return
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     with same_randomness(world.device):

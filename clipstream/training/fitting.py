@@ -66,10 +66,11 @@ class FittingPasses(Passes):
 
     def _alone(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The passes of a step, with no rank in want of memory while others wait; None where one ran out."""
-        whole = len(batch) <= (self.size or len(batch))
+        count = self._chunks_of(batch)
+        whole = count == 1
 
         def forward() -> Any:
-            return self._unsummed(batch.pixels, batch.ids) if whole else self._without_graph(batch)
+            return self._unsummed(batch.pixels, batch.ids) if whole else self._without_graph(batch, count)
 
         made = self._try(forward)
         if not all(self.world.gather_objects(made is not None)):
@@ -89,7 +90,7 @@ class FittingPasses(Passes):
             if whole:
                 carry(features, leaves)
             else:
-                self._with_graph(made[0], made[1], leaves, self._unsummed)
+                self._with_graph(batch, made[0], made[1], leaves, self._unsummed)
             return True
 
         if not all(self.world.gather_objects(self._try(backward) is not None)):

@@ -11,23 +11,28 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from clipstream.errors import SettingsError
 from clipstream.training.settings import OptimSettings, ScheduleSettings
+from clipstream.training.sharding import local
+from clipstream.world import World
 
 VIT_BETAS, VIT_EPS = (0.9, 0.98), 1e-6
 RESNET_BETAS, RESNET_EPS = (0.9, 0.999), 1e-8
 
 
 def parameter_groups(module: nn.Module, wd: float) -> list[dict[str, Any]]:
-    """The trainable parameters in two groups: matrices with weight decay `wd`; gains, biases and scales with none.
+    """The trainable parameters in three groups: matrices with weight decay `wd`; gains and biases with none; and, with
+    none, single numbers, which are never sharded as the others may be.
 
     A group without parameters is left out.
     """
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": wd},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trainable if p.ndim == 1], "weight_decay": 0.0},
+        {"params": [p for p in trainable if p.ndim == 0], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
@@ -67,9 +72,21 @@ def lr_at(step: int, *, peak: float, schedule: ScheduleSettings, total_steps: in
     return schedule.min_lr + (peak - schedule.min_lr) * left
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """Scalar L2 norm of all gradients as one vector, in their type but float32 at least, without a host sync."""
+def gradient_norm(parameters: Iterable[nn.Parameter], world: World | None = None) -> torch.Tensor:
+    """Scalar L2 norm of all gradients as one vector, in their type but float32 at least, without a host sync.
+
+    Args:
+        world: the ranks over which some of them are sharded (collective); None where none is.
+    """
     gradients = [p.grad for p in parameters if p.grad is not None]
+    shards = [local(gradient) for gradient in gradients if local(gradient) is not gradient]
+    norm = _norm([gradient for gradient in gradients if local(gradient) is gradient])
+    if world is None or not shards:
+        return norm
+    return (world.all_reduce_sum(_norm(shards).square()) + norm.square()).sqrt()
+
+
+def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     if all(gradient.dtype != torch.bfloat16 for gradient in gradients):
         return torch.nn.utils.get_total_norm(gradients)
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
@@ -79,5 +96,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, limit: float | None) -> None:
     """Scale all gradients in place by limit / norm where `norm` is above `limit`; without a host sync."""
-    if limit is not None:
-        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    if limit is None:
+        return
+    parameters = list(parameters)
+    torch.nn.utils.clip_grads_with_norm_([p for p in parameters if not isinstance(p, DTensor)], limit, norm)
+    torch.nn.utils.clip_grads_with_norm_([p for p in parameters if isinstance(p, DTensor)], limit, norm)

@@ -25,6 +25,7 @@ from clipstream.batch import Batch
 from clipstream.errors import SettingsError
 from clipstream.training.distributed import no_sync
 from clipstream.training.precision import Precision, autocast, set_torch_state, torch_state
+from clipstream.training.sharding import is_sharded
 from clipstream.world import World
 
 if TYPE_CHECKING:
@@ -78,8 +79,9 @@ class Passes:
         Raises:
             SettingsError: memory runs out.
         """
+        count = self._chunks_of(batch)
         try:
-            return self._at_once(batch) if len(batch) <= (self.size or len(batch)) else self._in_chunks(batch)
+            return self._at_once(batch) if count == 1 else self._in_chunks(batch, count)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -103,35 +105,42 @@ class Passes:
         carry(features, leaves)
         return share, leaves.logit_scale.detach()
 
-    def _in_chunks(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _chunks_of(self, batch: Batch) -> int:
+        """How many passes the samples take; on all ranks alike where a pass is collective."""
+        count = -(-len(batch) // (self.size or len(batch)))
+        alike = self.size is not None and is_sharded(self.model)
+        return max(self.world.gather_objects(count)) if alike else count
+
+    def _in_chunks(self, batch: Batch, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """As `_at_once`, with the last chunk's backward pass summing over the ranks."""
-        chunks, states, features = self._without_graph(batch)
+        chunks, states, features = self._without_graph(batch, count)
         leaves, share = self._loss(features, batch)
-        self._with_graph(chunks, states, leaves, partial(self._features, self.model))
+        self._with_graph(batch, chunks, states, leaves, partial(self._features, self.model))
         return share, leaves.logit_scale.detach()
 
-    def _without_graph(self, batch: Batch) -> tuple[list[Any], list[Any], Features]:
+    def _without_graph(self, batch: Batch, count: int) -> tuple[list[slice], list[Any], Features]:
         """The chunks, the random states before each, and the features of all."""
-        count = -(-len(batch) // (self.size or len(batch)))
-        size = -(-len(batch) // count)  # chunks of one size: a small last one would take a pass for little
-        chunks = list(zip(_parts(batch.pixels, size), _parts(batch.ids, size), strict=True))
+        chunks = _cut(len(batch), count)
         states, parts = [], []
         with torch.no_grad():
-            for pixels, ids in chunks:
+            for chunk in chunks:
                 states.append(torch_state(self.world.device))
-                parts.append(self._features(self.towers, pixels, ids))
+                found = self._features(self.towers, *_samples(batch, chunk))
+                parts.append((found, _length(chunk)))
         return chunks, states, _join(parts)
 
-    def _with_graph(self, chunks: list[Any], states: list[Any], leaves: Features, last: Forward) -> None:
+    def _with_graph(
+        self, batch: Batch, chunks: list[slice], states: list[Any], leaves: Features, last: Forward
+    ) -> None:
         """Carry the leaves' gradients to the weights, chunk by chunk; `last` is the last chunk's forward pass."""
         after = torch_state(self.world.device)
-        slices = _cut(leaves, len(chunks[0][1]))
-        for number, ((pixels, ids), state) in enumerate(zip(chunks, states, strict=True)):
+        for chunk, state in zip(chunks, states, strict=True):
             set_torch_state(state, self.world.device)
-            if number < len(chunks) - 1:
-                carry(self._unsummed(pixels, ids), slices[number], scalars=False)
+            if chunk is not chunks[-1]:
+                with no_sync(self.model):
+                    carry(self._features(self.model, *_samples(batch, chunk)), _rows(leaves, chunk), scalars=False)
             else:
-                carry(last(pixels, ids), slices[number])
+                carry(last(*_samples(batch, chunk)), _rows(leaves, chunk))
         set_torch_state(after, self.world.device)
 
     def _unsummed(self, pixels: torch.Tensor | None, ids: torch.Tensor) -> Features:
@@ -184,26 +193,35 @@ def carry(features: Features, leaves: Features, *, scalars: bool = True) -> None
         torch.autograd.backward(outputs, gradients)
 
 
-def _parts(rows: torch.Tensor | None, size: int) -> tuple[torch.Tensor, ...]:
-    assert rows is not None, "a batch of precomputed features has no pixels to cut"
-    return torch.split(rows, size)
+def _cut(n: int, count: int) -> list[slice]:
+    """n samples in chunks of one size, as a small last one would take a pass for little; where n < count, with empty
+    ones.
+    """
+    return [slice(n * number // count, n * (number + 1) // count) for number in range(count)]
 
 
-def _join(parts: list[Features]) -> Features:
-    """Chunks' features as those of the whole batch."""
-    return parts[0]._replace(
-        image=torch.cat([part.image for part in parts]), text=torch.cat([part.text for part in parts])
-    )
+def _length(chunk: slice) -> int:
+    return int(chunk.stop - chunk.start)
 
 
-def _cut(leaves: Features, size: int) -> list[Features]:
-    """The leaves of the whole batch by chunks, with their gradients."""
-    chunks = []
-    for start in range(0, len(leaves.image), size):
-        rows = []
-        for leaf in (leaves.image, leaves.text):
-            part = leaf.detach()[start : start + size]
-            part.grad = None if leaf.grad is None else leaf.grad[start : start + size]
-            rows.append(part)
-        chunks.append(leaves._replace(image=rows[0], text=rows[1]))
-    return chunks
+def _samples(batch: Batch, chunk: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pixels and ids of a chunk; of an empty one some sample's, so that this rank's pass goes with the others'."""
+    assert batch.pixels is not None, "a batch of precomputed features has no pixels to cut"
+    taken = chunk if _length(chunk) else slice(0, 1)
+    return batch.pixels[taken], batch.ids[taken]
+
+
+def _join(parts: list[tuple[Features, int]]) -> Features:
+    """Chunks' features, so many rows of each, as those of the whole batch."""
+    images, texts = zip(*((part.image[:count], part.text[:count]) for part, count in parts), strict=True)
+    return parts[0][0]._replace(image=torch.cat(images), text=torch.cat(texts))
+
+
+def _rows(leaves: Features, chunk: slice) -> Features:
+    """A chunk's rows of the leaves, with their gradients; of an empty one `_samples`' row, which has none."""
+    rows = []
+    for leaf in (leaves.image, leaves.text):
+        part = leaf.detach()[chunk if _length(chunk) else slice(0, 1)]
+        part.grad = None if leaf.grad is None or not _length(chunk) else leaf.grad[chunk]
+        rows.append(part)
+    return leaves._replace(image=rows[0], text=rows[1])

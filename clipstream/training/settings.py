@@ -80,6 +80,9 @@ class TrainSettings(Section):
     micro_batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] | None = Field(
         None, description="samples a forward pass takes at once on a rank, auto for as many as fit; all unless set"
     )
+    parallel: Literal["ddp", "fsdp"] = Field(
+        "ddp", description="of several ranks: all hold the whole model (ddp), or each a part of it (fsdp, FSDP2)"
+    )
     compile: bool = Field(False, description="torch.compile the towers")
 
     @property

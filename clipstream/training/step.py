@@ -20,11 +20,12 @@ from torch import nn
 
 from clipstream.batch import Batch
 from clipstream.errors import DivergedError, SettingsError
-from clipstream.training.distributed import warm_up_buckets, wrap
+from clipstream.training.distributed import finish_gradients, warm_up_buckets, wrap
 from clipstream.training.fitting import FittingPasses, MicroBatch
 from clipstream.training.optim import clip_gradients, gradient_norm
 from clipstream.training.passes import Loss, Passes
 from clipstream.training.precision import Precision
+from clipstream.training.sharding import is_sharded
 from clipstream.world import World
 
 _SHOWN_KEYS = 8
@@ -59,7 +60,7 @@ class TrainStep:
 
     Args:
         model: the towers (or torch.compile of them) on this rank's device, in their final type; `image.size`,
-            `context_length`, `has_batch_norm` and `clip.logit_scale` are read. Not wrapped in DDP.
+            `context_length`, `has_batch_norm` and `clip.logit_scale` are read. Not wrapped in DDP; it may be sharded.
         loss: gives shares of the global loss.
         optimizer: over the model's trainable parameters.
         world: this rank among the others.
@@ -70,7 +71,7 @@ class TrainStep:
             scale that was above it when it was loaded stays where it is or falls, so that lr 0 changes nothing.
 
     Raises:
-        SettingsError: micro-batches with batch norm: features would depend on the cut.
+        SettingsError: micro-batches with batch norm: features would depend on the cut; 'auto' with a sharded model.
     """
 
     def __init__(
@@ -95,7 +96,12 @@ class TrainStep:
         self.clip_norm, self.max_logit_scale = clip_norm, max_logit_scale
         self.scaler = torch.amp.GradScaler(torch.device(world.device).type, enabled=precision == "fp16")
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        wrapped = wrap(model, world)
+        if is_sharded(model) and micro_batch_size == "auto":
+            raise SettingsError(
+                "train.micro_batch_size: auto does not go with fsdp, whose ranks wait for each other in every pass: "
+                "give a number"
+            )
+        wrapped = wrap(model, world, static_graph=micro_batch_size is None)
         parts = (model, wrapped, loss, world)
         self.passes = (
             FittingPasses(*parts, precision=precision, scaled=self.scaler.scale, unmade=self._unmade)
@@ -119,8 +125,9 @@ class TrainStep:
             group["lr"] = lr
         batch = batch.to(self.world.device)
         share, scale = self.passes(batch)
+        finish_gradients(self.towers, self.world)
         self.scaler.unscale_(self.optimizer)
-        norm = gradient_norm(self.parameters)
+        norm = gradient_norm(self.parameters, self.world)
         agreed = self.world.all_reduce_sum(torch.stack([share.double(), share.new_tensor(stop).double()]))
         loss, stops, grad_norm, logit_scale = torch.cat([agreed, torch.stack([norm, scale]).double()]).tolist()
         overflow = not math.isfinite(grad_norm) and self._may_scale_down()

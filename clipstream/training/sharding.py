@@ -1,0 +1,208 @@
+"""Owns FSDP2: parameters, gradients and moments cut over the ranks, and the ways between shards and the whole.
+
+Never computes a loss, and writes no file. What is not sharded goes through its functions unchanged, so callers need
+not ask.
+
+**What is cut.** Each block of a tower is a unit: its parameters are gathered when it runs, forward and backward, and
+its gradients are averaged over the ranks as soon as they are whole; what lies outside of blocks is a unit too. Scale
+and bias of the logits are single numbers, which cannot be cut: every rank holds them, and `average_scalars` does for
+them what FSDP does for the others. A rank holds 1/N of parameters, gradients and moments, and one or two whole units.
+Communication: parameters twice and gradients once for each pass through the towers, so micro-batches cost theirs.
+
+**Arithmetic** is autocast's, as without sharding. On a GPU the parameters travel in its type. Gradients are summed in
+float32 at least.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from clipstream.errors import SettingsError
+from clipstream.training.precision import AUTOCAST, Precision
+from clipstream.world import World
+
+
+class WholeTowers:
+    """Towers that every rank has whole, with the interface of `ShardedTowers`."""
+
+    def __init__(self, towers: Any) -> None:
+        self.copy = towers
+
+    def whole(self, device: str, *, everywhere: bool = True) -> AbstractContextManager[Any]:
+        """The towers, where they are."""
+        return nullcontext(self.copy)
+
+
+class ShardedTowers:
+    """Towers whose parameters are cut over the ranks, in place, and the way to a copy with whole ones.
+
+    Args:
+        towers: on the CPU or on this rank's device, in their final type; the device's when this returns.
+        world: several ranks.
+        precision: of the forward pass.
+
+    Attributes:
+        copy: towers like these, whose tensors have content only in the context that `whole` gives.
+
+    Raises:
+        SettingsError: what does not go together with sharding: batch norm, fp16.
+    """
+
+    def __init__(self, towers: Any, world: World, precision: Precision) -> None:
+        if towers.has_batch_norm:
+            raise SettingsError("train.parallel: fsdp takes models without batch norm (a ViT): use ddp")
+        if precision == "fp16":
+            raise SettingsError("train.parallel: fsdp has no scaler for fp16: use --precision bf16, or ddp")
+        self.towers, self.world = towers, world
+        # A deep copy, but of tensors without content.
+        tensors = (*towers.parameters(), *towers.buffers())
+        empty = {id(tensor): _without_content(tensor) for tensor in tensors}
+        self.copy: Any = copy.deepcopy(towers, cast("dict[int, Any]", empty))
+        kind = torch.device(world.device).type
+        mesh = init_device_mesh(kind, (world.size,))
+        policy = MixedPrecisionPolicy(
+            # Not on the CPU, whose layer norm takes no narrow weights beside wide activations.
+            param_dtype=AUTOCAST.get(precision) if kind == "cuda" else None,
+            reduce_dtype=None if precision in ("fp32", "fp64") else torch.float32,
+            cast_forward_inputs=False,
+        )
+        for block in blocks(towers):
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(towers, mesh=mesh, mp_policy=policy, ignored_params=set(_scalars(towers)))
+        towers.to(world.device)
+
+    @contextmanager
+    def whole(self, device: str, *, everywhere: bool = True) -> Iterator[Any]:
+        """The copy, with the present weights for as long as the context is open. Collective.
+
+        Args:
+            device: where it is.
+            everywhere: False for rank 0 alone; the others get one without content.
+        """
+        for module in self.towers.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        kept = everywhere or self.world.is_main
+        if kept:
+            self.copy.to_empty(device=device)
+        with torch.no_grad():
+            for name, tensor in _tensors(self.towers).items():
+                value = whole(tensor)
+                if kept:
+                    _tensors(self.copy)[name].copy_(value)
+        try:
+            yield self.copy
+        finally:
+            self.copy.to("meta")
+
+
+def spread(towers: Any, world: World, *, parallel: str, precision: Precision) -> WholeTowers | ShardedTowers:
+    """The towers on this rank's device: whole, or with 'fsdp' on several ranks sharded, in place.
+
+    Raises:
+        SettingsError: as ShardedTowers.
+    """
+    if parallel == "fsdp" and world.size > 1:
+        return ShardedTowers(towers, world, precision)
+    return WholeTowers(towers.to(world.device))
+
+
+def blocks(towers: nn.Module) -> list[nn.Module]:
+    """The repeated parts of the towers: outermost modules that stand in a list with others of their class."""
+    if isinstance(towers, nn.ModuleList | nn.Sequential):
+        children = list(towers.children())
+        if len(children) > 1 and len({type(child) for child in children}) == 1 and any(children[0].children()):
+            return [child for child in children if any(True for _ in child.parameters())]
+    return [block for child in towers.children() for block in blocks(child)]
+
+
+def is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
+
+
+def sum_gradients(module: nn.Module, wanted: bool) -> None:
+    """Whether the coming backward passes of a sharded module sum gradients over the ranks, or add them up on each."""
+    cast(FSDPModule, module).set_requires_gradient_sync(wanted)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a sharded tensor, on every rank (collective); any other as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor, sharing memory; any other as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def cut_as(tensor: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
+    """A whole tensor, which every rank has, sharded as `like` is."""
+    if not isinstance(like, DTensor) or tensor.shape != like.shape:
+        return tensor
+    return distribute_tensor(tensor.to(like.device, like.dtype), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def whole_state(optimizer: torch.optim.Optimizer, *, kept: bool) -> dict[str, Any]:
+    """`optimizer.state_dict()` with whole tensors. Collective where it is sharded.
+
+    Args:
+        kept: whether this rank wants it; gathered tensors come to the CPU one by one.
+    """
+    saved = optimizer.state_dict()
+    state: dict[int, dict[str, Any]] = {}
+    for index, values in saved["state"].items():
+        state[index] = {}
+        for name, value in values.items():
+            if isinstance(value, DTensor):
+                full = whole(value)
+                state[index][name] = full.cpu() if kept else None
+            else:
+                state[index][name] = value
+    return {**saved, "state": state}
+
+
+def cut_state(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What `whole_state` gave, cut as this optimiser's parameters are."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state = {
+        index: {
+            name: cut_as(value, parameters[index]) if isinstance(value, torch.Tensor) and value.ndim else value
+            for name, value in values.items()
+        }
+        for index, values in saved["state"].items()
+        if index < len(parameters)
+    }
+    return {**saved, "state": state}
+
+
+def average_scalars(towers: nn.Module, world: World) -> None:
+    """Average over the ranks the gradients of what FSDP leaves alone, so that they are like the others."""
+    for parameter in _scalars(towers):
+        if parameter.grad is not None:
+            world.all_reduce_sum(parameter.grad).div_(world.size)
+
+
+def _scalars(towers: nn.Module) -> list[nn.Parameter]:
+    return [p for name, p in towers.named_parameters() if name.startswith("clip.logit_")]
+
+
+def _without_content(tensor: torch.Tensor) -> torch.Tensor:
+    empty = tensor.detach().to("meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by all of their names, also what a checkpoint leaves out."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
