@@ -1,13 +1,14 @@
 """Contrastive losses beside open_clip's, and beside chunks by hand: time and memory of forward and backward.
 
-    make bench-loss                                                    # 1,024 to 8,192 beside the others
-    python benchmarks/loss.py --sizes 16384 65536 --alone --rounds 1   # further, clipstream's alone
+    make bench-loss                                    # a quarter of an hour on two cores
+    python benchmarks/loss.py --sizes 1024 2048 4096   # a minute
 
 `open_clip` is its loss on one process. `by hand` is what people write when that is out of memory: rows in chunks, each
 with its own backward pass, as GradCache's loss over cached features. Each measurement is a process of its own, forked
 from one that has imported everything, so that peaks do not mix; the cases take turns over the rounds, as machines are
-shared and noisy. Memory is the peak of resident memory above features and their gradients, MiB; time is the median over
-the rounds, s; the ratio is open_clip's time over clipstream's.
+shared and noisy. Above `--beside` samples clipstream's runs alone, once: dense logits would take 30 GB at 65,536.
+Memory is the peak of resident memory above features and their gradients, MiB; time is the median over the rounds, s;
+the ratio is open_clip's time over clipstream's.
 """
 
 from __future__ import annotations
@@ -135,23 +136,25 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     """Print the table; write it as CSV and as a plot where they are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[2**power for power in range(10, 17)])
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--alone", action="store_true", help="clipstream's losses only")
+    parser.add_argument("--beside", type=int, default=8192, help="the largest batch for the others")
     parser.add_argument("--csv", type=Path, default=None)
     parser.add_argument("--plot", type=Path, default=None, help="SVG or PNG; needs matplotlib")
     args = parser.parse_args()
-    makers = {"clipstream": clipstream} | ({} if args.alone else {"open_clip": dense, "by hand": by_hand})
+    makers = {"clipstream": clipstream, "open_clip": dense, "by hand": by_hand}
     rows: list[dict[str, Any]] = []
     print(f"{'loss':8}{'batch':>8}  " + "".join(f"{name + ' s':>14}{'MiB':>7}" for name in makers) + "   ratio")
     for kind in ("clip", "siglip"):
         for size in args.sizes:
-            found: dict[str, list[tuple[float, float]]] = {name: [] for name in makers}
-            for _ in range(args.rounds):
-                for name, make in makers.items():
-                    found[name].append(measure(make(kind), size, args.width, args.threads))
+            alone = size > args.beside
+            names = ["clipstream"] if alone else list(makers)
+            found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+            for _ in range(1 if alone else args.rounds):
+                for name in names:
+                    found[name].append(measure(makers[name](kind), size, args.width, args.threads))
             line, medians = f"{kind:8}{size:8}  ", {}
             for name, values in found.items():
                 seconds, mib = (statistics.median(column) for column in zip(*values, strict=True))
