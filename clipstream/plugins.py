@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
+
+
+def is_plugin(text: str) -> bool:
+    """Whether a text has the form 'package.module:Name'."""
+    return re.fullmatch(r"[\w.]+:[\w.]+", text) is not None
 
 
 def load_plugin(path: str) -> Any:

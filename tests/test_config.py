@@ -298,6 +298,7 @@ def test_an_existing_run_is_not_written_over(tmp_path: Path) -> None:
         (7, ["--workers=8"], 96),
         (50, ["--workers=0"], 96),
         (1, ["--batch-size=10"], 10),
+        (1, ["--batch-size=64", "--data.batch-schedule=[[3, 20], [9, 80]]"], 20),
         (1, ["--data.lanes=7"], 7),
         (2, ["--dataset-resampled=false"], 5),
     ],

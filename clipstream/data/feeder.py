@@ -19,6 +19,7 @@ from clipstream.data.fields import CaptionExtractor, SampleTransform, image_byte
 from clipstream.data.health import PROFILED, Health
 from clipstream.data.order import Draws, Slots, SourceMix
 from clipstream.data.slab import Slab
+from clipstream.data.stages import HAND_OVER, StageTimes, Stopwatch
 from clipstream.data.text import Tokenizer
 from clipstream.data.walk import Taken, Walk
 from clipstream.errors import Dropped
@@ -87,6 +88,7 @@ class Part:
         lanes: lane number -> state after this batch.
         health: what was counted since the last report.
         ended: whether all lanes are at their end (evaluation).
+        times: of the stages, since the last report.
     """
 
     step: int
@@ -94,6 +96,7 @@ class Part:
     lanes: dict[int, dict[str, Any]]
     health: Health
     ended: bool = False
+    times: StageTimes = field(default_factory=StageTimes)
 
 
 @dataclass
@@ -108,7 +111,7 @@ class Feeder:
         tokenizer: captions to ids.
         health: counts since the last report.
         report: called with the counts where a part takes long or much is dropped, before it is full.
-        trace: called with (stage, sample) at each stage, so that a stall can be named.
+        trace: takes (stage, sample) at each stage, for their times, and so that a stall can be named.
     """
 
     lanes: list[Lane]
@@ -118,7 +121,7 @@ class Feeder:
     tokenizer: Tokenizer
     health: Health
     report: Callable[[Health], None]
-    trace: Callable[[str, str], None]
+    trace: Stopwatch
     _reported: float = field(default_factory=time.monotonic)
 
     def fill(self, step: int, slab: Slab) -> Part:
@@ -142,7 +145,8 @@ class Feeder:
         lanes = {lane.number: lane.save() for lane in self.lanes}
         ended = not keys and any(self.slots.of(lane.number, step) for lane in self.lanes)
         self._reported = time.monotonic()
-        return Part(step, keys, lanes, self.health.take(), ended)
+        self.trace(HAND_OVER, "")
+        return Part(step, keys, lanes, self.health.take(), ended, self.trace.take())
 
     def pulse(self, source: str) -> None:
         """Report early where much of a source is bad, or where nothing was said for long."""
@@ -154,6 +158,7 @@ class Feeder:
 
     def _next_usable(self, walk: Walk, reader: Reader, slab: Slab, slot: int) -> tuple[str, str] | None:
         """Write the next usable sample's pixels to its slot; its caption and name. None at the end of the walk."""
+        self.trace("order", "")
         while (taken := walk.take()) is not None:
             health = self.health.sources[reader.name]
             health.read += 1
@@ -166,6 +171,7 @@ class Feeder:
                     with contextlib.suppress(Dropped):  # its members may be unreadable, too
                         health.profile.add(_whole(taken))
                 self.pulse(reader.name)
+                self.trace("order", "")
                 continue
             health.used += 1
             self.pulse(reader.name)

@@ -50,6 +50,11 @@ class SourceHealth:
         self.dropped[reason] += 1
         self.examples.setdefault(reason, f"{where}: {detail}" if detail else where)
 
+    def funnel(self) -> str:
+        """What became of what was read, in words."""
+        drops = "".join(f", {count} {reason}" for reason, count in self.dropped.most_common())
+        return f"{len(self.shards)} shards tried, {len(self.faults)} broken; {self.read} read, {self.used} used{drops}"
+
     def merge(self, delta: SourceHealth) -> None:
         """Add another's counts."""
         self.read += delta.read

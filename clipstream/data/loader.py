@@ -26,6 +26,7 @@ from clipstream.data.feeder import Feeder, Part
 from clipstream.data.health import Budget, Health
 from clipstream.data.order import Slots
 from clipstream.data.slab import Slab, SlabRing, SlabShape
+from clipstream.data.stages import IDLE, StageTimes
 from clipstream.data.walk import OPENING
 from clipstream.data.worker import Status, Worker
 from clipstream.errors import ClipstreamError, DataError
@@ -79,12 +80,14 @@ class Loader:
     Attributes:
         health: counts of this rank since the start.
         wait_seconds: total time that the caller waited for batches.
+        times: of this rank's stages, since `take_times`.
     """
 
     def __init__(self, plan: LoaderPlan, start: DataState | None = None) -> None:
         self.plan = plan
         self.health = Health(plan.names)
         self.wait_seconds = 0.0
+        self.times = StageTimes()
         self._step = int(start["step"]) if start else 0  # the batch that is handed out next
         self._asked = self._step  # the batch that workers are asked for next
         self._lanes: dict[str, Any] = dict(start["lanes"]) if start else {}  # after the last batch handed out
@@ -110,6 +113,8 @@ class Loader:
         began = time.perf_counter()
         if self._feeder is not None:
             parts = [self._feeder.fill(self._step, self._ring[self._step])]
+            self._feeder.trace(IDLE, "")
+            self.times.merge(parts[0].times)
             self._merge_and_check(parts[0].health)
         else:
             if self._asked < self._step + self.plan.depth:
@@ -128,6 +133,11 @@ class Loader:
             "plan": self.plan.fingerprint,
             "lanes": dict(self._lanes),
         }
+
+    def take_times(self) -> StageTimes:
+        """What the stages took since the last take."""
+        taken, self.times = self.times, StageTimes()
+        return taken
 
     def close(self) -> None:
         """End the workers and give the shards back."""
@@ -186,6 +196,7 @@ class Loader:
             worker.filled_last = message.step
             worker.useful_at = time.monotonic()
             self._parts.setdefault(message.step, []).append(message)
+            self.times.merge(message.times)
             self._merge_and_check(message.health)
         elif isinstance(message, Health):
             if any(source.used for source in message.sources.values()):
@@ -214,6 +225,7 @@ class Loader:
         for number, worker in enumerate(self._workers):
             doing, age = worker.status.get()
             lines.append(f"  worker {number} (pid {worker.process.pid}): {doing}, for {age:.0f} s")
+        lines += [f"  source {name!r}: {health.funnel()}" for name, health in self.health.sources.items()]
         return (
             f"no data for {self.plan.stall_timeout:.0f} s (--data.stall-timeout), batch {self._step} is not whole:\n"
             + "\n".join(lines)

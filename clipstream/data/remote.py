@@ -26,7 +26,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from clipstream.data.shards import local_path, redact, scheme_of
-from clipstream.data.transfer import ShardError, fetch_gopen, fetch_http, has_own_handler, run_pipe
+from clipstream.data.transfer import Alive, ShardError, fetch_gopen, fetch_http, has_own_handler, run_pipe
 from clipstream.errors import SettingsError
 
 __all__ = ["ShardError", "ShardStore"]
@@ -59,7 +59,7 @@ class ShardStore:
         backoff: seconds before the first retry; doubled each time.
 
     Attributes:
-        alive: called as bytes come, so that a long transfer is told from one that hangs.
+        alive: called with the bytes that have come, as they come, so that a long transfer is told from one that hangs.
 
     Raises:
         SettingsError: the cache folder cannot be made or written.
@@ -86,7 +86,7 @@ class ShardStore:
         self._pid = os.getpid()
         self._answered: set[str] = set()
         self._silent: set[str] = set()
-        self.alive: Callable[[], None] = _nothing
+        self.alive: Alive = _nothing
 
     def local(self, url: str) -> Path:
         """The whole shard as a local uncompressed file; the path itself for a local tar.
@@ -183,7 +183,7 @@ class ShardStore:
             # What another process downloads counts as our own getting on.
             if (now := _size_of_parts(target)) != size:
                 size = now
-                self.alive()
+                self.alive(now)
             time.sleep(0.02)
 
     def _fill(self, target: Path, fill: Fill) -> None:
@@ -287,7 +287,7 @@ def _size_of_parts(target: Path) -> int:
     return total
 
 
-def _nothing() -> None:
+def _nothing(size: int) -> None:
     pass
 
 

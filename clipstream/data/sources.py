@@ -23,6 +23,7 @@ from clipstream.data.remote import ShardStore
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.shards import redact
 from clipstream.data.slab import SlabShape
+from clipstream.data.stages import Stopwatch
 from clipstream.data.text import Tokenizer
 from clipstream.data.walk import OnceWalk, OpenShards, Walk, WindowWalk
 from clipstream.data.worker import Status
@@ -51,9 +52,10 @@ class _Stream:
     def feeder(self, worker: int, report: Callable[[Any], None], status: Status) -> Feeder:
         """The feeder of a worker: every `workers`-th lane of the rank."""
         self.store.alive = status.touch
-        feeder = Feeder([], self.slots, self.readers, self.mix, self.tokenizer, Health(self.names), report, status.set)
+        trace = Stopwatch(status.set)
+        feeder = Feeder([], self.slots, self.readers, self.mix, self.tokenizer, Health(self.names), report, trace)
         shards = [
-            OpenShards(opener, lambda name=name: feeder.health.sources[name], status.set)  # type: ignore[misc]
+            OpenShards(opener, lambda name=name: feeder.health.sources[name], trace)  # type: ignore[misc]
             for name, opener in zip(self.names, self.openers, strict=True)
         ]
         for lane in self.slots.lanes[worker :: max(1, self.workers)]:

@@ -26,7 +26,7 @@ from urllib.request import HTTPHandler, HTTPSHandler, Request, build_opener
 from clipstream.data.shards import redact
 from clipstream.data.tarstream import scan
 
-Alive = Callable[[], None]  # called as bytes come
+Alive = Callable[[int], None]  # called as bytes come, with how many have come
 
 CHUNK = 1 << 20
 CONNECT_SECONDS = 10.0  # a host that does not answer within these is down, or behind a firewall
@@ -121,7 +121,7 @@ class _Download:
         except OSError as error:
             raise ShardError("disk", f"cannot write {self.file.name}: {error.strerror}") from error
         self.have += len(data)
-        self.alive()
+        self.alive(self.have)
 
     def _check_end(self) -> None:
         """Without a length, only the tar itself tells whether all of it came."""
@@ -215,7 +215,7 @@ def _wait_while_growing(pid: int, file: int, timeout: float, alive: Alive) -> bo
         now = os.fstat(file).st_size
         if now != size:
             size, since = now, time.monotonic()
-            alive()
+            alive(now)
         elif time.monotonic() - since > timeout:
             return False
         time.sleep(pause)
@@ -242,7 +242,7 @@ def fetch_gopen(url: str, scheme: str, part: Path, *, alive: Alive) -> None:
         with open(part, "wb") as file:
             while data := stream.read(CHUNK):
                 file.write(data)
-                alive()
+                alive(file.tell())
         stream.close()
         child = getattr(stream, "proc", None)
     except Exception as error:  # a user's handler may raise anything

@@ -24,12 +24,13 @@ from typing import Any
 
 from clipstream.data.feeder import Feeder
 from clipstream.data.slab import SlabRing
+from clipstream.data.stages import IDLE
 from clipstream.errors import ClipstreamError
 
 _PR_SET_PDEATHSIG = 1
 _END = signal.SIGUSR2  # ends a worker at once, and with it the commands behind `pipe:`
 _LAST_SECONDS = 2  # for it to clean up
-_HEAD = struct.Struct("<dH")
+_HEAD = struct.Struct("<dQH")  # when, bytes that came, length of the words
 _STATUS_BYTES = 1024
 
 
@@ -42,21 +43,21 @@ class Status:
     def set(self, stage: str, sample: str) -> None:
         """Say what is being done now."""
         text = f"{stage} {sample}".encode(errors="backslashreplace")[: _STATUS_BYTES - _HEAD.size]
-        _HEAD.pack_into(self._memory, 0, time.monotonic(), len(text))
+        _HEAD.pack_into(self._memory, 0, time.monotonic(), 0, len(text))
         self._memory[_HEAD.size : _HEAD.size + len(text)] = text
 
-    def touch(self) -> None:
-        """Say that what is being done goes on."""
-        _, length = _HEAD.unpack_from(self._memory, 0)
-        _HEAD.pack_into(self._memory, 0, time.monotonic(), length)
+    def touch(self, size: int) -> None:
+        """Say that what is being done goes on, and how many bytes have come."""
+        *_, length = _HEAD.unpack_from(self._memory, 0)
+        _HEAD.pack_into(self._memory, 0, time.monotonic(), size, length)
 
     def get(self) -> tuple[str, float]:
-        """What was said last, and how many seconds ago."""
-        since, length = _HEAD.unpack_from(self._memory, 0)
+        """What was said last, and how many seconds ago it was said or a byte came."""
+        since, size, length = _HEAD.unpack_from(self._memory, 0)
         if not length:
             return "start", 0.0
         text = self._memory[_HEAD.size : _HEAD.size + length].decode(errors="replace")
-        return text, time.monotonic() - since
+        return f"{text}{f' ({size:,} bytes came)' if size else ''}", time.monotonic() - since
 
 
 @dataclass
@@ -160,7 +161,7 @@ def _main(
         while True:
             step = connection.recv()
             connection.send(feeder.fill(step, ring[step]))
-            status.set("idle", "")
+            feeder.trace(IDLE, "")
     except (_Ended, EOFError, BrokenPipeError, ConnectionResetError):
         return  # the loader was closed, or the parent died
     except ClipstreamError as error:

@@ -15,6 +15,7 @@ from clipstream.report.page import Report
 from clipstream.report.progress import Progress
 from clipstream.report.settings import LogSettings
 from clipstream.report.sinks import MetricsFile, Record, TensorBoard
+from clipstream.report.starving import Starving
 from clipstream.versions import versions
 from clipstream.world import World
 
@@ -47,6 +48,7 @@ class Outputs:
             self._sinks.append(board)
             self._shows.append(board)
         self._sinks.append(Progress(total, start=self._done, mode=settings.progress))
+        self._sinks.append(Starving(settings.starving, world.size, settings.alert))
         if settings.report:
             self._sinks.append(Report(folder))  # the last: it reads what the others have written
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from clipstream import __version__, durable
 from clipstream.report.charts import COLOURS, Chart, Series, short
-from clipstream.report.progress import chance_of, duration, percent
+from clipstream.report.progress import chance_of, duration, milliseconds, percent
 from clipstream.report.reading import Points, Run, read_run
 from clipstream.report.sinks import Record
 
@@ -83,6 +83,7 @@ def render(runs: Sequence[Run]) -> str:
             several=len(runs) > 1,
             short=short,
             percent=percent,
+            milliseconds=milliseconds,
         )
     )
 

@@ -84,7 +84,8 @@ class Progress:
             self._speeds.append(speed)
         parts = [f"loss {_number(record['loss'], '.4g')}", f"{speed:.0f} samples/s"]
         if "data_wait" in record:
-            parts.append(f"data wait {record['data_wait']:.0%}")
+            slow = record.get("bottleneck", "training")
+            parts.append(f"data wait {record['data_wait']:.0%}{'' if slow == 'training' else f' ({slow})'}")
         if self._speeds and step and record.get("samples"):
             samples_left = (self.total - step) * record["samples"] / step
             parts.append(f"eta {duration(samples_left * len(self._speeds) / sum(self._speeds))}")
@@ -167,6 +168,13 @@ def duration(seconds: float) -> str:
         return f"{whole}s"
     minutes, rest = divmod(whole, 60)
     return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def milliseconds(seconds: float) -> str:
+    """A short time as 0.31 ms or 42 ms; a longer one as `duration`."""
+    if seconds >= 1:
+        return duration(seconds)
+    return f"{seconds * 1e3:.2g} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
 
 
 def _number(value: Any, form: str) -> str:

@@ -27,6 +27,7 @@ class Run:
         curves: metric of the training lines -> (step, value).
         evaluations: evaluator -> metric -> (step, value).
         health: the newest counts of the data, by source.
+        stages: what the data's stages took in the last training line's steps.
         starts: one for each process that began or resumed the run: step, time, versions, …
         settings: the resolved settings, key -> value.
         pages: pictures.
@@ -36,6 +37,7 @@ class Run:
     curves: dict[str, Points] = field(default_factory=dict)
     evaluations: dict[str, dict[str, Points]] = field(default_factory=dict)
     health: dict[str, Any] = field(default_factory=dict)
+    stages: dict[str, dict[str, float]] = field(default_factory=dict)
     starts: list[dict[str, Any]] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
     pages: list[Page] = field(default_factory=list)
@@ -74,6 +76,8 @@ def _take(run: Run, record: dict[str, Any]) -> None:
         run.starts.append({"step": step, **record["start"]})
     elif "health" in record:
         run.health = record["health"]
+    elif "stages" in record:
+        run.stages = record["stages"]
     else:
         into = run.evaluations.setdefault(str(record["eval"]), {}) if "eval" in record else run.curves
         for key, value in record.items():

@@ -1,8 +1,8 @@
 """Owns the files that metrics go to: metrics.jsonl and TensorBoard's events; never talks to the terminal.
 
-A sink takes flat records: a training line (step, loss, …), an evaluation (step, eval, metrics) or the data's health
-(step, health). One process writes: rank 0. A run that is resumed at step s keeps what was written up to s and loses
-the rest, so that a file holds each step once.
+A sink takes records: a training line (step, loss, …), what the data's stages took in it (step, stages), an evaluation
+(step, eval, metrics) or the data's health (step, health). One process writes: rank 0. A run that is resumed at step s
+keeps what was written up to s and loses the rest, so that a file holds each step once.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class MetricsFile:
 
 
 class TensorBoard:
-    """FOLDER/tensorboard: scalars train/KEY, eval/NAME/METRIC and health/SOURCE/…
+    """FOLDER/tensorboard: scalars train/KEY, eval/NAME/METRIC, health/SOURCE/… and stages/STAGE/…
 
     Args:
         folder: the run's.
@@ -101,8 +101,11 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
     """The numbers of a record with their TensorBoard tags."""
     if "start" in record:
         return
-    prefix = f"eval/{record['eval']}" if "eval" in record else "" if "health" in record else "train"
+    prefix = f"eval/{record['eval']}" if "eval" in record else "train"
     numbers = {key: value for key, value in record.items() if key not in ("step", "eval")}
+    for kind in ("health", "stages"):
+        if kind in record:
+            prefix, numbers = "", {kind: record[kind]}
     for tag, value in flat(numbers, prefix).items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             yield tag, value

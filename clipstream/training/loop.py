@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from clipstream.batch import Batch
+from clipstream.data.stages import StageTimes, merged
 from clipstream.errors import ClipstreamError, DataError, Stopped
 from clipstream.training.step import StepResult
 from clipstream.training.stopping import StopSignals
 from clipstream.world import World
 
 Record = dict[str, Any]
+TRAINING = "training"  # the bottleneck that one wishes for
+NEGLIGIBLE = 0.05  # share of the time that is waited for data, below which training is the bottleneck
 HEALTH_LINES = 10  # training lines between two of the data's health
 
 
@@ -38,6 +41,9 @@ class Batches(Protocol):
 
     def state(self) -> dict[str, Any]:
         """Position after the last batch that was handed out; JSON-able."""
+
+    def take_times(self) -> StageTimes:
+        """What the stages of the data took since the last take."""
 
 
 class Sink(Protocol):
@@ -157,9 +163,12 @@ class Trainer:
 
     def _log(self, result: StepResult, lr: float) -> None:
         """Write a training line: means over the interval of loss and gradient norm, the rest of its last step."""
-        mine = self._interval.times(self.loader.wait_seconds)
+        mine = (*self._interval.times(self.loader.wait_seconds), self.loader.take_times())
         times = self.world.gather_objects(mine)
-        seconds = max(wall for wall, _ in times)
+        seconds = max(wall for wall, _, _ in times)
+        waited = max(wait / wall for wall, wait, _ in times)
+        stages = merged(stages for _, _, stages in times)
+        bottleneck = TRAINING if waited < NEGLIGIBLE else stages.longest() or TRAINING
         loss, grad_norm = self._interval.means()
         record: Record = {
             "step": self.step,
@@ -169,13 +178,16 @@ class Trainer:
             "grad_norm": grad_norm,
             "logit_scale": result.logit_scale,
             "samples_per_s": self._interval.timed_samples / seconds,
-            "data_wait": max(wait / wall for wall, wait in times),
+            "data_wait": waited,
+            "bottleneck": bottleneck,
         }
         if result.loss_scale is not None:
             record |= {"loss_scale": result.loss_scale, "overflow_rate": self._interval.overflow_rate()}
         if self.epoch_samples:
             record["epoch"] = self.samples / self.epoch_samples
         self._write(record)
+        about = {"data_wait": waited, "seconds": seconds, "bottleneck": bottleneck}
+        self._write({"step": self.step, **about, "stages": stages.summary()})
         if self.step % (self.log_every * HEALTH_LINES) == 0 or self.step == self.log_every:
             self._write_health()
         self._interval = _Interval()

@@ -1,0 +1,147 @@
+"""Where the data's time goes: measured by stage, named as the bottleneck, warned of once."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clipstream.data import images, opening, tarstream, walk
+from clipstream.data.stages import IDLE, StageTimes, Stopwatch, merged
+from clipstream.report.settings import LogSettings
+from clipstream.report.starving import PATIENCE, Starving
+from tests.pictures import ByteTokenizer, make_shards
+from tests.test_loader import data, loader
+
+DELAY = 0.02
+
+
+@given(st.lists(st.floats(1e-6, 1e3), min_size=1), st.lists(st.floats(1e-6, 1e3)), st.sampled_from([0.5, 0.9, 0.99]))
+def test_sums_and_quantiles(first: list[float], second: list[float], share: float) -> None:
+    parts = [StageTimes(), StageTimes()]
+    for part, values in zip(parts, (first, second), strict=True):
+        for value in values:
+            part.add("decode", value)
+    whole, values = merged(parts), sorted(first + second)
+    exact = values[max(0, math.ceil(share * len(values)) - 1)]
+    assert whole.quantile("decode", share) == pytest.approx(exact, rel=0.1)
+    summary = whole.summary()["decode"]
+    assert summary["count"] == len(values) and summary["seconds"] == pytest.approx(sum(values))
+
+
+def test_a_stage_lasts_until_the_next() -> None:
+    said: list[tuple[str, str]] = []
+    watch = Stopwatch(lambda *stage: said.append(stage))
+    for stage in ("read", "decode", "read", IDLE):
+        watch(stage, "a")
+        time.sleep(0.01)
+    times = watch.take()
+    assert said == [("read", "a"), ("decode", "a"), ("read", "a"), (IDLE, "a")]
+    assert {stage: times.summary()[stage]["count"] for stage in times.buckets} == {"read": 2, "decode": 1}
+    assert times.seconds["read"] >= 0.02 and times.longest() == "read"
+    assert not watch.take().seconds
+
+
+def slowed(function: Callable[..., Any]) -> Callable[..., Any]:
+    def slow(*args: Any, **more: Any) -> Any:
+        time.sleep(DELAY)
+        return function(*args, **more)
+
+    return slow
+
+
+def slow_transform(sample: Any) -> Any:
+    """As a user's own."""
+    time.sleep(DELAY)
+    return sample
+
+
+PLACES = {
+    "open": (opening.Opener, "open"),
+    "order": (walk.WindowWalk, "take"),
+    "read": (tarstream.Shard, "load"),
+    "decode": (images.TrainTransform, "__call__"),
+    "tokenize": (ByteTokenizer, "encode"),
+}
+
+
+@pytest.mark.parametrize("stage", [*PLACES, "transform"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_delay_is_found_in_its_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, workers: int
+) -> None:
+    shards = make_shards(tmp_path, [3] * 12)
+    source: dict[str, Any] = {"shards": shards}
+    if stage == "transform":
+        source["transform"] = f"{__name__}:slow_transform"
+    else:
+        place, name = PLACES[stage]
+        monkeypatch.setattr(place, name, slowed(getattr(place, name)))
+    with loader(data(None, workers=workers, global_batch_size=12, sources={"train": source})) as stream:
+        for _ in range(6):
+            next(stream)
+        times = stream.take_times()
+    assert times.longest() == stage
+    assert times.quantile(stage, 0.5) == pytest.approx(DELAY, rel=0.5)
+
+
+def line(step: int, wait: float, seconds: float = 20.0) -> dict[str, Any]:
+    times = StageTimes()
+    times.add("decode", 0.25)
+    return {"step": step, "data_wait": wait, "seconds": seconds, "bottleneck": "decode", "stages": times.summary()}
+
+
+ALERTS: list[str] = []
+
+
+def note(text: str) -> None:
+    """A hook of one's own."""
+    ALERTS.append(text)
+
+
+def test_waiting_is_warned_of_once_with_stage_and_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    ALERTS.clear()
+    sink = Starving(0.2, 4, f"{__name__}:note")
+    sink.write(line(10, 0.1))
+    for step in range(20, 20 + 10 * (PATIENCE + 3), 10):
+        sink.write(line(step, 0.9))
+    said = capsys.readouterr().err
+    assert said.count("warning") == 1 and len(ALERTS) == 1 and ALERTS[0] in said
+    # A line of 2 s, and three of 18 s, on four ranks.
+    assert "90% of its time (step 40)" in said and "'decode', 2" in said and "3m44s of 4 ranks" in said
+    assert "--workers" in said
+    sink.write(line(100, 0.0))
+    assert "no longer waits" in capsys.readouterr().err
+    sink.close()
+    assert not capsys.readouterr().err
+
+
+def test_a_moment_or_a_single_line_is_no_news(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = Starving(0.2, 1)
+    for step in range(10):
+        sink.write(line(step, 0.9 if step % 3 else 0.0))
+    for step in range(10):
+        sink.write(line(step, 0.9, seconds=0.1))
+    sink.write({"step": 3, "loss": 1.0})
+    assert not capsys.readouterr().err
+
+
+def test_a_hook_may_be_a_command_and_may_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for hook in (f"echo $CLIPSTREAM_ALERT > {tmp_path}/said", "math:sqrt"):
+        sink = Starving(0.2, 1, hook)
+        for step in range(4):
+            sink.write(line(step, 0.9))
+    assert "log.alert 'math:sqrt' failed: TypeError" in capsys.readouterr().err
+    end = time.monotonic() + 20
+    while not (tmp_path / "said").exists() or not (tmp_path / "said").read_text():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert "waits for data" in (tmp_path / "said").read_text()
+    with pytest.raises(ValueError, match="no_such"):
+        LogSettings(alert="no_such_module:fn")
