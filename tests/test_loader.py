@@ -179,6 +179,24 @@ def test_bad_samples_are_replaced_and_counted(tmp_path: Path) -> None:
     assert set(health.dropped) == {"undecodable_image", "empty_caption", "no_caption"}
     assert health.read == health.used + sum(health.dropped.values())
     assert "a.tar/3" in health.examples["undecodable_image"]
+    losses = stream.health.take_losses()
+    assert len(losses) == sum(health.dropped.values())
+    assert {(loss.source, loss.shard, loss.key, loss.reason) for loss in losses} == {
+        ("train", str(shard), "3", "undecodable_image"),
+        ("train", str(shard), "4", "empty_caption"),
+        ("train", str(shard), "5", "no_caption"),
+    }
+    assert not stream.health.take_losses()
+
+
+def test_a_broken_shard_is_listed_once(shards: list[str], tmp_path: Path) -> None:
+    broken = tmp_path / "cut.tar"
+    broken.write_bytes(Path(shards[2]).read_bytes()[:9000])
+    with loader(data([*shards, str(broken)], workers=2, max_shard_failures=1.0)) as stream:
+        for _ in range(40):
+            next(stream)
+        (loss,) = stream.health.take_losses()
+    assert (loss.shard, loss.key) == (str(broken), None) and loss.reason in ("missing_end", "truncated_member")
 
 
 @pytest.mark.parametrize("workers", [0, 2])

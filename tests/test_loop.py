@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from clipstream.batch import Batch
+from clipstream.data.health import Loss
 from clipstream.data.stages import StageTimes
 from clipstream.errors import DataError, Stopped
 from clipstream.training.loop import Trainer
@@ -40,6 +41,12 @@ class Health:
 
     def __init__(self) -> None:
         self.used, self.dropped = 0, {"no_caption": 1}
+        self.losses = [Loss("train", "a/00.tar", "k1", "no_caption", "no txt")]
+
+    def take_losses(self) -> list[Loss]:
+        """One, the first time."""
+        taken, self.losses = self.losses, []
+        return taken
 
     def summary(self) -> dict[str, Any]:
         """By source."""

@@ -14,7 +14,7 @@ from PIL import Image
 
 from clipstream.example import Example
 from clipstream.report.progress import Progress, duration, evaluation_line, percent
-from clipstream.report.sinks import MetricsFile, TensorBoard, scalars
+from clipstream.report.sinks import QUARANTINE_FILE, MetricsFile, QuarantineFile, TensorBoard, scalars
 
 
 def train_line(step: int, **more: Any) -> dict[str, Any]:
@@ -190,3 +190,18 @@ def test_duration(seconds: float, said: str) -> None:
 @pytest.mark.parametrize(("share", "said"), [(0.0, "0.0%"), (0.00054, "0.054%"), (0.0833, "8.3%"), (1.0, "100.0%")])
 def test_percent(share: float, said: str) -> None:
     assert percent(share) == said
+
+
+def test_what_could_not_be_used_has_a_file_of_its_own(tmp_path: Path) -> None:
+    metrics, quarantine = MetricsFile(tmp_path), QuarantineFile(tmp_path)
+    loss = {"source": "train", "shard": "a/00.tar", "key": "k1", "reason": "no_caption", "detail": "no txt"}
+    for record in (train_line(1), {"step": 1, "quarantine": [loss, {**loss, "key": None}]}, train_line(2)):
+        assert (tmp_path / QUARANTINE_FILE).exists() == (record["step"] == 2)
+        metrics.write(record)
+        quarantine.write(record)
+    assert [r["step"] for r in read(tmp_path)] == [1, 2]
+    found = [json.loads(line) for line in (tmp_path / QUARANTINE_FILE).read_text().splitlines()]
+    assert found == [{"step": 1, **loss}, {"step": 1, **loss, "key": None}]
+    assert not list(scalars({"step": 1, "quarantine": [loss]}))
+    QuarantineFile(tmp_path, resume_step=0).close()
+    assert not (tmp_path / QUARANTINE_FILE).read_text()

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from clipstream.data.fields import CaptionExtractor, SampleTransform, image_bytes, split_keys
-from clipstream.data.health import PROFILED, Health
+from clipstream.data.health import PROFILED, Health, Loss
 from clipstream.data.order import Draws, Slots, SourceMix
 from clipstream.data.slab import Slab
 from clipstream.data.stages import HAND_OVER, StageTimes, Stopwatch
@@ -166,7 +166,7 @@ class Feeder:
             try:
                 caption = self._read(taken, reader, draws, slab, slot)
             except Dropped as drop:
-                health.drop(drop.reason, taken.name, drop.detail)
+                health.drop(Loss(reader.name, taken.url, taken.ref.key, drop.reason, drop.detail))
                 if sum(health.dropped.values()) <= PROFILED:
                     with contextlib.suppress(Dropped):  # its members may be unreadable, too
                         health.profile.add(_whole(taken))

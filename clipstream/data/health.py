@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import PurePath
+from typing import Any, NamedTuple
 
 from clipstream.data.profile import Profile
 from clipstream.errors import DataError
@@ -18,7 +19,26 @@ FIRST_SAMPLES = 2000  # read without one that is usable: the run ends
 FIRST_SHARDS = 20  # tried (or all, where there are fewer) before their failures count
 FIRST_SILENT = 4  # tried, where nothing answers: each may have cost many seconds
 PROFILED = 64  # dropped samples whose members are looked into for the advice
+LISTED = 1000  # losses of a source that one report lists; the counts are of all
 _SHOWN = 5
+
+
+class Loss(NamedTuple):
+    """A sample or a shard that cannot be used.
+
+    Attributes:
+        source: its name.
+        shard: without credentials.
+        key: of the sample; None for a shard.
+        reason: it is counted under.
+        detail: what is wrong, in words.
+    """
+
+    source: str
+    shard: str
+    key: str | None
+    reason: str
+    detail: str
 
 
 @dataclass
@@ -33,6 +53,7 @@ class SourceHealth:
         shards: numbers of the shards that were tried.
         faults: shard (without credentials) -> what is wrong with it.
         unopened: how many of `faults` gave no sample at all.
+        losses: dropped samples one by one, the first of a report.
         profile: members and JSON fields of the first dropped samples.
     """
 
@@ -43,12 +64,16 @@ class SourceHealth:
     shards: set[int] = field(default_factory=set)
     faults: dict[str, str] = field(default_factory=dict)
     unopened: set[int] = field(default_factory=set)
+    losses: list[Loss] = field(default_factory=list)
     profile: Profile = field(default_factory=Profile)
 
-    def drop(self, reason: str, where: str, detail: str) -> None:
+    def drop(self, loss: Loss) -> None:
         """Count a dropped sample, keeping the first of each reason as an example."""
-        self.dropped[reason] += 1
-        self.examples.setdefault(reason, f"{where}: {detail}" if detail else where)
+        where = f"{PurePath(loss.shard).name}/{loss.key}"
+        self.dropped[loss.reason] += 1
+        self.examples.setdefault(loss.reason, f"{where}: {loss.detail}" if loss.detail else where)
+        if len(self.losses) < LISTED:
+            self.losses.append(loss)
 
     def funnel(self) -> str:
         """What became of what was read, in words."""
@@ -65,6 +90,7 @@ class SourceHealth:
         self.shards |= delta.shards
         self.faults.update(delta.faults)
         self.unopened |= delta.unopened
+        self.losses += delta.losses[: max(0, LISTED - len(self.losses))]
         if sum(self.profile.suffixes.values()) < 100 * PROFILED:
             self.profile.merge(delta.profile)
 
@@ -79,10 +105,21 @@ class Health:
         """Add another's counts; says in words which shards are newly found to be broken."""
         new = []
         for name, health in delta.sources.items():
-            known = self.sources[name].faults
-            new += [f"source {name!r}: {url}: {fault}" for url, fault in health.faults.items() if url not in known]
-            self.sources[name].merge(health)
+            into = self.sources[name]
+            faults = {url: fault for url, fault in health.faults.items() if url not in into.faults}
+            new += [f"source {name!r}: {url}: {fault}" for url, fault in faults.items()]
+            into.merge(health)
+            for url, fault in faults.items():
+                reason, _, detail = fault.partition(": ")
+                into.losses.append(Loss(name, url, None, reason, detail))
         return new
+
+    def take_losses(self) -> list[Loss]:
+        """The samples and shards that were lost since the last take, as far as they are listed."""
+        losses = [loss for source in self.sources.values() for loss in source.losses]
+        for source in self.sources.values():
+            source.losses = []
+        return losses
 
     def take(self) -> Health:
         """What was counted since the last take; counting starts again from nothing."""

@@ -1,8 +1,9 @@
 """Owns the files that metrics go to: metrics.jsonl and TensorBoard's events; never talks to the terminal.
 
 A sink takes records: a training line (step, loss, …), what the data's stages took in it (step, stages), an evaluation
-(step, eval, metrics) or the data's health (step, health). One process writes: rank 0. A run that is resumed at step s
-keeps what was written up to s and loses the rest, so that a file holds each step once.
+(step, eval, metrics), the data's health (step, health) or what could not be used (step, quarantine). One process
+writes: rank 0. A run that is resumed at step s keeps what was written up to s and loses the rest, so that a file holds
+each step once.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from clipstream import durable
 from clipstream.errors import SettingsError
@@ -20,40 +21,70 @@ from clipstream.example import Example
 Record = Mapping[str, Any]
 
 METRICS_FILE = "metrics.jsonl"
+QUARANTINE_FILE = "quarantine.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 
 
-class MetricsFile:
-    """FOLDER/metrics.jsonl: a JSON object a line, on the disk as soon as `write` returns.
+class JsonLines:
+    """A file with a JSON object a line, on the disk as soon as it is written.
 
     JSON has no word for NaN and infinity: they become null.
 
     Args:
-        folder: the run's.
+        path: the file.
         resume_step: the checkpoint's step of a resumed run: later lines, and a line that a kill tore, are cut off.
             None starts the file anew.
         ended: whether that step is the run's last, after which it evaluates again: those lines are cut off, too.
     """
 
-    def __init__(self, folder: str | Path, resume_step: int | None = None, *, ended: bool = False) -> None:
-        self.path = Path(folder) / METRICS_FILE
+    def __init__(self, path: Path, resume_step: int | None = None, *, ended: bool = False) -> None:
+        self.path = path
         kept = []
         if resume_step is not None and self.path.exists():
             for line, record in lines(self.path):
                 step = record.get("step", 0)
                 if step < resume_step or (step == resume_step and (not ended or "loss" in record)):
                     kept.append(line)
-        durable.replace(self.path, b"".join(kept))
-        self._file = self.path.open("a", encoding="utf-8")
+        if self.path.exists():
+            durable.replace(self.path, b"".join(kept))
+        self._file: TextIO | None = None
 
-    def write(self, record: Record) -> None:
-        """Append a record."""
-        self._file.write(json_line(record))
-        self._file.flush()
+    def append(self, *records: Record) -> None:
+        """Add a line for each; the first makes the file."""
+        if records and self._file is None:
+            self._file = self.path.open("a", encoding="utf-8")
+        if self._file is not None:
+            self._file.write("".join(map(json_line, records)))
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+
+class MetricsFile(JsonLines):
+    """FOLDER/metrics.jsonl: all records but the losses one by one. Arguments as for JsonLines."""
+
+    def __init__(self, folder: str | Path, resume_step: int | None = None, *, ended: bool = False) -> None:
+        super().__init__(Path(folder) / METRICS_FILE, resume_step, ended=ended)
+        self.path.touch()
+
+    def write(self, record: Record) -> None:
+        """Append a record."""
+        if "quarantine" not in record:
+            self.append(record)
+
+
+class QuarantineFile(JsonLines):
+    """FOLDER/quarantine.jsonl: samples and shards that could not be used, with reason. Arguments as for JsonLines."""
+
+    def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
+        super().__init__(Path(folder) / QUARANTINE_FILE, resume_step)
+
+    def write(self, record: Record) -> None:
+        """Append the record's losses."""
+        self.append(*({"step": record["step"], **loss} for loss in record.get("quarantine", ())))
 
 
 class TensorBoard:
@@ -99,7 +130,7 @@ class TensorBoard:
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
     """The numbers of a record with their TensorBoard tags."""
-    if "start" in record:
+    if "start" in record or "quarantine" in record:
         return
     prefix = f"eval/{record['eval']}" if "eval" in record else "train"
     numbers = {key: value for key, value in record.items() if key not in ("step", "eval")}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from clipstream.batch import Batch
+from clipstream.data.health import Loss
 from clipstream.data.stages import StageTimes, merged
 from clipstream.errors import ClipstreamError, DataError, Stopped
 from clipstream.training.step import StepResult
@@ -153,6 +154,9 @@ class Trainer:
     def _next_batch(self) -> Batch:
         try:
             return next(self.loader)
+        except DataError:
+            self._write_losses(self.loader.health.take_losses())  # this rank's; the others cannot be asked any more
+            raise
         except StopIteration:
             raise DataError(f"the training data ended after {self.step} of {self.total_steps} steps") from None
 
@@ -164,10 +168,11 @@ class Trainer:
     def _log(self, result: StepResult, lr: float) -> None:
         """Write a training line: means over the interval of loss and gradient norm, the rest of its last step."""
         mine = (*self._interval.times(self.loader.wait_seconds), self.loader.take_times())
-        times = self.world.gather_objects(mine)
-        seconds = max(wall for wall, _, _ in times)
-        waited = max(wait / wall for wall, wait, _ in times)
-        stages = merged(stages for _, _, stages in times)
+        times = self.world.gather_objects((*mine, self.loader.health.take_losses()))
+        seconds = max(wall for wall, *_ in times)
+        waited = max(wait / wall for wall, wait, *_ in times)
+        stages = merged(stages for _, _, stages, _ in times)
+        losses = [loss for *_, losses in times for loss in losses]
         bottleneck = TRAINING if waited < NEGLIGIBLE else stages.longest() or TRAINING
         loss, grad_norm = self._interval.means()
         record: Record = {
@@ -188,6 +193,7 @@ class Trainer:
         self._write(record)
         about = {"data_wait": waited, "seconds": seconds, "bottleneck": bottleneck}
         self._write({"step": self.step, **about, "stages": stages.summary()})
+        self._write_losses(losses)
         if self.step % (self.log_every * HEALTH_LINES) == 0 or self.step == self.log_every:
             self._write_health()
         self._interval = _Interval()
@@ -197,6 +203,10 @@ class Trainer:
         """Write the data's health, summed over the ranks."""
         summaries = self.world.gather_objects(self.loader.health.summary())
         self._write({"step": self.step, "health": _sum(summaries)})
+
+    def _write_losses(self, losses: list[Loss]) -> None:
+        if losses:
+            self._write({"step": self.step, "quarantine": [loss._asdict() for loss in losses]})
 
     def _write(self, record: Record) -> None:
         if self.world.is_main:
