@@ -2,7 +2,7 @@
 
 A remote shard is spooled whole and at full speed before anything is read of it: a slowly read network stream times
 out, and the end of a stream proves nothing. A spool is written under a temporary name and renamed when its length
-(http), the command's exit status (`pipe:`) or the end of the gzip stream says that it is whole.
+(http, buckets), the command's exit status (`pipe:`) or the end of the packed stream says that it is whole.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import gzip
 import hashlib
 import json
 import os
@@ -19,12 +18,13 @@ import shutil
 import tempfile
 import time
 import weakref
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from clipstream.data import buckets
+from clipstream.data.packed import packing, unpack
 from clipstream.data.shards import local_path, redact, scheme_of
 from clipstream.data.transfer import Alive, ShardError, fetch_gopen, fetch_http, has_own_handler, run_pipe
 from clipstream.errors import SettingsError
@@ -55,7 +55,7 @@ class ShardStore:
     Args:
         cache: folder for spooled shards; None for a temporary one.
         timeout: seconds without a new byte after which a transfer is given up.
-        retries: how often a failed http transfer is tried again, from where it stopped if the server can.
+        retries: how often a failed transfer of http or from a bucket is tried again, from where it stopped if it can.
         backoff: seconds before the first retry; doubled each time.
 
     Attributes:
@@ -96,10 +96,10 @@ class ShardStore:
         """
         if (named := local_path(url)) is not None:
             path = Path(named)
-            version = _gzip_version(path)
+            version = _packed_version(path)
             if version is None:
                 return path
-            return self.spooled(url, f"{path}:{version}", lambda part: _gunzip(path, part))
+            return self.spooled(url, f"{path}:{version}", lambda part: unpack(path, part))
         return self.spooled(url, url, lambda part: self._fetch(url, scheme_of(url) or "", part))
 
     def release(self, url: str) -> None:
@@ -221,14 +221,14 @@ class ShardStore:
                 raise
             self._answered.add(host)
             self._silent.discard(host)
+        elif buckets.knows(scheme) and not has_own_handler(scheme):
+            buckets.fetch(url, scheme, part, retries=self.retries, backoff=self.backoff, alive=self.alive)
         else:
             fetch_gopen(url, scheme, part, alive=self.alive)
-        with open(part, "rb") as file:
-            packed = file.read(2) == b"\x1f\x8b"
-        if packed:
+        if packing(part) is not None:
             unpacked = part.with_suffix(".unpacked.part")
             try:
-                _gunzip(part, unpacked)
+                unpack(part, unpacked)
                 unpacked.replace(part)
             finally:
                 unpacked.unlink(missing_ok=True)
@@ -245,24 +245,15 @@ class ShardStore:
             self._forget_uses()
 
 
-def _gzip_version(path: Path) -> str | None:
-    """For a gzip file, what changes when the file does; None for any other readable file."""
+def _packed_version(path: Path) -> str | None:
+    """For a packed file, what changes when the file does; None for any other readable file."""
     try:
-        with open(path, "rb") as file:
-            stat = os.fstat(file.fileno())
-            return f"{stat.st_mtime_ns}-{stat.st_size}" if file.read(2) == b"\x1f\x8b" else None
+        stat = path.stat()
+        return None if packing(path) is None else f"{stat.st_mtime_ns}-{stat.st_size}"
     except FileNotFoundError as error:
         raise ShardError("missing", f"{path} is not there") from error
     except OSError as error:
         raise ShardError("unreadable", f"{path}: {error.strerror}") from error
-
-
-def _gunzip(packed: Path, part: Path) -> None:
-    try:
-        with gzip.open(packed, "rb") as source, open(part, "wb") as file:
-            shutil.copyfileobj(source, file, 1 << 20)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ShardError("bad_gzip", f"{packed.name}: {error}") from error
 
 
 def _failure(target: Path) -> Path:

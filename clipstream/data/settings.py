@@ -97,8 +97,9 @@ class SourceSettings(Section):
     """One named source of image-text pairs: WebDataset shards and how to read them."""
 
     shards: str | list[str] = Field(
-        description="tars: braces, lists, '::', globs, pipe:, http(s):; manifests: .csv, .tsv, .jsonl, .json and "
-        ".parquet; folder:PATH (one folder a class); scenes:SPLIT (the embedded data); synthetic: (speed tests)"
+        description="tars: braces, lists, '::', globs, pipe:, http(s):, s3:, gs:, az:, hf:; manifests: .csv, .tsv, "
+        ".jsonl, .json and .parquet; folder:PATH (one folder a class); scenes:SPLIT (the embedded data); synthetic: "
+        "(speed tests)"
     )
     weight: float = Field(1.0, gt=0, description="share of the samples, relative to the other sources' weights")
     image_key: str = Field(

@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import importlib
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -38,7 +39,7 @@ class ShardError(Exception):
     """A shard that cannot be opened, counted under `reason`.
 
     Reasons: `missing`, `unreadable` (local), `unreachable`, `http_404` and so on, `truncated_download`, `timeout`,
-    `pipe_failed`, `unknown_scheme`, `bad_gzip`, `disk` (the cache's). Credentials are not in `detail`.
+    `pipe_failed`, `unknown_scheme`, `bad_gzip`, `bad_zstd`, `disk` (the cache's). Credentials are not in `detail`.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -137,7 +138,7 @@ def fetch_http(url: str, part: Path, *, timeout: float, retries: int, backoff: f
     Args:
         timeout: seconds without a byte; connecting has CONNECT_SECONDS.
         retries: further tries after failures that may pass.
-        backoff: seconds before the first of them, doubled for each.
+        backoff: seconds before the first of them, about; doubled for each.
 
     Raises:
         ShardError: the last try's failure; at once for answers that will not change, such as http_404.
@@ -154,7 +155,12 @@ def fetch_http(url: str, part: Path, *, timeout: float, retries: int, backoff: f
                 failure, passing = _judge(download, error)
                 if not passing or attempt == retries:
                     raise failure from error
-            time.sleep(backoff * 2**attempt)
+            pause(attempt, backoff)
+
+
+def pause(attempt: int, backoff: float) -> None:
+    """Wait before the next try, twice as long each time, and not in step with other processes."""
+    time.sleep(backoff * 2**attempt * random.SystemRandom().uniform(0.5, 1.5))
 
 
 def _judge(download: _Download, error: Exception) -> tuple[ShardError, bool]:
@@ -235,7 +241,7 @@ def fetch_gopen(url: str, scheme: str, part: Path, *, alive: Alive) -> None:
     module = importlib.import_module("webdataset.gopen")
     schemes: dict[str, Any] = module.gopen_schemes
     if scheme not in schemes:
-        hint = "use e.g. pipe:aws s3 cp URL - , or register one in webdataset.gopen.gopen_schemes"
+        hint = "use pipe:COMMAND, or register one in webdataset.gopen.gopen_schemes"
         raise ShardError("unknown_scheme", f"{redact(url)}: no handler for {scheme}://; {hint}")
     try:
         stream = module.gopen(url, "rb")
@@ -252,6 +258,7 @@ def fetch_gopen(url: str, scheme: str, part: Path, *, alive: Alive) -> None:
 
 
 def has_own_handler(scheme: str) -> bool:
-    """Whether a user put another handler than webdataset's curl in place for http or https."""
+    """Whether a user put a handler of their own in place of webdataset's for a scheme."""
     module = sys.modules.get("webdataset.gopen")  # not imported: nobody can have registered one
-    return module is not None and module.gopen_schemes.get(scheme) is not module.gopen_curl
+    handler = None if module is None else module.gopen_schemes.get(scheme)
+    return handler is not None and getattr(handler, "__module__", "") != "webdataset.gopen"

@@ -1,0 +1,86 @@
+"""Owns the way from an address of object storage (s3://, gs://, az://, hf://, …) to a local file, through fsspec.
+
+Credentials are the backends' own (environment, configuration files, instance roles). It imports a backend when it is
+asked for.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from clipstream.data.shards import redact
+from clipstream.data.transfer import CHUNK, Alive, ShardError, pause
+
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
+_GONE = (FileNotFoundError, PermissionError, IsADirectoryError)
+
+
+def knows(scheme: str) -> bool:
+    """Whether fsspec has a backend of this name, its own (installed or not) or a registered one."""
+    from fsspec import available_protocols, registry
+
+    return scheme in available_protocols() or scheme in registry
+
+
+def fetch(url: str, scheme: str, part: Path, *, retries: int, backoff: float, alive: Alive) -> None:
+    """Copy a file of a bucket into `part`; a failure is tried again from where it broke, while the file is the same.
+
+    Retries and backoff are those of `fetch_http`. A backend has its own time limits; one that hangs is found by the
+    loader, where `alive` is not called.
+
+    Raises:
+        ShardError: `missing`, `unreachable`, `truncated_download`, `disk`, or `unknown_scheme` where the backend is
+            not installed.
+    """
+    shown = redact(url)
+    try:
+        from fsspec.core import url_to_fs
+
+        system, path = url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        extra = EXTRAS.get(scheme)
+        advice = f"pip install 'clipstream[{extra}]', or use pipe:COMMAND" if extra else str(error)
+        raise ShardError("unknown_scheme", f"{shown}: the backend of {scheme}:// is not installed: {advice}") from error
+    transfer = _Transfer(system, path, part, alive)
+    for attempt in range(retries + 1):
+        try:
+            return transfer.attempt()
+        except _GONE as error:
+            raise ShardError("missing", f"{shown}: {redact(str(error)) or type(error).__name__}") from error
+        except Exception as error:  # every backend has errors of its own
+            if isinstance(error, OSError) and transfer.writing:
+                raise ShardError("disk", f"cannot write {part}: {error.strerror}") from error
+            reason = "truncated_download" if transfer.have else "unreachable"
+            detail = f"{shown}: after {transfer.have:,} bytes: {type(error).__name__}: {redact(str(error))}"
+            if attempt == retries:
+                raise ShardError(reason, detail) from error
+        pause(attempt, backoff)
+
+
+class _Transfer:
+    """A local file that grows over several tries."""
+
+    def __init__(self, system: Any, path: str, part: Path, alive: Alive) -> None:
+        self.system, self.path, self.part, self.alive = system, path, part, alive
+        self.have = 0
+        self.version: str | None = None
+        self.writing = False
+
+    def attempt(self) -> None:
+        info = self.system.info(self.path)
+        version, size = str(self.system.ukey(self.path)), info.get("size")
+        if version != self.version:
+            self.have, self.version = 0, version
+        with self.system.open(self.path, "rb") as source, open(self.part, "r+b") as file:
+            source.seek(self.have)
+            file.seek(self.have)
+            file.truncate()
+            while data := source.read(CHUNK):
+                self.writing = True
+                file.write(data)
+                self.writing = False
+                self.have += len(data)
+                self.alive(self.have)
+        if size is not None and self.have != size:
+            raise EOFError(f"{self.have:,} of {size:,} bytes came")

@@ -1,0 +1,65 @@
+"""Owns packed files: what a file is packed with, told from its first bytes, and the way to the bytes inside."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import shutil
+import zlib
+from pathlib import Path
+
+from clipstream.data.transfer import ShardError
+
+CHUNK = 1 << 20
+_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+
+
+def packing(path: Path) -> str | None:
+    """'gzip', 'zstd', or None for what is not packed.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        head = file.read(4)
+    return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
+
+
+def unpack(packed: Path, part: Path) -> None:
+    """Write what is inside to `part`, all of it.
+
+    Raises:
+        ShardError: `bad_gzip` or `bad_zstd`, also for a cut file.
+        OSError: it cannot be read or written.
+    """
+    (_unpack_zstd if packing(packed) == "zstd" else _unpack_gzip)(packed, part)
+
+
+def _unpack_gzip(packed: Path, part: Path) -> None:
+    try:
+        with gzip.open(packed, "rb") as source, open(part, "wb") as file:
+            shutil.copyfileobj(source, file, CHUNK)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ShardError("bad_gzip", f"{packed.name}: {error}") from error
+
+
+def _unpack_zstd(packed: Path, part: Path) -> None:
+    try:
+        zstandard = importlib.import_module("zstandard")
+    except ImportError as error:
+        detail = f"{packed.name} is packed with zstd: pip install 'clipstream[zstd]', or unpack it"
+        raise ShardError("bad_zstd", detail) from error
+    frames = zstandard.ZstdDecompressor()
+    frame = frames.decompressobj()
+    try:
+        with open(packed, "rb") as source, open(part, "wb") as file:
+            while chunk := source.read(CHUNK):
+                while chunk:
+                    if frame.eof:
+                        frame = frames.decompressobj()
+                    file.write(frame.decompress(chunk))
+                    chunk = frame.unused_data
+    except zstandard.ZstdError as error:
+        raise ShardError("bad_zstd", f"{packed.name}: {error}") from error
+    if not frame.eof:
+        raise ShardError("bad_zstd", f"{packed.name}: it ends before the end of its last frame")
