@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from clipstream.model.towers import Towers
     from clipstream.report.outputs import Outputs
     from clipstream.training.loop import Trainer
-    from clipstream.training.sharding import ShardedTowers, WholeTowers
+    from clipstream.training.sharding import FullTowers, ShardedTowers
     from clipstream.training.step import TrainStep
     from clipstream.training.stopping import StopSignals
 
@@ -155,23 +155,23 @@ def _trainer(
     from clipstream.training.distributed import synchronize_batch_norm
     from clipstream.training.loop import Trainer
     from clipstream.training.optim import build_optimizer, lr_at
-    from clipstream.training.sharding import spread
+    from clipstream.training.sharding import parallelize
 
     train, total = settings.train, settings.total_steps
     towers.train()
     synchronize_batch_norm(towers, world)
-    layout = spread(towers, world, parallel=train.parallel, precision=train.arithmetic)
+    layout = parallelize(towers, world, parallel=train.parallel, precision=train.arithmetic)
     optimizer = build_optimizer(towers, settings.optim, batch_norm=towers.has_batch_norm)
     step = _step(settings, world, towers, optimizer)
     state = None if found is None else checkpoint.load(found, towers=towers, optimizer=optimizer, world=world)
     step.load_state(state or {})
     log, done = settings.log, None if state is None else int(state["step"])
     context = EvalContext.for_towers(
-        layout.copy, tokenizer, world, data=settings.data, precision=train.arithmetic, examples=log.pictures
+        layout.full, tokenizer, world, data=settings.data, precision=train.arithmetic, examples=log.pictures
     )
     outputs = Outputs(settings.run_folder, log, world, total=total, done=done)
     evaluate = EvalRunner(
-        settings.evals, context, outputs.write, outputs.show, weights=partial(layout.whole, world.device)
+        settings.evals, context, outputs.write, outputs.show, weights=partial(layout.full_weights, world.device)
     )
     evaluate.rehearse()
     outputs.begin()
@@ -220,12 +220,12 @@ def _step(settings: Settings, world: World, towers: Towers, optimizer: Any) -> T
 
 
 def _save(
-    settings: Settings, world: World, layout: WholeTowers | ShardedTowers, step: TrainStep, done: int, position: Any
+    settings: Settings, world: World, layout: FullTowers | ShardedTowers, step: TrainStep, done: int, position: Any
 ) -> Path | None:
     """Write a checkpoint, of whole weights however they are laid out."""
     from clipstream.training import checkpoint
 
-    with layout.whole("cpu", everywhere=False) as towers:
+    with layout.full_weights("cpu", everywhere=False) as towers:
         return checkpoint.save(
             settings.run_folder / "checkpoints",
             done,
@@ -257,7 +257,7 @@ def _say_what(settings: Settings, world: World, towers: Towers, found: Path | No
     sizes = "".join(f", {size} from step {step}" for step, size in data.batch_schedule)
     print(
         f"batch    {data.global_batch_size}{sizes} on {world.size} x {world.device}"
-        f"{', fsdp' if settings.train.parallel == 'fsdp' else ''}, {data.workers} workers a rank, "
+        f"{', fsdp' if settings.train.parallel == 'fsdp' and world.size > 1 else ''}, {data.workers} workers a rank, "
         f"{data.lanes} lanes, {data.sampling.mode}, {settings.train.precision}"
     )
     for name, section in settings.evals.items():

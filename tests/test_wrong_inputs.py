@@ -101,6 +101,8 @@ TABLE = [
     ("--train.samples=0", "--train.samples: expected at least 1"),
     ("--epochs=0", "--epochs: train.epochs: expected a number above 0"),
     ("--epochs=3", "steps and epochs are all given: keep the one that is meant"),
+    ("--train.parallel=fsdp --precision=fp16", "train.parallel: fsdp has no scaler for fp16"),
+    ("--train.parallel=fsdp --train.micro-batch-size=auto", "name it"),
     ("--precision=fp8", "'fp8' is not one of auto, fp32, bf16, fp16, pure_bf16, fp64"),
     ("--train.micro-batch-size=0", "--train.micro-batch-size: expected 'auto' or at least 1, not 0"),
     ("--train.micro-batch-size=most", "expected 'auto' or a whole number, not 'most'"),

@@ -109,6 +109,19 @@ class Opener:
         if self._store is not None:
             self._store.release(name)
 
+    def fetch(self, name: str) -> None:
+        """Bring a remote shard here, ahead of `open`; to be released like an opened one.
+
+        Raises:
+            ShardError, OSError: it cannot be had.
+        """
+        assert self._store is not None, "an opener without a store only names shards"
+        self._store.local(name)
+
+    def is_remote(self, name: str) -> bool:
+        """Whether a shard has to be fetched from elsewhere."""
+        return name not in self._blocks and scheme_of(name) not in (None, "file", "synthetic", *folders.SCHEMES)
+
     def title(self, name: str) -> str:
         """What a shard is called in messages and keys: a block of rows by its manifest; without credentials."""
         return redact(self._blocks[name][0] if name in self._blocks else name)

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -45,7 +46,8 @@ class _Use:
 
 
 class ShardStore:
-    """Local files of shards. Picklable, and safe to use in forked workers; all ranks may share one `cache` folder.
+    """Local files of shards. Picklable, safe to use in forked workers and in threads; all ranks may share one `cache`
+    folder.
 
     A shard is downloaded by one process at a time, whoever asks; the others wait for it. With a folder of one's own,
     spooled shards stay for the next run, by the hash of their whole URL. Without one, a temporary folder is made here
@@ -59,7 +61,8 @@ class ShardStore:
         backoff: seconds before the first retry; doubled each time.
 
     Attributes:
-        alive: called with the bytes that have come, as they come, so that a long transfer is told from one that hangs.
+        alive: called with the bytes that have come, as they come, so that a long transfer is told from one that hangs;
+            only for transfers of the main thread, which waits for them.
 
     Raises:
         SettingsError: the cache folder cannot be made or written.
@@ -83,6 +86,7 @@ class ShardStore:
             if not os.access(self.folder, os.W_OK | os.X_OK):
                 raise SettingsError(f"data.cache: the folder {self.folder} cannot be written")
         self._uses: dict[str, _Use] = {}
+        self._threads = threading.Lock()
         self._pid = os.getpid()
         self._answered: set[str] = set()
         self._silent: set[str] = set()
@@ -105,16 +109,18 @@ class ShardStore:
     def release(self, url: str) -> None:
         """Say that this process reads the shard no more: a spool in a temporary folder goes with its last user."""
         self._check_process()
-        use = self._uses.get(url)
-        if use is None:
-            return
-        use.count -= 1
-        if use.count == 0:
+        with self._threads:
+            use = self._uses.get(url)
+            if use is None:
+                return
+            use.count -= 1
+            if use.count:
+                return
             del self._uses[url]
-            with contextlib.suppress(OSError):  # others still read it: the last of them removes it
-                fcntl.flock(use.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                use.target.unlink(missing_ok=True)
-            os.close(use.lock)
+        with contextlib.suppress(OSError):  # others still read it: the last of them removes it
+            fcntl.flock(use.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            use.target.unlink(missing_ok=True)
+        os.close(use.lock)
 
     def close(self) -> None:
         """Give all shards back; in the process that made a temporary folder, remove it."""
@@ -124,7 +130,12 @@ class ShardStore:
             self._finalizer()
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_finalizer": None, "_uses": {}, "_pid": -1, "alive": _nothing}
+        state = {key: value for key, value in self.__dict__.items() if key != "_threads"}
+        return {**state, "_finalizer": None, "_uses": {}, "_pid": -1, "alive": _nothing}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._threads = threading.Lock()
 
     def _target(self, identity: str) -> Path:
         """The spool's name: a hash of the whole URL, for shards of one name in many folders, and a readable rest."""
@@ -143,9 +154,10 @@ class ShardStore:
             ShardError: it could not be made, here or by the process that was waited for.
         """
         self._check_process()
-        if url in self._uses:
-            self._uses[url].count += 1
-            return self._uses[url].target
+        with self._threads:
+            if url in self._uses:
+                self._uses[url].count += 1
+                return self._uses[url].target
         target = self._target(identity)
         asked = time.time()
         lock = os.open(f"{target}.lock", os.O_RDWR | os.O_CREAT, 0o666)
@@ -162,10 +174,13 @@ class ShardStore:
         except BaseException:
             os.close(lock)
             raise
-        if self.temporary:
-            self._uses[url] = _Use(lock, target)
-        else:
-            os.close(lock)
+        with self._threads:
+            if self.temporary and url not in self._uses:
+                self._uses[url] = _Use(lock, target)
+                return target
+            if self.temporary:  # another thread was here meanwhile
+                self._uses[url].count += 1
+        os.close(lock)
         return target
 
     def _lock(self, lock: int, kind: int, target: Path) -> None:
@@ -183,7 +198,7 @@ class ShardStore:
             # What another process downloads counts as our own getting on.
             if (now := _size_of_parts(target)) != size:
                 size = now
-                self.alive(now)
+                self._tell(now)
             time.sleep(0.02)
 
     def _fill(self, target: Path, fill: Fill) -> None:
@@ -208,12 +223,12 @@ class ShardStore:
 
     def _fetch(self, url: str, scheme: str, part: Path) -> None:
         if scheme == "pipe":
-            run_pipe(url[len("pipe:") :], part, timeout=self.timeout, alive=self.alive)
+            run_pipe(url[len("pipe:") :], part, timeout=self.timeout, alive=self._tell)
         elif scheme in ("http", "https") and not has_own_handler(scheme):
             host = urlsplit(url).netloc
             retries = 0 if host in self._silent else self.retries
             try:
-                fetch_http(url, part, timeout=self.timeout, retries=retries, backoff=self.backoff, alive=self.alive)
+                fetch_http(url, part, timeout=self.timeout, retries=retries, backoff=self.backoff, alive=self._tell)
             except ShardError as error:
                 # A host that never answered is not waited for at length again and again.
                 if error.reason in ("timeout", "unreachable") and host not in self._answered:
@@ -222,9 +237,9 @@ class ShardStore:
             self._answered.add(host)
             self._silent.discard(host)
         elif buckets.knows(scheme) and not has_own_handler(scheme):
-            buckets.fetch(url, scheme, part, retries=self.retries, backoff=self.backoff, alive=self.alive)
+            buckets.fetch(url, scheme, part, retries=self.retries, backoff=self.backoff, alive=self._tell)
         else:
-            fetch_gopen(url, scheme, part, alive=self.alive)
+            fetch_gopen(url, scheme, part, alive=self._tell)
         if packing(part) is not None:
             unpacked = part.with_suffix(".unpacked.part")
             try:
@@ -233,10 +248,15 @@ class ShardStore:
             finally:
                 unpacked.unlink(missing_ok=True)
 
+    def _tell(self, size: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.alive(size)
+
     def _forget_uses(self) -> None:
         for use in self._uses.values():
             os.close(use.lock)
         self._uses = {}
+        self._threads = threading.Lock()
         self._pid = os.getpid()
 
     def _check_process(self) -> None:

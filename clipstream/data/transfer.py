@@ -184,6 +184,16 @@ def _judge(download: _Download, error: Exception) -> tuple[ShardError, bool]:
     return ShardError("unreachable", f"{shown}: {cause}"), passing
 
 
+_running: set[int] = set()  # process groups of the commands that this process runs
+
+
+def end_commands() -> None:
+    """Kill the commands that threads of this process wait for: it is about to end."""
+    for group in list(_running):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+
+
 def run_pipe(command: str, part: Path, *, timeout: float, alive: Alive) -> None:
     """Run a shell command with its output into `part`; only exit status 0 of every part of the pipeline counts.
 
@@ -197,12 +207,14 @@ def run_pipe(command: str, part: Path, *, timeout: float, alive: Alive) -> None:
     shown = redact(f"pipe:{command}")
     with open(part, "wb") as out, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(shell, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, start_new_session=True)
+        _running.add(process.pid)
         try:
             silent = not _wait_while_growing(process.pid, out.fileno(), timeout, alive)
         finally:
             # Before the shell is reaped, so that its process group cannot be another's.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            _running.discard(process.pid)
             status = process.wait()
         size = os.fstat(out.fileno()).st_size
         if silent:

@@ -5,7 +5,8 @@ It reads no member and decodes nothing: it gives out `Taken` samples, whose byte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -43,7 +44,10 @@ class Taken:
 
 
 class OpenShards:
-    """A worker's open shards of one source, shared by its lanes; a shard is closed when no lane holds it."""
+    """A worker's open shards of one source, shared by its lanes; a shard is closed when no lane holds it.
+
+    Remote shards are fetched ahead by a thread, one after the other.
+    """
 
     def __init__(
         self,
@@ -55,6 +59,15 @@ class OpenShards:
         self._health = health
         self._trace = trace
         self._open: dict[int, tuple[OpenShard, int]] = {}
+        self._ahead = Ahead(opener)
+
+    def ahead(self, numbers: Iterable[int]) -> None:
+        """Have shards fetched in the background that will be held soon."""
+        self._ahead.want(
+            name
+            for name in (self.opener.names[number] for number in numbers if number not in self._open)
+            if self.opener.is_remote(name)
+        )
 
     def hold(self, number: int) -> OpenShard | None:
         """Open a shard, or take it once more. None, and counted, where it gives no sample."""
@@ -73,6 +86,8 @@ class OpenShards:
             health.faults[shown] = str(error)
             health.unopened.add(number)
             return None
+        finally:
+            self._ahead.taken(name)
         if shard.index.fault is not None:
             health.faults[shown] = str(shard.index.fault)
         if not shard.index.samples:
@@ -97,6 +112,51 @@ class OpenShards:
     def title(self, number: int) -> str:
         """The shard's name for keys and messages."""
         return self.opener.title(self.opener.names[number])
+
+
+class Ahead:
+    """A thread that fetches remote shards before they are held, in the order in which they are wanted."""
+
+    def __init__(self, opener: Opener) -> None:
+        self._opener = opener
+        self._state = threading.Condition()
+        self._wanted: dict[str, bool] = {}  # name -> whether it is here; until it is held
+        self._thread: threading.Thread | None = None
+
+    def want(self, names: Iterable[str]) -> None:
+        """Fetch these, too."""
+        with self._state:
+            for name in names:
+                self._wanted.setdefault(name, False)
+            if self._wanted and self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True)
+                self._thread.start()
+            self._state.notify()
+
+    def taken(self, name: str) -> None:
+        """A lane has it now, or has failed to get it."""
+        with self._state:
+            here = self._wanted.pop(name, False)
+        if here:
+            self._opener.release(name)
+
+    def _run(self) -> None:
+        while True:
+            with self._state:
+                while (name := next((name for name, here in self._wanted.items() if not here), None)) is None:
+                    self._state.wait()
+            try:
+                self._opener.fetch(name)
+            except Exception:  # it is fetched again, and its failure counted, when a lane wants to hold it
+                with self._state:
+                    self._wanted.pop(name, None)
+                continue
+            with self._state:
+                held = name in self._wanted
+                if held:
+                    self._wanted[name] = True
+            if not held:
+                self._opener.release(name)
 
 
 class Walk(Protocol):
@@ -156,6 +216,8 @@ class WindowWalk:
             self._pulse()  # a source without one readable shard must not spin here unseen
             return None
         self._samples = self._order.walk(self._lane, cursor.group, cursor.window, self._sizes)
+        if cursor.window == self._order.windows(self._sizes) - 1:  # sooner would take twice the disk
+            self._shards.ahead(self._order.group(self._lane, cursor.group + 1))
         return self._samples
 
     def _open_group(self) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 from clipstream.data.feeder import Feeder
 from clipstream.data.slab import SlabRing
 from clipstream.data.stages import IDLE
+from clipstream.data.transfer import end_commands
 from clipstream.errors import ClipstreamError
 
 _PR_SET_PDEATHSIG = 1
@@ -169,3 +170,5 @@ def _main(
     except BaseException:
         doing, _ = status.get()
         connection.send(RuntimeError(f"while it was at: {doing}\n{traceback.format_exc()}"))
+    finally:
+        end_commands()  # of threads that fetch ahead

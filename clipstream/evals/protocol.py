@@ -26,6 +26,7 @@ from clipstream.errors import DataError, SettingsError
 from clipstream.evals.settings import EvalSettings
 from clipstream.example import Example
 from clipstream.plugins import load_plugin
+from clipstream.training.passes import is_out_of_memory
 from clipstream.training.precision import Precision, autocast, same_randomness
 from clipstream.world import World
 
@@ -274,6 +275,7 @@ class EvalRunner:
         Raises:
             DataError, SettingsError: what the evaluator or its data raised.
         """
+        self._have_room()
         for name, evaluator in self.evaluators.items():
             if self.settings[name].type not in EvalSettings.builtin:
                 continue
@@ -301,6 +303,19 @@ class EvalRunner:
                         self.show(step, name, self.context.examples)
                     self.emit(records[-1])
         return records
+
+    def _have_room(self) -> None:
+        """Take the weights out once, which sharded ones need memory for."""
+        try:
+            with self.weights() if self.evaluators else nullcontext():
+                pass
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise SettingsError(
+                "evals: there is no memory for the whole model beside its shards: evaluate its checkpoints elsewhere "
+                f"(python -m clipstream.evaluate), or take more GPUs ({str(error).splitlines()[0]})"
+            ) from error
 
     def _run(self, step: int, name: str) -> Record:
         context = self.context

@@ -163,9 +163,11 @@ def _context(settings: Settings, model: ModelSettings, world: World) -> EvalCont
     from clipstream.data.text import build_tokenizer
     from clipstream.evals.protocol import EvalContext
     from clipstream.model.towers import build_towers
-    from clipstream.training.precision import prepare, settle
+    from clipstream.training.precision import check_device, prepare, settle
 
-    precision = settle(settings.train.precision, world)
+    # A run's bf16 is that of the machine where it trained.
+    precision = settle("auto" if settings.train.precision == "bf16" else settings.train.precision, world)
+    check_device(world.device, precision)
     towers = build_towers(model, seed=settings.run.seed, tokenizer=settings.tokenizer).to(world.device).eval()
     prepare(towers, precision)
     tokenizer = build_tokenizer(

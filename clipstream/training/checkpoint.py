@@ -24,12 +24,13 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 from clipstream import durable
 from clipstream.data.loader import merge_states
 from clipstream.errors import SettingsError
 from clipstream.training.precision import random_state, set_random_state
-from clipstream.training.sharding import cut_as, cut_state, whole_state
+from clipstream.training.sharding import full_state, shard_like, shard_state
 from clipstream.versions import versions
 from clipstream.world import World
 
@@ -83,7 +84,7 @@ def save(
         OSError: the folder cannot be written for another reason.
     """
     told = world.gather_objects((state.get("data"), random_state(world.device)))
-    moments = whole_state(optimizer, kept=world.is_main)
+    moments = full_state(optimizer, kept=world.is_main)
     written: Path | None = None
     if world.is_main:
         data = [part for part, _ in told if part is not None]
@@ -173,12 +174,14 @@ def load(checkpoint: Path, *, towers: SavedTowers, optimizer: torch.optim.Optimi
         SettingsError: the checkpoint is of another model, or of another choice of trainable parameters.
     """
     try:
-        own = towers.clip.state_dict()
+        present = towers.clip.state_dict()
         weights = load_file(checkpoint / WEIGHTS)
-        towers.clip.load_state_dict({name: cut_as(weight, own.get(name)) for name, weight in weights.items()})
-        saved = torch.load(checkpoint / OPTIMIZER, map_location="cpu", weights_only=True)
+        towers.clip.load_state_dict({name: shard_like(weight, present.get(name)) for name, weight in weights.items()})
+        # Of what is to be sharded each rank reads only its part.
+        sharded = any(isinstance(tensor, DTensor) for tensor in present.values())
+        saved = torch.load(checkpoint / OPTIMIZER, map_location="cpu", weights_only=True, mmap=sharded)
         numbers = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        optimizer.load_state_dict(cut_state(saved, optimizer))
+        optimizer.load_state_dict(shard_state(saved, optimizer))
         for group, own in zip(optimizer.param_groups, numbers, strict=True):
             group.update(own)
         states = torch.load(checkpoint / RANDOM, map_location="cpu", weights_only=True)

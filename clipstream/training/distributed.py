@@ -8,8 +8,8 @@ Never computes a loss. With one rank the module is used as it is.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clipstream.errors import SettingsError
 from clipstream.training.precision import same_randomness
-from clipstream.training.sharding import average_scalars, is_sharded, sum_gradients
+from clipstream.training.sharding import average_scalars, is_sharded
 from clipstream.world import World
 
 # torch 2.13 gave the argument a new name.
@@ -26,15 +26,13 @@ _NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
 _OPTIONS: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers": False}
 
 
-def wrap(module: nn.Module, world: World, *, static_graph: bool = False) -> nn.Module:
+def wrap(module: nn.Module, world: World) -> nn.Module:
     """The module in DDP (with one rank, or sharded: itself), its weights made rank 0's.
 
     DDP averages gradients, so a rank's share of the loss is multiplied by `world.size` before `backward`. Buffers are
-    not broadcast: batch statistics are the same on all ranks (`synchronize_batch_norm`).
-
-    Args:
-        static_graph: whether each step is one forward and one backward pass over the same parameters: DDP then spares
-            itself what it does to find that out anew. It does not go with `no_sync`, which micro-batches need.
+    not broadcast: batch statistics are the same on all ranks (`synchronize_batch_norm`). No static graph: what it
+    spares is the search for unused parameters, which is off; it does not go with `no_sync`, which micro-batches need,
+    and a parameter without a gradient would pass unseen.
     """
     if world.size == 1 or is_sharded(module):
         return module
@@ -43,7 +41,6 @@ def wrap(module: nn.Module, world: World, *, static_graph: bool = False) -> nn.M
         module,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        static_graph=static_graph,
         **_OPTIONS,
     )
 
@@ -61,20 +58,12 @@ def synchronize_batch_norm(module: nn.Module, world: World) -> None:
     nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
 
 
-@contextmanager
-def no_sync(module: nn.Module) -> Iterator[None]:
-    """A context whose forward and backward passes add gradients up on this rank alone."""
-    if isinstance(module, DistributedDataParallel):
-        with module.no_sync():
-            yield
-    elif is_sharded(module):
-        sum_gradients(module, False)
-        try:
-            yield
-        finally:
-            sum_gradients(module, True)
-    else:
-        yield
+def no_sync(module: nn.Module) -> AbstractContextManager[Any]:
+    """A context whose forward and backward passes add gradients up on this rank alone.
+
+    Not so those of a sharded module, which has no room for them.
+    """
+    return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
 
 
 def finish_gradients(module: nn.Module, world: World) -> None:

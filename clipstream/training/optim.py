@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from clipstream.errors import SettingsError
 from clipstream.training.settings import OptimSettings, ScheduleSettings
-from clipstream.training.sharding import local
 from clipstream.world import World
 
 VIT_BETAS, VIT_EPS = (0.9, 0.98), 1e-6
@@ -31,8 +30,8 @@ def parameter_groups(module: nn.Module, wd: float) -> list[dict[str, Any]]:
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": wd},
-        {"params": [p for p in trainable if p.ndim == 1], "weight_decay": 0.0},
-        {"params": [p for p in trainable if p.ndim == 0], "weight_decay": 0.0},
+        {"params": [p for p in trainable if p.ndim < 2 and p.numel() > 1], "weight_decay": 0.0},
+        {"params": [p for p in trainable if p.ndim < 2 and p.numel() == 1], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
@@ -79,8 +78,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter], world: World | None = None
         world: the ranks over which some of them are sharded (collective); None where none is.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    shards = [local(gradient) for gradient in gradients if local(gradient) is not gradient]
-    norm = _norm([gradient for gradient in gradients if local(gradient) is gradient])
+    shards = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
+    norm = _norm([gradient for gradient in gradients if not isinstance(gradient, DTensor)])
     if world is None or not shards:
         return norm
     return (world.all_reduce_sum(_norm(shards).square()) + norm.square()).sqrt()

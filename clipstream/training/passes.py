@@ -85,7 +85,11 @@ class Passes:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            advice = "a smaller batch" if self.towers.has_batch_norm else "--train.micro-batch-size auto"
+            advice = "--train.micro-batch-size auto"
+            if self.towers.has_batch_norm:
+                advice = "a smaller batch"
+            elif is_sharded(self.model):
+                advice = "a smaller --train.micro-batch-size"
             raise SettingsError(
                 f"memory ran out with {min(len(batch), self.size or len(batch))} samples at once: give {advice}, "
                 f"--grad-checkpointing or another --precision ({str(error).splitlines()[0]})"

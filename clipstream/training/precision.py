@@ -52,7 +52,8 @@ def settle(wanted: Precision | Literal["auto"], world: World) -> Precision:
 
 def _computes_bf16(device: str) -> bool:
     if device.startswith("cuda"):
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+        with torch.cuda.device(device):  # which it asks
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     asked = (getattr(torch.cpu, name, None) for name in _COMPUTE_BF16)
     return any(ask is not None and bool(ask()) for ask in asked)
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from clipstream.errors import SettingsError
 from clipstream.section import Section
@@ -84,6 +84,15 @@ class TrainSettings(Section):
         "ddp", description="of several ranks: all hold the whole model (ddp), or each a part of it (fsdp, FSDP2)"
     )
     compile: bool = Field(False, description="torch.compile the towers")
+
+    @field_validator("parallel")
+    @classmethod
+    def _shards_go_with(cls, value: str, info: ValidationInfo) -> str:
+        if value == "fsdp" and info.data.get("precision") == "fp16":
+            raise ValueError("fsdp has no scaler for fp16: use --precision bf16 or fp32, or ddp")
+        if value == "fsdp" and info.data.get("micro_batch_size") == "auto":
+            raise ValueError("fsdp does not find micro_batch_size by itself, as its ranks wait for each other: name it")
+        return value
 
     @property
     def arithmetic(self) -> Literal["fp32", "bf16", "fp16", "pure_bf16", "fp64"]:

@@ -7,9 +7,10 @@ not ask.
 its gradients are averaged over the ranks as soon as they are whole; what lies outside of blocks is a unit too. Scale
 and bias of the logits are single numbers, which cannot be cut: every rank holds them, and `average_scalars` does for
 them what FSDP does for the others. A rank holds 1/N of parameters, gradients and moments, and one or two whole units.
-Communication: parameters twice and gradients once for each pass through the towers, so micro-batches cost theirs.
+Communication: parameters for each pass forward and back, and gradients for each pass back. So every micro-batch costs
+as much as a whole batch does: to add gradients up until the last one would take the memory of whole ones.
 
-**Arithmetic** is autocast's, as without sharding. On a GPU the parameters travel in its type. Gradients are summed in
+**Arithmetic** is that of the run without sharding: parameters travel in their own type, and gradients are summed in
 float32 at least.
 """
 
@@ -27,19 +28,19 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from clipstream.errors import SettingsError
-from clipstream.training.precision import AUTOCAST, Precision
+from clipstream.training.precision import Precision
 from clipstream.world import World
 
 
-class WholeTowers:
+class FullTowers:
     """Towers that every rank has whole, with the interface of `ShardedTowers`."""
 
     def __init__(self, towers: Any) -> None:
-        self.copy = towers
+        self.full = towers
 
-    def whole(self, device: str, *, everywhere: bool = True) -> AbstractContextManager[Any]:
+    def full_weights(self, device: str, *, everywhere: bool = True) -> AbstractContextManager[Any]:
         """The towers, where they are."""
-        return nullcontext(self.copy)
+        return nullcontext(self.full)
 
 
 class ShardedTowers:
@@ -51,7 +52,7 @@ class ShardedTowers:
         precision: of the forward pass.
 
     Attributes:
-        copy: towers like these, whose tensors have content only in the context that `whole` gives.
+        full: towers like these, whose tensors have content only in the context that `full_weights` gives.
 
     Raises:
         SettingsError: what does not go together with sharding: batch norm, fp16.
@@ -61,27 +62,23 @@ class ShardedTowers:
         if towers.has_batch_norm:
             raise SettingsError("train.parallel: fsdp takes models without batch norm (a ViT): use ddp")
         if precision == "fp16":
-            raise SettingsError("train.parallel: fsdp has no scaler for fp16: use --precision bf16, or ddp")
+            raise SettingsError("train.parallel: fsdp has no scaler for fp16: use --precision bf16 or fp32, or ddp")
         self.towers, self.world = towers, world
         # A deep copy, but of tensors without content.
         tensors = (*towers.parameters(), *towers.buffers())
-        empty = {id(tensor): _without_content(tensor) for tensor in tensors}
-        self.copy: Any = copy.deepcopy(towers, cast("dict[int, Any]", empty))
-        kind = torch.device(world.device).type
-        mesh = init_device_mesh(kind, (world.size,))
-        policy = MixedPrecisionPolicy(
-            # Not on the CPU, whose layer norm takes no narrow weights beside wide activations.
-            param_dtype=AUTOCAST.get(precision) if kind == "cuda" else None,
-            reduce_dtype=None if precision in ("fp32", "fp64") else torch.float32,
-            cast_forward_inputs=False,
-        )
+        empty = {id(tensor): _empty_like(tensor, "meta") for tensor in tensors}
+        self.full: Any = copy.deepcopy(towers, cast("dict[int, Any]", empty))
+        mesh = init_device_mesh(torch.device(world.device).type, (world.size,))
+        # No type of their own for parameters: autocast narrows what it multiplies by, and leaves embeddings and norms.
+        reduce_dtype = torch.float32 if precision == "pure_bf16" else None
+        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         for block in blocks(towers):
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(towers, mesh=mesh, mp_policy=policy, ignored_params=set(_scalars(towers)))
         towers.to(world.device)
 
     @contextmanager
-    def whole(self, device: str, *, everywhere: bool = True) -> Iterator[Any]:
+    def full_weights(self, device: str, *, everywhere: bool = True) -> Iterator[Any]:
         """The copy, with the present weights for as long as the context is open. Collective.
 
         Args:
@@ -93,19 +90,20 @@ class ShardedTowers:
                 module.reshard()
         kept = everywhere or self.world.is_main
         if kept:
-            self.copy.to_empty(device=device)
+            _move(self.full, device)
         with torch.no_grad():
+            into = _tensors(self.full)
             for name, tensor in _tensors(self.towers).items():
-                value = whole(tensor)
+                value = full_tensor(tensor)
                 if kept:
-                    _tensors(self.copy)[name].copy_(value)
+                    into[name].copy_(value)
         try:
-            yield self.copy
+            yield self.full
         finally:
-            self.copy.to("meta")
+            _move(self.full, "meta")
 
 
-def spread(towers: Any, world: World, *, parallel: str, precision: Precision) -> WholeTowers | ShardedTowers:
+def parallelize(towers: Any, world: World, *, parallel: str, precision: Precision) -> FullTowers | ShardedTowers:
     """The towers on this rank's device: whole, or with 'fsdp' on several ranks sharded, in place.
 
     Raises:
@@ -113,7 +111,7 @@ def spread(towers: Any, world: World, *, parallel: str, precision: Precision) ->
     """
     if parallel == "fsdp" and world.size > 1:
         return ShardedTowers(towers, world, precision)
-    return WholeTowers(towers.to(world.device))
+    return FullTowers(towers.to(world.device))
 
 
 def blocks(towers: nn.Module) -> list[nn.Module]:
@@ -129,29 +127,22 @@ def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def sum_gradients(module: nn.Module, wanted: bool) -> None:
-    """Whether the coming backward passes of a sharded module sum gradients over the ranks, or add them up on each."""
-    cast(FSDPModule, module).set_requires_gradient_sync(wanted)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """All of a sharded tensor, on every rank (collective); any other as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor, sharing memory; any other as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def cut_as(tensor: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
+def shard_like(tensor: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
     """A whole tensor, which every rank has, sharded as `like` is."""
     if not isinstance(like, DTensor) or tensor.shape != like.shape:
         return tensor
-    return distribute_tensor(tensor.to(like.device, like.dtype), like.device_mesh, like.placements, src_data_rank=None)
+    sharded = distribute_tensor(
+        tensor.to(like.device, like.dtype), like.device_mesh, like.placements, src_data_rank=None
+    )
+    return sharded.clone()  # a part of the whole tensor's memory would keep all of it
 
 
-def whole_state(optimizer: torch.optim.Optimizer, *, kept: bool) -> dict[str, Any]:
+def full_state(optimizer: torch.optim.Optimizer, *, kept: bool) -> dict[str, Any]:
     """`optimizer.state_dict()` with whole tensors. Collective where it is sharded.
 
     Args:
@@ -163,19 +154,19 @@ def whole_state(optimizer: torch.optim.Optimizer, *, kept: bool) -> dict[str, An
         state[index] = {}
         for name, value in values.items():
             if isinstance(value, DTensor):
-                full = whole(value)
+                full = full_tensor(value)
                 state[index][name] = full.cpu() if kept else None
             else:
                 state[index][name] = value
     return {**saved, "state": state}
 
 
-def cut_state(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What `whole_state` gave, cut as this optimiser's parameters are."""
+def shard_state(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What `full_state` gave, cut as this optimiser's parameters are."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = {
         index: {
-            name: cut_as(value, parameters[index]) if isinstance(value, torch.Tensor) and value.ndim else value
+            name: shard_like(value, parameters[index]) if isinstance(value, torch.Tensor) and value.ndim else value
             for name, value in values.items()
         }
         for index, values in saved["state"].items()
@@ -192,11 +183,17 @@ def average_scalars(towers: nn.Module, world: World) -> None:
 
 
 def _scalars(towers: nn.Module) -> list[nn.Parameter]:
-    return [p for name, p in towers.named_parameters() if name.startswith("clip.logit_")]
+    return [parameter for parameter in towers.parameters() if parameter.numel() == 1]
 
 
-def _without_content(tensor: torch.Tensor) -> torch.Tensor:
-    empty = tensor.detach().to("meta")
+def _move(module: nn.Module, device: str) -> None:
+    """All tensors to another device, without their content; what has two names keeps both, unlike with `to_empty`."""
+    for tensor in {id(tensor): tensor for tensor in _tensors(module).values()}.values():
+        torch.utils.swap_tensors(tensor, _empty_like(tensor, device))  # type: ignore[no-untyped-call]
+
+
+def _empty_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    empty = torch.empty_like(tensor.detach(), device=device)
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 

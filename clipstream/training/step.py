@@ -59,7 +59,7 @@ class TrainStep:
     """Callable: one step on a batch.
 
     Args:
-        model: the towers (or torch.compile of them) on this rank's device, in their final type; `image.size`,
+        model: the towers on this rank's device, in their final type; `image.size`,
             `context_length`, `has_batch_norm` and `clip.logit_scale` are read. Not wrapped in DDP; it may be sharded.
         loss: gives shares of the global loss.
         optimizer: over the model's trainable parameters.
@@ -101,7 +101,7 @@ class TrainStep:
                 "train.micro_batch_size: auto does not go with fsdp, whose ranks wait for each other in every pass: "
                 "give a number"
             )
-        wrapped = wrap(model, world, static_graph=micro_batch_size is None)
+        wrapped = wrap(model, world)
         parts = (model, wrapped, loss, world)
         self.passes = (
             FittingPasses(*parts, precision=precision, scaled=self.scaler.scale, unmade=self._unmade)
