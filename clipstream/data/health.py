@@ -152,17 +152,21 @@ class Budget:
         hints: source -> (image_key, caption settings, key of the settings it stands under), for the advice.
         max_shard_failures: share of the tried shards, 0 to 1.
         max_sample_failures: share of the read samples, 0 to 1.
+        on_shard_error: 'raise' where the first broken shard ends the run.
     """
 
     total_shards: dict[str, int]
     hints: dict[str, tuple[str, Any, str]]
     max_shard_failures: float
     max_sample_failures: float
+    on_shard_error: str = "skip"
 
     def check(self, health: Health) -> None:
         """Raise DataError where a source gives nothing, or fails more often than the settings allow."""
         for name, h in health.sources.items():
             total = self.total_shards[name]
+            if h.faults and self.on_shard_error == "raise":
+                raise DataError(f"source {name!r}: a shard is broken (--data.on-shard-error raise){_faults(h)}")
             enough = len(h.shards) >= min(total, FIRST_SHARDS)
             silent = len(h.shards) >= min(total, FIRST_SILENT) and all(map(_is_silence, h.faults.values()))
             if (enough or silent) and h.shards and len(h.unopened) == len(h.shards):

@@ -236,6 +236,10 @@ class DataSettings(Section):
     shuffle: ShuffleSettings = Field(default_factory=ShuffleSettings)
     augment: AugmentSettings = Field(default_factory=AugmentSettings)
     cache: str | None = Field(None, description="folder for spooled remote shards; a temporary one unless set")
+    on_shard_error: Literal["skip", "raise"] = Field(
+        "skip",
+        description="skip: what is whole of a broken shard is used, and it counts; raise: the first ends the run",
+    )
     max_shard_failures: Share = Field(0.1, description="share of opened shards that may fail before the run ends")
     max_sample_failures: Share = Field(0.5, description="share of read samples that may be dropped before the run ends")
     stall_timeout: float = Field(300.0, gt=0, description="seconds without a batch before the run ends")

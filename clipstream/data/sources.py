@@ -254,7 +254,7 @@ def _budget(settings: DataSettings, urls: dict[str, list[str]]) -> Budget:
         name: (source.image_key, source.caption, f"data.sources.{name}") for name, source in settings.sources.items()
     }
     totals = {name: len(set(shards)) for name, shards in urls.items()}
-    return Budget(totals, hints, settings.max_shard_failures, settings.max_sample_failures)
+    return Budget(totals, hints, settings.max_shard_failures, settings.max_sample_failures, settings.on_shard_error)
 
 
 def _stable_names(urls: list[str]) -> list[str]:
