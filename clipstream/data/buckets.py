@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from clipstream.data.shards import redact
-from clipstream.data.transfer import CHUNK, Alive, ShardError, pause
+from clipstream.data.transfer import CHUNK, ShardError, Watch, pause
+from clipstream.errors import ClipstreamError
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
 _GONE = (FileNotFoundError, PermissionError, IsADirectoryError)
@@ -23,11 +24,11 @@ def knows(scheme: str) -> bool:
     return scheme in available_protocols() or scheme in registry
 
 
-def fetch(url: str, scheme: str, part: Path, *, retries: int, backoff: float, alive: Alive) -> None:
+def fetch(url: str, scheme: str, part: Path, *, retries: int, backoff: float, watch: Watch) -> None:
     """Copy a file of a bucket into `part`; a failure is tried again from where it broke, while the file is the same.
 
     Retries and backoff are those of `fetch_http`. A backend has its own time limits; one that hangs is found by the
-    loader, where `alive` is not called.
+    loader, where `watch` is not called.
 
     Raises:
         ShardError: `missing`, `unreachable`, `truncated_download`, `disk`, or `unknown_scheme` where the backend is
@@ -42,12 +43,14 @@ def fetch(url: str, scheme: str, part: Path, *, retries: int, backoff: float, al
         extra = EXTRAS.get(scheme)
         advice = f"pip install 'clipstream[{extra}]', or use pipe:COMMAND" if extra else str(error)
         raise ShardError("unknown_scheme", f"{shown}: the backend of {scheme}:// is not installed: {advice}") from error
-    transfer = _Transfer(system, path, part, alive)
+    transfer = _Transfer(system, path, part, watch)
     for attempt in range(retries + 1):
         try:
             return transfer.attempt()
         except _GONE as error:
             raise ShardError("missing", f"{shown}: {redact(str(error)) or type(error).__name__}") from error
+        except ClipstreamError:
+            raise
         except Exception as error:  # every backend has errors of its own
             if isinstance(error, OSError) and transfer.writing:
                 raise ShardError("disk", f"cannot write {part}: {error.strerror}") from error
@@ -58,11 +61,22 @@ def fetch(url: str, scheme: str, part: Path, *, retries: int, backoff: float, al
         pause(attempt, backoff)
 
 
+def version(url: str) -> str | None:
+    """What changes when the file does; None where the bucket does not say."""
+    from fsspec.core import url_to_fs
+
+    try:
+        system, path = url_to_fs(url)
+        return str(system.ukey(path))
+    except Exception:  # every backend has errors of its own; they are told when the file is fetched
+        return None
+
+
 class _Transfer:
     """A local file that grows over several tries."""
 
-    def __init__(self, system: Any, path: str, part: Path, alive: Alive) -> None:
-        self.system, self.path, self.part, self.alive = system, path, part, alive
+    def __init__(self, system: Any, path: str, part: Path, watch: Watch) -> None:
+        self.system, self.path, self.part, self.watch = system, path, part, watch
         self.have = 0
         self.version: str | None = None
         self.writing = False
@@ -72,6 +86,8 @@ class _Transfer:
         version, size = str(self.system.ukey(self.path)), info.get("size")
         if version != self.version:
             self.have, self.version = 0, version
+        if size is not None:
+            self.watch.expect(size)
         with self.system.open(self.path, "rb") as source, open(self.part, "r+b") as file:
             source.seek(self.have)
             file.seek(self.have)
@@ -81,6 +97,6 @@ class _Transfer:
                 file.write(data)
                 self.writing = False
                 self.have += len(data)
-                self.alive(self.have)
+                self.watch.came(self.have)
         if size is not None and self.have != size:
             raise EOFError(f"{self.have:,} of {size:,} bytes came")

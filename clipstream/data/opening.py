@@ -160,7 +160,7 @@ class Opener:
             local, version = _local_manifest(url, cache)
             identity = ":".join(map(str, [version, source.separator, source.quoting, FORM]))
 
-            def fill(part: Path) -> None:
+            def fill(part: Path, _: object) -> None:
                 print(f"reading {redact(url)} once, into {store.folder}", file=sys.stderr, flush=True)
                 to_arrow(local, url, part, separator=source.separator, quoting=source.quoting)
 

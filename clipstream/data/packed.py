@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gzip
 import importlib
-import shutil
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 from clipstream.data.transfer import ShardError
@@ -25,25 +25,30 @@ def packing(path: Path) -> str | None:
     return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
 
 
-def unpack(packed: Path, part: Path) -> None:
+def unpack(packed: Path, part: Path, came: Callable[[int], None]) -> None:
     """Write what is inside to `part`, all of it.
+
+    Args:
+        came: called with the bytes that are written, as they are.
 
     Raises:
         ShardError: `bad_gzip` or `bad_zstd`, also for a cut file.
         OSError: it cannot be read or written.
     """
-    (_unpack_zstd if packing(packed) == "zstd" else _unpack_gzip)(packed, part)
+    (_unpack_zstd if packing(packed) == "zstd" else _unpack_gzip)(packed, part, came)
 
 
-def _unpack_gzip(packed: Path, part: Path) -> None:
+def _unpack_gzip(packed: Path, part: Path, came: Callable[[int], None]) -> None:
     try:
         with gzip.open(packed, "rb") as source, open(part, "wb") as file:
-            shutil.copyfileobj(source, file, CHUNK)
+            while data := source.read(CHUNK):
+                file.write(data)
+                came(file.tell())
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ShardError("bad_gzip", f"{packed.name}: {error}") from error
 
 
-def _unpack_zstd(packed: Path, part: Path) -> None:
+def _unpack_zstd(packed: Path, part: Path, came: Callable[[int], None]) -> None:
     try:
         zstandard = importlib.import_module("zstandard")
     except ImportError as error:
@@ -59,6 +64,7 @@ def _unpack_zstd(packed: Path, part: Path) -> None:
                         frame = frames.decompressobj()
                     file.write(frame.decompress(chunk))
                     chunk = frame.unused_data
+                came(file.tell())
     except zstandard.ZstdError as error:
         raise ShardError("bad_zstd", f"{packed.name}: {error}") from error
     if not frame.eof:

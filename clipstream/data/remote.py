@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import tempfile
 import threading
 import time
@@ -25,15 +24,16 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from clipstream.data import buckets
+from clipstream.data.keeping import GROWTH, Room, is_whole, own_folder, remove_folder, seal
 from clipstream.data.packed import packing, unpack
 from clipstream.data.shards import local_path, redact, scheme_of
-from clipstream.data.transfer import Alive, ShardError, fetch_gopen, fetch_http, has_own_handler, run_pipe
+from clipstream.data.transfer import ShardError, fetch_gopen, fetch_http, has_own_handler, http_version, run_pipe
 from clipstream.errors import SettingsError
 
 __all__ = ["ShardError", "ShardStore"]
 
 STEM = re.compile(r"[\w.-]+(?=\.(?:tar|tgz|csv|tsv|json|jsonl|ndjson|parquet)\b)")
-Fill = Callable[[Path], None]  # writes the whole shard to the path, or raises
+Alive = Callable[[int], None]  # takes the bytes that have come
 
 
 @dataclass
@@ -45,17 +45,42 @@ class _Use:
     count: int = 1
 
 
+class _Coming:
+    """A spool on its way, whose room is reserved as it grows."""
+
+    def __init__(self, store: ShardStore, target: Path) -> None:
+        self._store, self._target, self._reserved = store, target, 0
+
+    def expect(self, size: int) -> None:
+        """See Watch."""
+        self._store.room.expect(self._target, size)
+        self._reserved = size
+
+    def came(self, size: int) -> None:
+        """See Watch."""
+        if size > self._reserved:
+            self._reserved = size + GROWTH
+            self._store.room.reserve(self._target, self._reserved)
+        self._store.tell(size)
+
+
+Fill = Callable[[Path, _Coming], None]  # writes the whole shard to the path, or raises
+
+
 class ShardStore:
     """Local files of shards. Picklable, safe to use in forked workers and in threads; all ranks may share one `cache`
     folder.
 
     A shard is downloaded by one process at a time, whoever asks; the others wait for it. With a folder of one's own,
-    spooled shards stay for the next run, by the hash of their whole URL. Without one, a temporary folder is made here
-    and removed by `close` in the process that made it (and at its end); the temporary folder's disk must hold the
-    shards that are in use together.
+    spooled shards stay for the next run, by the hash of their whole URL and of the version that the server tells; each
+    process checks them once against what was written. Without one, a temporary folder is made here and removed by
+    `close` in the process that made it (and at its end); the temporary folder's disk must hold the shards that are in
+    use together.
 
     Args:
         cache: folder for spooled shards; None for a temporary one.
+        limit: bytes that the folder may hold; None for all that comes.
+        wanted: shards that are in use at once on this node, about.
         timeout: seconds without a new byte after which a transfer is given up.
         retries: how often a failed transfer of http or from a bucket is tried again, from where it stopped if it can.
         backoff: seconds before the first retry; doubled each time.
@@ -68,13 +93,22 @@ class ShardStore:
         SettingsError: the cache folder cannot be made or written.
     """
 
-    def __init__(self, cache: str | None, *, timeout: float = 60.0, retries: int = 3, backoff: float = 0.5) -> None:
+    def __init__(
+        self,
+        cache: str | None,
+        *,
+        limit: int | None = None,
+        wanted: int = 1,
+        timeout: float = 60.0,
+        retries: int = 3,
+        backoff: float = 0.5,
+    ) -> None:
         self.timeout, self.retries, self.backoff = timeout, retries, backoff
         self.temporary = cache is None
         if cache is None:
-            self.folder, lock = _own_folder()
+            self.folder, lock = own_folder()
             self._finalizer: weakref.finalize[..., ShardStore] | None = weakref.finalize(
-                self, _remove, self.folder, lock, os.getpid()
+                self, remove_folder, self.folder, lock, os.getpid()
             )
         else:
             self.folder = Path(cache).expanduser().absolute()
@@ -85,6 +119,8 @@ class ShardStore:
                 raise SettingsError(f"data.cache: the folder {self.folder} cannot be made: {error.strerror}") from error
             if not os.access(self.folder, os.W_OK | os.X_OK):
                 raise SettingsError(f"data.cache: the folder {self.folder} cannot be written")
+        self.room = Room(self.folder, limit, wanted)
+        self._checked: set[Path] = set()
         self._uses: dict[str, _Use] = {}
         self._threads = threading.Lock()
         self._pid = os.getpid()
@@ -103,8 +139,11 @@ class ShardStore:
             version = _packed_version(path)
             if version is None:
                 return path
-            return self.spooled(url, f"{path}:{version}", lambda part: unpack(path, part))
-        return self.spooled(url, url, lambda part: self._fetch(url, scheme_of(url) or "", part))
+            return self.spooled(url, f"{path}:{version}", lambda part, coming: unpack(path, part, coming.came))
+        scheme = scheme_of(url) or ""
+        return self.spooled(
+            url, url, lambda part, coming: self._fetch(url, scheme, part, coming), version=self._version(url, scheme)
+        )
 
     def release(self, url: str) -> None:
         """Say that this process reads the shard no more: a spool in a temporary folder goes with its last user."""
@@ -117,9 +156,10 @@ class ShardStore:
             if use.count:
                 return
             del self._uses[url]
-        with contextlib.suppress(OSError):  # others still read it: the last of them removes it
-            fcntl.flock(use.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            use.target.unlink(missing_ok=True)
+        if self.temporary:
+            with contextlib.suppress(OSError):  # others still read it: the last of them removes it
+                fcntl.flock(use.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                use.target.unlink(missing_ok=True)
         os.close(use.lock)
 
     def close(self) -> None:
@@ -137,51 +177,79 @@ class ShardStore:
         self.__dict__.update(state)
         self._threads = threading.Lock()
 
-    def _target(self, identity: str) -> Path:
-        """The spool's name: a hash of the whole URL, for shards of one name in many folders, and a readable rest."""
+    def _target(self, identity: str, version: str | None) -> Path:
+        """The spool's name: a hash of the whole URL, for shards of one name in many folders, one of its version, and a
+        readable rest. Where the version cannot be asked for, the newest that is here.
+        """
         stems = STEM.findall(redact(identity).partition("?")[0])
         stem = stems[-1][-60:] if stems else "shard"
-        return self.folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:24]}-{stem}.tar"
+        first = hashlib.sha256(identity.encode()).hexdigest()[:24]
+        if version is None and not self.temporary:
+            here = [path for path in self.folder.glob(f"{first}-*.tar") if path.suffix == ".tar"]
+            if here:
+                return max(here, key=lambda path: path.stat().st_mtime)
+        second = "" if version is None else f"{hashlib.sha256(version.encode()).hexdigest()[:8]}-"
+        return self.folder / f"{first}-{second}{stem}.tar"
 
-    def spooled(self, url: str, identity: str, fill: Fill) -> Path:
+    def _version(self, url: str, scheme: str) -> str | None:
+        """What a kept shard is compared with; a temporary one is always fetched anew."""
+        if self.temporary or has_own_handler(scheme) or url in self._uses:
+            return None
+        if scheme in ("http", "https"):
+            return None if urlsplit(url).netloc in self._silent else http_version(url, self.timeout)
+        return buckets.version(url) if buckets.knows(scheme) else None
+
+    def spooled(self, url: str, identity: str, fill: Fill, *, version: str | None = None) -> Path:
         """The local file that `fill` makes, by the one process that is first; the others wait for it.
 
         Args:
             url: by which it is given back.
-            identity: what the file is a function of; another identity is another file.
+            identity: what the file is; another identity is another file.
+            version: what changes with its content, if that is known.
 
         Raises:
             ShardError: it could not be made, here or by the process that was waited for.
+            SettingsError: the limit is too small.
         """
         self._check_process()
         with self._threads:
             if url in self._uses:
                 self._uses[url].count += 1
                 return self._uses[url].target
-        target = self._target(identity)
+        target = self._target(identity, version)
         asked = time.time()
         lock = os.open(f"{target}.lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
             # A reader holds the lock shared, the one that downloads or removes holds it alone. Going from one to the
             # other lets go for a moment, in which another process may remove the spool: hence the loop.
             self._lock(lock, fcntl.LOCK_SH, target)
-            while not target.exists():
+            while not self._is_there(target):
                 self._lock(lock, fcntl.LOCK_EX, target)
-                if not target.exists():
+                if not self._is_there(target):
                     _raise_failure_since(asked, target)
                     self._fill(target, fill)
                 self._lock(lock, fcntl.LOCK_SH, target)
+            if not self.temporary:
+                os.utime(target)  # who was used last goes last
         except BaseException:
             os.close(lock)
             raise
         with self._threads:
-            if self.temporary and url not in self._uses:
+            if url not in self._uses:
                 self._uses[url] = _Use(lock, target)
                 return target
-            if self.temporary:  # another thread was here meanwhile
-                self._uses[url].count += 1
+            self._uses[url].count += 1  # another thread was here meanwhile
         os.close(lock)
         return target
+
+    def _is_there(self, target: Path) -> bool:
+        """Whether the spool is there, and whole: what was kept from another run may be damaged."""
+        if self.temporary or target in self._checked:
+            return target.exists()
+        if is_whole(target):
+            self._checked.add(target)
+            return True
+        return False
 
     def _lock(self, lock: int, kind: int, target: Path) -> None:
         """flock; on file systems without it, two processes may download one shard, and both get it whole."""
@@ -198,7 +266,7 @@ class ShardStore:
             # What another process downloads counts as our own getting on.
             if (now := _size_of_parts(target)) != size:
                 size = now
-                self._tell(now)
+                self.tell(now)
             time.sleep(0.02)
 
     def _fill(self, target: Path, fill: Fill) -> None:
@@ -209,9 +277,13 @@ class ShardStore:
         os.close(handle)
         part = Path(name)
         try:
-            fill(part)
+            fill(part, _Coming(self, target))
             part.chmod(0o644)
+            if not self.temporary:
+                seal(part, target)
             part.replace(target)
+            self._checked.add(target)
+            self.room.remove_others(target, self.folder.glob(f"{target.name[:25]}*.tar"))
         except ShardError as error:
             # Those who waited for us need not wait for the same failure, one after the other.
             _failure(target).write_text(json.dumps([error.reason, error.detail]))
@@ -220,15 +292,16 @@ class ShardStore:
             raise ShardError("disk", f"cannot write to {self.folder}: {error.strerror or error}") from error
         finally:
             part.unlink(missing_ok=True)
+            self.room.settle(target)
 
-    def _fetch(self, url: str, scheme: str, part: Path) -> None:
+    def _fetch(self, url: str, scheme: str, part: Path, coming: _Coming) -> None:
         if scheme == "pipe":
-            run_pipe(url[len("pipe:") :], part, timeout=self.timeout, alive=self._tell)
+            run_pipe(url[len("pipe:") :], part, timeout=self.timeout, watch=coming)
         elif scheme in ("http", "https") and not has_own_handler(scheme):
             host = urlsplit(url).netloc
             retries = 0 if host in self._silent else self.retries
             try:
-                fetch_http(url, part, timeout=self.timeout, retries=retries, backoff=self.backoff, alive=self._tell)
+                fetch_http(url, part, timeout=self.timeout, retries=retries, backoff=self.backoff, watch=coming)
             except ShardError as error:
                 # A host that never answered is not waited for at length again and again.
                 if error.reason in ("timeout", "unreachable") and host not in self._answered:
@@ -237,18 +310,20 @@ class ShardStore:
             self._answered.add(host)
             self._silent.discard(host)
         elif buckets.knows(scheme) and not has_own_handler(scheme):
-            buckets.fetch(url, scheme, part, retries=self.retries, backoff=self.backoff, alive=self._tell)
+            buckets.fetch(url, scheme, part, retries=self.retries, backoff=self.backoff, watch=coming)
         else:
-            fetch_gopen(url, scheme, part, alive=self._tell)
+            fetch_gopen(url, scheme, part, watch=coming)
         if packing(part) is not None:
             unpacked = part.with_suffix(".unpacked.part")
+            size = part.stat().st_size
             try:
-                unpack(part, unpacked)
+                unpack(part, unpacked, lambda more: coming.came(size + more))
                 unpacked.replace(part)
             finally:
                 unpacked.unlink(missing_ok=True)
 
-    def _tell(self, size: int) -> None:
+    def tell(self, size: int) -> None:
+        """A transfer gets on."""
         if threading.current_thread() is threading.main_thread():
             self.alive(size)
 
@@ -300,31 +375,3 @@ def _size_of_parts(target: Path) -> int:
 
 def _nothing(size: int) -> None:
     pass
-
-
-def _own_folder() -> tuple[Path, int]:
-    """A temporary folder and the descriptor that locks it as long as a process of this run lives.
-
-    The folders of dead runs are removed.
-    """
-    for other in Path(tempfile.gettempdir()).glob("clipstream-*/owner.lock"):
-        with contextlib.suppress(OSError):
-            lock = os.open(other, os.O_RDWR)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(other.parent, ignore_errors=True)
-            finally:
-                os.close(lock)
-    folder = Path(tempfile.mkdtemp(prefix="clipstream-"))
-    own = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    with contextlib.suppress(OSError):  # a file system without locks: then nobody removes it but we
-        fcntl.flock(own, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        (folder / "lock").rename(folder / "owner.lock")  # named only when it is held
-    return folder, own
-
-
-def _remove(folder: Path, lock: int, owner: int) -> None:
-    """A forked child has this finalizer too, and must leave its parent's folder alone."""
-    if os.getpid() == owner:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)

@@ -236,6 +236,11 @@ class DataSettings(Section):
     shuffle: ShuffleSettings = Field(default_factory=ShuffleSettings)
     augment: AugmentSettings = Field(default_factory=AugmentSettings)
     cache: str | None = Field(None, description="folder for spooled remote shards; a temporary one unless set")
+    cache_gib: float | None = Field(
+        None,
+        gt=0,
+        description="GiB that data.cache may hold: shards that were not used for longest go; no limit unless set",
+    )
     on_shard_error: Literal["skip", "raise"] = Field(
         "skip",
         description="skip: what is whole of a broken shard is used, and it counts; raise: the first ends the run",

@@ -16,12 +16,13 @@ from clipstream.data.feeder import Feeder, Lane, Reader
 from clipstream.data.fields import CaptionExtractor, build_caption, build_transform
 from clipstream.data.health import Budget, Health
 from clipstream.data.images import EvalTransform, TrainTransform
+from clipstream.data.keeping import GIB
 from clipstream.data.loader import DataState, Loader, LoaderPlan
 from clipstream.data.opening import Opener
 from clipstream.data.order import Cursor, Slots, SourceMix, SourceOrder, lanes_of_rank
 from clipstream.data.remote import ShardStore
 from clipstream.data.settings import DataSettings, SourceSettings
-from clipstream.data.shards import redact
+from clipstream.data.shards import expand, redact
 from clipstream.data.slab import SlabShape
 from clipstream.data.stages import Stopwatch
 from clipstream.data.text import Tokenizer
@@ -104,7 +105,7 @@ def training_loader(
     assert isinstance(lanes, int), "resolve the settings first"
     names = sorted(settings.sources)
     sources = [settings.sources[name] for name in names]
-    store = ShardStore(settings.cache)
+    store = ShardStore(settings.cache, limit=_limit(settings), wanted=_shards_in_use(settings, lanes, world))
     openers = _openers(settings, store)
     fingerprint = _fingerprint(settings, seed, names, [opener.names for opener in openers])
     slots = Slots(lanes_of_rank(world.rank, world.size, lanes), lanes, settings.batch_size)
@@ -140,6 +141,17 @@ def training_loader(
         pin=world.device.startswith("cuda"),
     )
     return Loader(plan, start and {**start, "lanes": {str(lane): state for lane, state in saved.items()}})
+
+
+def _limit(settings: DataSettings) -> int | None:
+    return None if settings.cache_gib is None else int(settings.cache_gib * GIB)
+
+
+def _shards_in_use(settings: DataSettings, lanes: int, world: World) -> int:
+    """Shards that a node's lanes hold at once, at most."""
+    node = -(-lanes * world.local_size // world.size)
+    counts = (len(set(expand(source.shards))) for source in settings.sources.values())
+    return sum(min(count, node * settings.shuffle.shards) for count in counts)
 
 
 def _openers(settings: DataSettings, store: ShardStore) -> list[Opener]:

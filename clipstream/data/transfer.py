@@ -17,17 +17,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 from urllib.error import HTTPError, URLError
 from urllib.parse import unquote, urlsplit, urlunsplit
 from urllib.request import HTTPHandler, HTTPSHandler, Request, build_opener
 
 from clipstream.data.shards import redact
 from clipstream.data.tarstream import scan
-
-Alive = Callable[[int], None]  # called as bytes come, with how many have come
+from clipstream.errors import ClipstreamError
 
 CHUNK = 1 << 20
 CONNECT_SECONDS = 10.0  # a host that does not answer within these is down, or behind a firewall
@@ -49,6 +47,16 @@ class ShardError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.reason, self.detail)
+
+
+class Watch(Protocol):
+    """Is told how a transfer gets on."""
+
+    def expect(self, size: int) -> None:
+        """So many bytes will come in all. Raises SettingsError where there is no room for them."""
+
+    def came(self, size: int) -> None:
+        """So many bytes have come by now. Raises SettingsError where there is no room for them."""
 
 
 class _Connection(http.client.HTTPConnection):
@@ -79,23 +87,18 @@ class _Https(HTTPSHandler):
 class _Download:
     """A file that grows over several tries of one http transfer."""
 
-    def __init__(self, url: str, file: IO[bytes], timeout: float, alive: Alive) -> None:
-        parts = urlsplit(url)
-        self.shown = redact(url)
-        self.bare = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
-        self.login = unquote(parts.netloc.rpartition("@")[0])
+    def __init__(self, url: str, file: IO[bytes], timeout: float, watch: Watch) -> None:
+        _request(url)  # what is no URL is told before anything is asked
+        self.url, self.shown = url, redact(url)
         self.file = file
         self.timeout = timeout
-        self.alive = alive
+        self.watch = watch
         self.have = 0
         self.version: str | None = None  # what says that a later try continues the same file
 
     def attempt(self) -> None:
         """One request, from where the last one stopped if the server's file has a strong version."""
-        request = Request(self.bare, headers={"User-Agent": "clipstream", "Accept-Encoding": "identity"})
-        if self.login:
-            # Not repeated to the host that a redirection names.
-            request.add_unredirected_header("Authorization", "Basic " + base64.b64encode(self.login.encode()).decode())
+        request = _request(self.url)
         if self.have and self.version:
             request.add_header("Range", f"bytes={self.have}-")
             request.add_header("If-Range", self.version)
@@ -109,6 +112,8 @@ class _Download:
             self.version = tag if tag and not tag.startswith("W/") else response.headers["Last-Modified"]
             length = response.headers["Content-Length"]
             expected = self.have + int(length) if length else None
+            if expected is not None:
+                self.watch.expect(expected)
             while data := response.read1(CHUNK):
                 self._write(data)
         if expected is not None and self.have < expected:
@@ -122,7 +127,7 @@ class _Download:
         except OSError as error:
             raise ShardError("disk", f"cannot write {self.file.name}: {error.strerror}") from error
         self.have += len(data)
-        self.alive(self.have)
+        self.watch.came(self.have)
 
     def _check_end(self) -> None:
         """Without a length, only the tar itself tells whether all of it came."""
@@ -132,7 +137,7 @@ class _Download:
             raise ShardError("truncated_download", f"{self.shown}: the server told no length, and {fault.detail}")
 
 
-def fetch_http(url: str, part: Path, *, timeout: float, retries: int, backoff: float, alive: Alive) -> None:
+def fetch_http(url: str, part: Path, *, timeout: float, retries: int, backoff: float, watch: Watch) -> None:
     """Download a URL into `part`. `user:password@` in it becomes a login.
 
     Args:
@@ -145,7 +150,7 @@ def fetch_http(url: str, part: Path, *, timeout: float, retries: int, backoff: f
     """
     with open(part, "wb") as file:
         try:
-            download = _Download(url, file, timeout, alive)
+            download = _Download(url, file, timeout, watch)
         except ValueError as error:
             raise ShardError("unreachable", f"{redact(url)}: {error}") from error
         for attempt in range(retries + 1):
@@ -156,6 +161,29 @@ def fetch_http(url: str, part: Path, *, timeout: float, retries: int, backoff: f
                 if not passing or attempt == retries:
                     raise failure from error
             pause(attempt, backoff)
+
+
+def http_version(url: str, timeout: float) -> str | None:
+    """What changes when the file does: its ETag, or else its date; None where the server does not say."""
+    try:
+        request = _request(url, method="HEAD")
+        with build_opener(_Http, _Https).open(request, timeout=timeout) as response:
+            headers = response.headers
+            found: str | None = headers["ETag"] or headers["Last-Modified"]
+            return found
+    except (OSError, ValueError, http.client.HTTPException):
+        return None
+
+
+def _request(url: str, method: str = "GET") -> Request:
+    """`user:password@` becomes a login, which is not repeated to the host that a redirection names."""
+    parts = urlsplit(url)
+    bare = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    login = unquote(parts.netloc.rpartition("@")[0])
+    request = Request(bare, headers={"User-Agent": "clipstream", "Accept-Encoding": "identity"}, method=method)
+    if login:
+        request.add_unredirected_header("Authorization", "Basic " + base64.b64encode(login.encode()).decode())
+    return request
 
 
 def pause(attempt: int, backoff: float) -> None:
@@ -194,7 +222,7 @@ def end_commands() -> None:
             os.killpg(group, signal.SIGKILL)
 
 
-def run_pipe(command: str, part: Path, *, timeout: float, alive: Alive) -> None:
+def run_pipe(command: str, part: Path, *, timeout: float, watch: Watch) -> None:
     """Run a shell command with its output into `part`; only exit status 0 of every part of the pipeline counts.
 
     All processes that it started are gone afterwards, whatever happens.
@@ -209,7 +237,7 @@ def run_pipe(command: str, part: Path, *, timeout: float, alive: Alive) -> None:
         process = subprocess.Popen(shell, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, start_new_session=True)
         _running.add(process.pid)
         try:
-            silent = not _wait_while_growing(process.pid, out.fileno(), timeout, alive)
+            silent = not _wait_while_growing(process.pid, out.fileno(), timeout, watch)
         finally:
             # Before the shell is reaped, so that its process group cannot be another's.
             with contextlib.suppress(ProcessLookupError):
@@ -226,14 +254,14 @@ def run_pipe(command: str, part: Path, *, timeout: float, alive: Alive) -> None:
             raise ShardError("pipe_failed", detail)
 
 
-def _wait_while_growing(pid: int, file: int, timeout: float, alive: Alive) -> bool:
+def _wait_while_growing(pid: int, file: int, timeout: float, watch: Watch) -> bool:
     """Wait for a child's end without reaping it; False when `file` stops growing for `timeout` seconds."""
     size, since, pause = 0, time.monotonic(), 0.001
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         now = os.fstat(file).st_size
         if now != size:
             size, since = now, time.monotonic()
-            alive(now)
+            watch.came(now)
         elif time.monotonic() - since > timeout:
             return False
         time.sleep(pause)
@@ -241,10 +269,10 @@ def _wait_while_growing(pid: int, file: int, timeout: float, alive: Alive) -> bo
     return True
 
 
-def fetch_gopen(url: str, scheme: str, part: Path, *, alive: Alive) -> None:
+def fetch_gopen(url: str, scheme: str, part: Path, *, watch: Watch) -> None:
     """Copy what webdataset's handler of the scheme gives; of a command behind it only exit status 0 counts.
 
-    It has no time limit of its own: a handler that hangs is found by the loader's, where `alive` is not called.
+    It has no time limit of its own: a handler that hangs is found by the loader's, where `watch` is not called.
 
     Raises:
         ShardError: no handler for the scheme, or it fails.
@@ -260,9 +288,11 @@ def fetch_gopen(url: str, scheme: str, part: Path, *, alive: Alive) -> None:
         with open(part, "wb") as file:
             while data := stream.read(CHUNK):
                 file.write(data)
-                alive(file.tell())
+                watch.came(file.tell())
         stream.close()
         child = getattr(stream, "proc", None)
+    except ClipstreamError:
+        raise
     except Exception as error:  # a user's handler may raise anything
         raise ShardError("unreachable", f"{redact(url)}: {type(error).__name__}: {redact(str(error))}") from error
     if child is not None and child.returncode != 0:
