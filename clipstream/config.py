@@ -19,6 +19,7 @@ from clipstream.errors import SettingsError
 from clipstream.evals.prompts import OF_OPEN_CLIP, class_names, prompt_templates
 from clipstream.evals.settings import EvalSettings, ZeroShotSettings
 from clipstream.flags import flag_layer, split
+from clipstream.folder import holds_a_run
 from clipstream.layers import Dumper, Layer, Places, merged, merged_texts, yaml_layer
 from clipstream.model.settings import LossSettings, ModelSettings
 from clipstream.report.settings import LogSettings
@@ -297,7 +298,7 @@ def _folder_problems(settings: Settings, world: World) -> Found:
     if name in (".", "..") or re.search(r"[/\\]", name) or not name.strip():
         return [(("run", "name"), f"{name!r} is no name for a folder: leave out slashes, and set the place by --logs")]
     folder = settings.run_folder
-    if resume is None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if resume is None and holds_a_run(folder):
         text = f"{folder} exists: go on with it by --resume auto, or start another run by another --name"
         return [(("run", "name"), text)]
     return []

@@ -5,13 +5,18 @@ It is the same for every verb that has ranks. It never reads settings from anywh
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Callable
 
 from clipstream.errors import SettingsError
 from clipstream.failure import FailureWatch
 from clipstream.training.settings import RunSettings
 from clipstream.world import World
+
+PR_SET_PDEATHSIG = 1
 
 
 def run_ranks(run: RunSettings, body: Callable[[World, FailureWatch], None]) -> int:
@@ -25,6 +30,7 @@ def run_ranks(run: RunSettings, body: Callable[[World, FailureWatch], None]) -> 
     device = _device(run.device)
     world = World.from_env(device)
     _set_up_torch(run, world)
+    _end_with_launcher()
     watch = FailureWatch(world, debug=run.debug)
     try:
         world.start()
@@ -36,6 +42,12 @@ def run_ranks(run: RunSettings, body: Callable[[World, FailureWatch], None]) -> 
     finally:
         world.stop()
     return 0
+
+
+def _end_with_launcher() -> None:
+    """Save and end when torchrun is killed: a job that starts anew must not meet this one's ranks in its folder."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _device(name: str) -> str:

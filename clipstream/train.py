@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from clipstream.cli import load_or_help, run_main
 from clipstream.config import Settings, dump, openers, resolve, validate_run, with_known_epoch
 from clipstream.errors import SettingsError
 from clipstream.failure import FailureWatch
+from clipstream.folder import occupied
 from clipstream.model.settings import chosen_loss_type
 from clipstream.world import World
 
@@ -62,12 +64,18 @@ def train(settings: Settings, world: World, watch: FailureWatch) -> None:
     Raises:
         ClipstreamError: as its parts do.
     """
+    lanes = settings.data.lanes
+    settings = resolve(settings, world)
+    with occupied(settings.run_folder) if world.is_main else nullcontext():
+        _train(settings, world, watch, lanes)
+
+
+def _train(settings: Settings, world: World, watch: FailureWatch, lanes: int | str) -> None:
+    """In a folder that is ours."""
     from clipstream.training import checkpoint
     from clipstream.training.precision import settle
     from clipstream.training.stopping import StopSignals
 
-    lanes = settings.data.lanes
-    settings = resolve(settings, world)
     found = checkpoint.agree(settings.run_folder / "checkpoints", settings.checkpoint.resume, world)
     state = None if found is None else checkpoint.read_state(found)
     if state is not None and lanes == "auto":  # a resumed run keeps its lanes, also on other ranks and workers
@@ -76,7 +84,6 @@ def train(settings: Settings, world: World, watch: FailureWatch) -> None:
         settings = _with(settings, "train", precision=settle((state or {}).get("precision", "auto"), world))
     towers, tokenizer = _model(settings, world)
     if world.is_main:
-        _make_folder(settings.run_folder)
         _say_what(settings, world, towers, found)
     with StopSignals() as signals, _loader(settings, world, towers, tokenizer, state) as loader:
         watch.on_exit(loader.close)
@@ -237,13 +244,6 @@ def _save(
         )
 
 
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingsError(f"--logs: the folder {folder} cannot be made: {error.strerror}") from error
-
-
 def _write_config(settings: Settings) -> None:
     durable.replace(settings.run_folder / "config.yaml", dump(settings).encode())
 
@@ -253,11 +253,16 @@ def _say_what(settings: Settings, world: World, towers: Towers, found: Path | No
     data = settings.data
     for name, opener in openers(settings).items():
         print(f"source   {name}: {opener.summary()}, weight {data.sources[name].weight:g}")
-    print(f"model    {settings.model.name}, {towers.n_parameters:,} parameters, {towers.loss_type} loss")
+    trained = sum(parameter.numel() for parameter in towers.parameters() if parameter.requires_grad)
+    count = f"{towers.n_parameters:,} parameters"
+    count += "" if trained == towers.n_parameters else f", {trained:,} of them trained"
+    print(f"model    {settings.model.name}, {count}, {towers.loss_type} loss")
+    count_of_workers = min(data.workers, -(-int(data.lanes) // world.size))
+    workers = f"{count_of_workers} worker{'s' * (count_of_workers != 1)}"
     sizes = "".join(f", {size} from step {step}" for step, size in data.batch_schedule)
     print(
         f"batch    {data.global_batch_size}{sizes} on {world.size} x {world.device}"
-        f"{', fsdp' if settings.train.parallel == 'fsdp' and world.size > 1 else ''}, {data.workers} workers a rank, "
+        f"{', fsdp' if settings.train.parallel == 'fsdp' and world.size > 1 else ''}, {workers} a rank, "
         f"{data.lanes} lanes, {data.sampling.mode}, {settings.train.precision}"
     )
     for name, section in settings.evals.items():

@@ -90,7 +90,7 @@ def shards(tmp_path: Path) -> str:
 def test_a_view_with_the_right_settings(shards: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([shards, "--caption-json", "caption.en"]) == 0
     out = capsys.readouterr().out
-    for part in ("3 shards: 6 read", "not there: 1 of them", "caption.alt", "83.3%", "panda face",
+    for part in ("3 shards: 6 samples read", "not there: 1 of them", "caption.alt", "83.3%", "panda face",
                  "undecodable_image", "0.tar/00", "--caption-json caption.en"):  # fmt: skip
         assert part in out
 
@@ -133,7 +133,7 @@ def test_a_manifest_is_seen_with_its_rows(
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert main([f"{tmp_path}/pairs.jsonl", "--caption-json", "caption.en", "--samples", "100"]) == 0
     out = capsys.readouterr().out
-    assert "1 manifest, 300 samples: 100 read" in out and "caption.en" in out
+    assert "1 manifest, 300 samples: 100 samples read" in out and "caption.en" in out
     assert "missing_picture" in out and "100.0%" not in out
     assert main([f"{tmp_path}/pairs.jsonl", "--caption-json", "caption.en", "--folder", f"{tmp_path}/none"]) == 3
     assert "begin elsewhere? Say where by --folder" in capsys.readouterr().err

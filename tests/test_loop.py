@@ -213,6 +213,19 @@ def test_two_ranks_write_one_file() -> None:
     assert lines[0][-1]["health"] == {"train": {"used": 30, "dropped": {"no_caption": 2}}}
 
 
+def resumed_counts(world: World) -> Any:
+    """The last counts of a run that goes on from step 4, at step 10."""
+    saved = Run(world, 10, save_every=4).go().saves[0]
+    again = Run(world, 10, state=saved).go()
+    return [line["health"] for line in again.lines if "health" in line][-1:]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_resumed_run_counts_from_where_it_was(size: int) -> None:
+    counts = run_ranks(size, resumed_counts)[0]
+    assert counts == [{"train": {"used": 100, "dropped": {"no_caption": 2 * size}}}]
+
+
 def test_ctrl_c_twice_interrupts() -> None:
     before = signal.getsignal(signal.SIGINT)
     with StopSignals() as signals:

@@ -113,6 +113,13 @@ def test_the_seed_alone_decides_and_random_state_stays(tmp_path: Path) -> None:
     assert not torch.equal(first.clip.text_projection, other.clip.text_projection)
 
 
+def test_a_size_that_the_tower_cannot_take_is_an_error(tmp_path: Path) -> None:
+    name = write(tmp_path, RESNET)
+    with pytest.raises(SettingsError, match=r"model\.image_size 63: .* multiples of 32"):
+        build(name, image_size=63)
+    assert build(name, image_size=96).image.size == (96, 96)
+
+
 def test_image_size_and_context_length_change_the_model(tmp_path: Path) -> None:
     class Tokens:
         type, context_length = "model", 20

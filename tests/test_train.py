@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from clipstream.batch import ImageSpec
 from clipstream.data.images import EvalTransform
+from clipstream.folder import holds_a_run, occupied
 from clipstream.model.settings import ModelSettings
 from clipstream.model.towers import build_towers
 from clipstream.train import main
@@ -103,6 +104,25 @@ def test_the_written_config_repeats_the_run(place: Path, whole: str) -> None:
     assert main(["--config", str(config), "--name", "again"]) == 0
     assert lines(place, "again") == lines(place, whole)
     assert same_weights(weights(place, "again", 8), weights(place, whole, 8))
+
+
+def test_one_process_at_a_time_trains_in_a_folder(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with occupied(place / "runs/busy"):
+        assert main(flags(place, "busy", steps=1)) == 2
+        assert f"is being trained by process {os.getpid()} on " in capsys.readouterr().err
+    assert main(flags(place, "busy", steps=1)) == 0
+    assert holds_a_run(place / "runs/busy")
+
+
+def test_a_start_that_failed_leaves_the_name_free(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(flags(place, "early", "--val-data", f"{place}/none.tar", steps=1)) == 3
+    assert (place / "runs/early").is_dir() and not holds_a_run(place / "runs/early")
+    assert main(flags(place, "early", steps=1)) == 0
+    assert main(flags(place, "early", steps=1)) == 2
+    assert "--resume auto" in capsys.readouterr().err
+    (place / "runs/notes").mkdir()
+    (place / "runs/notes/mine.txt").touch()
+    assert holds_a_run(place / "runs/notes") and not holds_a_run(place / "runs/none")
 
 
 def test_a_resumed_run_keeps_the_arithmetic_that_was_settled(place: Path) -> None:
@@ -215,6 +235,23 @@ def test_sigterm_saves_and_says_how_to_go_on(place: Path) -> None:
     assert b"--resume" in error and b"Traceback" not in error
     step = int((place / "runs/stopped/checkpoints/latest").read_text().strip()[-8:])
     assert step == lines(place, "stopped")[-1]["step"]
+
+
+@pytest.mark.slow
+def test_ranks_end_when_their_launcher_is_killed(place: Path) -> None:
+    rank = [sys.executable, "-m", "clipstream.train", *flags(place, "orphan", steps=100_000)]
+    code = f"import subprocess; p = subprocess.Popen({rank!r}); print(p.pid, flush=True); p.wait()"
+    env = {**os.environ, "TORCHELASTIC_RUN_ID": "none"}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=OWN, env=env, stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None
+        pid = int(launcher.stdout.readline())
+        wait_for_step(place, "orphan", 3, launcher)
+        launcher.kill()
+    end = time.monotonic() + 60
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < end, "the rank outlives its launcher"
+        time.sleep(0.1)
+    assert (place / "runs/orphan/checkpoints/latest").exists()
 
 
 def test_two_ranks_train_on_the_same_batches(place: Path, whole: str) -> None:

@@ -245,7 +245,9 @@ class DataSettings(Section):
         "skip",
         description="skip: what is whole of a broken shard is used, and it counts; raise: the first ends the run",
     )
-    max_shard_failures: Share = Field(0.1, description="share of opened shards that may fail before the run ends")
+    max_shard_failures: Share = Field(
+        0.1, description="share of opened shards, at least one, that may fail before the run ends"
+    )
     max_sample_failures: Share = Field(0.5, description="share of read samples that may be dropped before the run ends")
     stall_timeout: float = Field(300.0, gt=0, description="seconds without a batch before the run ends")
 

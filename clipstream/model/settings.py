@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, SerializeAsAny
 
 from clipstream.section import PluginSection, Section
 
-Triple = tuple[float, float, float]
+Level = Annotated[float, Field(ge=0, le=1)]
+Deviation = Annotated[float, Field(gt=0, le=1)]
 Duplicates = Literal["negatives", "mask", "positives"]
 _DUPLICATES = "what samples that are the same are to each other: negatives, mask (not there), positives"
 _BY = "what makes samples the same: captions (equal ids) unless set, or pictures (equal files)"
@@ -25,8 +26,12 @@ class ModelSettings(Section):
     )
     cache_dir: str | None = Field(None, description="the Hub's cache; $HF_HUB_CACHE unless set")
     image_size: int | None = Field(None, ge=1, description="pixels a side; the model's own unless set")
-    image_mean: Triple | None = Field(None, description="mean of the channels, 0 to 1; the model's own unless set")
-    image_std: Triple | None = Field(None, description="deviation of the channels; the model's own unless set")
+    image_mean: tuple[Level, Level, Level] | None = Field(
+        None, description="mean of the channels, 0 to 1; the model's own unless set"
+    )
+    image_std: tuple[Deviation, Deviation, Deviation] | None = Field(
+        None, description="deviation of the channels, 0 to 1; the model's own unless set"
+    )
     image_interpolation: Literal["bilinear", "bicubic"] | None = Field(
         None, description="of the resize in evaluation; the model's own unless set"
     )

@@ -71,7 +71,7 @@ class Towers(nn.Module):
         preprocess, text_cfg = config["preprocess_cfg"], config["model_cfg"]["text_cfg"]
         size = preprocess["size"]
         self.image = ImageSpec(
-            size=(size, size) if isinstance(size, int) else (size[0], size[1]),
+            size=_pair(size),
             interpolation=preprocess["interpolation"],
             resize_mode=preprocess["resize_mode"],
             fill=preprocess["fill_color"],
@@ -89,8 +89,9 @@ class Towers(nn.Module):
         return Features(
             image=self.encode_image(pixels),
             text=self.encode_text(ids),
-            logit_scale=self.clip.logit_scale.exp().reshape(()),
-            logit_bias=None if bias is None else bias.reshape(()),
+            # Sums, of one number: a view of it would be a parameter that FSDP has no hold on.
+            logit_scale=self.clip.logit_scale.exp().sum(),
+            logit_bias=None if bias is None else bias.sum(),
         )
 
     def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -235,7 +236,7 @@ def build_towers(
         cfg["vision_cfg"]["patch_dropout"] = settings.patch_dropout
     state = None if source.weights is None else read_weights(source.weights)
     loss_type = _settle_loss(settings, cfg, state, loss_type)
-    clip = _create(source, cfg, seed)
+    clip = _create(source, cfg, seed, settings.image_size)
     if state is not None:
         load_weights(clip, state, source)
     preprocess = merge_preprocess_dict(asdict(PreprocessCfg()), source.preprocess_cfg)
@@ -322,7 +323,7 @@ def _settle_loss(
     return chosen
 
 
-def _create(source: Source, model_cfg: dict[str, Any], seed: int) -> Any:
+def _create(source: Source, model_cfg: dict[str, Any], seed: int, size: int | None) -> Any:
     """A fresh model of open_clip, with base weights in a Hugging Face text tower unless it says otherwise."""
     cfg = deepcopy(model_cfg)
     text_cfg = cfg["text_cfg"]
@@ -337,4 +338,24 @@ def _create(source: Source, model_cfg: dict[str, Any], seed: int) -> Any:
             clip = (open_clip.CustomTextCLIP if custom else open_clip.CLIP)(**cfg)
     except (TypeError, ValueError, KeyError, RuntimeError, AssertionError, OSError) as error:
         raise SettingsError(f"open_clip cannot build {source.label}: {error}") from error
-    return clip.float()
+    clip = clip.float()
+    if size is not None:
+        _try_size(clip, source.label, size)
+    return clip
+
+
+def _try_size(clip: Any, label: str, size: int) -> None:
+    """Whether the image tower takes pictures of a size that it was not made for."""
+    try:
+        with torch.no_grad():
+            clip.eval().encode_image(torch.zeros(1, 3, *_pair(clip.visual.image_size)))
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise SettingsError(
+            f"model.image_size {size}: {label} takes no pictures of this size (a ResNet takes multiples of 32): {error}"
+        ) from error
+    finally:
+        clip.train()
+
+
+def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])

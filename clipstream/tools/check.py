@@ -144,7 +144,7 @@ def _spread(items: Sequence[T], count: int) -> list[T]:
 def show(view: View, console: Console) -> None:
     """Print the view as tables."""
     read = view.tried
-    console.print(f"{view.shards}: {read:,} read, out of shards with {view.held:,}")
+    console.print(f"{view.shards}: {read:,} samples read of {view.held:,} in the shards opened")
     if view.missing:
         first = ", ".join(view.missing[:3])
         console.print(f"not there: {len(view.missing):,} of them: {first}{' …' if len(view.missing) > 3 else ''}")

@@ -61,7 +61,9 @@ def evaluate(argv: Sequence[str]) -> int:
     trained = [] if subject.run is None else ["--config", str(subject.run / "config.yaml")]
     settings = load([*trained, *flags], trains=False)
     if not settings.evals:
-        raise SettingsError("nothing to evaluate on: give --val-data SHARDS, or --config with a section evals")
+        raise SettingsError(
+            "nothing to evaluate on: give --checkpoint RUN, --val-data SHARDS, or --config with a section evals"
+        )
     model = settings.model
     if subject.checkpoint is not None:
         # A run's own tokenizer fits its weights, whatever it is.

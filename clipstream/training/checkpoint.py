@@ -43,6 +43,7 @@ MARKER, WEIGHTS, OPTIMIZER, RANDOM, STATE, LATEST = (
     "latest",
 )
 _NAME = re.compile(r"step_\d{8}(\.old)?")  # .old: moved aside for a new save of the same step
+TOLD = 300  # characters of a mismatch that a message repeats
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 State = dict[str, Any]
@@ -98,8 +99,7 @@ def save(
                 raise
             _clear(folder)
             print(
-                f"warning: the disk of {folder} is full: step {step} is not saved, the run goes on; "
-                f"the newest checkpoint is {_newest_name(folder)}. Free some space, or lower checkpoint.keep_last",
+                f"warning: the disk of {folder} is full: step {step} is not saved; {_kept(folder)}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -185,8 +185,13 @@ def load(checkpoint: Path, *, towers: SavedTowers, optimizer: torch.optim.Optimi
         for group, own in zip(optimizer.param_groups, numbers, strict=True):
             group.update(own)
         states = torch.load(checkpoint / RANDOM, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise SettingsError(f"{checkpoint} cannot be read: {error}") from error
     except (RuntimeError, ValueError, KeyError, SafetensorError, pickle.UnpicklingError) as error:
-        raise SettingsError(f"{checkpoint} does not fit this run's model and optimiser: {error}") from error
+        said = " ".join(str(error).split())
+        raise SettingsError(
+            f"{checkpoint} does not fit this run's model and optimiser: {said[:TOLD]}{' …' * (len(said) > TOLD)}"
+        ) from error
     if world.rank < len(states):
         set_random_state(states[world.rank], world.device)
     return read_state(checkpoint)
@@ -264,9 +269,11 @@ def _newest(folder: Path) -> Path | None:
     return whole[0] if whole else None
 
 
-def _newest_name(folder: Path) -> str:
+def _kept(folder: Path) -> str:
     whole = _whole(folder)
-    return whole[0].name if whole else "none"
+    if not whole:
+        return "there is no checkpoint yet: free some space"
+    return f"the newest checkpoint is {whole[0].name}: free some space, or lower checkpoint.keep_last"
 
 
 def _keep(folder: Path, keep_last: int) -> None:

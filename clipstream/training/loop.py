@@ -109,6 +109,8 @@ class Trainer:
         self.step, self.samples = int(state.get("step", 0)), int(state.get("samples", 0))
         self._interval = _Interval(**state.get("interval", {}))
         self._saved_step = self.step if state else -1
+        self._health_before: list[dict[str, Any]] = [state["health"]] if "health" in state else []
+        self._health_step = -1
 
     def run(self) -> None:
         """Train to the end.
@@ -136,7 +138,8 @@ class Trainer:
                     self._stop()
                 if self.save_every and self.step % self.save_every == 0:
                     self._save()
-        self._write_health()
+        if self._health_step != self.step:
+            self._write_health()
         saved = self._save()  # first: the last evaluation may be long
         self.evaluate(self.step, True)
         if saved is None:
@@ -201,8 +204,12 @@ class Trainer:
 
     def _write_health(self) -> None:
         """Write the data's health, summed over the ranks."""
-        summaries = self.world.gather_objects(self.loader.health.summary())
-        self._write({"step": self.step, "health": _sum(summaries)})
+        self._health_step = self.step
+        self._write({"step": self.step, "health": self._health()})
+
+    def _health(self) -> dict[str, Any]:
+        """The counts of all ranks since the run began, also of those before it was resumed. Collective."""
+        return dict(_sum([*self._health_before, *self.world.gather_objects(self.loader.health.summary())]))
 
     def _write_losses(self, losses: list[Loss]) -> None:
         if losses:
@@ -216,7 +223,7 @@ class Trainer:
     def _save(self) -> Path | bool | None:
         if self._saved_step == self.step:
             return True
-        path = self.save(self.step, self.state())
+        path = self.save(self.step, {**self.state(), "health": self._health()})
         if path is not None:
             self._saved_step = self.step
         return path

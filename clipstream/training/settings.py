@@ -20,7 +20,7 @@ class RunSettings(Section):
 
     logs: str = Field("runs", min_length=1, description="folder of runs")
     name: str | None = Field(None, description="name of the run's folder; dated, with model and batch, unless set")
-    seed: int = Field(0, ge=0, description="fixes the order of samples, augmentation, weights and dropout")
+    seed: int = Field(0, ge=0, lt=2**63, description="fixes the order of samples, augmentation, weights and dropout")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     threads: int | None = Field(
         None, ge=1, description="CPU threads of a rank's arithmetic; its share of the cores unless set"
@@ -40,7 +40,7 @@ class OptimSettings(Section):
     """The optimiser: AdamW with decoupled weight decay on matrices only (gains, biases and scales have none)."""
 
     type: Literal["adamw"] = Field("adamw", description="adamw")
-    lr: float = Field(5e-4, ge=0, description="peak learning rate")
+    lr: float = Field(5e-4, ge=0, allow_inf_nan=False, description="peak learning rate")
     wd: float = Field(0.2, ge=0, description="weight decay")
     betas: Betas | None = Field(
         None, description="0.9 0.98 for ViT and 0.9 0.999 for ResNet unless set, both or one of them"
