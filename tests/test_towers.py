@@ -14,9 +14,13 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from clipstream.batch import Batch
 from clipstream.errors import SettingsError
-from clipstream.model.settings import ModelSettings
+from clipstream.model.losses import ClipLoss
+from clipstream.model.settings import ClipLossSettings, ModelSettings
 from clipstream.model.towers import Towers, build_towers
+from clipstream.training.step import TrainStep
+from clipstream.world import World
 from tests import hubtree
 
 TEXT = {"context_length": 12, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2}
@@ -257,3 +261,26 @@ def test_the_last_groups_of_a_locked_tower_may_train(tmp_path: Path) -> None:
     assert not towers.clip.visual.conv1.training and towers.clip.visual.transformer.resblocks[-1].training
     with pytest.raises(SettingsError, match=r"model\.unlocked_groups"):
         build(write(tmp_path, RESNET), lock_image=True, unlocked_groups=1)
+
+
+def test_micro_batches_see_the_same_patches_in_both_passes(tmp_path: Path) -> None:
+    towers = build(write(tmp_path), patch_dropout=0.5).train()
+    draw = torch.Generator().manual_seed(1)
+    pixels = torch.randint(0, 256, (10, 3, 32, 32), dtype=torch.uint8, generator=draw)
+    ids = torch.randint(1, 100, (10, towers.context_length), generator=draw).int()
+    batch = Batch(pixels, ids, torch.ones(10), ("",) * 10, torch.zeros(10), step=0, global_size=10)
+    loss, cut = ClipLoss(ClipLossSettings()), [3, 3, 4]
+    torch.manual_seed(5)
+    parts = [towers(p, i) for p, i in zip(pixels.split(cut), ids.split(cut), strict=True)]
+    whole = parts[-1]._replace(image=torch.cat([p.image for p in parts]), text=torch.cat([p.text for p in parts]))
+    loss(whole, batch, World()).backward()  # type: ignore[no-untyped-call]
+    truth = {name: p.grad for name, p in towers.named_parameters()}
+    before = {name: p.detach().clone() for name, p in towers.named_parameters()}
+    towers.zero_grad()
+    step = TrainStep(towers, loss, torch.optim.SGD(towers.parameters(), lr=1.0), World(), micro_batch_size=4)
+    torch.manual_seed(5)
+    step(batch, lr=1.0)
+    for name, p in towers.named_parameters():
+        gradient = truth[name]
+        assert gradient is not None
+        torch.testing.assert_close(before[name] - p.detach(), gradient, rtol=1e-6, atol=1e-6)
