@@ -199,6 +199,18 @@ def test_a_broken_shard_is_listed_once(shards: list[str], tmp_path: Path) -> Non
     assert (loss.shard, loss.key) == (str(broken), None) and loss.reason in ("missing_end", "truncated_member")
 
 
+def test_the_first_samples_may_be_traced(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    samples = [{"__key__": f"{i}", "jpg": picture(i), "txt": f"text {i}"} for i in range(4)]
+    del samples[2]["txt"]
+    shard = write_tar(tmp_path / "a.tar", samples)
+    with loader(data(str(shard), workers=2, lanes=2, global_batch_size=8, trace=4)) as stream:
+        next(stream)
+    said = capfd.readouterr().err
+    assert said.count("trace ") == 4 and "trace 4 of 4: " in said and f" in {shard}\n" in said
+    assert "  caption    'text " in said and "  picture    JPEG " in said and "-> 16 x 16" in said
+    assert "  ids        " in said and "  used       slot " in said and "  read       jpg " in said
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_nothing_usable_ends_with_what_was_seen_and_the_flag_to_use(shards: list[str], workers: int) -> None:
     caption = {"type": "text", "key": "caption"}

@@ -20,7 +20,8 @@ from clipstream.data.health import PROFILED, Health, Loss
 from clipstream.data.order import Draws, Slots, SourceMix
 from clipstream.data.slab import Slab
 from clipstream.data.stages import HAND_OVER, StageTimes, Stopwatch
-from clipstream.data.text import Tokenizer
+from clipstream.data.text import Tokenizer, readable
+from clipstream.data.tracing import Tracer
 from clipstream.data.walk import Taken, Walk
 from clipstream.errors import Dropped
 
@@ -112,6 +113,7 @@ class Feeder:
         health: counts since the last report.
         report: called with the counts where a part takes long or much is dropped, before it is full.
         trace: takes (stage, sample) at each stage, for their times, and so that a stall can be named.
+        tracer: prints what the stages made of the first samples.
     """
 
     lanes: list[Lane]
@@ -122,6 +124,7 @@ class Feeder:
     health: Health
     report: Callable[[Health], None]
     trace: Stopwatch
+    tracer: Tracer = field(default_factory=lambda: Tracer(0))
     _reported: float = field(default_factory=time.monotonic)
 
     def fill(self, step: int, slab: Slab) -> Part:
@@ -163,9 +166,12 @@ class Feeder:
             health = self.health.sources[reader.name]
             health.read += 1
             draws = None if taken.draws_key is None else Draws(taken.draws_key)
+            traced = self.tracer.begin(taken.url, taken.ref.key)
             try:
-                caption = self._read(taken, reader, draws, slab, slot)
+                caption = self._read(taken, reader, draws, slab, slot, traced)
             except Dropped as drop:
+                if traced:
+                    traced.end("dropped", f"{drop.reason}: {drop.detail}")
                 health.drop(Loss(reader.name, taken.url, taken.ref.key, drop.reason, drop.detail))
                 if sum(health.dropped.values()) <= PROFILED:
                     with contextlib.suppress(Dropped):  # its members may be unreadable, too
@@ -173,21 +179,34 @@ class Feeder:
                 self.pulse(reader.name)
                 self.trace("order", "")
                 continue
+            if traced:
+                traced.end("used", f"slot {slot} of this rank's batch")
             health.used += 1
             self.pulse(reader.name)
             return caption, taken.name
         return None
 
-    def _read(self, taken: Taken, reader: Reader, draws: Draws | None, slab: Slab, slot: int) -> str:
+    def _read(
+        self, taken: Taken, reader: Reader, draws: Draws | None, slab: Slab, slot: int, traced: Tracer | None
+    ) -> str:
         self.trace("read", taken.name)
         sample: Mapping[str, Any] = _sample(taken, reader.members)
+        if traced:
+            traced.members("read", sample)
         if reader.transform is not None:
             self.trace("transform", taken.name)
             sample = reader.transform(sample)
+            if traced:
+                traced.members("transform", sample)
         caption = reader.caption(sample, draws)
+        if traced:
+            ids = self.tokenizer.encode([caption])[0].tolist()
+            traced.caption(caption, ids, readable(self.tokenizer, ids))
         self.trace("decode", taken.name)
         data = image_bytes(sample, reader.image_key)
         reader.image(data, draws, slab.pixels[slot])
+        if traced:
+            traced.picture(data, slab.pixels[slot])
         slab.pictures[slot] = checksum(data)
         return caption
 

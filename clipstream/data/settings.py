@@ -249,6 +249,7 @@ class DataSettings(Section):
         0.1, description="share of opened shards, at least one, that may fail before the run ends"
     )
     max_sample_failures: Share = Field(0.5, description="share of read samples that may be dropped before the run ends")
+    trace: int = Field(0, ge=0, description="print what each stage makes of the first so many samples")
     stall_timeout: float = Field(300.0, gt=0, description="seconds without a batch before the run ends")
 
     @field_validator("batch_schedule")

@@ -26,6 +26,7 @@ from clipstream.data.shards import expand, redact
 from clipstream.data.slab import SlabShape
 from clipstream.data.stages import Stopwatch
 from clipstream.data.text import Tokenizer
+from clipstream.data.tracing import Tracer
 from clipstream.data.walk import OnceWalk, OpenShards, Walk, WindowWalk
 from clipstream.data.worker import Status
 from clipstream.errors import DataError, SettingsError
@@ -49,12 +50,16 @@ class _Stream:
     workers: int
     tokenizer: Tokenizer
     store: ShardStore
+    traced: int = 0
 
     def feeder(self, worker: int, report: Callable[[Any], None], status: Status) -> Feeder:
         """The feeder of a worker: every `workers`-th lane of the rank."""
         self.store.alive = status.touch
         trace = Stopwatch(status.set)
-        feeder = Feeder([], self.slots, self.readers, self.mix, self.tokenizer, Health(self.names), report, trace)
+        tracer = Tracer(self.traced if worker == 0 else 0)
+        feeder = Feeder(
+            [], self.slots, self.readers, self.mix, self.tokenizer, Health(self.names), report, trace, tracer
+        )
         shards = [
             OpenShards(opener, lambda name=name: feeder.health.sources[name], trace)  # type: ignore[misc]
             for name, opener in zip(self.names, self.openers, strict=True)
@@ -129,6 +134,7 @@ def training_loader(
         workers=min(settings.workers, len(slots.lanes)),
         tokenizer=tokenizer,
         store=store,
+        traced=settings.trace if world.is_main else 0,
     )
     plan = stream.plan(
         _budget(settings, {name: opener.names for name, opener in zip(names, openers, strict=True)}),
