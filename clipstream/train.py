@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from clipstream import durable
 from clipstream.cli import load_or_help, run_main
-from clipstream.config import Settings, dump, openers, resolve, validate_run, with_known_epoch
+from clipstream.config import Settings, dump, openers, resolve, with_known_epoch
+from clipstream.contradictions import validate_run
 from clipstream.errors import SettingsError
 from clipstream.failure import FailureWatch
 from clipstream.folder import occupied
@@ -159,7 +160,7 @@ def _trainer(
     from clipstream.evals.protocol import EvalContext, EvalRunner
     from clipstream.report.outputs import Outputs
     from clipstream.training import checkpoint
-    from clipstream.training.distributed import synchronize_batch_norm
+    from clipstream.training.batch_norm import synchronize_batch_norm
     from clipstream.training.loop import Trainer
     from clipstream.training.optim import build_optimizer, lr_at
     from clipstream.training.sharding import parallelize

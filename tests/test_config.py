@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from clipstream.config import Settings, dump, load, resolve, validate_run
+from clipstream.config import Settings, dump, load, resolve
+from clipstream.contradictions import validate_run
 from clipstream.data.settings import CaptionSettings, JsonCaption
 from clipstream.errors import SettingsError
 from clipstream.evals.settings import ZeroShotSettings

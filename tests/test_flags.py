@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.config import load, resolve, validate_run
+from clipstream.config import load, resolve
+from clipstream.contradictions import validate_run
 from clipstream.data.settings import JsonCaption, TextCaption
 from clipstream.errors import SettingsError
 from clipstream.evals.settings import RetrievalSettings
