@@ -67,16 +67,18 @@ class RankedBatchNorm(nn.modules.batchnorm._BatchNorm):
             dims = [0, *range(2, x.ndim)]
             shape = [1, -1, *[1] * (x.ndim - 2)]
             count = x.new_full((1,), x.numel() // x.shape[1])
-            summed, total = all_reduce(torch.cat([x.sum(dims), count])).split([x.shape[1], 1])
-            mean = summed / total
+            sums = _sum_over_ranks(torch.cat([x.sum(dims), count]))
+            total = sums[-1]
+            mean = sums[:-1] / total
             centred = x - mean.view(shape)
             # A sum of its own: the mean of squares less the square of the mean would lose most of its digits.
-            variance = all_reduce(centred.square().sum(dims)) / total
+            variance = _sum_over_ranks(centred.square().sum(dims)) / total
             self._track(mean.detach(), variance.detach() * total / (total - 1))
             out = centred * (variance + self.eps).rsqrt().view(shape)
             if self.affine:
                 out = out * self.weight.view(shape) + self.bias.view(shape)
-        return out.to(input.dtype)
+        given: torch.Tensor = out.to(input.dtype)
+        return given
 
     @torch.no_grad()
     def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
@@ -86,3 +88,9 @@ class RankedBatchNorm(nn.modules.batchnorm._BatchNorm):
         share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+
+
+def _sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum, whose gradient is the sum of the ranks' gradients."""
+    summed: torch.Tensor = all_reduce(tensor)  # type: ignore[no-untyped-call]
+    return summed
