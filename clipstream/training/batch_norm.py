@@ -6,9 +6,11 @@ a batch and never sums gradients of parameters.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.nn.functional import all_reduce
 
 from clipstream.errors import SettingsError
 from clipstream.world import World
@@ -90,7 +92,20 @@ class RankedBatchNorm(nn.modules.batchnorm._BatchNorm):
         self.running_var.lerp_(variance.to(self.running_var.dtype), share)
 
 
+class _Sum(torch.autograd.Function):
+    """The sum over the ranks; its gradient is the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        summed = tensor.clone()
+        dist.all_reduce(summed)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return _Sum.forward(ctx, gradient)
+
+
 def _sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum, whose gradient is the sum of the ranks' gradients."""
-    summed: torch.Tensor = all_reduce(tensor)  # type: ignore[no-untyped-call]
+    summed: torch.Tensor = _Sum.apply(tensor)  # type: ignore[no-untyped-call]
     return summed

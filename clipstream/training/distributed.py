@@ -8,6 +8,7 @@ Never computes a loss. With one rank the module is used as it is.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -36,6 +37,8 @@ def wrap(module: nn.Module, world: World) -> nn.Module:
     if world.size == 1 or is_sharded(module):
         return module
     device = torch.device(world.device)
+    # Of 1 x 1 convolutions, on each backward pass: their strides say the same in two ways.
+    warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
     return DistributedDataParallel(
         module,
         device_ids=[device] if device.type == "cuda" else None,
