@@ -102,10 +102,10 @@ class _Sum(torch.autograd.Function):
         return summed
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return _Sum.forward(ctx, gradient)
 
 
 def _sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    summed: torch.Tensor = _Sum.apply(tensor)  # type: ignore[no-untyped-call]
+    summed: torch.Tensor = _Sum.apply(tensor)
     return summed
