@@ -193,11 +193,11 @@ class ShardStore:
 
     def _version(self, url: str, scheme: str) -> str | None:
         """What a kept shard is compared with; a temporary one is always fetched anew."""
-        if self.temporary or has_own_handler(scheme) or url in self._uses:
+        if self.temporary or url in self._uses:
             return None
-        if scheme in ("http", "https"):
-            return None if urlsplit(url).netloc in self._silent else http_version(url, self.timeout)
-        return buckets.version(url) if buckets.knows(scheme) else None
+        if scheme in ("http", "https") and urlsplit(url).netloc in self._silent:
+            return None
+        return version_of(url, scheme, self.timeout)
 
     def spooled(self, url: str, identity: str, fill: Fill, *, version: str | None = None) -> Path:
         """The local file that `fill` makes, by the one process that is first; the others wait for it.
@@ -338,6 +338,15 @@ class ShardStore:
         """After a fork, the parent's uses are not ours; closing our copies leaves the parent's locks as they are."""
         if self._pid != os.getpid():
             self._forget_uses()
+
+
+def version_of(url: str, scheme: str, timeout: float) -> str | None:
+    """What changes when a remote shard does; None where nothing tells."""
+    if has_own_handler(scheme):
+        return None
+    if scheme in ("http", "https"):
+        return http_version(url, timeout)
+    return buckets.version(url) if buckets.knows(scheme) else None
 
 
 def _packed_version(path: Path) -> str | None:
