@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from clipstream.cli import own_flags
 from clipstream.config import Settings, dump
 from clipstream.errors import SettingsError
 from clipstream.evals.retrieval import Retrieval
 from clipstream.evals.settings import RetrievalSettings
 from clipstream.evaluate import main
 from clipstream.report.progress import table
-from clipstream.tools.evaluate import locate, split_own
+from clipstream.tools.evaluate import OWN_FLAGS, locate
 from clipstream.training.checkpoint import save
 from clipstream.world import World
 from tests.evaluating import context_of, tiny_towers
@@ -125,7 +126,7 @@ def test_help_names_the_verbs_own_flags(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_own_flags_are_taken_out() -> None:
-    assert split_own(["--lr", "1", "--output=x", "--checkpoint", "run", "--a.b=c=d"]) == (
+    assert own_flags(["--lr", "1", "--output=x", "--checkpoint", "run", "--a.b=c=d"], OWN_FLAGS) == (
         {"--output": "x", "--checkpoint": "run"},
         ["--lr", "1", "--a.b=c=d"],
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clipstream.cli import own_flags
 from clipstream.config import Settings, load
 from clipstream.errors import SettingsError
 from clipstream.failure import FailureWatch
@@ -56,7 +57,7 @@ def evaluate(argv: Sequence[str]) -> int:
     Raises:
         SettingsError: wrong settings, no such checkpoint, or nothing to evaluate on.
     """
-    own, flags = split_own(argv)
+    own, flags = own_flags(argv, OWN_FLAGS)
     subject = locate(own.get("--checkpoint"), flags)
     trained = [] if subject.run is None else ["--config", str(subject.run / "config.yaml")]
     settings = load([*trained, *flags], trains=False)
@@ -82,28 +83,6 @@ def evaluate(argv: Sequence[str]) -> int:
                 print(f"written to {output}")
 
     return run_ranks(settings.run, body)
-
-
-def split_own(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The verb's own flags with their values, and the rest of the command line.
-
-    Raises:
-        SettingsError: one of them has no value.
-    """
-    own: dict[str, str] = {}
-    rest: list[str] = []
-    tokens = list(argv)
-    while tokens:
-        flag, equals, value = tokens.pop(0).partition("=")
-        if flag not in OWN_FLAGS:
-            rest.append(flag + equals + value)
-            continue
-        if not equals:
-            value = tokens.pop(0) if tokens and not tokens[0].startswith("--") else ""
-        if not value:
-            raise SettingsError(f"{flag}: needs a value: {OWN_FLAGS[flag]}")
-        own[flag] = value
-    return own, rest
 
 
 def locate(path: str | None, flags: Sequence[str] = ()) -> Subject:

@@ -23,6 +23,7 @@ from clipstream.data.remote import ShardError, ShardStore, version_of
 from clipstream.data.shards import expand, local_path, redact, scheme_of
 from clipstream.data.tarstream import scan
 from clipstream.data.transfer import end_commands
+from clipstream.data.worker import END, end_with
 from clipstream.errors import DataError, SettingsError
 
 SAY_SECONDS = 5.0
@@ -143,7 +144,7 @@ def _outcomes(indexer: Indexer, urls: Sequence[str], workers: int) -> Iterator[O
     """As they come. Not all are asked for at once, so that an end does not wait for those that were."""
     context = multiprocessing.get_context("fork")
     workers = min(workers, len(urls))
-    with ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(indexer,)) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(indexer, os.getpid())) as pool:
         rest = iter(urls)
         running = {pool.submit(_run, url) for _, url in zip(range(2 * workers), rest, strict=False)}
         try:
@@ -158,10 +159,11 @@ def _outcomes(indexer: Indexer, urls: Sequence[str], workers: int) -> Iterator[O
 _indexers: list[Indexer] = []  # of a process of the pool, for its life: a host that does not answer is asked once
 
 
-def _begin(indexer: Indexer) -> None:
+def _begin(indexer: Indexer, parent: int) -> None:
     _indexers.append(indexer)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, END):
         signal.signal(number, _end)
+    end_with(parent)
 
 
 def _run(url: str) -> Outcome:
