@@ -46,6 +46,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_error(404 if kind == "404" else 503)
         elif kind == "login" and self.headers["Authorization"] != "Basic dTpwIHc=":
             self.send_error(401)
+        elif kind == "elsewhere":
+            self.send_response(302)
+            self.send_header("Location", "nowhere://there/0.tar?token=HIDDEN")
+            self.end_headers()
         elif kind == "cut":
             self.answer(BODY, sent=len(BODY) // 2)
         elif kind == "resume":
@@ -140,6 +144,12 @@ def test_a_stalled_body_ends(tmp_path: Path, root: str) -> None:
 
 def test_a_dead_server_is_unreachable(tmp_path: Path) -> None:
     assert failure(make_store(tmp_path, retries=1), "http://127.0.0.1:9/0.tar").reason == "unreachable"
+
+
+@pytest.mark.parametrize("path", ["a b/0.tar?token=HIDDEN", "elsewhere/0.tar"])
+def test_what_python_says_of_a_url_is_not_shown_with_its_secrets(tmp_path: Path, root: str, path: str) -> None:
+    error = failure(make_store(tmp_path, retries=0), f"{root}/{path}")
+    assert "HIDDEN" not in str(error) and "token=***" in str(error)
 
 
 def test_a_login_in_the_url_is_sent_and_not_shown(tmp_path: Path, root: str) -> None:

@@ -152,7 +152,7 @@ def fetch_http(url: str, part: Path, *, timeout: float, retries: int, backoff: f
         try:
             download = _Download(url, file, timeout, watch)
         except ValueError as error:
-            raise ShardError("unreachable", f"{redact(url)}: {error}") from error
+            raise ShardError("unreachable", f"{redact(url)}: {redact(str(error))}") from error
         for attempt in range(retries + 1):
             try:
                 return download.attempt()
@@ -201,15 +201,16 @@ def _judge(download: _Download, error: Exception) -> tuple[ShardError, bool]:
         if error.code == 416:  # the file became shorter than what we have: begin anew
             download.have = 0
         passing = error.code >= 500 or error.code in (*TRANSIENT, 416)
-        return ShardError(f"http_{error.code}", f"{shown}: {error.reason}"), passing
+        return ShardError(f"http_{error.code}", f"{shown}: {redact(str(error.reason))}"), passing
     cause = error.reason if isinstance(error, URLError) else error
     if isinstance(cause, TimeoutError):
         detail = f"{shown}: no byte in {download.timeout:g} s after {download.have:,} bytes"
         return ShardError("timeout", detail), True
+    said = redact(str(cause))  # which may repeat the URL
     if download.have or isinstance(error, http.client.IncompleteRead):
-        return ShardError("truncated_download", f"{shown}: after {download.have:,} bytes: {cause}"), True
+        return ShardError("truncated_download", f"{shown}: after {download.have:,} bytes: {said}"), True
     passing = not isinstance(error, (ValueError, http.client.InvalidURL))
-    return ShardError("unreachable", f"{shown}: {cause}"), passing
+    return ShardError("unreachable", f"{shown}: {said}"), passing
 
 
 _running: set[int] = set()  # process groups of the commands that this process runs
