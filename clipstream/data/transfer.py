@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -47,6 +48,10 @@ class ShardError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.reason, self.detail)
+
+
+class TransferEnded(Exception):
+    """A transfer that was given up because nobody wants it any more; it says nothing about the shard."""
 
 
 class Watch(Protocol):
@@ -213,14 +218,34 @@ def _judge(download: _Download, error: Exception) -> tuple[ShardError, bool]:
     return ShardError("unreachable", f"{shown}: {said}"), passing
 
 
-_running: set[int] = set()  # process groups of the commands that this process runs
+_running: dict[int, int | None] = {}  # process group of a command -> the thread that waits for it; None: ended by us
+_starting = threading.Lock()  # held while one starts
+_over = threading.Event()  # none starts any more
 
 
 def end_commands() -> None:
-    """Kill the commands that threads of this process wait for: it is about to end."""
+    """Kill the commands that threads of this process wait for, and start no other: it is about to end."""
+    with _starting:
+        _over.set()
     for group in list(_running):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+        _end(group)
+
+
+def end_command(thread: int | None) -> None:
+    """Kill the command that the thread of this identity waits for, if it does."""
+    for group, waiting in list(_running.items()):
+        if waiting == thread:
+            _end(group)
+
+
+def _end(group: int) -> None:
+    _running[group] = None
+    _kill(group)
+
+
+def _kill(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
 
 
 def run_pipe(command: str, part: Path, *, timeout: float, watch: Watch) -> None:
@@ -230,21 +255,28 @@ def run_pipe(command: str, part: Path, *, timeout: float, watch: Watch) -> None:
 
     Raises:
         ShardError: `pipe_failed`, or `timeout` when no byte came for `timeout` seconds.
+        TransferEnded: `end_command` or `end_commands` was called.
     """
     bash = shutil.which("bash")
     shell = [bash, "-o", "pipefail", "-c", command] if bash else ["sh", "-c", command]
     shown = redact(f"pipe:{command}")
     with open(part, "wb") as out, tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(shell, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, start_new_session=True)
-        _running.add(process.pid)
+        with _starting:
+            if _over.is_set():
+                raise TransferEnded
+            process = subprocess.Popen(
+                shell, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, start_new_session=True
+            )
+            _running[process.pid] = threading.get_ident()
         try:
             silent = not _wait_while_growing(process.pid, out.fileno(), timeout, watch)
         finally:
             # Before the shell is reaped, so that its process group cannot be another's.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            _running.discard(process.pid)
+            _kill(process.pid)
+            ended = _running.pop(process.pid) is None
             status = process.wait()
+        if ended:
+            raise TransferEnded
         size = os.fstat(out.fileno()).st_size
         if silent:
             raise ShardError("timeout", f"{shown}: no byte in {timeout:g} s after {size:,} bytes")
@@ -253,6 +285,7 @@ def run_pipe(command: str, part: Path, *, timeout: float, watch: Watch) -> None:
             said = redact(" ".join(errors.read().decode(errors="replace").split()))
             detail = f"{shown}: exit status {status} after {size:,} bytes{': ' + said if said else ''}"
             raise ShardError("pipe_failed", detail)
+        watch.expect(size)  # also of a command that was quicker than we looked
 
 
 def _wait_while_growing(pid: int, file: int, timeout: float, watch: Watch) -> bool:
