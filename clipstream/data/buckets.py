@@ -61,15 +61,21 @@ def fetch(url: str, scheme: str, part: Path, *, retries: int, backoff: float, wa
         pause(attempt, backoff)
 
 
-def version(url: str) -> str | None:
-    """What changes when the file does; None where the bucket does not say."""
+def version(url: str, timeout: float) -> str | None:
+    """What changes when the file does; None where the bucket does not say. Time limits are the backend's, as above.
+
+    Raises:
+        ShardError: `unreachable`: every backend has errors of its own; they are told when the file is fetched.
+    """
     from fsspec.core import url_to_fs
 
     try:
         system, path = url_to_fs(url)
         return str(system.ukey(path))
-    except Exception:  # every backend has errors of its own; they are told when the file is fetched
+    except (ImportError, ValueError, *_GONE):
         return None
+    except Exception as error:
+        raise ShardError("unreachable", redact(url)) from error
 
 
 class _Transfer:

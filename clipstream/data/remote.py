@@ -19,29 +19,20 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from clipstream.data import buckets
-from clipstream.data.keeping import (
-    GROWTH,
-    Room,
-    discard,
-    failure_since,
-    is_whole,
-    let_go,
-    newest,
-    note_failure,
-    note_use,
-    own_folder,
-    remove_folder,
-    remove_parts,
-    remove_unused,
-    seal,
-    size_of_parts,
-)
+from clipstream.data import buckets, keeping
+from clipstream.data.keeping import GROWTH, Room, is_whole, let_go, own_folder, remove_folder, remove_unused
 from clipstream.data.packed import packed_version, packing, unpack
 from clipstream.data.shards import local_path, redact, scheme_of
-from clipstream.data.transfer import ShardError, fetch_gopen, fetch_http, has_own_handler, http_version, run_pipe
+from clipstream.data.transfer import (
+    ShardError,
+    fetch_gopen,
+    fetch_http,
+    has_own_handler,
+    host_of,
+    http_version,
+    run_pipe,
+)
 from clipstream.errors import SettingsError
 
 __all__ = ["ShardError", "ShardStore"]
@@ -222,7 +213,7 @@ class ShardStore:
         stems = STEM.findall(redact(identity).partition("?")[0])
         stem = stems[-1][-60:] if stems else "shard"
         first = hashlib.sha256(identity.encode()).hexdigest()[:24]
-        if version is None and not self.temporary and (here := newest(self.folder.glob(f"{first}-*.tar"))):
+        if version is None and not self.temporary and (here := keeping.newest(self.folder.glob(f"{first}-*.tar"))):
             return here
         second = "" if version is None else f"{hashlib.sha256(version.encode()).hexdigest()[:8]}-"
         return self.folder / f"{first}-{second}{stem}.tar"
@@ -231,9 +222,14 @@ class ShardStore:
         """What a kept shard is compared with; a temporary one is always fetched anew."""
         if self.temporary or has_own_handler(scheme) or url in self._uses:
             return None
-        if scheme in ("http", "https"):
-            return None if urlsplit(url).netloc in self._silent else http_version(url, self.timeout)
-        return buckets.version(url) if buckets.knows(scheme) else None
+        ask = http_version if scheme in ("http", "https") else buckets.version if buckets.knows(scheme) else None
+        if ask is None or (host := host_of(url)) in self._silent:
+            return None
+        try:
+            return ask(url, self.timeout)
+        except ShardError:
+            self._note_silence(host)
+            return None
 
     def spooled(self, url: str, identity: str, fill: Fill, *, version: str | None = None) -> Path:
         """The local file that `fill` makes, by the one process that is first; the others wait for it.
@@ -262,12 +258,12 @@ class ShardStore:
             while not self._is_there(target):
                 alone = self._lock(lock, fcntl.LOCK_EX, target)
                 if not self._is_there(target):
-                    if failure := failure_since(asked, target):
+                    if failure := keeping.failure_since(asked, target):
                         raise ShardError(*failure)
                     self._fill(target, fill, alone=alone)
                 self._lock(lock, fcntl.LOCK_SH, target)
             if not self.temporary:
-                note_use(target)
+                keeping.note_use(target)
         except BaseException:
             let_go(lock)
             raise
@@ -304,15 +300,15 @@ class ShardStore:
             # What another process downloads counts as our own getting on.
             if time.monotonic() - looked > LOOK:
                 looked = time.monotonic()
-                if (now := size_of_parts(target)) != size:
+                if (now := keeping.size_of_parts(target)) != size:
                     size = now
                     self.tell(now)
             time.sleep(0.02)
 
     def _fill(self, target: Path, fill: Fill, *, alone: bool) -> None:
         if alone:  # what is not whole goes, and the part that a process left when it was killed
-            discard(target)
-            remove_parts(target)
+            keeping.discard(target)
+            keeping.remove_parts(target)
         handle, name = tempfile.mkstemp(prefix=f"{target.name}.", suffix=".part", dir=self.folder)
         os.close(handle)
         part = Path(name)
@@ -320,7 +316,7 @@ class ShardStore:
             fill(part, _Coming(self, target))
             part.chmod(0o644)
             if not self.temporary:
-                seal(part, target)
+                keeping.seal(part, target)
             part.replace(target)
             if not self.temporary:
                 self._checked.add(target)
@@ -329,7 +325,7 @@ class ShardStore:
                         remove_unused(other)  # an older version
         except ShardError as error:
             # Those who waited for us need not wait for the same failure, one after the other.
-            note_failure(target, error.reason, error.detail)
+            keeping.note_failure(target, error.reason, error.detail)
             raise
         except OSError as error:
             raise ShardError("disk", f"cannot write to {self.folder}: {error.strerror or error}") from error
@@ -341,14 +337,12 @@ class ShardStore:
         if scheme == "pipe":
             run_pipe(url[len("pipe:") :], part, timeout=self.timeout, watch=coming)
         elif scheme in ("http", "https") and not has_own_handler(scheme):
-            host = urlsplit(url).netloc
-            retries = 0 if host in self._silent else self.retries
+            retries = 0 if (host := host_of(url)) in self._silent else self.retries
             try:
                 fetch_http(url, part, timeout=self.timeout, retries=retries, backoff=self.backoff, watch=coming)
             except ShardError as error:
-                # A host that never answered is not waited for at length again and again.
-                if error.reason in ("timeout", "unreachable") and host not in self._answered:
-                    self._silent.add(host)
+                if error.reason in ("timeout", "unreachable"):
+                    self._note_silence(host)
                 raise
             self._answered.add(host)
             self._silent.discard(host)
@@ -364,6 +358,11 @@ class ShardStore:
                 unpacked.replace(part)
             finally:
                 unpacked.unlink(missing_ok=True)
+
+    def _note_silence(self, host: str) -> None:
+        """A host that never answered is not waited for at length again and again."""
+        if host not in self._answered:
+            self._silent.add(host)
 
     def tell(self, size: int) -> None:
         """A transfer gets on."""

@@ -169,15 +169,26 @@ def fetch_http(url: str, part: Path, *, timeout: float, retries: int, backoff: f
 
 
 def http_version(url: str, timeout: float) -> str | None:
-    """What changes when the file does: its ETag, or else its date; None where the server does not say."""
+    """What changes when the file does: its ETag, or else its date; None where the server does not say.
+
+    Raises:
+        ShardError: `timeout`, where it says nothing at all.
+    """
     try:
         request = _request(url, method="HEAD")
         with build_opener(_Http, _Https).open(request, timeout=timeout) as response:
             headers = response.headers
             found: str | None = headers["ETag"] or headers["Last-Modified"]
             return found
-    except (OSError, ValueError, http.client.HTTPException):
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        if isinstance(getattr(error, "reason", error), TimeoutError):
+            raise ShardError("timeout", redact(url)) from error
         return None
+
+
+def host_of(url: str) -> str:
+    """Host, port and login of a URL, or the bucket; also of what is no right URL."""
+    return url.partition("//")[2].partition("/")[0]
 
 
 def _request(url: str, method: str = "GET") -> Request:
