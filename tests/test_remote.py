@@ -327,6 +327,7 @@ class Bucket(LocalFileSystem):
     protocol = "bucket"
     cachable = False
     opened: ClassVar[list[tuple[str, int]]] = []
+    changed: ClassVar[dict[str, bytes]] = {}
     ends: ClassVar[dict[str, int]] = {}
 
     def ukey(self, path: str) -> str:
@@ -341,6 +342,8 @@ class Bucket(LocalFileSystem):
 
         def broken(size: int = -1) -> bytes:
             self.opened.append((path, file.tell()))
+            if file.tell() and path in self.changed:
+                Path(path).write_bytes(self.changed.pop(path))
             if left > 0 and file.tell() % 100_000 >= 60_000:
                 raise ConnectionResetError("the peer is gone")
             return bytes(read(60_000))
@@ -372,6 +375,13 @@ def test_buckets_go_on_where_they_broke(tmp_path: Path, bucket: type[Bucket]) ->
     assert error.reason == "truncated_download" and "after 60,000 bytes: ConnectionResetError" in error.detail
     assert failure(make_store(tmp_path / "b"), f"bucket://{tmp_path}/1.tar").reason == "missing"
     assert not list((tmp_path / "b").glob("*.part"))
+
+
+def test_a_file_of_a_bucket_that_changes_while_it_comes_is_fetched_anew(tmp_path: Path, bucket: type[Bucket]) -> None:
+    source = tmp_path / "0.tar"
+    source.write_bytes(BODY)
+    bucket.changed[str(source)] = BODY[::-1]
+    assert make_store(tmp_path / "cache").local(f"bucket://{source}").read_bytes() == BODY[::-1]
 
 
 def test_a_bucket_without_its_backend_names_the_package(tmp_path: Path) -> None:

@@ -106,3 +106,5 @@ class _Transfer:
                 self.watch.came(self.have)
         if size is not None and self.have != size:
             raise EOFError(f"{self.have:,} of {size:,} bytes came")
+        if str(self.system.ukey(self.path)) != version:  # a part may be of the one, a part of the other
+            raise EOFError("it changed while it came")
