@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import http.server
@@ -403,6 +404,15 @@ def test_zstd(tmp_path: Path) -> None:
     assert store.local(str(tmp_path / "whole.tar.zst")).read_bytes() == BODY
     for name in ("cut", "damaged"):
         assert failure(make_store(tmp_path / "b"), str(tmp_path / f"{name}.tar.zst")).reason == "bad_zstd"
+
+
+def test_a_full_disk_says_what_to_do(tmp_path: Path) -> None:
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(ShardError, match=r"disk: .*No space left.*--data.cache"):
+        make_store(tmp_path).spooled("x", "x", fill)
+    assert not list(tmp_path.glob("*.part"))
 
 
 def test_a_cache_that_cannot_be_made(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from clipstream.data.shards import redact
-from clipstream.data.transfer import CHUNK, ShardError, Watch, pause
+from clipstream.data.transfer import CHUNK, ShardError, Watch, disk_error, pause
 from clipstream.errors import ClipstreamError
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
@@ -53,7 +53,7 @@ def fetch(url: str, scheme: str, part: Path, *, retries: int, backoff: float, wa
             raise
         except Exception as error:  # every backend has errors of its own
             if isinstance(error, OSError) and transfer.writing:
-                raise ShardError("disk", f"cannot write {part}: {error.strerror}") from error
+                raise disk_error(part, error) from error
             reason = "truncated_download" if transfer.have else "unreachable"
             detail = f"{shown}: after {transfer.have:,} bytes: {type(error).__name__}: {redact(str(error))}"
             if attempt == retries:

@@ -26,6 +26,7 @@ from clipstream.data.packed import packed_version, packing, unpack
 from clipstream.data.shards import local_path, redact, scheme_of
 from clipstream.data.transfer import (
     ShardError,
+    disk_error,
     fetch_gopen,
     fetch_http,
     has_own_handler,
@@ -328,7 +329,7 @@ class ShardStore:
             keeping.note_failure(target, error.reason, error.detail)
             raise
         except OSError as error:
-            raise ShardError("disk", f"cannot write to {self.folder}: {error.strerror or error}") from error
+            raise disk_error(self.folder, error) from error
         finally:
             part.unlink(missing_ok=True)
             self.room.settle(target)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import http.client
 import importlib
 import os
@@ -48,6 +49,12 @@ class ShardError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.reason, self.detail)
+
+
+def disk_error(path: str | Path, error: OSError) -> ShardError:
+    """A local file, or folder, that cannot be written."""
+    advice = ": give --data.cache a folder with more room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    return ShardError("disk", f"cannot write to {path}: {error.strerror or error}{advice}")
 
 
 class TransferEnded(Exception):
@@ -130,7 +137,7 @@ class _Download:
         try:
             self.file.write(data)
         except OSError as error:
-            raise ShardError("disk", f"cannot write {self.file.name}: {error.strerror}") from error
+            raise disk_error(self.file.name, error) from error
         self.have += len(data)
         self.watch.came(self.have)
 
