@@ -25,6 +25,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from clipstream.data.remote import ShardError, ShardStore
+from clipstream.data.transfer import end_commands
 from clipstream.errors import SettingsError
 from tests.ranks import command_runs
 from tests.tars import tar_bytes
@@ -252,6 +253,19 @@ def test_a_silent_pipe_is_killed_with_its_children(tmp_path: Path) -> None:
             return
         time.sleep(0.02)
     pytest.fail("a process of the pipe is still running")
+
+
+def test_a_forked_process_leaves_the_commands_of_its_parent_alone(tmp_path: Path) -> None:
+    source, seconds = tmp_path / "a.tar", f"2.{os.getpid()}"
+    source.write_bytes(BODY)
+    with ThreadPoolExecutor(1) as pool:
+        path = pool.submit(make_store(tmp_path / "cache").local, f"pipe:sleep {seconds}; cat {source}")
+        while not command_runs(seconds):
+            assert not path.done()
+        forked = FORK.Process(target=end_commands)
+        forked.start()
+        forked.join()
+        assert path.result().read_bytes() == BODY
 
 
 def test_local_files(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 
 from clipstream.example import Example
-from clipstream.report.progress import Progress, duration, evaluation_line, percent
 from clipstream.report import sinks
+from clipstream.report.progress import Progress, duration, evaluation_line, percent
 from clipstream.report.sinks import QUARANTINE_FILE, MetricsFile, QuarantineFile, TensorBoard, scalars
 
 

@@ -241,6 +241,16 @@ _starting = threading.Lock()  # held while one starts
 _over = threading.Event()  # none starts any more
 
 
+def _after_fork() -> None:
+    """A forked process has none of its parent's threads, and must leave the parent's commands alone."""
+    global _starting
+    _starting = threading.Lock()
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def end_commands() -> None:
     """Kill the commands that threads of this process wait for, and start no other: it is about to end."""
     with _starting:
