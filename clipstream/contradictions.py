@@ -119,6 +119,8 @@ def _data_problems(settings: Settings) -> Found:
     if not settings.data.sources:
         text = "there is no data: give --train-data SHARDS, or --config configs/quickstart.yaml for a first look"
         found.append((("data", "sources"), text))
+    if settings.data.cache_gib is not None and settings.data.cache is None:
+        found.append((("data", "cache_gib"), "the limit of which folder? Give --data.cache FOLDER as well"))
     read: list[tuple[Path, SourceSettings]] = [
         (("data", "sources", name), source) for name, source in settings.data.sources.items()
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from clipstream.batch import ImageSpec
@@ -18,7 +18,7 @@ from clipstream.data.health import Budget, Health
 from clipstream.data.images import EvalTransform, TrainTransform
 from clipstream.data.keeping import GIB
 from clipstream.data.loader import DataState, Loader, LoaderPlan
-from clipstream.data.opening import Opener
+from clipstream.data.opening import Opener, is_remote
 from clipstream.data.order import Cursor, Slots, SourceMix, SourceOrder, lanes_of_rank
 from clipstream.data.remote import ShardStore
 from clipstream.data.settings import DataSettings, SourceSettings
@@ -51,6 +51,7 @@ class _Stream:
     tokenizer: Tokenizer
     store: ShardStore
     traced: int = 0
+    opened: list[OpenShards] = field(default_factory=list)  # by this process
 
     def feeder(self, worker: int, report: Callable[[Any], None], status: Status) -> Feeder:
         """The feeder of a worker: every `workers`-th lane of the rank."""
@@ -64,6 +65,7 @@ class _Stream:
             OpenShards(opener, lambda name=name: feeder.health.sources[name], trace)  # type: ignore[misc]
             for name, opener in zip(self.names, self.openers, strict=True)
         ]
+        self.opened.extend(shards)
         for lane in self.slots.lanes[worker :: max(1, self.workers)]:
             walks = [
                 self.make_walk(i, lane, shards[i], lambda name=name: feeder.pulse(name))  # type: ignore[misc]
@@ -83,9 +85,15 @@ class _Stream:
             slots=self.slots,
             names=self.names,
             budget=budget,
-            on_close=self.store.close,
+            on_close=self.close,
             **more,
         )
+
+    def close(self) -> None:
+        """Give back what this process holds."""
+        for shards in self.opened:
+            shards.close()
+        self.store.close()
 
 
 def training_loader(
@@ -110,7 +118,7 @@ def training_loader(
     assert isinstance(lanes, int), "resolve the settings first"
     names = sorted(settings.sources)
     sources = [settings.sources[name] for name in names]
-    store = ShardStore(settings.cache, limit=_limit(settings), wanted=_shards_in_use(settings, lanes, world))
+    store = ShardStore(settings.cache, limit=_limit(settings.cache_gib), wanted=_shards_in_use(settings, lanes, world))
     openers = _openers(settings, store)
     fingerprint = _fingerprint(settings, seed, names, [opener.names for opener in openers])
     slots = Slots(lanes_of_rank(world.rank, world.size, lanes), lanes, settings.batch_size)
@@ -149,14 +157,14 @@ def training_loader(
     return Loader(plan, start and {**start, "lanes": {str(lane): state for lane, state in saved.items()}})
 
 
-def _limit(settings: DataSettings) -> int | None:
-    return None if settings.cache_gib is None else int(settings.cache_gib * GIB)
+def _limit(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * GIB)
 
 
 def _shards_in_use(settings: DataSettings, lanes: int, world: World) -> int:
-    """Shards that a node's lanes hold at once, at most."""
+    """Shards from elsewhere that a node's lanes hold at once, at most."""
     node = -(-lanes * world.local_size // world.size)
-    counts = (len(set(expand(source.shards))) for source in settings.sources.values())
+    counts = (len(set(filter(is_remote, expand(source.shards)))) for source in settings.sources.values())
     return sum(min(count, node * settings.shuffle.shards) for count in counts)
 
 
@@ -204,6 +212,7 @@ def evaluation_loader(
     name: str = "eval",
     place: str = "evals.NAME.data",
     cache: str | None = None,
+    cache_gib: float | None = None,
     stall_timeout: float = 300.0,
 ) -> Loader:
     """This rank's part of every sample of `source`, once, in batches of at most `batch_size`; then it ends.
@@ -215,6 +224,7 @@ def evaluation_loader(
         max_samples: only the first so many samples of the source.
         place: key of the settings where `source` stands, for messages.
         cache: folder for spooled shards; None for a temporary one.
+        cache_gib: what it may hold; None for no limit.
 
     Raises:
         DataError: local shards that are not there.
@@ -222,7 +232,7 @@ def evaluation_loader(
     per_rank = max(1, workers)
     batch_size = max(batch_size, per_rank)
     lanes = world.size * per_rank
-    store = ShardStore(cache)
+    store = ShardStore(cache, limit=_limit(cache_gib))
     opener = Opener(source, store, cache=cache, place=place)
     _all_there(opener, place)
 

@@ -64,6 +64,7 @@ class EvalContext:
         workers: reading processes a rank.
         precision: 'fp32', 'bf16' (autocast) or 'fp64', as in training.
         cache: folder for spooled remote shards; None for a temporary one an evaluation.
+        cache_gib: what it may hold; None for no limit.
         stall_timeout: seconds without a batch before an evaluation ends.
         examples_wanted: pictures with words that an evaluation should show to people; 0 for none.
         name: of the evaluator that runs, for messages.
@@ -79,6 +80,7 @@ class EvalContext:
     workers: int = 0
     precision: Precision = "fp32"
     cache: str | None = None
+    cache_gib: float | None = None
     stall_timeout: float = 300.0
     examples_wanted: int = 0
     name: str = "NAME"
@@ -108,6 +110,7 @@ class EvalContext:
             workers=data.workers,
             precision=precision,
             cache=data.cache,
+            cache_gib=data.cache_gib,
             stall_timeout=data.stall_timeout,
             examples_wanted=examples,
         )
@@ -146,6 +149,7 @@ class EvalContext:
             max_samples=min((n for n in (self.AT_MOST, max_samples) if n), default=None),
             place=f"evals.{self.name}.data",
             cache=self.cache,
+            cache_gib=self.cache_gib,
             stall_timeout=self.stall_timeout,
         )
         with loader:
