@@ -52,12 +52,17 @@ class Place:
 class Unruly:
     """A running server.
 
+    Args:
+        stall: seconds that a body stops for, before its connection ends.
+
     Attributes:
         places: path -> what is there; any other path is 404.
         stalled_at: time.monotonic() when a body last stopped to come.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stall: float = STALL) -> None:
+        self.stall = stall
+        self.ended = threading.Event()
         self.places: dict[str, Place] = {}
         self.stalled_at = 0.0
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"site": self}))
@@ -71,6 +76,7 @@ class Unruly:
 
     def close(self) -> None:
         """Stop."""
+        self.ended.set()
         self.server.shutdown()
         self.server.socket.close()
 
@@ -165,7 +171,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.flush()
             if kind == "stall":
                 self.site.stalled_at = time.monotonic()
-                time.sleep(STALL)
+                self.site.ended.wait(self.site.stall)
             elif kind == "reset":
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 self.connection.close()

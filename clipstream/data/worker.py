@@ -103,10 +103,22 @@ class Worker:
             self.process.kill()
             self.process.join()
 
+    def killed(self) -> str:
+        """How a signal ended the process, in words; '' where none did. It may be asked from any thread."""
+        try:
+            # It leaves the process to the one that waits for its end.
+            end = os.waitid(os.P_PID, self.process.pid or 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return ""
+        by_signal = end is not None and end.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+        return self._end(-end.si_status) if end is not None and by_signal else ""
+
     def death(self) -> str:
         """How the process ended, in words."""
         self.process.join(timeout=5)
-        code = self.process.exitcode
+        return self._end(self.process.exitcode)
+
+    def _end(self, code: int | None) -> str:
         doing, _ = self.status.get()
         if code is not None and code < 0:
             name = signal.Signals(-code).name
