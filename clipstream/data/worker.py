@@ -8,6 +8,7 @@ first, and ends them), and end, with the commands that they run, when the parent
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import multiprocessing
 import os
@@ -165,6 +166,7 @@ def _main(
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     parents_end.close()
+    gc.freeze()  # or the collector writes to all that was inherited, which is the parent's memory until then
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     try:
