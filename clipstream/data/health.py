@@ -129,7 +129,9 @@ class Health:
         return delta
 
     def summary(self) -> dict[str, Any]:
-        """Counts for metrics: {source: {read, used, dropped: {reason: n}, examples: {reason: text}, shards, …}}."""
+        """Counts for metrics: {source: {read, used, dropped: {reason: n}, examples: {reason: text}, shards,
+        shard_faults, fault_reasons: {reason: n}}}.
+        """
         return {
             name: {
                 "read": h.read,
@@ -138,6 +140,7 @@ class Health:
                 "examples": dict(sorted(h.examples.items())),
                 "shards": len(h.shards),
                 "shard_faults": len(h.faults),
+                "fault_reasons": dict(sorted(Counter(fault.partition(":")[0] for fault in h.faults.values()).items())),
             }
             for name, h in self.sources.items()
         }

@@ -251,6 +251,11 @@ class DataSettings(Section):
     max_sample_failures: Share = Field(0.5, description="share of read samples that may be dropped before the run ends")
     trace: int = Field(0, ge=0, description="print what each stage makes of the first so many samples")
     stall_timeout: float = Field(300.0, gt=0, description="seconds without a batch before the run ends")
+    transfer_timeout: float = Field(
+        60.0,
+        gt=0,
+        description="seconds without a byte before a shard's transfer is given up, and tried again where it can",
+    )
 
     @field_validator("batch_schedule")
     @classmethod

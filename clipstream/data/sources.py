@@ -118,7 +118,12 @@ def training_loader(
     assert isinstance(lanes, int), "resolve the settings first"
     names = sorted(settings.sources)
     sources = [settings.sources[name] for name in names]
-    store = ShardStore(settings.cache, limit=_limit(settings.cache_gib), wanted=_shards_in_use(settings, lanes, world))
+    store = ShardStore(
+        settings.cache,
+        limit=_limit(settings.cache_gib),
+        wanted=_shards_in_use(settings, lanes, world),
+        timeout=settings.transfer_timeout,
+    )
     openers = _openers(settings, store)
     fingerprint = _fingerprint(settings, seed, names, [opener.names for opener in openers])
     slots = Slots(lanes_of_rank(world.rank, world.size, lanes), lanes, settings.batch_size)

@@ -12,6 +12,7 @@ import http.client
 import importlib
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from email.message import Message
 from pathlib import Path
 from typing import IO, Any, Protocol
 from urllib.error import HTTPError, URLError
@@ -32,6 +34,7 @@ from clipstream.errors import ClipstreamError
 CHUNK = 1 << 20
 CONNECT_SECONDS = 10.0  # a host that does not answer within these is down, or behind a firewall
 TRANSIENT = (408, 425, 429)  # of the 4xx answers, those that say "later"
+PLACE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")  # a Content-Range
 TOLD = 300  # characters of a command's stderr that a message repeats
 
 
@@ -106,6 +109,7 @@ class _Download:
         self.timeout = timeout
         self.watch = watch
         self.have = 0
+        self.total: int | None = None  # bytes of the whole file, as far as the server tells
         self.version: str | None = None  # what says that a later try continues the same file
 
     def attempt(self) -> None:
@@ -116,22 +120,42 @@ class _Download:
             request.add_header("If-Range", self.version)
         # Made anew: proxies are those of the environment now.
         with build_opener(_Http, _Https).open(request, timeout=self.timeout) as response:
-            if response.status != 206 or not str(response.headers["Content-Range"]).startswith(f"bytes {self.have}-"):
-                self.have = 0
-                self.file.seek(0)
-                self.file.truncate()
-            tag = response.headers["ETag"]
-            self.version = tag if tag and not tag.startswith("W/") else response.headers["Last-Modified"]
-            length = response.headers["Content-Length"]
-            expected = self.have + int(length) if length else None
-            if expected is not None:
-                self.watch.expect(expected)
+            if response.status == 206:
+                self._go_on(response.headers)
+            else:
+                self._begin(response.headers)
+            if self.total is not None:
+                self.watch.expect(self.total)
             while data := response.read1(CHUNK):
                 self._write(data)
-        if expected is not None and self.have < expected:
-            raise ShardError("truncated_download", f"{self.shown}: {self.have:,} of {expected:,} bytes came")
-        if expected is None and response.headers["Transfer-Encoding"] is None:
+        if self.total is not None and self.have != self.total:
+            raise ShardError("truncated_download", f"{self.shown}: {self.have:,} of {self.total:,} bytes came")
+        if self.total is None and response.headers["Transfer-Encoding"] is None:
             self._check_end()
+
+    def forget(self) -> None:
+        """Let the next try begin anew."""
+        self.have, self.total, self.version = 0, None, None
+
+    def _begin(self, headers: Message) -> None:
+        """The whole file comes."""
+        self.file.seek(0)
+        self.file.truncate()
+        self.have = 0
+        self.version = _strong_version(headers)
+        length = headers["Content-Length"]
+        self.total = int(length) if length else None
+
+    def _go_on(self, headers: Message) -> None:
+        """The rest of what is here comes, unless the server sends another part, or that of another file."""
+        place = PLACE.fullmatch(headers["Content-Range"] or "")
+        first, last, total = map(int, place.groups()) if place else (-1, -1, -1)
+        same = self.total in (None, total) and _strong_version(headers) in (None, self.version)
+        if not same or first != self.have or last + 1 != total:
+            self.forget()
+            detail = f"{self.shown}: the server went on with another part, or with another version of the file"
+            raise ShardError("truncated_download", detail)
+        self.total = total
 
     def _write(self, data: bytes) -> None:
         try:
@@ -198,6 +222,13 @@ def host_of(url: str) -> str:
     return url.partition("//")[2].partition("/")[0]
 
 
+def _strong_version(headers: Message) -> str | None:
+    """What is equal only for equal bytes."""
+    tag: str | None = headers["ETag"]
+    found: str | None = tag if tag and not tag.startswith("W/") else headers["Last-Modified"]
+    return found
+
+
 def _request(url: str, method: str = "GET") -> Request:
     """`user:password@` becomes a login, which is not repeated to the host that a redirection names."""
     parts = urlsplit(url)
@@ -221,8 +252,8 @@ def _judge(download: _Download, error: Exception) -> tuple[ShardError, bool]:
         return error, error.reason == "truncated_download"
     if isinstance(error, HTTPError):
         error.close()
-        if error.code == 416:  # the file became shorter than what we have: begin anew
-            download.have = 0
+        if error.code == 416:  # the file became shorter than what we have
+            download.forget()
         passing = error.code >= 500 or error.code in (*TRANSIENT, 416)
         return ShardError(f"http_{error.code}", f"{shown}: {redact(str(error.reason))}"), passing
     cause = error.reason if isinstance(error, URLError) else error
