@@ -121,6 +121,7 @@ def _data_problems(settings: Settings) -> Found:
         found.append((("data", "sources"), text))
     if settings.data.cache_gib is not None and settings.data.cache is None:
         found.append((("data", "cache_gib"), "the limit of which folder? Give --data.cache FOLDER as well"))
+    found += _sampling_problems(settings)
     read: list[tuple[Path, SourceSettings]] = [
         (("data", "sources", name), source) for name, source in settings.data.sources.items()
     ]
@@ -142,6 +143,21 @@ def _data_problems(settings: Settings) -> Found:
         if isinstance(caption, JsonCaption) and caption.weights and len(caption.weights) != len(caption.paths):
             text = f"{len(caption.weights)} weights for {len(caption.paths)} paths: give one for each"
             found.append(((*path, "caption", "weights"), text))
+    return found
+
+
+def _sampling_problems(settings: Settings) -> Found:
+    found: Found = []
+    sampling, path = settings.data.sampling, ("data", "sampling")
+    if not sampling.replacement and sampling.mode != "resampled":
+        text = f"only the mode 'resampled' draws with replacement, and the mode is {sampling.mode!r}: leave it out"
+        found.append(((*path, "replacement"), text))
+    if sampling.tail != "drop" and sampling.mode != "indexed":
+        text = f"the mode {sampling.mode!r} has no tail: leave it out, or set --data.sampling.mode indexed"
+        found.append(((*path, "tail"), text))
+    if settings.data.batch_schedule and sampling.mode == "indexed":
+        text = "the mode 'indexed' needs batches of one size: leave it out, or set --data.sampling.mode resampled"
+        found.append((("data", "batch_schedule"), text))
     return found
 
 

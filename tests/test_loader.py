@@ -16,8 +16,9 @@ import torch
 
 from clipstream.batch import Batch, ImageSpec
 from clipstream.data.loader import DataState, Loader, merge_states
+from clipstream.data.plan import _stable_names
 from clipstream.data.settings import DataSettings, SourceSettings
-from clipstream.data.sources import _stable_names, evaluation_loader, training_loader
+from clipstream.data.sources import evaluation_loader, training_loader
 from clipstream.errors import DataError, SettingsError
 from clipstream.world import World
 from tests.pictures import ByteTokenizer, make_shards, picture

@@ -58,6 +58,7 @@ class LoaderPlan:
         on_close: called when the workers have ended.
         ends: whether the stream ends (evaluation).
         pin: whether slabs are registered as pinned memory.
+        tail: what the tail of an epoch that ends with batch number `step` does, by source; for one rank to count.
     """
 
     make_feeder: MakeFeeder
@@ -73,6 +74,7 @@ class LoaderPlan:
     on_close: Callable[[], None]
     ends: bool = False
     pin: bool = False
+    tail: Callable[[int], dict[str, dict[str, int]]] | None = None
 
 
 class Loader:
@@ -260,6 +262,9 @@ class Loader:
             keys.update(part.keys)
             self._lanes.update({str(lane): state for lane, state in part.lanes.items()})
         batch = _batch(slab, keys, self._step, self.plan.slots)
+        if self.plan.tail is not None:
+            for name, counts in self.plan.tail(self._step).items():
+                self.health.sources[name].tail.update(counts)
         self._step += 1
         return batch
 

@@ -221,13 +221,12 @@ class ShardStore:
 
     def _version(self, url: str, scheme: str) -> str | None:
         """What a kept shard is compared with; a temporary one is always fetched anew."""
-        if self.temporary or has_own_handler(scheme) or url in self._uses:
+        if self.temporary or url in self._uses:
             return None
-        ask = http_version if scheme in ("http", "https") else buckets.version if buckets.knows(scheme) else None
-        if ask is None or (host := host_of(url)) in self._silent:
+        if (host := host_of(url)) in self._silent:
             return None
         try:
-            return ask(url, self.timeout)
+            return version_of(url, scheme, self.timeout)
         except ShardError:
             self._note_silence(host)
             return None
@@ -386,6 +385,19 @@ class ShardStore:
 def _is_waited_for() -> bool:
     """Whether this is the thread that reads; others fetch ahead."""
     return threading.current_thread() is threading.main_thread()
+
+
+def version_of(url: str, scheme: str, timeout: float) -> str | None:
+    """What changes when a remote shard does; None where nothing tells.
+
+    Raises:
+        ShardError: nothing answers.
+    """
+    if has_own_handler(scheme):
+        return None
+    if scheme in ("http", "https"):
+        return http_version(url, timeout)
+    return buckets.version(url, timeout) if buckets.knows(scheme) else None
 
 
 def _nothing(size: int) -> None:

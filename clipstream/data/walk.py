@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from clipstream.data.health import SourceHealth
 from clipstream.data.opening import Opener, OpenShard
-from clipstream.data.order import Cursor, SourceOrder
+from clipstream.data.order import Cursor, Order
 from clipstream.data.remote import ShardError
 from clipstream.data.shards import redact
-from clipstream.data.tarstream import SampleRef
+from clipstream.data.tarstream import SampleRef, ShardIndex
 from clipstream.data.transfer import end_command
+from clipstream.errors import Dropped
 
 LAST_SECONDS = 2.0  # for a transfer ahead to end by itself
 OPENING = "open"  # the stage of a worker that opens, and perhaps fetches, a shard
@@ -44,6 +45,26 @@ class Taken:
     def name(self) -> str:
         """'SHARD_BASENAME/KEY'."""
         return f"{Path(self.url).name}/{self.ref.key}"
+
+
+class AbsentShard:
+    """Stands for a shard that could not be opened, and for samples that a shard should hold and does not."""
+
+    index = ShardIndex([], None)
+
+    def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:
+        """Raises Dropped: `unreadable_shard`."""
+        raise Dropped("unreadable_shard", "an index tells of it, but its shard cannot be read, or does not hold it")
+
+    def look(self, ref: SampleRef) -> dict[str, bytes]:
+        """As `load`."""
+        return self.load(ref)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+_ABSENT = AbsentShard()
 
 
 class OpenShards:
@@ -99,6 +120,9 @@ class OpenShards:
             shard.close()
             self.opener.release(name, keep=False)  # an error page, say: it may be another next time
             return None
+        if (told := self.opener.counts) is not None and told[number] != len(shard.index.samples):
+            held = f"it holds {len(shard.index.samples):,} samples, its index tells of {told[number]:,}"
+            health.faults.setdefault(shown, f"stale_index: {held}: run python -m clipstream.index again")
         self._open[number] = (shard, 1)
         return shard
 
@@ -181,9 +205,15 @@ class Ahead:
 
 
 class Walk(Protocol):
-    """A lane's way through one source."""
+    """A lane's way through one source.
+
+    Attributes:
+        cursor: where it stands.
+        keeps_places: as the order's.
+    """
 
     cursor: Cursor
+    keeps_places: bool
 
     def take(self) -> Taken | None:
         """The sample that the lane stands at, and one step on; None at the end of a walk that ends."""
@@ -193,10 +223,9 @@ class Walk(Protocol):
 class WindowWalk:
     """The endless walk of training: groups of shards, windows of a group, permuted samples of a window."""
 
-    def __init__(
-        self, order: SourceOrder, lane: int, cursor: Cursor, shards: OpenShards, pulse: Callable[[], None]
-    ) -> None:
+    def __init__(self, order: Order, lane: int, cursor: Cursor, shards: OpenShards, pulse: Callable[[], None]) -> None:
         self.cursor = cursor
+        self.keeps_places = order.keeps_places
         self._order = order
         self._lane = lane
         self._shards = shards
@@ -212,14 +241,14 @@ class WindowWalk:
         while samples is None or self.cursor.position >= len(samples):
             samples = self._advance(samples is not None)
         place, number = samples[self.cursor.position]
-        taken = Taken(
-            self._held[place],
-            self._held[place].index.samples[number],
-            self._shards.title(self._numbers[place]),
-            self._order.sample_key(self._lane, self.cursor),
-        )
+        shard = self._held.get(place, _ABSENT)
+        if number < len(shard.index.samples):
+            ref = shard.index.samples[number]
+        else:
+            shard, ref = _ABSENT, SampleRef(f"#{number}", {})
+        key = self._order.sample_key(self._lane, self.cursor)
         self.cursor.position += 1
-        return taken
+        return Taken(shard, ref, self._shards.title(self._numbers[place]), key)
 
     def _advance(self, window_done: bool) -> list[tuple[int, int]] | None:
         """Lay out the cursor's window, or step to the next window or group. None: call again."""
@@ -233,13 +262,16 @@ class WindowWalk:
         assert self._sizes is not None
         if cursor.window >= self._order.windows(self._sizes):
             self._close_group()
-            self.cursor = Cursor(group=cursor.group + 1)
+            self.cursor = Cursor(group=self._following())
             self._pulse()  # a source without one readable shard must not spin here unseen
             return None
         self._samples = self._order.walk(self._lane, cursor.group, cursor.window, self._sizes)
         if cursor.window == self._order.windows(self._sizes) - 1:  # sooner would take twice the disk
-            self._shards.ahead(self._order.group(self._lane, cursor.group + 1))
+            self._shards.ahead(self._order.group(self._lane, self._following()))
         return self._samples
+
+    def _following(self) -> int:
+        return self._order.following(self._lane, self.cursor.group)
 
     def _open_group(self) -> None:
         self._numbers = self._order.group(self._lane, self.cursor.group)
@@ -252,9 +284,8 @@ class WindowWalk:
             else:
                 self._held[place] = shard
             self._pulse()
-        self._sizes = [
-            len(self._held[place].index.samples) if place in self._held else 0 for place in range(len(self._numbers))
-        ]
+        found = [len(self._held.get(place, _ABSENT).index.samples) for place in range(len(self._numbers))]
+        self._sizes = self._order.sizes(self._lane, self.cursor.group, found)
 
     def _close_group(self) -> None:
         for place in self._held:
@@ -268,6 +299,8 @@ class OnceWalk:
 
     Every lane looks into every shard, so that few shards still spread evenly over ranks and workers.
     """
+
+    keeps_places = False
 
     def __init__(
         self, lane: int, lanes: int, shards: OpenShards, pulse: Callable[[], None], limit: int | None = None
