@@ -89,7 +89,7 @@ def test_a_delay_is_found_in_its_stage(
             next(stream)
         times = stream.take_times()
     assert times.longest() == stage
-    assert times.quantile(stage, 0.5) == pytest.approx(DELAY, rel=0.5)
+    assert 0.9 * DELAY < times.quantile(stage, 0.5) < 20 * DELAY  # a busy machine sleeps for longer than it is told
 
 
 def line(step: int, wait: float, seconds: float = 20.0) -> dict[str, Any]:
