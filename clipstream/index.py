@@ -29,7 +29,7 @@ def _main(argv: list[str]) -> int:
     )
     parser.add_argument("--workers", type=int, metavar="N", help="processes (one a core)")
     parser.add_argument("--again", action="store_true", help="also what is indexed already")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)  # flags may stand between shards
     if options.workers is not None and options.workers < 1:
         parser.error(f"--workers must be 1 or more, not {options.workers}")
     # Late, so that --help and wrong usage answer at once.

@@ -170,7 +170,7 @@ def copy(batch: Batch) -> Batch:
 
 def test_samples_of_a_shard_that_is_gone_keep_their_places(tmp_path: Path) -> None:
     paths = make_shards(tmp_path, [20, 16, 24])
-    make_indexes(paths)
+    make_indexes(paths, workers=1)
     first, _ = play(indexed(paths), 1, 5)
     settings = indexed(paths, max_shard_failures=1.0)
     stream = loader(settings)

@@ -14,7 +14,6 @@ import json
 import os
 import struct
 from collections import Counter
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +52,39 @@ def count_of(told: dict[str, tuple[int, int | None]], url: str, size: int | None
     return None if size is not None and bytes_ is not None and size != bytes_ else samples
 
 
-def count_beside(path: Path, size: int) -> int | None:
-    """The samples of a local shard of `size` bytes, as files beside it tell; None where none does."""
-    for look in (_of_itar, _of_info, _of_wids_beside):
-        told = look(path, size)
-        if told is not None:
-            return told
-    return None
+class Beside:
+    """What files beside local shards tell; each is read once."""
+
+    def __init__(self) -> None:
+        self._infos: dict[Path, dict[str, Any] | None] = {}
+        self._wids: dict[Path, dict[str, tuple[int, int | None]]] = {}
+
+    def count(self, path: Path, size: int) -> int | None:
+        """The samples of a shard of `size` bytes; None where no file tells."""
+        for look in (_of_itar, self._of_info, self._of_wids):
+            told = look(path.absolute(), size)
+            if told is not None:
+                return told
+        return None
+
+    def _of_info(self, path: Path, size: int) -> int | None:
+        for root in list(path.parents)[:3]:  # shards may lie in folders of the data set
+            if root not in self._infos:
+                self._infos[root] = _shard_counts(root / ".nv-meta")
+            counts = self._infos[root]
+            if counts is not None:
+                count = counts.get(path.relative_to(root).as_posix())
+                return count if isinstance(count, int) else None
+        return None
+
+    def _of_wids(self, path: Path, size: int) -> int | None:
+        folder = path.parent
+        if folder not in self._wids:
+            try:
+                self._wids[folder] = of_wids(folder / WIDS)
+            except SettingsError:
+                self._wids[folder] = {}
+        return count_of(self._wids[folder], str(path), size)
 
 
 def _of_itar(path: Path, size: int) -> int | None:
@@ -74,16 +99,6 @@ def _of_itar(path: Path, size: int) -> int | None:
     return len(data) // 8 - 1 if 0 <= size - end <= END_BLOCKS else None
 
 
-def _of_info(path: Path, size: int) -> int | None:
-    for root in list(path.absolute().parents)[:3]:  # shards may lie in folders of the data set
-        counts = _shard_counts(root / ".nv-meta")
-        if counts is not None:
-            count = counts.get(path.absolute().relative_to(root).as_posix())
-            return count if isinstance(count, int) else None
-    return None
-
-
-@lru_cache(maxsize=64)
 def _shard_counts(folder: Path) -> dict[str, Any] | None:
     for name in (".info.json", ".info.yaml"):
         try:
@@ -96,16 +111,3 @@ def _shard_counts(folder: Path) -> dict[str, Any] | None:
         except (ValueError, KeyError, TypeError, yaml.YAMLError):
             return None
     return None
-
-
-def _of_wids_beside(path: Path, size: int) -> int | None:
-    told = _wids_in(path.absolute().parent)
-    return count_of(told, str(path), size)
-
-
-@lru_cache(maxsize=64)
-def _wids_in(folder: Path) -> dict[str, tuple[int, int | None]]:
-    try:
-        return of_wids(folder / WIDS)
-    except SettingsError:
-        return {}

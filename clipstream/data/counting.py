@@ -37,7 +37,7 @@ def count_samples(opener: Opener, source: SourceSettings, place: str) -> list[in
     """
     names = list(dict.fromkeys(opener.names))
     wids = _wids(source.index, place)
-    look = partial(_look, opener, None if wids is not None else source.index, wids or {})
+    look = partial(_look, opener, None if wids is not None else source.index, wids or {}, borrowed.Beside())
     with ThreadPoolExecutor(READERS) as threads:
         found: dict[str, int | str] = dict(zip(names, threads.map(look, names), strict=True))
     untold = {name: why for name, why in found.items() if isinstance(why, str)}
@@ -49,7 +49,13 @@ def count_samples(opener: Opener, source: SourceSettings, place: str) -> list[in
     return opener.counts
 
 
-def _look(opener: Opener, folder: str | None, wids: dict[str, tuple[int, int | None]], name: str) -> int | str:
+def _look(
+    opener: Opener,
+    folder: str | None,
+    wids: dict[str, tuple[int, int | None]],
+    beside: borrowed.Beside,
+    name: str,
+) -> int | str:
     """The samples of a shard, or why they are not known."""
     known = opener.known_samples(name)
     if known is not None:
@@ -74,7 +80,7 @@ def _look(opener: Opener, folder: str | None, wids: dict[str, tuple[int, int | N
     size = None if of is None else of.size
     told = borrowed.count_of(wids, name, size)
     if told is None and local is not None and size is not None:
-        told = borrowed.count_beside(Path(local), size)
+        told = beside.count(Path(local), size)
     return why if told is None else told
 
 

@@ -66,7 +66,7 @@ def place_of(url: str, folder: str | None) -> Path | None:
     local = local_path(url)
     if folder is None:
         return None if local is None else Path(f"{local}{SUFFIX}")
-    name = redact(url)
+    name = redact(url).replace("***@", "")
     if local is not None:
         name = os.path.abspath(local)
     elif scheme_of(url) != "pipe":

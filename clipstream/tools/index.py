@@ -141,9 +141,12 @@ def _fresh(place: Path, of: index.Identity) -> index.Head | None:
 
 
 def _outcomes(indexer: Indexer, urls: Sequence[str], workers: int) -> Iterator[Outcome]:
-    """As they come. Not all are asked for at once, so that an end does not wait for those that were."""
-    context = multiprocessing.get_context("fork")
+    """As they come; of one worker, in this process. Not all are asked for at once, as an end waits for what was."""
+    context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
     workers = min(workers, len(urls))
+    if workers == 1:
+        yield from map(indexer, urls)
+        return
     with ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(indexer, os.getpid())) as pool:
         rest = iter(urls)
         running = {pool.submit(_run, url) for _, url in zip(range(2 * workers), rest, strict=False)}
