@@ -83,6 +83,7 @@ def test_remote_shards_are_fetched_before_they_are_needed(
     assert found == expected
 
 
+@pytest.mark.usefixtures("commands")
 def test_a_command_that_fetches_ahead_ends_with_its_worker(shards: list[str], tmp_path: Path) -> None:
     seconds = f"3600.{os.getpid()}"
     slow = f"pipe:cat {shards[0]}; test -e {tmp_path}/first && sleep {seconds}; touch {tmp_path}/first"
