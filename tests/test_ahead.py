@@ -89,6 +89,7 @@ def test_remote_shards_are_fetched_before_they_are_needed(
     assert found == expected
 
 
+@pytest.mark.usefixtures("commands")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_command_that_fetches_ahead_ends_with_who_wants_it(shards: list[str], tmp_path: Path, workers: int) -> None:
     seconds = f"3600.{os.getpid()}"

@@ -360,6 +360,7 @@ def test_a_renewed_signature_and_a_moved_folder_leave_the_order(tmp_path: Path, 
     assert len(set(_stable_names([f"https://host/get?id={i}" for i in range(3)]))) == 3
 
 
+@pytest.mark.usefixtures("commands")
 def test_a_pipes_command_ends_with_its_worker(tmp_path: Path) -> None:
     mark = f"78.{os.getpid()}"
     stream = loader(data(f"pipe:sleep {mark}", workers=1))

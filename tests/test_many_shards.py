@@ -155,6 +155,7 @@ def _sample(shard: int, number: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("commands")
 def test_a_soak_of_1000_shards(tmp_path: Path) -> None:
     with serving(functools.partial(Folder, directory=str(tmp_path / "shards"))) as root:
         names, whole, faults = soak_shards(tmp_path / "shards", root)

@@ -217,6 +217,9 @@ class AugmentSettings(Section):
         (0.9, 1.0), description="share of the picture's area that a crop takes, min and max"
     )
     ratio: tuple[float, float] = Field((0.75, 4 / 3), description="aspect ratio of a crop, min and max")
+    max_aspect: float = Field(
+        20.0, ge=1, description="a picture whose long side is more than so many times the short one is dropped"
+    )
     interpolation: Literal["random", "bilinear", "bicubic"] = Field("bicubic", description="of the resize")
     flip: Share = Field(0.0, description="probability of a mirrored picture")
     color_jitter: tuple[Share, Share, Share, Share] | None = Field(
