@@ -115,12 +115,7 @@ def training_loader(
     lanes = settings.lanes
     assert isinstance(lanes, int), "resolve the settings first"
     names = sorted(settings.sources)
-    store = ShardStore(
-        settings.cache,
-        limit=_limit(settings.cache_gib),
-        wanted=_shards_in_use(settings, lanes, world),
-        timeout=settings.transfer_timeout,
-    )
+    store = _store(settings, lanes, world)
     openers = _openers(settings, store)
     order = order_plan(settings, openers, seed)
     slots = Slots(lanes_of_rank(world.rank, world.size, lanes), lanes, settings.batch_size)
@@ -156,6 +151,12 @@ def training_loader(
         tail=order.tail if world.is_main else None,
     )
     return Loader(plan, start and {**start, "lanes": {str(lane): state for lane, state in saved.items()}})
+
+
+def _store(settings: DataSettings, lanes: int, world: World) -> ShardStore:
+    wanted = _shards_in_use(settings, lanes, world)
+    limit = _limit(settings.cache_gib)
+    return ShardStore(settings.cache, limit=limit, wanted=wanted, timeout=settings.transfer_timeout)
 
 
 def _limit(gib: float | None) -> int | None:
