@@ -278,7 +278,7 @@ def wishes(world: World) -> tuple[bool, bool, bool]:
     drawn = torch.rand(4)
     torch.manual_seed(3)
     same = same and torch.equal(drawn, torch.rand(4))
-    stops = [step(make_batch(i, world.rank, world.size), 0.1, stop=i == world.rank == 1).stop for i in range(2)]
+    stops = [step(make_batch(i, world.rank, world.size), 0.1, lambda i=i: i == world.rank == 1).stop for i in range(2)]
     return same, stops[0], stops[1]
 
 

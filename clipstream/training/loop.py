@@ -29,7 +29,7 @@ HEALTH_LINES = 10  # training lines between two of the data's health
 class Step(Protocol):
     """One training step; `clipstream.training.step.TrainStep` is one."""
 
-    def __call__(self, batch: Batch, lr: float, stop: bool = False) -> StepResult:
+    def __call__(self, batch: Batch, lr: float, stop: Callable[[], bool]) -> StepResult:
         """Train on a batch; the same result on all ranks."""
 
 
@@ -133,7 +133,7 @@ class Trainer:
             if self.show is not None and self.step % self.show_every == 0:
                 with self._interval.paused():
                     self.show(self.step, batch)
-            result = self.train_step(batch, lr, self.signals.received is not None)
+            result = self.train_step(batch, lr, self._asked_to_stop)
             self._count(result)
             if result.skipped:
                 self._write_skipped(batch, result)
@@ -165,6 +165,9 @@ class Trainer:
             "recovery": self.recovery.state(),
             "data": self.loader.state(),
         }
+
+    def _asked_to_stop(self) -> bool:
+        return self.signals.received is not None
 
     def _next_batch(self) -> Batch:
         try:

@@ -14,7 +14,7 @@ some gradient is not, the factor was too large: the step changes no weight, lowe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,13 +119,13 @@ class TrainStep:
         )
         warm_up_buckets(wrapped, self.passes.empty, world)
 
-    def __call__(self, batch: Batch, lr: float, stop: bool = False) -> StepResult:
+    def __call__(self, batch: Batch, lr: float, stop: Callable[[], bool] = lambda: False) -> StepResult:
         """One step.
 
         Args:
             batch: this rank's part, at least one sample.
             lr: learning rate.
-            stop: this rank's wish to stop after the step.
+            stop: this rank's wish to stop after the step; asked late in it, so that a signal need not wait for another.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -135,7 +135,7 @@ class TrainStep:
         finish_gradients(self.towers, self.world)
         self.scaler.unscale_(self.optimizer)
         norm = gradient_norm(self.parameters, self.world)
-        agreed = self.world.all_reduce_sum(torch.stack([share.double(), share.new_tensor(stop).double()]))
+        agreed = self.world.all_reduce_sum(torch.stack([share.double(), share.new_tensor(stop()).double()]))
         loss, stops, grad_norm, logit_scale = torch.cat([agreed, torch.stack([norm, scale]).double()]).tolist()
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         overflow = not finite and math.isfinite(loss) and self._may_scale_down()
