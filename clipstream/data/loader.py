@@ -51,10 +51,11 @@ class LoaderPlan:
         budget: of failures.
         stall_timeout: seconds.
         lanes_total: L.
-        fingerprint: of what fixes the order of samples.
+        order: what fixes the order of samples, by the setting's name.
         on_close: called when the workers have ended.
         ends: whether the stream ends (evaluation).
         pin: whether slabs are registered as pinned memory.
+        salt: how often the order began anew under other settings.
     """
 
     make_feeder: MakeFeeder
@@ -66,10 +67,11 @@ class LoaderPlan:
     budget: Budget
     stall_timeout: float
     lanes_total: int
-    fingerprint: str
+    order: dict[str, Any]
     on_close: Callable[[], None]
     ends: bool = False
     pin: bool = False
+    salt: int = 0
 
 
 class Loader:
@@ -130,7 +132,8 @@ class Loader:
         return {
             "step": self._step,
             "lanes_total": self.plan.lanes_total,
-            "plan": self.plan.fingerprint,
+            "plan": self.plan.order,
+            "salt": self.plan.salt,
             "lanes": dict(self._lanes),
         }
 

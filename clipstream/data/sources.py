@@ -5,8 +5,7 @@ Both loaders, training's and evaluation's, are the same machine: lanes, a feeder
 
 from __future__ import annotations
 
-import hashlib
-import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +18,11 @@ from clipstream.data.images import EvalTransform, TrainTransform
 from clipstream.data.keeping import GIB
 from clipstream.data.loader import DataState, Loader, LoaderPlan
 from clipstream.data.opening import Opener
-from clipstream.data.order import Cursor, Slots, SourceMix, SourceOrder, lanes_of_rank
+from clipstream.data.order import Cursor, Slots, SourceMix, SourceOrder, lanes_of_rank, mix
 from clipstream.data.remote import ShardStore
+from clipstream.data.sameness import TOKENIZER, differences, former_hash, order_of
 from clipstream.data.settings import DataSettings, SourceSettings
-from clipstream.data.shards import expand, redact
+from clipstream.data.shards import expand
 from clipstream.data.slab import SlabShape
 from clipstream.data.stages import Stopwatch
 from clipstream.data.text import Tokenizer
@@ -32,7 +32,7 @@ from clipstream.data.worker import Status
 from clipstream.errors import DataError, SettingsError
 from clipstream.world import World
 
-ORDER = 2  # what the order of samples is computed by; another number is another order
+SALT = 7  # of the seed's hash, where an order begins anew
 MakeWalk = Callable[[int, int, OpenShards, Callable[[], None]], Walk]  # (source, lane, shards, pulse) -> walk
 
 
@@ -96,12 +96,14 @@ def training_loader(
     tokenizer: Tokenizer,
     image: ImageSpec,
     start: DataState | None = None,
+    approximate: bool = False,
 ) -> Loader:
     """The endless stream of this rank's parts of the global batches.
 
     Args:
         settings: with `lanes` resolved.
         start: the run's data state (all ranks' lanes) to go on from.
+        approximate: where `start` belongs to another order of samples, begin another one at its step, and say so.
 
     Raises:
         SettingsError: no sample for this rank, or `start` belongs to another order of samples.
@@ -112,10 +114,16 @@ def training_loader(
     sources = [settings.sources[name] for name in names]
     store = ShardStore(settings.cache, limit=_limit(settings), wanted=_shards_in_use(settings, lanes, world))
     openers = _openers(settings, store)
-    fingerprint = _fingerprint(settings, seed, names, [opener.names for opener in openers])
+    shards = {name: opener.names for name, opener in zip(names, openers, strict=True)}
+    order = order_of(settings, seed, tokenizer, shards)
+    if start is not None:
+        changed = differences(start["plan"], order, former_hash(settings, seed, shards))
+        start = _start(start, changed, approximate, world)
+    salt = int(start.get("salt", 0)) if start else 0
+    seed = mix(seed, SALT, salt) if salt else seed
     slots = Slots(lanes_of_rank(world.rank, world.size, lanes), lanes, settings.batch_size)
     _nobody_idle(settings, slots, world)
-    saved = _saved_lanes(start, fingerprint, slots)
+    saved = _saved_lanes(start, slots)
 
     def make_walk(source: int, lane: int, shards: OpenShards, pulse: Callable[[], None]) -> Walk:
         shuffle, mode = settings.shuffle, settings.sampling.mode
@@ -137,13 +145,14 @@ def training_loader(
         traced=settings.trace if world.is_main else 0,
     )
     plan = stream.plan(
-        _budget(settings, {name: opener.names for name, opener in zip(names, openers, strict=True)}),
+        _budget(settings, shards),
         image,
         settings.prefetch,
         max(slots.count(step) for step in settings.batch_changes),
         stall_timeout=settings.stall_timeout,
         lanes_total=lanes,
-        fingerprint=fingerprint,
+        order=order,
+        salt=salt,
         pin=world.device.startswith("cuda"),
     )
     return Loader(plan, start and {**start, "lanes": {str(lane): state for lane, state in saved.items()}})
@@ -178,16 +187,27 @@ def _nobody_idle(settings: DataSettings, slots: Slots, world: World) -> None:
             )
 
 
-def _saved_lanes(start: DataState | None, fingerprint: str, slots: Slots) -> dict[int, dict[str, Any]]:
+def _start(start: DataState, changed: dict[str, str], approximate: bool, world: World) -> DataState:
+    """Where to go on; with another order under a new salt, so that it does not begin with samples already seen."""
+    if not changed:
+        return start
+    told = "".join(f"\n  {key}: {values}" for key, values in changed.items())
+    step, elsewhere = start["step"], changed.keys() - {TOKENIZER}
+    goes_on = "the data begin anew, in another order" if elsewhere else "the data go on where they were"
+    if not approximate:
+        raise SettingsError(
+            f"--resume: the checkpoint's data order is not that of these settings:{told}\n"
+            f"go back to them, or give --resume-approximate: then the run goes on at step {step}, and {goes_on}"
+        )
+    if world.is_main:
+        print(f"warning: --resume-approximate: from step {step} on, {goes_on}:{told}", file=sys.stderr, flush=True)
+    return {**start, "lanes": {}, "salt": int(start.get("salt", 0)) + 1} if elsewhere else start
+
+
+def _saved_lanes(start: DataState | None, slots: Slots) -> dict[int, dict[str, Any]]:
     """The saved states of this rank's lanes."""
     if start is None:
         return {}
-    if start["plan"] != fingerprint:
-        raise SettingsError(
-            "the checkpoint's data order is not that of these settings: batch size and schedule, lanes, seed, shards, "
-            "weights, sampling and shuffle must be as they were; go back to them, or start a new run from the "
-            "checkpoint's weights (--pretrained local-dir:CHECKPOINT)"
-        )
     return {lane: start["lanes"][str(lane)] for lane in slots.lanes if str(lane) in start["lanes"]}
 
 
@@ -243,7 +263,7 @@ def evaluation_loader(
     )
     hint = (source.image_key, None if target is not None else source.caption, place)
     budget = Budget({name: len(set(opener.names))}, {name: hint}, 0.0, 1.0)
-    ending = {"stall_timeout": stall_timeout, "lanes_total": lanes, "fingerprint": "", "ends": True}
+    ending = {"stall_timeout": stall_timeout, "lanes_total": lanes, "order": {}, "ends": True}
     return Loader(stream.plan(budget, image, 2, batch_size, **ending))
 
 
@@ -273,20 +293,3 @@ def _budget(settings: DataSettings, urls: dict[str, list[str]]) -> Budget:
     }
     totals = {name: len(set(shards)) for name, shards in urls.items()}
     return Budget(totals, hints, settings.max_shard_failures, settings.max_sample_failures, settings.on_shard_error)
-
-
-def _stable_names(urls: list[str]) -> list[str]:
-    """Shards by names that stay when their folder moves or a signature in their URL is renewed."""
-    names = [redact(url).partition("?")[0].rsplit("/", 1)[-1] for url in urls]
-    return names if len(set(names)) == len(set(urls)) else [redact(url) for url in urls]
-
-
-def _fingerprint(settings: DataSettings, seed: int, names: list[str], urls: list[list[str]]) -> str:
-    """A short hash of what fixes the order of samples; the folder of the shards does not."""
-    fixed = [
-        ORDER, seed, settings.global_batch_size, settings.lanes, settings.sampling.mode, settings.shuffle.window,
-        settings.shuffle.shards, names, [_stable_names(shards) for shards in urls],
-        [settings.sources[name].weight for name in names],
-        *([settings.batch_schedule] if settings.batch_schedule else []),
-    ]  # fmt: skip
-    return hashlib.sha256(json.dumps(fixed).encode()).hexdigest()[:16]
