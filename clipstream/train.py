@@ -162,7 +162,6 @@ def _trainer(
     from clipstream.training.batch_norm import synchronize_batch_norm
     from clipstream.training.loop import Trainer
     from clipstream.training.optim import build_optimizer, lr_at
-    from clipstream.training.saving import Saver
     from clipstream.training.sharding import parallelize
 
     train, total = settings.train, settings.total_steps
@@ -181,15 +180,7 @@ def _trainer(
     evaluate = EvalRunner(
         settings.evals, context, outputs.write, outputs.show, weights=partial(layout.full_weights, world.device)
     )
-    saver = Saver(
-        settings.run_folder / "checkpoints",
-        world,
-        settings.checkpoint,
-        towers=towers,
-        optimizer=optimizer,
-        state=step.state,
-        mirror=mirror,
-    )
+    saver = _saver(settings, world, towers, step, mirror)
     saver.expect(evaluate.rehearse())
     outputs.begin()
     trainer = Trainer(
@@ -232,6 +223,20 @@ def _step(settings: Settings, world: World, towers: Towers, optimizer: Any) -> T
         micro_batch_size=settings.train.micro_batch_size,
         clip_norm=settings.optim.grad_clip_norm,
         max_logit_scale=loss.max_logit_scale,
+    )
+
+
+def _saver(settings: Settings, world: World, towers: Towers, step: TrainStep, mirror: Mirror | None) -> Saver:
+    from clipstream.training.saving import Saver
+
+    return Saver(
+        settings.run_folder / "checkpoints",
+        world,
+        settings.checkpoint,
+        towers=towers,
+        optimizer=step.optimizer,
+        state=step.state,
+        mirror=mirror,
     )
 
 

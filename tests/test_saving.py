@@ -146,7 +146,9 @@ def test_files_of_tensors_are_those_of_the_library(tmp_path: Path) -> None:
     assert size == (tmp_path / "f.safetensors").stat().st_size
     found = load_file(tmp_path / "f.safetensors")
     assert found.keys() == tensors.keys() and dict(read(tmp_path / "f.safetensors")).keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in tensors.items())
+    assert all(
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in tensors.items()
+    )
     assert metadata(tmp_path / "f.safetensors") == {"format": "pt", "é": '"'}
     assert file.fits(tensors) and not file.fits({**tensors, "ids": torch.arange(4)})
 
@@ -309,6 +311,6 @@ def whole_after_a_crash(folder: Path, done: list[int]) -> None:
 @pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_crash_at_any_operation_leaves_a_whole_one(stride: int, tmp_path: Path) -> None:
     last = python(CRASHES, str(tmp_path), str(stride)).splitlines()[-1]
-    assert int(last) > 200, "there are more operations than that"
+    assert int(last) > 150, "there are more operations than that"
     assert json.loads((tmp_path / last / "step_00000002" / "state.json").read_text())["samples"] == 2
     assert OPTIMIZER in names(tmp_path / last / "step_00000002")

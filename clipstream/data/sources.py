@@ -111,32 +111,23 @@ def training_loader(
     lanes = settings.lanes
     assert isinstance(lanes, int), "resolve the settings first"
     names = sorted(settings.sources)
-    sources = [settings.sources[name] for name in names]
     store = ShardStore(settings.cache, limit=_limit(settings), wanted=_shards_in_use(settings, lanes, world))
     openers = _openers(settings, store)
     shards = {name: opener.names for name, opener in zip(names, openers, strict=True)}
     order = order_of(settings, seed, tokenizer, shards)
-    if start is not None:
-        changed = differences(start["plan"], order, former_hash(settings, seed, shards))
-        start = _start(start, changed, approximate, world)
+    start = _going_on(start, order, former_hash(settings, seed, shards), approximate, world)
     salt = int(start.get("salt", 0)) if start else 0
     seed = mix(seed, SALT, salt) if salt else seed
     slots = Slots(lanes_of_rank(world.rank, world.size, lanes), lanes, settings.batch_size)
     _nobody_idle(settings, slots, world)
     saved = _saved_lanes(start, slots)
 
-    def make_walk(source: int, lane: int, shards: OpenShards, pulse: Callable[[], None]) -> Walk:
-        shuffle, mode = settings.shuffle, settings.sampling.mode
-        order = SourceOrder(seed, source, len(shards.opener.names), lanes, mode, shuffle.shards, shuffle.window)
-        cursor = Cursor.load(saved[lane]["cursors"][source]) if lane in saved else Cursor()
-        return WindowWalk(order, lane, cursor, shards, pulse)
-
     stream = _Stream(
         names=names,
         readers=[_training_reader(name, settings, image) for name in names],
         openers=openers,
-        mix=SourceMix(seed, tuple(source.weight for source in sources)),
-        make_walk=make_walk,
+        mix=SourceMix(seed, tuple(settings.sources[name].weight for name in names)),
+        make_walk=_window_walks(settings, seed, lanes, saved),
         slots=slots,
         drawn={lane: int(state["drawn"]) for lane, state in saved.items()},
         workers=min(settings.workers, len(slots.lanes)),
@@ -156,6 +147,17 @@ def training_loader(
         pin=world.device.startswith("cuda"),
     )
     return Loader(plan, start and {**start, "lanes": {str(lane): state for lane, state in saved.items()}})
+
+
+def _window_walks(settings: DataSettings, seed: int, lanes: int, saved: dict[int, dict[str, Any]]) -> MakeWalk:
+    shuffle, mode = settings.shuffle, settings.sampling.mode
+
+    def make_walk(source: int, lane: int, shards: OpenShards, pulse: Callable[[], None]) -> Walk:
+        order = SourceOrder(seed, source, len(shards.opener.names), lanes, mode, shuffle.shards, shuffle.window)
+        cursor = Cursor.load(saved[lane]["cursors"][source]) if lane in saved else Cursor()
+        return WindowWalk(order, lane, cursor, shards, pulse)
+
+    return make_walk
 
 
 def _limit(settings: DataSettings) -> int | None:
@@ -187,9 +189,12 @@ def _nobody_idle(settings: DataSettings, slots: Slots, world: World) -> None:
             )
 
 
-def _start(start: DataState, changed: dict[str, str], approximate: bool, world: World) -> DataState:
+def _going_on(
+    start: DataState | None, order: dict[str, Any], former: str, approximate: bool, world: World
+) -> DataState | None:
     """Where to go on; with another order under a new salt, so that it does not begin with samples already seen."""
-    if not changed:
+    changed = {} if start is None else differences(start["plan"], order, former)
+    if start is None or not changed:
         return start
     told = "".join(f"\n  {key}: {values}" for key, values in changed.items())
     step, elsewhere = start["step"], changed.keys() - {TOKENIZER}
