@@ -125,9 +125,7 @@ def test_a_checkpoint_that_noted_only_a_hash(shards: list[str]) -> None:
 def test_nothing_is_replayed_however_far_a_run_has_come(mode: str, shards: list[str], tmp_path: Path) -> None:
     settings = data(shards, sampling={"mode": mode}, lanes=4)
     start = state_after(settings, 1)
-    far = {
-        lane: {**state, "drawn": 10**12, "cursors": [[10**12, 1, 3, []]]} for lane, state in start["lanes"].items()
-    }
+    far = {lane: {**state, "drawn": 10**12, "cursors": [[10**12, 1, 3, []]]} for lane, state in start["lanes"].items()}
     began = time.perf_counter()
     with loader(settings, {**start, "step": 10**12, "lanes": far}) as stream:
         batch = next(stream)
