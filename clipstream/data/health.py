@@ -132,8 +132,8 @@ class Health:
         return delta
 
     def summary(self) -> dict[str, Any]:
-        """Counts for metrics: {source: {read, used, dropped: {reason: n}, examples: {reason: text}, shards, …}}; where
-        epochs have tails, what those did.
+        """Counts for metrics: {source: {read, used, dropped: {reason: n}, examples: {reason: text}, shards,
+        shard_faults, fault_reasons: {reason: n}}}; where epochs have tails, what those did.
         """
         return {
             name: {
@@ -143,6 +143,7 @@ class Health:
                 "examples": dict(sorted(h.examples.items())),
                 "shards": len(h.shards),
                 "shard_faults": len(h.faults),
+                "fault_reasons": dict(sorted(Counter(fault.partition(":")[0] for fault in h.faults.values()).items())),
                 **h.tail,
             }
             for name, h in self.sources.items()

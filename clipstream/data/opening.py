@@ -106,25 +106,29 @@ class Opener:
         assert self._store is not None, "an opener without a store only names shards"
         local = self._store.local(name)
         is_itself = local_path(name) == str(local)  # and not unpacked, or fetched: its index tells of what it was
-        return Shard(local, index.opened_by(name, self._source.index) if is_itself else None)
-
-    def release(self, name: str) -> None:
-        """Say that this process reads the shard no more."""
-        if self._store is not None:
+        try:
+            return Shard(local, index.opened_by(name, self._source.index) if is_itself else None)
+        except BaseException:
             self._store.release(name)
+            raise
 
-    def fetch(self, name: str) -> None:
-        """Bring a remote shard here, ahead of `open`; to be released like an opened one.
+    def release(self, name: str, *, keep: bool = True) -> None:
+        """Say that this process reads the shard no more; with `keep` false, that it was of no use."""
+        if self._store is not None:
+            self._store.release(name, keep=keep)
+
+    def bring(self, name: str) -> bool:
+        """Bring a remote shard here, ahead of `open`; whether it is held now, to be released like an opened one.
 
         Raises:
-            ShardError, OSError: it cannot be had.
+            ShardError, OSError, SettingsError: it cannot be had, or not now.
         """
         assert self._store is not None, "an opener without a store only names shards"
-        self._store.local(name)
+        return self._store.bring(name)
 
     def is_remote(self, name: str) -> bool:
         """Whether a shard has to be fetched from elsewhere."""
-        return name not in self._blocks and scheme_of(name) not in (None, "file", "synthetic", *folders.SCHEMES)
+        return name not in self._blocks and is_remote(name)
 
     def title(self, name: str) -> str:
         """What a shard is called in messages and keys: a block of rows by its manifest; without credentials."""
@@ -208,6 +212,11 @@ class Opener:
             names.append(f"{url}#{block[0]}-{block[-1]}")
             self._blocks[names[-1]] = (url, block)
         return names
+
+
+def is_remote(url: str) -> bool:
+    """Whether a shard, or a manifest, has to be fetched from elsewhere."""
+    return scheme_of(url) not in (None, "file", "synthetic", *folders.SCHEMES)
 
 
 def _kept_store(cache: str | None) -> ShardStore:

@@ -217,6 +217,9 @@ class AugmentSettings(Section):
         (0.9, 1.0), description="share of the picture's area that a crop takes, min and max"
     )
     ratio: tuple[float, float] = Field((0.75, 4 / 3), description="aspect ratio of a crop, min and max")
+    max_aspect: float = Field(
+        20.0, ge=1, description="a picture whose long side is more than so many times the short one is dropped"
+    )
     interpolation: Literal["random", "bilinear", "bicubic"] = Field("bicubic", description="of the resize")
     flip: Share = Field(0.0, description="probability of a mirrored picture")
     color_jitter: tuple[Share, Share, Share, Share] | None = Field(
@@ -279,6 +282,11 @@ class DataSettings(Section):
     max_sample_failures: Share = Field(0.5, description="share of read samples that may be dropped before the run ends")
     trace: int = Field(0, ge=0, description="print what each stage makes of the first so many samples")
     stall_timeout: float = Field(300.0, gt=0, description="seconds without a batch before the run ends")
+    transfer_timeout: float = Field(
+        60.0,
+        gt=0,
+        description="seconds without a byte before a shard's transfer is given up, and tried again where it can",
+    )
 
     @field_validator("batch_schedule")
     @classmethod

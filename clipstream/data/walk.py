@@ -6,6 +6,7 @@ It reads no member and decodes nothing: it gives out `Taken` samples, whose byte
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,10 @@ from clipstream.data.order import Cursor, Order
 from clipstream.data.remote import ShardError
 from clipstream.data.shards import redact
 from clipstream.data.tarstream import SampleRef, ShardIndex
+from clipstream.data.transfer import end_command
 from clipstream.errors import Dropped
 
+LAST_SECONDS = 2.0  # for a transfer ahead to end by itself
 OPENING = "open"  # the stage of a worker that opens, and perhaps fetches, a shard
 
 
@@ -115,7 +118,7 @@ class OpenShards:
             health.faults.setdefault(shown, "empty: no sample in it")
             health.unopened.add(number)
             shard.close()
-            self.opener.release(name)
+            self.opener.release(name, keep=False)  # an error page, say: it may be another next time
             return None
         if (told := self.opener.counts) is not None and told[number] != len(shard.index.samples):
             held = f"it holds {len(shard.index.samples):,} samples, its index tells of {told[number]:,}"
@@ -133,6 +136,10 @@ class OpenShards:
         shard.close()
         self.opener.release(self.opener.names[number])
 
+    def close(self) -> None:
+        """Fetch no more ahead."""
+        self._ahead.close()
+
     def title(self, number: int) -> str:
         """The shard's name for keys and messages."""
         return self.opener.title(self.opener.names[number])
@@ -144,8 +151,9 @@ class Ahead:
     def __init__(self, opener: Opener) -> None:
         self._opener = opener
         self._state = threading.Condition()
-        self._wanted: dict[str, bool] = {}  # name -> whether it is here; until it is held
+        self._wanted: dict[str, bool] = {}  # name -> whether it is held here; until a lane holds it
         self._thread: threading.Thread | None = None
+        self._closed = False
 
     def want(self, names: Iterable[str]) -> None:
         """Fetch these, too."""
@@ -164,22 +172,35 @@ class Ahead:
         if here:
             self._opener.release(name)
 
+    def close(self) -> None:
+        """Fetch no more."""
+        with self._state:
+            self._closed = True
+            self._wanted.clear()
+            self._state.notify()
+        limit = time.monotonic() + LAST_SECONDS
+        while self._thread is not None and self._thread.is_alive() and time.monotonic() < limit:
+            end_command(self._thread.ident)  # in the loop: it may just have started one
+            self._thread.join(0.02)
+
     def _run(self) -> None:
         while True:
             with self._state:
                 while (name := next((name for name, here in self._wanted.items() if not here), None)) is None:
+                    if self._closed:
+                        return
                     self._state.wait()
             try:
-                self._opener.fetch(name)
+                held = self._opener.bring(name)
             except Exception:  # it is fetched again, and its failure counted, when a lane wants to hold it
-                with self._state:
-                    self._wanted.pop(name, None)
-                continue
+                held = False
             with self._state:
-                held = name in self._wanted
-                if held:
+                wanted = name in self._wanted
+                if wanted and held:
                     self._wanted[name] = True
-            if not held:
+                else:
+                    self._wanted.pop(name, None)
+            if held and not wanted:
                 self._opener.release(name)
 
 

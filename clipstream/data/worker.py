@@ -8,6 +8,7 @@ first, and ends them), and end, with the commands that they run, when the parent
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import multiprocessing
 import os
@@ -103,10 +104,22 @@ class Worker:
             self.process.kill()
             self.process.join()
 
+    def killed(self) -> str:
+        """How a signal ended the process, in words; '' where none did. It may be asked from any thread."""
+        try:
+            # It leaves the process to the one that waits for its end.
+            end = os.waitid(os.P_PID, self.process.pid or 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return ""
+        by_signal = end is not None and end.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+        return self._end(-end.si_status) if end is not None and by_signal else ""
+
     def death(self) -> str:
         """How the process ended, in words."""
         self.process.join(timeout=5)
-        code = self.process.exitcode
+        return self._end(self.process.exitcode)
+
+    def _end(self, code: int | None) -> str:
         doing, _ = self.status.get()
         if code is not None and code < 0:
             name = signal.Signals(-code).name
@@ -153,6 +166,7 @@ def _main(
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     parents_end.close()
+    gc.freeze()  # or the collector writes to all that was inherited, which is the parent's memory until then
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     try:
