@@ -24,6 +24,7 @@ VERBS = {
     "train": "train a model, evaluate it, save it",
     "evaluate": "evaluate a checkpoint",
     "check": "look into a data set: what would be used and dropped",
+    "index": "note what each shard holds, for exact epochs",
     "bench": "measure how fast shards are read here, by stage and number of workers",
     "compare": "show runs side by side in one HTML file",
 }

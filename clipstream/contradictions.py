@@ -124,6 +124,9 @@ def _data_problems(settings: Settings) -> Found:
     if not settings.data.sources:
         text = "there is no data: give --train-data SHARDS, or --config configs/quickstart.yaml for a first look"
         found.append((("data", "sources"), text))
+    if settings.data.cache_gib is not None and settings.data.cache is None:
+        found.append((("data", "cache_gib"), "the limit of which folder? Give --data.cache FOLDER as well"))
+    found += _sampling_problems(settings)
     read: list[tuple[Path, SourceSettings]] = [
         (("data", "sources", name), source) for name, source in settings.data.sources.items()
     ]
@@ -160,6 +163,21 @@ def _average_problems(settings: Settings) -> Found:
         if (called := eval_name(name, "averaged")) in evals:
             text = f"the evaluations of {name} with averaged weights are called so: take another name"
             found.append((("evals", called), text))
+    return found
+
+
+def _sampling_problems(settings: Settings) -> Found:
+    found: Found = []
+    sampling, path = settings.data.sampling, ("data", "sampling")
+    if not sampling.replacement and sampling.mode != "resampled":
+        text = f"only the mode 'resampled' draws with replacement, and the mode is {sampling.mode!r}: leave it out"
+        found.append(((*path, "replacement"), text))
+    if sampling.tail != "drop" and sampling.mode != "indexed":
+        text = f"the mode {sampling.mode!r} has no tail: leave it out, or set --data.sampling.mode indexed"
+        found.append(((*path, "tail"), text))
+    if settings.data.batch_schedule and sampling.mode == "indexed":
+        text = "the mode 'indexed' needs batches of one size: leave it out, or set --data.sampling.mode resampled"
+        found.append((("data", "batch_schedule"), text))
     return found
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from clipstream import durable
 from clipstream.cli import load_or_help, run_main
-from clipstream.config import Settings, dump, openers, resolve, with_known_epoch
+from clipstream.config import LANES, Settings, dump, openers, resolve, with_known_epoch
 from clipstream.contradictions import validate_run
 from clipstream.errors import SettingsError
 from clipstream.failure import FailureWatch
@@ -294,6 +294,10 @@ def _say_what(settings: Settings, world: World, towers: Towers, found: Path | No
     data = settings.data
     for name, opener in openers(settings).items():
         print(f"source   {name}: {opener.summary()}, weight {data.sources[name].weight:g}")
+        if data.sampling.deals_shards and data.lanes == len(opener.names) < LANES:
+            print(f"lanes    {data.lanes}, as {name} has no more shards: in {data.sampling.words} each lane needs one")
+    if settings.epochs is not None:
+        print(f"epoch    {settings.epochs.summary()}")
     trained = sum(parameter.numel() for parameter in towers.parameters() if parameter.requires_grad)
     count = f"{towers.n_parameters:,} parameters"
     count += "" if trained == towers.n_parameters else f", {trained:,} of them trained"

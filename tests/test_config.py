@@ -175,7 +175,7 @@ def test_every_error_at_once_with_its_place(tmp_path: Path) -> None:
     )
     found = problems(["--config", file, "--precision", "fp46", "--bathsize", "3", "--lr", "--data.shufle.window", "3"])
     wanted = [
-        f"{file}:3: data.sampling.mode: 'epochs' is not one of resampled, epoch; did you mean 'epoch'?",
+        f"{file}:3: data.sampling.mode: 'epochs' is not one of resampled, epoch, indexed; did you mean 'epoch'?",
         f"{file}:4: data.workerz: there is no such key; did you mean 'workers'?",
         f"{file}:5: data.lanes: expected 'auto' or at least 1, not 0",
         f"{file}:7: data.sources.a.shards: missing: this key has no default",

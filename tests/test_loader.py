@@ -16,8 +16,9 @@ import torch
 
 from clipstream.batch import Batch, ImageSpec
 from clipstream.data.loader import DataState, Loader, merge_states
+from clipstream.data.plan import _stable_names
 from clipstream.data.settings import DataSettings, SourceSettings
-from clipstream.data.sources import _stable_names, evaluation_loader, training_loader
+from clipstream.data.sources import evaluation_loader, training_loader
 from clipstream.errors import DataError, SettingsError
 from clipstream.world import World
 from tests.pictures import ByteTokenizer, make_shards, picture
@@ -359,6 +360,7 @@ def test_a_renewed_signature_and_a_moved_folder_leave_the_order(tmp_path: Path, 
     assert len(set(_stable_names([f"https://host/get?id={i}" for i in range(3)]))) == 3
 
 
+@pytest.mark.usefixtures("commands")
 def test_a_pipes_command_ends_with_its_worker(tmp_path: Path) -> None:
     mark = f"78.{os.getpid()}"
     stream = loader(data(f"pipe:sleep {mark}", workers=1))

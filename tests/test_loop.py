@@ -220,6 +220,13 @@ def test_a_signal_on_one_rank_stops_all_after_a_save(size: int) -> None:
     assert "SIGUSR1" in found[-1][0] and all("step 4 is saved" in text for text, _ in found)
 
 
+def test_what_could_not_be_used_is_listed_by_a_run_that_is_stopped_before_its_first_line() -> None:
+    run = Run(World(), 10, kill_at=0)
+    with pytest.raises(Stopped):
+        run.go()
+    assert [line["quarantine"][0]["key"] for line in run.lines] == ["k1"]
+
+
 def summed(world: World) -> list[dict[str, Any]]:
     """The lines of a short run."""
     return Run(world, 3).go().lines

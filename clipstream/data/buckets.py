@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from clipstream.data.shards import redact
-from clipstream.data.transfer import CHUNK, ShardError, Watch, pause
+from clipstream.data.transfer import CHUNK, ShardError, Watch, disk_error, pause
 from clipstream.errors import ClipstreamError
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
@@ -53,7 +53,7 @@ def fetch(url: str, scheme: str, part: Path, *, retries: int, backoff: float, wa
             raise
         except Exception as error:  # every backend has errors of its own
             if isinstance(error, OSError) and transfer.writing:
-                raise ShardError("disk", f"cannot write {part}: {error.strerror}") from error
+                raise disk_error(part, error) from error
             reason = "truncated_download" if transfer.have else "unreachable"
             detail = f"{shown}: after {transfer.have:,} bytes: {type(error).__name__}: {redact(str(error))}"
             if attempt == retries:
@@ -61,15 +61,21 @@ def fetch(url: str, scheme: str, part: Path, *, retries: int, backoff: float, wa
         pause(attempt, backoff)
 
 
-def version(url: str) -> str | None:
-    """What changes when the file does; None where the bucket does not say."""
+def version(url: str, timeout: float) -> str | None:
+    """What changes when the file does; None where the bucket does not say. Time limits are the backend's, as above.
+
+    Raises:
+        ShardError: `unreachable`: every backend has errors of its own; they are told when the file is fetched.
+    """
     from fsspec.core import url_to_fs
 
     try:
         system, path = url_to_fs(url)
         return str(system.ukey(path))
-    except Exception:  # every backend has errors of its own; they are told when the file is fetched
+    except (ImportError, ValueError, *_GONE):
         return None
+    except Exception as error:
+        raise ShardError("unreachable", redact(url)) from error
 
 
 class _Transfer:
@@ -100,3 +106,5 @@ class _Transfer:
                 self.watch.came(self.have)
         if size is not None and self.have != size:
             raise EOFError(f"{self.have:,} of {size:,} bytes came")
+        if str(self.system.ukey(self.path)) != version:  # a part may be of the one, a part of the other
+            raise EOFError("it changed while it came")

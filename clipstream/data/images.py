@@ -88,7 +88,8 @@ class EvalTransform:
 
 
 class TrainTransform:
-    """A random crop resized to the model's size, perhaps mirrored.
+    """A random crop resized to the model's size, perhaps mirrored. A picture so long and thin that a crop would show
+    next to nothing of it is dropped.
 
     Trade-off: a JPEG is decoded at 1/2, 1/4 or 1/8 of its size as long as the crop stays at least as large as the
     target, which saves most of the decoding of large photographs. The crop's box may lie between pixels then. Against
@@ -100,7 +101,7 @@ class TrainTransform:
         """
         Args:
             spec: size of the result, [H, W]; the crop makes its resize mode and filter meaningless.
-            augment: areas and ratios of the crop, filter, share of mirrored pictures.
+            augment: areas and ratios of the crop, the thinnest picture, filter, share of mirrored pictures.
             background: colour under transparent pixels, a name or #rrggbb.
             upright: whether pictures are turned by their EXIF orientation.
 
@@ -117,10 +118,12 @@ class TrainTransform:
         """Pixels uint8 [H, W, 3], C-contiguous; written into `out` where that is given.
 
         Raises:
-            Dropped: `undecodable_image` or `image_too_large`.
+            Dropped: `undecodable_image`, `image_too_large` or `image_too_thin`.
         """
         assert draws is not None, "training draws its crops"
         picture = _open(data)
+        if max(picture.size) > self.augment.max_aspect * min(picture.size):
+            raise Dropped("image_too_thin", f"{picture.size[0]} x {picture.size[1]} pixels")
         orientation = _orientation(picture) if self.upright else 1
         full = picture.size[::-1] if orientation in _SIDEWAYS else picture.size
         left, top, width, height = crop_box(full, self.augment, draws)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from clipstream.data.worker import Status, Worker
 from clipstream.errors import ClipstreamError, DataError
 
 DataState = dict[str, Any]
+WATCH = 2.0  # s between two looks after the workers while no batch is asked for
+WORRY = 60.0  # s that a batch is waited for before a word is said, and the first of the times it is said again
 FAULTS_TOLD = 10  # broken shards that a rank names on stderr; the rest are counted only
 
 MakeFeeder = Callable[[int, Callable[[Any], None], Status], Feeder]
@@ -55,6 +58,7 @@ class LoaderPlan:
         on_close: called when the workers have ended.
         ends: whether the stream ends (evaluation).
         pin: whether slabs are registered as pinned memory.
+        tail: what the tail of an epoch that ends with batch number `step` does, by source; for one rank to count.
     """
 
     make_feeder: MakeFeeder
@@ -70,6 +74,7 @@ class LoaderPlan:
     on_close: Callable[[], None]
     ends: bool = False
     pin: bool = False
+    tail: Callable[[int], dict[str, dict[str, int]]] | None = None
 
 
 class Loader:
@@ -97,12 +102,14 @@ class Loader:
         if plan.pin:
             _register_pinned(self._ring)
         self._workers: list[Worker] = []
+        self._closed = threading.Event()
         self._feeder: Feeder | None = None
         if plan.workers:
             for number in range(plan.workers):
                 self._workers.append(Worker.start(_bind(plan.make_feeder, number), self._ring))
             for _ in range(plan.depth):
                 self._ask()
+            threading.Thread(target=self._watch, args=(list(self._workers),), daemon=True).start()
         else:
             self._feeder = plan.make_feeder(0, self._merge_and_check, Status())
 
@@ -141,6 +148,7 @@ class Loader:
 
     def close(self) -> None:
         """End the workers and give the shards back."""
+        self._closed.set()
         for worker in self._workers:
             worker.stop()
         self._workers = []
@@ -168,16 +176,34 @@ class Loader:
 
     def _collect(self, step: int) -> list[Part]:
         """Wait until every worker has filled its part of batch `step`."""
-        began = time.monotonic()
-        while len(self._parts.get(step, ())) < len(self._workers):
-            ready = wait([worker.connection for worker in self._workers], timeout=1.0)
+        began, worry, whole = time.monotonic(), WORRY, False
+        while not whole:
+            whole = len(self._parts.get(step, ())) == len(self._workers)
+            # Looked at also when nothing is waited for: the death of a worker is news before its parts run out.
+            ready = wait([worker.connection for worker in self._workers], timeout=0.0 if whole else 1.0)
             for number, worker in enumerate(self._workers):
                 if worker.connection in ready:
                     self._receive(number, worker)
             owing = [worker for worker in self._workers if worker.asked_last >= step > worker.filled_last]
             if any(self._hangs(worker, began) for worker in owing):
-                raise DataError(self._stalled())
+                limit = f"{self.plan.stall_timeout:.0f} s (--data.stall-timeout)"
+                raise DataError(f"no data for {limit}, batch {step} is not whole:\n{self._doing()}")
+            if owing and time.monotonic() - began > worry:
+                worry *= 2
+                waited = f"{time.monotonic() - began:.0f} s"
+                print(f"waiting for batch {step} for {waited}:\n{self._doing()}", file=sys.stderr, flush=True)
         return self._parts.pop(step)
+
+    def _watch(self, workers: list[Worker]) -> None:
+        """The thread: names a worker that was killed while the caller is at something else for long."""
+        while not self._closed.wait(WATCH):
+            for number, worker in enumerate(workers):
+                if how := worker.killed():
+                    said = (
+                        f"error: data worker {number} (pid {worker.process.pid}) {how}; the run ends at its next batch"
+                    )
+                    print(said, file=sys.stderr, flush=True)
+                    return
 
     def _hangs(self, worker: Worker, began: float) -> bool:
         """Whether a worker neither used a sample nor got a byte of a shard for too long."""
@@ -220,16 +246,14 @@ class Loader:
                 return self.plan.budget.nothing_usable(name, health)
         return ""
 
-    def _stalled(self) -> str:
+    def _doing(self) -> str:
+        """What each worker is at, and what became of what was read."""
         lines = []
         for number, worker in enumerate(self._workers):
             doing, age = worker.status.get()
             lines.append(f"  worker {number} (pid {worker.process.pid}): {doing}, for {age:.0f} s")
         lines += [f"  source {name!r}: {health.funnel()}" for name, health in self.health.sources.items()]
-        return (
-            f"no data for {self.plan.stall_timeout:.0f} s (--data.stall-timeout), batch {self._step} is not whole:\n"
-            + "\n".join(lines)
-        )
+        return "\n".join(lines)
 
     def _hand_out(self, parts: list[Part]) -> Batch:
         slab = self._ring[self._step]
@@ -238,6 +262,9 @@ class Loader:
             keys.update(part.keys)
             self._lanes.update({str(lane): state for lane, state in part.lanes.items()})
         batch = _batch(slab, keys, self._step, self.plan.slots)
+        if self.plan.tail is not None:
+            for name, counts in self.plan.tail(self._step).items():
+                self.health.sources[name].tail.update(counts)
         self._step += 1
         return batch
 

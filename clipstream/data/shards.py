@@ -42,7 +42,8 @@ def expand(spec: str | list[str]) -> list[str]:
     local file need not be there: it is counted when it is opened.
 
     Raises:
-        SettingsError: a glob matches nothing, a local folder is named, a variable is not set, or nothing is named.
+        SettingsError: a glob matches nothing, a local folder is named, a variable is not set, nothing is named, or
+            a command is, where WDS_SECURE forbids them.
     """
     parts = [part for item in ([spec] if isinstance(spec, str) else spec) for part in _split(item.strip())]
     shards = list(itertools.chain.from_iterable(_expand_one(part) for part in parts))
@@ -90,6 +91,7 @@ def _split(spec: str) -> list[str]:
 
 def _expand_one(part: str) -> Iterable[str]:
     if part.startswith("pipe:"):
+        _refuse_commands(part)
         pieces = PIPE_BRACES.split(part)
         choices = [list(braceexpand.braceexpand(p)) if i % 2 else [p] for i, p in enumerate(pieces)]
         return ["".join(chosen) for chosen in itertools.product(*choices)]
@@ -114,6 +116,15 @@ def _expand_one(part: str) -> Iterable[str]:
     if scheme is not None:
         return expanded
     return [path for pattern in expanded for path in _local(os.path.expanduser(pattern))]
+
+
+def _refuse_commands(part: str) -> None:
+    """webdataset runs no command of a shard's name where WDS_SECURE is set, and nor do we."""
+    if os.environ.get("WDS_SECURE", "0") not in ("", "0"):
+        raise SettingsError(
+            f"{redact(part)!r} would run a command, which WDS_SECURE={os.environ['WDS_SECURE']} in the environment "
+            "forbids: name the shards by a path, or by http(s)://, s3://, gs://, az:// or hf://, or unset WDS_SECURE"
+        )
 
 
 def _variable(match: re.Match[str]) -> str:

@@ -5,10 +5,8 @@ Both loaders, training's and evaluation's, are the same machine: lanes, a feeder
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from clipstream.batch import ImageSpec
@@ -18,11 +16,12 @@ from clipstream.data.health import Budget, Health
 from clipstream.data.images import EvalTransform, TrainTransform
 from clipstream.data.keeping import GIB
 from clipstream.data.loader import DataState, Loader, LoaderPlan
-from clipstream.data.opening import Opener
-from clipstream.data.order import Cursor, Slots, SourceMix, SourceOrder, lanes_of_rank
+from clipstream.data.opening import Opener, is_remote
+from clipstream.data.order import Cursor, Mix, Slots, SourceMix, lanes_of_rank
+from clipstream.data.plan import order_plan
 from clipstream.data.remote import ShardStore
 from clipstream.data.settings import DataSettings, SourceSettings
-from clipstream.data.shards import expand, redact
+from clipstream.data.shards import expand
 from clipstream.data.slab import SlabShape
 from clipstream.data.stages import Stopwatch
 from clipstream.data.text import Tokenizer
@@ -32,7 +31,6 @@ from clipstream.data.worker import Status
 from clipstream.errors import DataError, SettingsError
 from clipstream.world import World
 
-ORDER = 2  # what the order of samples is computed by; another number is another order
 MakeWalk = Callable[[int, int, OpenShards, Callable[[], None]], Walk]  # (source, lane, shards, pulse) -> walk
 
 
@@ -43,14 +41,15 @@ class _Stream:
     names: list[str]
     readers: list[Reader]
     openers: list[Opener]
-    mix: SourceMix
+    mix: Mix
     make_walk: MakeWalk
     slots: Slots
-    drawn: dict[int, int]  # lane -> samples it gave before the start
+    drawn: dict[int, int]  # lane -> places it filled before the start
     workers: int
     tokenizer: Tokenizer
     store: ShardStore
     traced: int = 0
+    opened: list[OpenShards] = field(default_factory=list)  # by this process
 
     def feeder(self, worker: int, report: Callable[[Any], None], status: Status) -> Feeder:
         """The feeder of a worker: every `workers`-th lane of the rank."""
@@ -64,6 +63,7 @@ class _Stream:
             OpenShards(opener, lambda name=name: feeder.health.sources[name], trace)  # type: ignore[misc]
             for name, opener in zip(self.names, self.openers, strict=True)
         ]
+        self.opened.extend(shards)
         for lane in self.slots.lanes[worker :: max(1, self.workers)]:
             walks = [
                 self.make_walk(i, lane, shards[i], lambda name=name: feeder.pulse(name))  # type: ignore[misc]
@@ -83,9 +83,15 @@ class _Stream:
             slots=self.slots,
             names=self.names,
             budget=budget,
-            on_close=self.store.close,
+            on_close=self.close,
             **more,
         )
+
+    def close(self) -> None:
+        """Give back what this process holds."""
+        for shards in self.opened:
+            shards.close()
+        self.store.close()
 
 
 def training_loader(
@@ -109,25 +115,27 @@ def training_loader(
     lanes = settings.lanes
     assert isinstance(lanes, int), "resolve the settings first"
     names = sorted(settings.sources)
-    sources = [settings.sources[name] for name in names]
-    store = ShardStore(settings.cache, limit=_limit(settings), wanted=_shards_in_use(settings, lanes, world))
+    store = ShardStore(
+        settings.cache,
+        limit=_limit(settings.cache_gib),
+        wanted=_shards_in_use(settings, lanes, world),
+        timeout=settings.transfer_timeout,
+    )
     openers = _openers(settings, store)
-    fingerprint = _fingerprint(settings, seed, names, [opener.names for opener in openers])
+    order = order_plan(settings, openers, seed)
     slots = Slots(lanes_of_rank(world.rank, world.size, lanes), lanes, settings.batch_size)
     _nobody_idle(settings, slots, world)
-    saved = _saved_lanes(start, fingerprint, slots)
+    saved = _saved_lanes(start, order.fingerprint, slots)
 
     def make_walk(source: int, lane: int, shards: OpenShards, pulse: Callable[[], None]) -> Walk:
-        shuffle, mode = settings.shuffle, settings.sampling.mode
-        order = SourceOrder(seed, source, len(shards.opener.names), lanes, mode, shuffle.shards, shuffle.window)
         cursor = Cursor.load(saved[lane]["cursors"][source]) if lane in saved else Cursor()
-        return WindowWalk(order, lane, cursor, shards, pulse)
+        return WindowWalk(order.sources[source], lane, cursor, shards, pulse)
 
     stream = _Stream(
         names=names,
         readers=[_training_reader(name, settings, image) for name in names],
         openers=openers,
-        mix=SourceMix(seed, tuple(source.weight for source in sources)),
+        mix=order.mix,
         make_walk=make_walk,
         slots=slots,
         drawn={lane: int(state["drawn"]) for lane, state in saved.items()},
@@ -143,20 +151,21 @@ def training_loader(
         max(slots.count(step) for step in settings.batch_changes),
         stall_timeout=settings.stall_timeout,
         lanes_total=lanes,
-        fingerprint=fingerprint,
+        fingerprint=order.fingerprint,
         pin=world.device.startswith("cuda"),
+        tail=order.tail if world.is_main else None,
     )
     return Loader(plan, start and {**start, "lanes": {str(lane): state for lane, state in saved.items()}})
 
 
-def _limit(settings: DataSettings) -> int | None:
-    return None if settings.cache_gib is None else int(settings.cache_gib * GIB)
+def _limit(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * GIB)
 
 
 def _shards_in_use(settings: DataSettings, lanes: int, world: World) -> int:
-    """Shards that a node's lanes hold at once, at most."""
+    """Shards from elsewhere that a node's lanes hold at once, at most."""
     node = -(-lanes * world.local_size // world.size)
-    counts = (len(set(expand(source.shards))) for source in settings.sources.values())
+    counts = (len(set(filter(is_remote, expand(source.shards)))) for source in settings.sources.values())
     return sum(min(count, node * settings.shuffle.shards) for count in counts)
 
 
@@ -204,6 +213,7 @@ def evaluation_loader(
     name: str = "eval",
     place: str = "evals.NAME.data",
     cache: str | None = None,
+    cache_gib: float | None = None,
     stall_timeout: float = 300.0,
 ) -> Loader:
     """This rank's part of every sample of `source`, once, in batches of at most `batch_size`; then it ends.
@@ -215,6 +225,7 @@ def evaluation_loader(
         max_samples: only the first so many samples of the source.
         place: key of the settings where `source` stands, for messages.
         cache: folder for spooled shards; None for a temporary one.
+        cache_gib: what it may hold; None for no limit.
 
     Raises:
         DataError: local shards that are not there.
@@ -222,7 +233,7 @@ def evaluation_loader(
     per_rank = max(1, workers)
     batch_size = max(batch_size, per_rank)
     lanes = world.size * per_rank
-    store = ShardStore(cache)
+    store = ShardStore(cache, limit=_limit(cache_gib))
     opener = Opener(source, store, cache=cache, place=place)
     _all_there(opener, place)
 
@@ -273,20 +284,3 @@ def _budget(settings: DataSettings, urls: dict[str, list[str]]) -> Budget:
     }
     totals = {name: len(set(shards)) for name, shards in urls.items()}
     return Budget(totals, hints, settings.max_shard_failures, settings.max_sample_failures, settings.on_shard_error)
-
-
-def _stable_names(urls: list[str]) -> list[str]:
-    """Shards by names that stay when their folder moves or a signature in their URL is renewed."""
-    names = [redact(url).partition("?")[0].rsplit("/", 1)[-1] for url in urls]
-    return names if len(set(names)) == len(set(urls)) else [redact(url) for url in urls]
-
-
-def _fingerprint(settings: DataSettings, seed: int, names: list[str], urls: list[list[str]]) -> str:
-    """A short hash of what fixes the order of samples; the folder of the shards does not."""
-    fixed = [
-        ORDER, seed, settings.global_batch_size, settings.lanes, settings.sampling.mode, settings.shuffle.window,
-        settings.shuffle.shards, names, [_stable_names(shards) for shards in urls],
-        [settings.sources[name].weight for name in names],
-        *([settings.batch_schedule] if settings.batch_schedule else []),
-    ]  # fmt: skip
-    return hashlib.sha256(json.dumps(fixed).encode()).hexdigest()[:16]

@@ -24,6 +24,7 @@ METRICS_FILE = "metrics.jsonl"
 QUARANTINE_FILE = "quarantine.jsonl"
 NONFINITE_FILE = "nonfinite.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
+LISTED = 1_000_000  # losses that a run lists, some 250 MB; all are counted
 
 
 class JsonLines:
@@ -36,6 +37,9 @@ class JsonLines:
         resume_step: the checkpoint's step of a resumed run: later lines, and a line that a kill tore, are cut off.
             None starts the file anew.
         ended: whether that step is the run's last, after which it evaluates again: those lines are cut off, too.
+
+    Attributes:
+        count: lines in it.
     """
 
     def __init__(self, path: Path, resume_step: int | None = None, *, ended: bool = False) -> None:
@@ -48,6 +52,7 @@ class JsonLines:
                     kept.append(line)
         if self.path.exists():
             durable.replace(self.path, b"".join(kept))
+        self.count = len(kept)
         self._file: TextIO | None = None
 
     def append(self, *records: Record) -> None:
@@ -57,6 +62,7 @@ class JsonLines:
         if self._file is not None:
             self._file.write("".join(map(json_line, records)))
             self._file.flush()
+            self.count += len(records)
 
     def close(self) -> None:
         """Close the file."""
@@ -84,8 +90,13 @@ class QuarantineFile(JsonLines):
         super().__init__(Path(folder) / QUARANTINE_FILE, resume_step)
 
     def write(self, record: Record) -> None:
-        """Append the record's losses."""
-        self.append(*({"step": record["step"], **loss} for loss in record.get("quarantine", ())))
+        """Append the record's losses; once the list is full, a last line that says so."""
+        losses, room = record.get("quarantine", ()), LISTED - self.count
+        if room < 0:  # it was said
+            return
+        self.append(*({"step": record["step"], **loss} for loss in losses[:room]))
+        if len(losses) > room:
+            self.append({"step": record["step"], "reason": "full", "detail": f"the rest is in {METRICS_FILE}, counted"})
 
 
 class NonfiniteFile(JsonLines):

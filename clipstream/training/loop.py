@@ -186,11 +186,10 @@ class Trainer:
     def _log(self, result: StepResult, lr: float) -> None:
         """Write a training line: means over the interval of loss and gradient norm, the rest of its last step."""
         mine = (*self._interval.times(self.loader.wait_seconds), self.loader.take_times())
-        times = self.world.gather_objects((*mine, self.loader.health.take_losses()))
+        times = self.world.gather_objects(mine)
         seconds = max(wall for wall, *_ in times)
-        waited = max(wait / wall for wall, wait, *_ in times)
-        stages = merged(stages for _, _, stages, _ in times)
-        losses = [loss for *_, losses in times for loss in losses]
+        waited = max(wait / wall for wall, wait, _ in times)
+        stages = merged(stages for *_, stages in times)
         bottleneck = TRAINING if waited < NEGLIGIBLE else stages.longest() or TRAINING
         loss, grad_norm = self._interval.means()
         record: Record = {
@@ -212,7 +211,7 @@ class Trainer:
         self._write(record)
         about = {"data_wait": waited, "seconds": seconds, "bottleneck": bottleneck}
         self._write({"step": self.step, **about, "stages": stages.summary()})
-        self._write_losses(losses)
+        self._write_all_losses()
         if self.step % (self.log_every * HEALTH_LINES) == 0 or self.step == self.log_every:
             self._write_health()
         self._interval = _Interval()
@@ -226,6 +225,12 @@ class Trainer:
     def _health(self) -> dict[str, Any]:
         """The counts of all ranks since the run began, also of those before it was resumed. Collective."""
         return dict(_sum([*self._health_before, *self.world.gather_objects(self.loader.health.summary())]))
+
+    def _write_all_losses(self) -> None:
+        """Write what no rank could use since the last time. Collective."""
+        self._write_losses(
+            [loss for part in self.world.gather_objects(self.loader.health.take_losses()) for loss in part]
+        )
 
     def _write_losses(self, losses: list[Loss]) -> None:
         if losses:
@@ -250,6 +255,7 @@ class Trainer:
     def _save(self) -> Path | bool | None:
         if self._saved_step == self.step:
             return True
+        self._write_all_losses()  # a run that goes on from here does not see them again
         path = self.save(self.step, {**self.state(), "health": self._health()})
         if path is not None:
             self._saved_step = self.step
