@@ -2,10 +2,10 @@
 
     python benchmarks/saving.py --model ViT-S-32-alt --batch 64
 
-Rounds of steps take turns: in one a checkpoint is saved after the first step, in the other none is. A round has as many
-steps as it takes until the save is on the disk, so what its thread takes from the steps is counted; so is the removal of
-the checkpoint before. A save's cost is the difference between the means of the rounds with and without, over a step's
-mean. The call is the part in which training stands still: the copy.
+Rounds of steps take turns: in one a checkpoint is saved after the first step, in the other none is. A round has as
+many steps as it takes until the save is on the disk, so what its thread takes from the steps is counted; so is the
+removal of the checkpoint before. A save's cost is the difference between the means of the rounds with and without,
+over a step's mean. The call is the part in which training stands still: the copy.
 """
 
 from __future__ import annotations
