@@ -13,7 +13,7 @@ from clipstream.data.settings import JsonCaption, SourceSettings
 from clipstream.data.shards import expand
 from clipstream.errors import SettingsError
 from clipstream.evals.prompts import OF_OPEN_CLIP, class_names, prompt_templates
-from clipstream.evals.settings import EvalSettings, ZeroShotSettings
+from clipstream.evals.settings import EvalSettings, ZeroShotSettings, eval_name
 from clipstream.folder import holds_a_run
 from clipstream.schema import Path
 from clipstream.wording import joined, problem
@@ -35,6 +35,7 @@ def validate_run(settings: Settings, world: World) -> None:
         *_batch_problems(settings, world),
         *_model_problems(settings),
         *_data_problems(settings),
+        *_average_problems(settings),
         *_folder_problems(settings, world),
     ]
     if found:
@@ -88,6 +89,10 @@ def _batch_problems(settings: Settings, world: World) -> Found:
     if isinstance(micro, int) and micro > largest:
         text = f"{micro} is more than the largest global batch, {largest}"
         found.append((("train", "micro_batch_size"), text))
+    timeout, stall = settings.run.timeout, data.stall_timeout
+    if world.size > 1 and timeout <= stall:
+        text = f"{timeout:g} s end the run before data.stall_timeout, {stall:g} s, can say what is wrong: raise it"
+        found.append((("run", "timeout"), text))
     return found
 
 
@@ -158,6 +163,21 @@ def _sampling_problems(settings: Settings) -> Found:
     if settings.data.batch_schedule and sampling.mode == "indexed":
         text = "the mode 'indexed' needs batches of one size: leave it out, or set --data.sampling.mode resampled"
         found.append((("data", "batch_schedule"), text))
+    return found
+
+
+def _average_problems(settings: Settings) -> Found:
+    found: Found = []
+    train, evals = settings.train, settings.evals
+    if train.ema_warmup and train.ema is None:
+        found.append((("train", "ema_warmup"), "up to which decay? Give --train.ema as well, as 0.9999"))
+    for name in (name for name, section in evals.items() if "averaged" in section.kinds):
+        if train.ema is None:
+            text = "there are no averaged weights: give --train.ema as well, as 0.9999"
+            found.append((("evals", name, "weights"), text))
+        if (called := eval_name(name, "averaged")) in evals:
+            text = f"the evaluations of {name} with averaged weights are called so: take another name"
+            found.append((("evals", called), text))
     return found
 
 

@@ -27,6 +27,7 @@ from clipstream.world import World
 if TYPE_CHECKING:
     from clipstream.data.loader import Loader
     from clipstream.data.text import Tokenizer
+    from clipstream.evals.settings import Weights
     from clipstream.model.towers import Towers
     from clipstream.report.outputs import Outputs
     from clipstream.training.loop import Trainer
@@ -159,10 +160,10 @@ def _trainer(
     from clipstream.data.text import readable
     from clipstream.evals.protocol import EvalContext, EvalRunner
     from clipstream.report.outputs import Outputs
-    from clipstream.training import checkpoint
     from clipstream.training.batch_norm import synchronize_batch_norm
     from clipstream.training.loop import Trainer
     from clipstream.training.optim import build_optimizer, lr_at
+    from clipstream.training.recovery import Recovery
     from clipstream.training.sharding import parallelize
 
     train, total = settings.train, settings.total_steps
@@ -171,16 +172,16 @@ def _trainer(
     layout = parallelize(towers, world, parallel=train.parallel, precision=train.arithmetic)
     optimizer = build_optimizer(towers, settings.optim, batch_norm=towers.has_batch_norm)
     step = _step(settings, world, towers, optimizer)
-    state = None if found is None else checkpoint.load(found, towers=towers, optimizer=optimizer, world=world)
-    step.load_state(state or {})
+    state = None if found is None else _load(found, step)
     log, done = settings.log, None if state is None else int(state["step"])
     context = EvalContext.for_towers(
         layout.full, tokenizer, world, data=settings.data, precision=train.arithmetic, examples=log.pictures
     )
     outputs = Outputs(settings.run_folder, log, world, total=total, done=done)
-    evaluate = EvalRunner(
-        settings.evals, context, outputs.write, outputs.show, weights=partial(layout.full_weights, world.device)
-    )
+    weights: dict[Weights, Any] = {"trained": partial(layout.full_weights, world.device)}
+    if step.averages is not None:
+        weights["averaged"] = partial(layout.full_weights, world.device, instead=step.averages.tensors)
+    evaluate = EvalRunner(settings.evals, context, outputs.write, outputs.show, weights)
     evaluate.rehearse()
     outputs.begin()
     trainer = Trainer(
@@ -195,6 +196,9 @@ def _trainer(
         save=partial(_save, settings, world, layout, step),
         save_every=settings.checkpoint.every,
         signals=signals,
+        recovery=Recovery(
+            train, partial(_restore, settings, world, step, found), None if state is None else state.get("recovery")
+        ),
         state=state,
         epoch_samples=train.epoch_samples,
         show=partial(outputs.show_batch, decode=partial(readable, tokenizer)),
@@ -205,14 +209,16 @@ def _trainer(
 
 def _step(settings: Settings, world: World, towers: Towers, optimizer: Any) -> TrainStep:
     from clipstream.model.losses import build_loss
+    from clipstream.training.averaging import Averages
     from clipstream.training.step import TrainStep
 
-    if settings.train.micro_batch_size == "auto" and not world.device.startswith("cuda"):
+    train = settings.train
+    if train.micro_batch_size == "auto" and not world.device.startswith("cuda"):
         raise SettingsError(
             "train.micro_batch_size: auto finds out when a GPU's memory is full; on the CPU the system ends the run "
             "instead: give a number"
         )
-    if settings.train.compile:
+    if train.compile:
         towers.compile()
     loss = build_loss(settings.loss, towers.loss_type)
     return TrainStep(
@@ -220,10 +226,11 @@ def _step(settings: Settings, world: World, towers: Towers, optimizer: Any) -> T
         loss,
         optimizer,
         world,
-        precision=settings.train.arithmetic,
-        micro_batch_size=settings.train.micro_batch_size,
+        precision=train.arithmetic,
+        micro_batch_size=train.micro_batch_size,
         clip_norm=settings.optim.grad_clip_norm,
         max_logit_scale=loss.max_logit_scale,
+        averages=None if train.ema is None else Averages(towers, train.ema, warmup=train.ema_warmup),
     )
 
 
@@ -233,6 +240,7 @@ def _save(
     """Write a checkpoint, of whole weights however they are laid out."""
     from clipstream.training import checkpoint
 
+    averages = None if step.averages is None else step.averages.whole(kept=world.is_main)
     with layout.full_weights("cpu", everywhere=False) as towers:
         return checkpoint.save(
             settings.run_folder / "checkpoints",
@@ -242,7 +250,39 @@ def _save(
             state={**position, **step.state()},
             world=world,
             keep_last=settings.checkpoint.keep_last,
+            averaged=towers.saved_weights(averages) if averages else None,
         )
+
+
+def _load(found: Path, step: TrainStep) -> dict[str, Any]:
+    """Put back what a step changes, from a checkpoint; its state."""
+    from clipstream.model.pretrained import AVERAGED_FILE
+    from clipstream.training import checkpoint
+    from clipstream.training.sharding import reshard
+
+    reshard(step.towers)
+    state = checkpoint.load(found, towers=step.towers, optimizer=step.optimizer, world=step.world)
+    step.load_state(state)
+    if step.averages is not None:
+        step.averages.load(found / AVERAGED_FILE, state.get("averages"))
+    return state
+
+
+def _restore(settings: Settings, world: World, step: TrainStep, found: Path | None, good: Sequence[int]) -> int | None:
+    """Put back what a step changes, from the newest good checkpoint that is whole; its step.
+
+    Args:
+        found: the one that the run was resumed from, which may lie elsewhere.
+        good: steps of good checkpoints.
+    """
+    from clipstream.training import checkpoint
+
+    places = [checkpoint.of_step(settings.run_folder / "checkpoints", saved) for saved in sorted(good, reverse=True)]
+    if found is not None:
+        places = [found if place.name == found.name else place for place in places]
+    whole = next(filter(checkpoint.is_whole, places), None) if world.is_main else None
+    chosen: Path | None = world.broadcast_object(whole)
+    return None if chosen is None else int(_load(chosen, step)["step"])
 
 
 def _write_config(settings: Settings) -> None:
@@ -272,7 +312,7 @@ def _say_what(settings: Settings, world: World, towers: Towers, found: Path | No
     )
     for name, section in settings.evals.items():
         when = f"every {section.every} steps" if section.every else "at the end"
-        print(f"evals    {name}: {section.type}, {when}")
+        print(f"evals    {name}: {section.type}, {when}, {' and '.join(section.kinds)} weights")
     print(f"steps    {settings.total_steps}" + ("" if found is None else f", going on from {found}"))
     print(f"folder   {settings.run_folder}", flush=True)
 

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,14 @@ import pytest
 import torch
 
 from clipstream.batch import Batch
-from clipstream.data.health import Loss
+from clipstream.data.health import Loss as Lost
 from clipstream.data.stages import StageTimes
 from clipstream.errors import DataError, Stopped
 from clipstream.training.loop import Trainer
 from clipstream.training.optim import build_optimizer
-from clipstream.training.settings import OptimSettings
+from clipstream.training.passes import Loss
+from clipstream.training.recovery import Recovery
+from clipstream.training.settings import OptimSettings, TrainSettings
 from clipstream.training.step import TrainStep
 from clipstream.training.stopping import StopSignals
 from clipstream.world import World
@@ -41,9 +43,9 @@ class Health:
 
     def __init__(self) -> None:
         self.used, self.dropped = 0, {"no_caption": 1}
-        self.losses = [Loss("train", "a/00.tar", "k1", "no_caption", "no txt")]
+        self.losses = [Lost("train", "a/00.tar", "k1", "no_caption", "no txt")]
 
-    def take_losses(self) -> list[Loss]:
+    def take_losses(self) -> list[Lost]:
         """One, the first time."""
         taken, self.losses = self.losses, []
         return taken
@@ -95,19 +97,26 @@ class Run:
     """A trainer with its parts, and what came out of it."""
 
     def __init__(
-        self, world: World, total: int, state: dict[str, Any] | None = None, save_every: int = 0, **batches: int
+        self,
+        world: World,
+        total: int,
+        state: dict[str, Any] | None = None,
+        save_every: int = 0,
+        loss: Loss = LOSSES["clip"],
+        **batches: int,
     ) -> None:
         self.model = TinyTowers()
         optimizer = build_optimizer(self.model, OptimSettings(lr=0.01), batch_norm=False)
         self.lines, self.saves, self.evaluations = Lines(), [], []
         if state:
             self.model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
+            optimizer.load_state_dict(deepcopy(state["optimizer"]))  # which would train on the save's own tensors
         position = {k: v for k, v in state.items() if k not in ("model", "optimizer")} if state else None
         self.signals = StopSignals()
         self.optimizer = optimizer
+        recovery = Recovery(TrainSettings(max_nonfinite=3), self.restore, position and position["recovery"])
         self.trainer = Trainer(
-            TrainStep(self.model, LOSSES["clip"], optimizer, world),
+            TrainStep(self.model, loss, optimizer, world),
             Batches(world, start=state["data"]["step"] if state else 0, **batches),
             lr=lambda step: 0.01 / (step + 1),
             world=world,
@@ -118,6 +127,7 @@ class Run:
             save=self.save,
             save_every=save_every,
             signals=self.signals,
+            recovery=recovery,
             state=position,
             epoch_samples=20,
         )
@@ -127,6 +137,15 @@ class Run:
         parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         self.saves.append({**json.loads(json.dumps(state)), **deepcopy(parts)})
         return Path(f"step_{step}")
+
+    def restore(self, good: Sequence[int]) -> int | None:
+        """Put back the newest of these saves."""
+        found = next((save for save in reversed(self.saves) if save["step"] in good), None)
+        if found is None:
+            return None
+        self.model.load_state_dict(found["model"])
+        self.optimizer.load_state_dict(deepcopy(found["optimizer"]))
+        return int(found["step"])
 
     def go(self) -> Run:
         """Train."""

@@ -66,9 +66,9 @@ def lines(place: Path, name: str, key: str = "loss") -> list[dict[str, Any]]:
     return [{k: v for k, v in record.items() if k not in clock} for record in records if key in record]
 
 
-def weights(place: Path, name: str, step: int) -> dict[str, torch.Tensor]:
+def weights(place: Path, name: str, step: int, file: str = "open_clip_model") -> dict[str, torch.Tensor]:
     checkpoint = place / "runs" / name / "checkpoints" / f"step_{step:08d}"
-    return load_file(checkpoint / "open_clip_model.safetensors")
+    return load_file(checkpoint / f"{file}.safetensors")
 
 
 def same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

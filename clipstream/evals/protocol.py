@@ -23,7 +23,7 @@ from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import evaluation_loader
 from clipstream.data.text import Tokenizer, readable
 from clipstream.errors import DataError, SettingsError
-from clipstream.evals.settings import EvalSettings
+from clipstream.evals.settings import EvalSettings, Weights, eval_name
 from clipstream.example import Example
 from clipstream.plugins import load_plugin
 from clipstream.training.passes import is_out_of_memory
@@ -247,7 +247,8 @@ class EvalRunner:
         context: what they work with.
         emit: takes the record of each evaluation; called on rank 0 only.
         show: called as show(step, name, examples) before that, where an evaluator has shown some; on rank 0 only.
-        weights: gives the context in which the context's towers have their weights; entered where something is due.
+        weights: of each kind that the settings ask for, gives the context in which the context's towers have them;
+            entered where something is due.
 
     An error of an evaluator ends the run.
     """
@@ -258,13 +259,13 @@ class EvalRunner:
         context: EvalContext,
         emit: Callable[[Record], None],
         show: Callable[[int, str, Sequence[Example]], None] | None = None,
-        weights: Callable[[], AbstractContextManager[object]] = nullcontext,
+        weights: Mapping[Weights, Callable[[], AbstractContextManager[object]]] | None = None,
     ) -> None:
         self.settings = settings
         self.context = context
         self.emit = emit
         self.show = show
-        self.weights = weights
+        self.weights = weights or {"trained": nullcontext}
         self.evaluators = build_evaluators(settings)
 
     def due(self, step: int, last: bool = False) -> list[str]:
@@ -291,28 +292,32 @@ class EvalRunner:
         """Run what is due; on every rank, at the same step.
 
         Returns:
-            A record an evaluation: step, eval (its name), its metrics, dropped (samples of its data that could not be
-            used, over all ranks) and seconds.
+            A record an evaluation: step, eval (its name, and with averaged weights `_averaged`), its metrics, dropped
+            (samples of its data that could not be used, over all ranks) and seconds.
 
         Raises:
             ClipstreamError: what the evaluator or its data raised.
         """
         records: list[Record] = []
         due = self.due(step, last)
-        with self.weights() if due else nullcontext():
-            for name in due:
-                records.append(self._run(step, name))
-                if self.context.world.is_main:
-                    if self.show is not None and self.context.examples:
-                        self.show(step, name, self.context.examples)
-                    self.emit(records[-1])
+        for kind, weights in self.weights.items():
+            names = [name for name in due if kind in self.settings[name].kinds]
+            with weights() if names else nullcontext():
+                for name in names:
+                    records.append(self._run(step, name, eval_name(name, kind)))
+                    if self.context.world.is_main:
+                        if self.show is not None and self.context.examples:
+                            self.show(step, records[-1]["eval"], self.context.examples)
+                        self.emit(records[-1])
         return records
 
     def _have_room(self) -> None:
         """Take the weights out once, which sharded ones need memory for."""
         try:
-            with self.weights() if self.evaluators else nullcontext():
-                pass
+            for kind, weights in self.weights.items():
+                if any(kind in section.kinds for section in self.settings.values()):
+                    with weights():
+                        pass
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -321,7 +326,7 @@ class EvalRunner:
                 f"(python -m clipstream.evaluate), or take more GPUs ({str(error).splitlines()[0]})"
             ) from error
 
-    def _run(self, step: int, name: str) -> Record:
+    def _run(self, step: int, name: str, called: str) -> Record:
         context = self.context
         context.name, context.examples = name, []
         began, dropped = time.perf_counter(), context.dropped
@@ -329,7 +334,7 @@ class EvalRunner:
             metrics = dict(self.evaluators[name](context))
         dropped = sum(context.world.gather_objects(context.dropped - dropped))
         seconds = round(time.perf_counter() - began, 3)
-        return {"step": step, "eval": name, **metrics, "dropped": dropped, "seconds": seconds}
+        return {"step": step, "eval": called, **metrics, "dropped": dropped, "seconds": seconds}
 
 
 class Rehearsal(EvalContext):

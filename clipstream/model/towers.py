@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -189,18 +190,22 @@ class Towers(nn.Module):
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
             raise SettingsError(f"cannot load the tokenizer in {self.tokenizer_folder}: {error}") from error
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write what open_clip rebuilds model, preprocessing and tokenizer from, under the name 'local-dir:FOLDER'."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+    def saved_weights(self, instead: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """The tensors of a checkpoint by name; those that `instead` names are its own."""
         tensors: dict[str, torch.Tensor] = {}
         seen: set[int] = set()
-        for name, tensor in self.clip.state_dict().items():
+        for name, tensor in {**self.clip.state_dict(), **(instead or {})}.items():
             # safetensors refuses tensors that share memory (tied embeddings of some text towers).
             shared = tensor.untyped_storage().data_ptr() in seen
             seen.add(tensor.untyped_storage().data_ptr())
             tensors[name] = (tensor.detach().clone() if shared else tensor.detach()).contiguous()
-        save_file(tensors, folder / WEIGHT_FILES[0], metadata={"format": "pt"})
+        return tensors
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write what open_clip rebuilds model, preprocessing and tokenizer from, under the name 'local-dir:FOLDER'."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(self.saved_weights(), folder / WEIGHT_FILES[0], metadata={"format": "pt"})
         (folder / CONFIG_FILE).write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
         if self.tokenizer_folder is not None:
             self.open_clip_tokenizer().save_pretrained(folder)

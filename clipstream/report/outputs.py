@@ -14,7 +14,7 @@ from clipstream.report.album import Album, Shows
 from clipstream.report.page import Report
 from clipstream.report.progress import Progress
 from clipstream.report.settings import LogSettings
-from clipstream.report.sinks import MetricsFile, QuarantineFile, Record, TensorBoard
+from clipstream.report.sinks import MetricsFile, NonfiniteFile, QuarantineFile, Record, TensorBoard
 from clipstream.report.starving import Starving
 from clipstream.versions import versions
 from clipstream.world import World
@@ -41,7 +41,8 @@ class Outputs:
         if not world.is_main:
             return
         ended = done is not None and done >= total
-        self._sinks += [MetricsFile(folder, done, ended=ended), QuarantineFile(folder, done)]
+        self._sinks.append(MetricsFile(folder, done, ended=ended))
+        self._sinks += [QuarantineFile(folder, done), NonfiniteFile(folder, done)]
         self._shows.append(Album(folder))
         if settings.tensorboard:
             board = TensorBoard(folder, done)

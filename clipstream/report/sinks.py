@@ -1,9 +1,9 @@
 """Owns the files that metrics go to: metrics.jsonl and TensorBoard's events; never talks to the terminal.
 
 A sink takes records: a training line (step, loss, …), what the data's stages took in it (step, stages), an evaluation
-(step, eval, metrics), the data's health (step, health) or what could not be used (step, quarantine). One process
-writes: rank 0. A run that is resumed at step s keeps what was written up to s and loses the rest, so that a file holds
-each step once.
+(step, eval, metrics), the data's health (step, health), what could not be used (step, quarantine), a step that was left
+out (step, nonfinite) or a return to a checkpoint's weights (step, rollback). One process writes: rank 0. A run that is
+resumed at step s keeps what was written up to s and loses the rest, so that a file holds each step once.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ Record = Mapping[str, Any]
 
 METRICS_FILE = "metrics.jsonl"
 QUARANTINE_FILE = "quarantine.jsonl"
+NONFINITE_FILE = "nonfinite.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 LISTED = 1_000_000  # losses that a run lists, some 250 MB; all are counted
 
@@ -70,7 +71,7 @@ class JsonLines:
 
 
 class MetricsFile(JsonLines):
-    """FOLDER/metrics.jsonl: all records but the losses one by one. Arguments as for JsonLines."""
+    """FOLDER/metrics.jsonl: all records but those of single samples. Arguments as for JsonLines."""
 
     def __init__(self, folder: str | Path, resume_step: int | None = None, *, ended: bool = False) -> None:
         super().__init__(Path(folder) / METRICS_FILE, resume_step, ended=ended)
@@ -78,7 +79,7 @@ class MetricsFile(JsonLines):
 
     def write(self, record: Record) -> None:
         """Append a record."""
-        if "quarantine" not in record:
+        if "quarantine" not in record and "nonfinite" not in record:
             self.append(record)
 
 
@@ -96,6 +97,18 @@ class QuarantineFile(JsonLines):
         self.append(*({"step": record["step"], **loss} for loss in losses[:room]))
         if len(losses) > room:
             self.append({"step": record["step"], "reason": "full", "detail": f"the rest is in {METRICS_FILE}, counted"})
+
+
+class NonfiniteFile(JsonLines):
+    """FOLDER/nonfinite.jsonl: steps that were left out, with their samples. Arguments as for JsonLines."""
+
+    def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
+        super().__init__(Path(folder) / NONFINITE_FILE, resume_step)
+
+    def write(self, record: Record) -> None:
+        """Append what the record says of its step."""
+        if "nonfinite" in record:
+            self.append({"step": record["step"], **record["nonfinite"]})
 
 
 class TensorBoard:
@@ -141,7 +154,7 @@ class TensorBoard:
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
     """The numbers of a record with their TensorBoard tags."""
-    if "start" in record or "quarantine" in record:
+    if any(kind in record for kind in ("start", "quarantine", "nonfinite")):
         return
     prefix = f"eval/{record['eval']}" if "eval" in record else "train"
     numbers = {key: value for key, value in record.items() if key not in ("step", "eval")}

@@ -1,6 +1,7 @@
 """Owns checkpoints: a folder that is whole or does not count, and the choice of the one to go on from.
 
     checkpoints/step_00000100/   open_clip_model.safetensors, open_clip_config.json, tokenizer files (the model)
+                                 averaged.safetensors (the model with averaged weights, where there are any)
                                  optimizer.pt, rng.pt (all ranks' random states), state.json (step, samples, data, …)
                                  COMPLETE (sizes of all files, and the save's number)
     checkpoints/latest           the newest one's name
@@ -23,12 +24,13 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from clipstream import durable
 from clipstream.data.loader import merge_states
 from clipstream.errors import SettingsError
+from clipstream.model.pretrained import AVERAGED_FILE
 from clipstream.training.precision import random_state, set_random_state
 from clipstream.training.sharding import full_state, shard_like, shard_state
 from clipstream.versions import versions
@@ -67,6 +69,7 @@ def save(
     state: State,
     world: World,
     keep_last: int,
+    averaged: dict[str, torch.Tensor] | None = None,
 ) -> Path | None:
     """Write a checkpoint; every rank calls this, rank 0 writes, and all return when it is done.
 
@@ -77,6 +80,7 @@ def save(
         state: this rank's; JSON-able. `state["data"]` is the rank's part of the data's state, the ranks' parts are
             saved as one. The rest is taken from rank 0.
         keep_last: so many of the newest stay.
+        averaged: the model's tensors with averaged weights, by name, on rank 0; None for none.
 
     Returns:
         The checkpoint's folder; None where the disk is full: that is said on stderr, and the older ones are kept.
@@ -93,7 +97,7 @@ def save(
         if data:
             merged["data"] = merge_states(data)
         try:
-            written = _write(folder, step, towers, moments, merged, [random for _, random in told])
+            written = _write(folder, step, towers, moments, merged, [random for _, random in told], averaged)
         except Exception as error:
             if not _disk_is_full(error, folder):
                 raise
@@ -158,6 +162,16 @@ def find(folder: Path, resume: str | None) -> Path | None:
     return newest
 
 
+def of_step(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies in LOGS/NAME/checkpoints."""
+    return folder / f"step_{step:08d}"
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether it is there, and complete."""
+    return _serial(checkpoint) is not None
+
+
 def read_state(checkpoint: Path) -> State:
     """The checkpoint's state.json: step, samples, data, versions and what else was given to `save`."""
     state: State = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
@@ -204,14 +218,17 @@ def _write(
     moments: dict[str, Any],
     state: State,
     random_states: list[Any],
+    averaged: dict[str, torch.Tensor] | None,
 ) -> Path:
     """Write all files beside, flush, mark, rename."""
     folder.mkdir(parents=True, exist_ok=True)
     _clear(folder)
-    final = folder / f"step_{step:08d}"
+    final = of_step(folder, step)
     draft = folder / f"{final.name}.tmp"
     draft.mkdir()
     towers.save_pretrained(draft)
+    if averaged is not None:
+        save_file(averaged, draft / AVERAGED_FILE, metadata={"format": "pt"})
     torch.save(moments, draft / OPTIMIZER)
     torch.save(random_states, draft / RANDOM)
     (draft / STATE).write_text(json.dumps(state, indent=1, allow_nan=False) + "\n", encoding="utf-8")

@@ -26,6 +26,9 @@ class RunSettings(Section):
         None, ge=1, description="CPU threads of a rank's arithmetic; its share of the cores unless set"
     )
     deterministic: bool = Field(False, description="torch's deterministic algorithms; slower, equal bits")
+    timeout: float = Field(
+        1800.0, gt=0, allow_inf_nan=False, description="seconds that a rank waits for the others before the run ends"
+    )
     debug: bool = Field(False, description="show tracebacks with errors")
 
     @field_validator("device")
@@ -84,6 +87,18 @@ class TrainSettings(Section):
         "ddp", description="of several ranks: all hold the whole model (ddp), or each a part of it (fsdp, FSDP2)"
     )
     compile: bool = Field(False, description="torch.compile the towers")
+    ema: float | None = Field(
+        None, gt=0, lt=1, description="decay of averaged weights, as 0.9999, saved beside the others; none unless set"
+    )
+    ema_warmup: bool = Field(False, description="let that decay rise with the steps: min(ema, 1 - t^(-2/3))")
+    max_nonfinite: int = Field(
+        5,
+        ge=1,
+        description="steps in a row without a finite loss, after which the last good checkpoint's weights return",
+    )
+    max_rollbacks: int = Field(
+        2, ge=0, description="how often they may, with no good checkpoint in between, before the run ends with code 4"
+    )
 
     @field_validator("parallel")
     @classmethod

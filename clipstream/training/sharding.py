@@ -17,8 +17,8 @@ float32 at least.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -38,9 +38,20 @@ class FullTowers:
     def __init__(self, towers: Any) -> None:
         self.full = towers
 
-    def full_weights(self, device: str, *, everywhere: bool = True) -> AbstractContextManager[Any]:
-        """The towers, where they are."""
-        return nullcontext(self.full)
+    @contextmanager
+    def full_weights(
+        self, device: str, *, everywhere: bool = True, instead: Mapping[str, torch.Tensor] | None = None
+    ) -> Iterator[Any]:
+        """The towers, where they are, for as long as the context is open with the parameters that `instead` names."""
+        instead = instead or {}
+        parts = [(p, p.data, instead[name]) for name, p in self.full.named_parameters() if name in instead]
+        for parameter, _, tensor in parts:
+            parameter.data = tensor.to(parameter.dtype)
+        try:
+            yield self.full
+        finally:
+            for parameter, trained, _ in parts:
+                parameter.data = trained
 
 
 class ShardedTowers:
@@ -78,23 +89,24 @@ class ShardedTowers:
         towers.to(world.device)
 
     @contextmanager
-    def full_weights(self, device: str, *, everywhere: bool = True) -> Iterator[Any]:
+    def full_weights(
+        self, device: str, *, everywhere: bool = True, instead: Mapping[str, torch.Tensor] | None = None
+    ) -> Iterator[Any]:
         """The copy, with the present weights for as long as the context is open. Collective.
 
         Args:
             device: where it is.
             everywhere: False for rank 0 alone; the others get one without content.
+            instead: tensors in place of the parameters of these names, sharded like them.
         """
-        for module in self.towers.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(self.towers)
         kept = everywhere or self.world.is_main
         if kept:
             _move(self.full, device)
         with torch.no_grad():
             into = _tensors(self.full)
             for name, tensor in _tensors(self.towers).items():
-                value = full_tensor(tensor)
+                value = full_tensor((instead or {}).get(name, tensor))
                 if kept:
                     into[name].copy_(value)
         try:
@@ -125,6 +137,13 @@ def blocks(towers: nn.Module) -> list[nn.Module]:
 
 def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
+
+
+def reshard(module: nn.Module) -> None:
+    """Let go of parameters that are still whole after a pass."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
