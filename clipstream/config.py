@@ -270,10 +270,10 @@ def _dated_name(settings: Settings) -> str:
 def dump(settings: Settings) -> str:
     """The settings as YAML that, given as `--config`, repeats the run.
 
-    `checkpoint.resume` is left out: it says how this process starts, not what the run is. So is the length of an epoch
-    where the data told it: other data will tell another. `${NAME}` references stay.
+    `checkpoint.resume` and `resume_approximate` are left out: they say how this process starts, not what the run is. So
+    is the length of an epoch where the data told it: other data will tell another. `${NAME}` references stay.
     """
-    tree = settings.model_dump(mode="json", exclude={"checkpoint": {"resume"}})
+    tree = settings.model_dump(mode="json", exclude={"checkpoint": {"resume", "resume_approximate"}})
     if settings._told_by_data:
         tree["train"]["epoch_samples"] = None
     return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)

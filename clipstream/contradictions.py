@@ -10,7 +10,7 @@ from pathlib import Path as FilePath
 
 from clipstream.config import Settings, cadences
 from clipstream.data.settings import JsonCaption, SourceSettings
-from clipstream.data.shards import expand
+from clipstream.data.shards import expand, scheme_of
 from clipstream.errors import SettingsError
 from clipstream.evals.prompts import OF_OPEN_CLIP, class_names, prompt_templates
 from clipstream.evals.settings import EvalSettings, ZeroShotSettings, eval_name
@@ -36,6 +36,7 @@ def validate_run(settings: Settings, world: World) -> None:
         *_model_problems(settings),
         *_data_problems(settings),
         *_average_problems(settings),
+        *_checkpoint_problems(settings),
         *_folder_problems(settings, world),
     ]
     if found:
@@ -194,11 +195,32 @@ def _prompt_problems(name: str, evaluator: ZeroShotSettings) -> Found:
     return found
 
 
+def _checkpoint_problems(settings: Settings) -> Found:
+    from clipstream.training.place import Place
+
+    found: Found = []
+    section, evals = settings.checkpoint, ", ".join(settings.evals) or "none"
+    evaluator = (section.keep_best or "").partition("/")[0]
+    if section.keep_best is not None and evaluator not in settings.evals:
+        text = f"there is no evaluator {evaluator!r} (there is {evals}): name one of them, as NAME/METRIC"
+        found.append((("checkpoint", "keep_best"), text))
+    for key in ("remote_sync", "resume"):
+        url = getattr(section, key)
+        if url is None or (key == "resume" and scheme_of(url) is None):
+            continue
+        try:
+            Place(url, "")
+        except SettingsError as error:
+            found.append((("checkpoint", key), str(error).removeprefix(": ")))
+    return found
+
+
 def _folder_problems(settings: Settings, world: World) -> Found:
     resume, name = settings.checkpoint.resume, settings.run.name
     # Rank 0 finds the checkpoint for all: others may have a disk of their own.
-    if resume not in (None, "latest", "auto") and world.is_main and not FilePath(str(resume)).exists():
-        text = f"there is no {resume}: give a checkpoint's folder, latest (with --name) or auto"
+    named = resume if resume not in (None, "latest", "auto") else None
+    if named is not None and scheme_of(named) is None and world.is_main and not FilePath(named).exists():
+        text = f"there is no {named}: give a checkpoint's folder, latest (with --name) or auto"
         return [(("checkpoint", "resume"), text)]
     if name is None:
         if resume in ("latest", "auto"):

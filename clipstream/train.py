@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from clipstream.model.towers import Towers
     from clipstream.report.outputs import Outputs
     from clipstream.training.loop import Trainer
-    from clipstream.training.sharding import FullTowers, ShardedTowers
+    from clipstream.training.mirror import Mirror
+    from clipstream.training.saving import Saver
     from clipstream.training.step import TrainStep
     from clipstream.training.stopping import StopSignals
 
@@ -74,32 +75,28 @@ def train(settings: Settings, world: World, watch: FailureWatch) -> None:
 
 def _train(settings: Settings, world: World, watch: FailureWatch, lanes: int | str) -> None:
     """In a folder that is ours."""
+    from clipstream import resuming
     from clipstream.training import checkpoint
-    from clipstream.training.precision import settle
     from clipstream.training.stopping import StopSignals
 
-    found = checkpoint.agree(settings.run_folder / "checkpoints", settings.checkpoint.resume, world)
+    mirror = resuming.mirror_of(settings, world)
+    found = resuming.find(settings, world, mirror)
     state = None if found is None else checkpoint.read_state(found)
-    if state is not None and lanes == "auto":  # a resumed run keeps its lanes, also on other ranks and workers
-        settings = _with(settings, "data", lanes=state["data"]["lanes_total"])
-    if settings.train.precision == "auto":  # and its arithmetic, also on another machine
-        settings = _with(settings, "train", precision=settle((state or {}).get("precision", "auto"), world))
+    settings = resuming.carried_over(settings, state, world, own_lanes=lanes != "auto")
     towers, tokenizer = _model(settings, world)
     if world.is_main:
         _say_what(settings, world, towers, found)
     with StopSignals() as signals, _loader(settings, world, towers, tokenizer, state) as loader:
         watch.on_exit(loader.close)
-        trainer, outputs = _trainer(settings, world, towers, tokenizer, loader, signals, found)
+        trainer, outputs, saver = _trainer(settings, world, towers, tokenizer, loader, signals, found, mirror)
+        watch.on_exit(saver.close)
         if world.is_main:  # not before: a resume that fails leaves the run's settings as they were
             _write_config(settings)
         try:
-            trainer.run()
+            with saver:
+                trainer.run()
         finally:
             outputs.close()
-
-
-def _with(settings: Settings, section: str, **values: Any) -> Settings:
-    return settings.model_copy(update={section: getattr(settings, section).model_copy(update=values)})
 
 
 def _model(settings: Settings, world: World) -> tuple[Towers, Tokenizer]:
@@ -139,8 +136,9 @@ def _loader(
         tokenizer=tokenizer,
         image=towers.image,
         start=None if state is None else state["data"],
+        approximate=settings.checkpoint.resume_approximate,
     )
-    orders = world.gather_objects(loader.plan.fingerprint)
+    orders = world.gather_objects(loader.plan.order)
     if other := [rank for rank, order in enumerate(orders) if order != orders[0]]:
         loader.close()
         raise SettingsError(f"data.sources: rank {other[0]} finds other shards than rank 0: is the folder shared?")
@@ -155,7 +153,8 @@ def _trainer(
     loader: Loader,
     signals: StopSignals,
     found: Path | None,
-) -> tuple[Trainer, Outputs]:
+    mirror: Mirror | None,
+) -> tuple[Trainer, Outputs, Saver]:
     """The trainer, at the checkpoint's position if there is one, and what is written for people."""
     from clipstream.data.text import readable
     from clipstream.evals.protocol import EvalContext, EvalRunner
@@ -182,7 +181,8 @@ def _trainer(
     if step.averages is not None:
         weights["averaged"] = partial(layout.full_weights, world.device, instead=step.averages.tensors)
     evaluate = EvalRunner(settings.evals, context, outputs.write, outputs.show, weights)
-    evaluate.rehearse()
+    saver = _saver(settings, world, towers, step, mirror)
+    saver.expect(evaluate.rehearse())
     outputs.begin()
     trainer = Trainer(
         step,
@@ -192,19 +192,18 @@ def _trainer(
         total_steps=total,
         log_every=settings.log.every,
         sinks=[outputs],
-        evaluate=evaluate,
-        save=partial(_save, settings, world, layout, step),
-        save_every=settings.checkpoint.every,
+        evaluate=lambda done, last: saver.hear(evaluate(done, last)),
+        saves=saver,
         signals=signals,
         recovery=Recovery(
-            train, partial(_restore, settings, world, step, found), None if state is None else state.get("recovery")
+            train, partial(_restore, saver, step, found), None if state is None else state.get("recovery")
         ),
         state=state,
         epoch_samples=train.epoch_samples,
         show=partial(outputs.show_batch, decode=partial(readable, tokenizer)),
         show_every=log.pictures_every,
     )
-    return trainer, outputs
+    return trainer, outputs, saver
 
 
 def _step(settings: Settings, world: World, towers: Towers, optimizer: Any) -> TrainStep:
@@ -234,24 +233,21 @@ def _step(settings: Settings, world: World, towers: Towers, optimizer: Any) -> T
     )
 
 
-def _save(
-    settings: Settings, world: World, layout: FullTowers | ShardedTowers, step: TrainStep, done: int, position: Any
-) -> Path | None:
-    """Write a checkpoint, of whole weights however they are laid out."""
-    from clipstream.training import checkpoint
+def _saver(settings: Settings, world: World, towers: Towers, step: TrainStep, mirror: Mirror | None) -> Saver:
+    from clipstream.model.pretrained import AVERAGED_FILE
+    from clipstream.training.saving import Saver
 
-    averages = None if step.averages is None else step.averages.whole(kept=world.is_main)
-    with layout.full_weights("cpu", everywhere=False) as towers:
-        return checkpoint.save(
-            settings.run_folder / "checkpoints",
-            done,
-            towers=towers,
-            optimizer=step.optimizer,
-            state={**position, **step.state()},
-            world=world,
-            keep_last=settings.checkpoint.keep_last,
-            averaged=towers.saved_weights(averages) if averages else None,
-        )
+    averages = step.averages
+    return Saver(
+        settings.run_folder / "checkpoints",
+        world,
+        settings.checkpoint,
+        towers=towers,
+        optimizer=step.optimizer,
+        state=step.state,
+        tensors=None if averages is None else {AVERAGED_FILE: lambda: averages.among(towers.clip.state_dict())},
+        mirror=mirror,
+    )
 
 
 def _load(found: Path, step: TrainStep) -> dict[str, Any]:
@@ -268,20 +264,14 @@ def _load(found: Path, step: TrainStep) -> dict[str, Any]:
     return state
 
 
-def _restore(settings: Settings, world: World, step: TrainStep, found: Path | None, good: Sequence[int]) -> int | None:
+def _restore(saver: Saver, step: TrainStep, found: Path | None, good: Sequence[int]) -> int | None:
     """Put back what a step changes, from the newest good checkpoint that is whole; its step.
 
     Args:
         found: the one that the run was resumed from, which may lie elsewhere.
         good: steps of good checkpoints.
     """
-    from clipstream.training import checkpoint
-
-    places = [checkpoint.of_step(settings.run_folder / "checkpoints", saved) for saved in sorted(good, reverse=True)]
-    if found is not None:
-        places = [found if place.name == found.name else place for place in places]
-    whole = next(filter(checkpoint.is_whole, places), None) if world.is_main else None
-    chosen: Path | None = world.broadcast_object(whole)
+    chosen = saver.whole(sorted(good, reverse=True), instead=found)
     return None if chosen is None else int(_load(chosen, step)["step"])
 
 

@@ -7,7 +7,9 @@ talks to other ranks. With one rank every collective is the identity, and no pro
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,8 @@ from clipstream.errors import SettingsError
 
 if TYPE_CHECKING:
     import torch
+
+MEET = 5.0  # s between two meetings of ranks that wait for rank 0
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,21 @@ class World:
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
+    def on_main(self, function: Callable[[], Any]) -> Any:
+        """What `function` gives on rank 0, on every rank. It is called there alone, and may take hours.
+
+        It has a thread of its own, while the ranks meet every few seconds: a collective in which the others waited for
+        it would run into its time limit.
+        """
+        if self.size == 1:
+            return function()
+        outcome: Future[Any] = Future()
+        if self.is_main:
+            threading.Thread(target=_settle, args=(outcome, function), daemon=True).start()
+        while (told := self.broadcast_object(_result(outcome) if self.is_main else None)) is None:
+            pass
+        return told[0]
+
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over the ranks, in place, and return it."""
         if self.size > 1:
@@ -172,3 +191,16 @@ class World:
 
 def _numbered(device: str, gpu: int) -> str:
     return f"cuda:{gpu}" if device == "cuda" else device
+
+
+def _settle(outcome: Future[Any], function: Callable[[], Any]) -> None:
+    try:
+        outcome.set_result(function())
+    except BaseException as error:
+        outcome.set_exception(error)
+
+
+def _result(outcome: Future[Any]) -> tuple[Any] | None:
+    """What came out, or None if there is nothing yet after a while. Raises what the function raised."""
+    wait([outcome], MEET)
+    return (outcome.result(),) if outcome.done() else None

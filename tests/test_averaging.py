@@ -18,7 +18,7 @@ from clipstream.model.towers import build_towers
 from clipstream.train import main
 from clipstream.training.averaging import Averages
 from clipstream.training.precision import Precision, prepare
-from clipstream.training.sharding import FullTowers, parallelize
+from clipstream.training.sharding import FullTowers, full_tensor, parallelize
 from clipstream.training.step import TrainStep
 from clipstream.world import World
 from tests.pictures import make_shards
@@ -55,7 +55,7 @@ def averaged(world: World, parallel: str) -> tuple[dict[str, torch.Tensor], dict
     for number in range(3):
         step(make_batch(number, world.rank, world.size), lr=1.0)
     assert all(isinstance(t, DTensor) == (t.numel() > 1 and parallel == "fsdp") for t in averages.tensors.values())
-    found = {f"clip.{name}": t.clone() for name, t in averages.whole(kept=True).items()}
+    found = {name: full_tensor(tensor).clone() for name, tensor in averages.tensors.items()}
     with layout.full_weights("cpu", instead=averages.tensors) as full:
         seen = {name: p.detach().clone() for name, p in full.named_parameters(remove_duplicate=False)}
     with layout.full_weights("cpu") as full:

@@ -20,7 +20,8 @@ from clipstream.evals.settings import RetrievalSettings
 from clipstream.evaluate import main
 from clipstream.report.progress import table
 from clipstream.tools.evaluate import OWN_FLAGS, locate
-from clipstream.training.checkpoint import save
+from clipstream.training.saving import Saver
+from clipstream.training.settings import CheckpointSettings
 from clipstream.world import World
 from tests.evaluating import context_of, tiny_towers
 from tests.pictures import ByteTokenizer, make_shards
@@ -55,7 +56,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     towers = tiny_towers()
     optimizer = torch.optim.AdamW(towers.parameters())
-    save(folder / "checkpoints", 7, towers=towers, optimizer=optimizer, state={}, world=World(), keep_last=1)
+    kept = CheckpointSettings(keep_best="val/loss")
+    saver = Saver(folder / "checkpoints", World(), kept, towers=towers, optimizer=optimizer)
+    saver.save(7, {})
+    saver.hear([{"step": 7, "eval": "val", "loss": 1.0}])
+    assert saver.finish()
     (folder / "config.yaml").write_text(dump(Settings.model_validate(settings)))
     return folder
 
@@ -101,8 +106,9 @@ def test_any_folder_that_open_clip_reads(tmp_path: Path, capsys: pytest.CaptureF
     assert (record["step"], record["n"], record["checkpoint"]) == (0, 5, "model")
 
 
-def test_a_run_stands_for_its_latest_checkpoint(run: Path) -> None:
-    assert locate(str(run)).step == 7
+def test_a_run_stands_for_its_latest_checkpoint_and_best_for_its_best(run: Path) -> None:
+    for path in (run, run / "checkpoints" / "best", run / "checkpoints" / "latest"):
+        assert (locate(str(path)).step, locate(str(path)).run) == (7, run)
 
 
 def test_what_is_wrong_is_told(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -280,11 +280,13 @@ def test_another_tail_or_other_counts_are_another_order(tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_before_there_was_a_choice_stay_valid() -> None:
-    made = {
-        mode: loader(data([f"{i}.tar" for i in range(9)], sampling={"mode": mode})).plan.fingerprint
-        for mode in ("resampled", "epoch")
-    }
-    assert made == {"resampled": "00a677ba8ada5f23", "epoch": "66be5331a7b4b73d"}
+    shards = [f"{i}.tar" for i in range(9)]
+    for mode, noted in (("resampled", "00a677ba8ada5f23"), ("epoch", "66be5331a7b4b73d")):
+        start = {"step": 1, "plan": noted, "lanes": {}}
+        with loader(data(shards, sampling={"mode": mode}), start=start) as stream:
+            assert stream.state()["step"] == 1
+        with pytest.raises(SettingsError, match="data order"):
+            loader(data(shards, sampling={"mode": mode, "shards": "split"}), start=start)
 
 
 def test_nothing_usable_ends_an_indexed_run_too(shards: list[str]) -> None:

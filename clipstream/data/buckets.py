@@ -24,6 +24,27 @@ def knows(scheme: str) -> bool:
     return scheme in available_protocols() or scheme in registry
 
 
+def system_of(url: str, scheme: str, otherwise: str) -> tuple[Any, str]:
+    """fsspec's file system of an address, and the path in it.
+
+    Args:
+        otherwise: what to do instead of installing its backend, for the message.
+
+    Raises:
+        ShardError: `unknown_scheme` where the backend is not installed.
+    """
+    try:
+        from fsspec.core import url_to_fs
+
+        system, path = url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        extra = EXTRAS.get(scheme)
+        advice = f"pip install 'clipstream[{extra}]', {otherwise}" if extra else str(error)
+        detail = f"{redact(url)}: the backend of {scheme}:// is not installed: {advice}"
+        raise ShardError("unknown_scheme", detail) from error
+    return system, str(path)
+
+
 def fetch(url: str, scheme: str, part: Path, *, retries: int, backoff: float, watch: Watch) -> None:
     """Copy a file of a bucket into `part`; a failure is tried again from where it broke, while the file is the same.
 
@@ -35,14 +56,7 @@ def fetch(url: str, scheme: str, part: Path, *, retries: int, backoff: float, wa
             not installed.
     """
     shown = redact(url)
-    try:
-        from fsspec.core import url_to_fs
-
-        system, path = url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        extra = EXTRAS.get(scheme)
-        advice = f"pip install 'clipstream[{extra}]', or use pipe:COMMAND" if extra else str(error)
-        raise ShardError("unknown_scheme", f"{shown}: the backend of {scheme}:// is not installed: {advice}") from error
+    system, path = system_of(url, scheme, "or use pipe:COMMAND")
     transfer = _Transfer(system, path, part, watch)
     for attempt in range(retries + 1):
         try:

@@ -1,4 +1,4 @@
-"""Owns the way from settings to the order of a run's samples: its mode, the mix of sources, what makes it this order.
+"""Owns the way from settings to the order of a run's samples: its mode and the mix of sources.
 
 Never imports torch, so that what cannot be ordered is told before torch is loaded. It opens no shard, save to count
 what no index tells.
@@ -6,8 +6,6 @@ what no index tells.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,9 +15,6 @@ from clipstream.data.indexed import IndexedOrder
 from clipstream.data.opening import Opener
 from clipstream.data.order import Mix, Order, SourceMix, SourceOrder
 from clipstream.data.settings import DataSettings
-from clipstream.data.shards import redact
-
-ORDER = 2  # what the order of samples is computed by; another number is another order
 
 
 @dataclass(frozen=True)
@@ -29,13 +24,11 @@ class OrderPlan:
     Attributes:
         mix: of the sources.
         sources: the order of each source, by its place in the sorted list of names.
-        fingerprint: a short hash of what fixes the order.
         epochs: where they are exact.
     """
 
     mix: Mix
     sources: Sequence[Order]
-    fingerprint: str
     epochs: EpochPlan | None = None
 
     def tail(self, step: int) -> dict[str, dict[str, int]]:
@@ -64,7 +57,7 @@ def order_plan(settings: DataSettings, openers: Sequence[Opener], seed: int) -> 
             IndexedOrder(epochs, i, opener.counts or [], split=split, open_shards=shuffle.shards, window=shuffle.window)
             for i, opener in enumerate(openers)
         ]
-        return OrderPlan(epochs, exact, _fingerprint(settings, seed, names, openers), epochs)
+        return OrderPlan(epochs, exact, epochs)
     orders = [
         SourceOrder(
             seed, i, len(opener.names), lanes, sampling.mode, shuffle.shards, shuffle.window, split,
@@ -73,7 +66,7 @@ def order_plan(settings: DataSettings, openers: Sequence[Opener], seed: int) -> 
         for i, opener in enumerate(openers)
     ]  # fmt: skip
     mix = SourceMix(seed, tuple(settings.sources[name].weight for name in names))
-    return OrderPlan(mix, orders, _fingerprint(settings, seed, names, openers))
+    return OrderPlan(mix, orders)
 
 
 def epoch_plan(settings: DataSettings, openers: Sequence[Opener], seed: int = 0, lanes: int = 1) -> EpochPlan:
@@ -96,25 +89,3 @@ def epoch_plan(settings: DataSettings, openers: Sequence[Opener], seed: int = 0,
     return EpochPlan(
         seed, tuple(names), tuple(samples), weights, settings.global_batch_size, lanes, settings.sampling.tail
     )
-
-
-def _stable_names(urls: list[str]) -> list[str]:
-    """Shards by names that stay when their folder moves or a signature in their URL is renewed."""
-    names = [redact(url).partition("?")[0].rsplit("/", 1)[-1] for url in urls]
-    return names if len(set(names)) == len(set(urls)) else [redact(url) for url in urls]
-
-
-def _fingerprint(settings: DataSettings, seed: int, names: list[str], openers: Sequence[Opener]) -> str:
-    """A short hash of what fixes the order of samples; the folder of the shards does not."""
-    sampling = settings.sampling
-    fixed = [
-        ORDER, seed, settings.global_batch_size, settings.lanes, sampling.mode, settings.shuffle.window,
-        settings.shuffle.shards, names, [_stable_names(opener.names) for opener in openers],
-        [settings.sources[name].weight for name in names],
-        *([settings.batch_schedule] if settings.batch_schedule else []),
-        # Only what differs from before there was a choice: checkpoints of then stay valid.
-        *(["split"] if sampling.shards == "split" else []),
-        *([] if sampling.replacement else ["without replacement"]),
-        *([sampling.tail, [opener.counts for opener in openers]] if sampling.mode == "indexed" else []),
-    ]  # fmt: skip
-    return hashlib.sha256(json.dumps(fixed).encode()).hexdigest()[:16]

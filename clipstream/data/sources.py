@@ -5,6 +5,7 @@ Both loaders, training's and evaluation's, are the same machine: lanes, a feeder
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +18,10 @@ from clipstream.data.images import EvalTransform, TrainTransform
 from clipstream.data.keeping import GIB
 from clipstream.data.loader import DataState, Loader, LoaderPlan
 from clipstream.data.opening import Opener, is_remote
-from clipstream.data.order import Cursor, Mix, Slots, SourceMix, lanes_of_rank
-from clipstream.data.plan import order_plan
+from clipstream.data.order import Cursor, Mix, Slots, SourceMix, lanes_of_rank, mix
+from clipstream.data.plan import OrderPlan, order_plan
 from clipstream.data.remote import ShardStore
+from clipstream.data.sameness import TOKENIZER, differences, former_hash, order_of
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.shards import expand
 from clipstream.data.slab import SlabShape
@@ -31,6 +33,7 @@ from clipstream.data.worker import Status
 from clipstream.errors import DataError, SettingsError
 from clipstream.world import World
 
+SALT = 7  # of the seed's hash, where an order begins anew
 MakeWalk = Callable[[int, int, OpenShards, Callable[[], None]], Walk]  # (source, lane, shards, pulse) -> walk
 
 
@@ -102,12 +105,14 @@ def training_loader(
     tokenizer: Tokenizer,
     image: ImageSpec,
     start: DataState | None = None,
+    approximate: bool = False,
 ) -> Loader:
     """The endless stream of this rank's parts of the global batches.
 
     Args:
         settings: with `lanes` resolved.
         start: the run's data state (all ranks' lanes) to go on from.
+        approximate: where `start` belongs to another order of samples, begin another one at its step, and say so.
 
     Raises:
         SettingsError: no sample for this rank, or `start` belongs to another order of samples.
@@ -117,21 +122,20 @@ def training_loader(
     names = sorted(settings.sources)
     store = _store(settings, lanes, world)
     openers = _openers(settings, store)
-    order = order_plan(settings, openers, seed)
+    order = order_plan(settings, openers, seed)  # the openers then know what an identity tells of
+    identity = order_of(settings, seed, tokenizer, openers)
+    start = _going_on(start, identity, former_hash(settings, seed, openers), approximate, world)
+    if anew := _anew(start):
+        order = order_plan(settings, openers, mix(seed, SALT, anew["salt"]))
     slots = Slots(lanes_of_rank(world.rank, world.size, lanes), lanes, settings.batch_size)
     _nobody_idle(settings, slots, world)
-    saved = _saved_lanes(start, order.fingerprint, slots)
-
-    def make_walk(source: int, lane: int, shards: OpenShards, pulse: Callable[[], None]) -> Walk:
-        cursor = Cursor.load(saved[lane]["cursors"][source]) if lane in saved else Cursor()
-        return WindowWalk(order.sources[source], lane, cursor, shards, pulse)
-
+    saved = _saved_lanes(start, slots)
     stream = _Stream(
         names=names,
         readers=[_training_reader(name, settings, image) for name in names],
         openers=openers,
         mix=order.mix,
-        make_walk=make_walk,
+        make_walk=_window_walks(order, saved),
         slots=slots,
         drawn={lane: int(state["drawn"]) for lane, state in saved.items()},
         workers=min(settings.workers, len(slots.lanes)),
@@ -146,11 +150,20 @@ def training_loader(
         max(slots.count(step) for step in settings.batch_changes),
         stall_timeout=settings.stall_timeout,
         lanes_total=lanes,
-        fingerprint=order.fingerprint,
+        order=identity,
+        **anew,
         pin=world.device.startswith("cuda"),
         tail=order.tail if world.is_main else None,
     )
     return Loader(plan, start and {**start, "lanes": {str(lane): state for lane, state in saved.items()}})
+
+
+def _window_walks(order: OrderPlan, saved: dict[int, dict[str, Any]]) -> MakeWalk:
+    def make_walk(source: int, lane: int, shards: OpenShards, pulse: Callable[[], None]) -> Walk:
+        cursor = Cursor.load(saved[lane]["cursors"][source]) if lane in saved else Cursor()
+        return WindowWalk(order.sources[source], lane, cursor, shards, pulse)
+
+    return make_walk
 
 
 def _store(settings: DataSettings, lanes: int, world: World) -> ShardStore:
@@ -188,16 +201,35 @@ def _nobody_idle(settings: DataSettings, slots: Slots, world: World) -> None:
             )
 
 
-def _saved_lanes(start: DataState | None, fingerprint: str, slots: Slots) -> dict[int, dict[str, Any]]:
+def _going_on(
+    start: DataState | None, order: dict[str, Any], former: str, approximate: bool, world: World
+) -> DataState | None:
+    """Where to go on; with another order under a new salt, so that it does not begin with samples already seen."""
+    changed = {} if start is None else differences(start["plan"], order, former)
+    if start is None or not changed:
+        return start
+    told = "".join(f"\n  {key}: {values}" for key, values in changed.items())
+    step, elsewhere = start["step"], changed.keys() - {TOKENIZER}
+    goes_on = "the data begin anew, in another order" if elsewhere else "the data go on where they were"
+    if not approximate:
+        raise SettingsError(
+            f"--resume: the checkpoint's data order is not that of these settings:{told}\n"
+            f"go back to them, or give --resume-approximate: then the run goes on at step {step}, and {goes_on}"
+        )
+    if world.is_main:
+        print(f"warning: --resume-approximate: from step {step} on, {goes_on}:{told}", file=sys.stderr, flush=True)
+    return {**start, "lanes": {}, "salt": int(start.get("salt", 0)) + 1, "began": step} if elsewhere else start
+
+
+def _anew(start: DataState | None) -> dict[str, int]:
+    """How often the order began anew under other settings, and with which batch last; nothing where it never did."""
+    return {key: int(start[key]) for key in ("salt", "began")} if start and start.get("salt") else {}
+
+
+def _saved_lanes(start: DataState | None, slots: Slots) -> dict[int, dict[str, Any]]:
     """The saved states of this rank's lanes."""
     if start is None:
         return {}
-    if start["plan"] != fingerprint:
-        raise SettingsError(
-            "the checkpoint's data order is not that of these settings: batch size and schedule, lanes, seed, shards, "
-            "weights, sampling and shuffle must be as they were; go back to them, or start a new run from the "
-            "checkpoint's weights (--pretrained local-dir:CHECKPOINT)"
-        )
     return {lane: start["lanes"][str(lane)] for lane in slots.lanes if str(lane) in start["lanes"]}
 
 
@@ -255,7 +287,7 @@ def evaluation_loader(
     )
     hint = (source.image_key, None if target is not None else source.caption, place)
     budget = Budget({name: len(set(opener.names))}, {name: hint}, 0.0, 1.0)
-    ending = {"stall_timeout": stall_timeout, "lanes_total": lanes, "fingerprint": "", "ends": True}
+    ending = {"stall_timeout": stall_timeout, "lanes_total": lanes, "order": {}, "ends": True}
     return Loader(stream.plan(budget, image, 2, batch_size, **ending))
 
 

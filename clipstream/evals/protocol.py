@@ -272,21 +272,25 @@ class EvalRunner:
         """Names of the evaluators to run after `step` steps; all of them after the last one."""
         return [name for name, s in self.settings.items() if last or (s.every and step and step % s.every == 0)]
 
-    def rehearse(self) -> None:
+    def rehearse(self) -> dict[str, list[str]]:
         """Run evaluators on a few samples and made-up features, so that their data's faults show before training.
 
         Every rank calls this. Users' own are left out: they may do with features what they like.
+
+        Returns:
+            Of each that ran, the names of its metrics.
 
         Raises:
             DataError, SettingsError: what the evaluator or its data raised.
         """
         self._have_room()
+        metrics = {}
         for name, evaluator in self.evaluators.items():
             if self.settings[name].type not in EvalSettings.builtin:
                 continue
             with _named(name):
-                for _ in evaluator(Rehearsal.of(self.context, name)):
-                    pass
+                metrics[name] = [metric for metric, _ in evaluator(Rehearsal.of(self.context, name))]
+        return metrics
 
     def __call__(self, step: int, last: bool = False) -> list[Record]:
         """Run what is due; on every rank, at the same step.

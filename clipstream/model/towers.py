@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+import tempfile
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -190,25 +190,31 @@ class Towers(nn.Module):
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
             raise SettingsError(f"cannot load the tokenizer in {self.tokenizer_folder}: {error}") from error
 
-    def saved_weights(self, instead: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        """The tensors of a checkpoint by name; those that `instead` names are its own."""
-        tensors: dict[str, torch.Tensor] = {}
-        seen: set[int] = set()
-        for name, tensor in {**self.clip.state_dict(), **(instead or {})}.items():
-            # safetensors refuses tensors that share memory (tied embeddings of some text towers).
-            shared = tensor.untyped_storage().data_ptr() in seen
-            seen.add(tensor.untyped_storage().data_ptr())
-            tensors[name] = (tensor.detach().clone() if shared else tensor.detach()).contiguous()
-        return tensors
-
     def save_pretrained(self, folder: str | Path) -> None:
         """Write what open_clip rebuilds model, preprocessing and tokenizer from, under the name 'local-dir:FOLDER'."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(self.saved_weights(), folder / WEIGHT_FILES[0], metadata={"format": "pt"})
-        (folder / CONFIG_FILE).write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
+        tensors: dict[str, torch.Tensor] = {}
+        seen: set[int] = set()
+        for name, tensor in self.clip.state_dict().items():
+            # safetensors refuses tensors that share memory (tied embeddings of some text towers).
+            shared = tensor.untyped_storage().data_ptr() in seen
+            seen.add(tensor.untyped_storage().data_ptr())
+            tensors[name] = (tensor.detach().clone() if shared else tensor.detach()).contiguous()
+        save_file(tensors, folder / WEIGHT_FILES[0], metadata={"format": "pt"})
+        for name, content in self.description().items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+
+    def description(self) -> dict[str, bytes]:
+        """What `save_pretrained` writes beside the weights, by the file's name: configuration and tokenizer."""
+        files = {CONFIG_FILE: (json.dumps(self.config, indent=2) + "\n").encode()}
         if self.tokenizer_folder is not None:
-            self.open_clip_tokenizer().save_pretrained(folder)
+            with tempfile.TemporaryDirectory() as name:
+                self.open_clip_tokenizer().save_pretrained(name)
+                folder = Path(name)
+                files |= {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+        return files
 
 
 def build_towers(

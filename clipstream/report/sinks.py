@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 from clipstream import durable
 from clipstream.errors import SettingsError
@@ -28,9 +29,10 @@ LISTED = 1_000_000  # losses that a run lists, some 250 MB; all are counted
 
 
 class JsonLines:
-    """A file with a JSON object a line, on the disk as soon as it is written.
+    """A file with a JSON object a line, handed to the system as soon as it is written.
 
-    JSON has no word for NaN and infinity: they become null.
+    JSON has no word for NaN and infinity: they become null. What a full disk does not take is kept and written with the
+    next lines: a checkpoint that was too large for it may be gone by then.
 
     Args:
         path: the file.
@@ -53,21 +55,36 @@ class JsonLines:
         if self.path.exists():
             durable.replace(self.path, b"".join(kept))
         self.count = len(kept)
-        self._file: TextIO | None = None
+        self._file: IO[bytes] | None = None
+        self._waiting = b""
 
     def append(self, *records: Record) -> None:
         """Add a line for each; the first makes the file."""
-        if records and self._file is None:
-            self._file = self.path.open("a", encoding="utf-8")
-        if self._file is not None:
-            self._file.write("".join(map(json_line, records)))
-            self._file.flush()
-            self.count += len(records)
+        told = bool(self._waiting)
+        self._waiting += "".join(map(json_line, records)).encode()
+        self.count += len(records)
+        try:
+            self._write()
+        except OSError as error:
+            if not durable.is_full(error):
+                raise
+            if not told:
+                print(f"warning: the disk of {self.path} is full: its lines wait", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Close the file."""
+        self.append()
+        if self._waiting:
+            lost = self._waiting.count(b"\n")
+            print(f"warning: the disk of {self.path} is full: {lost} lines are lost", file=sys.stderr, flush=True)
         if self._file is not None:
             self._file.close()
+
+    def _write(self) -> None:
+        if self._waiting and self._file is None:
+            self._file = self.path.open("ab", buffering=0)
+        while self._waiting and self._file is not None:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
 
 
 class MetricsFile(JsonLines):

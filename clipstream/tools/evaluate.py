@@ -22,6 +22,7 @@ from clipstream.model.pretrained import AVERAGED_FILE, CONFIG_FILE, preflight
 from clipstream.model.settings import ModelSettings
 from clipstream.report.progress import table
 from clipstream.report.sinks import json_line
+from clipstream.training import shelf
 from clipstream.world import World
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 RESULTS_FILE = "evaluations.jsonl"
 OWN_FLAGS = {
-    "--checkpoint": "a run's folder (its latest checkpoint), or a checkpoint's; the model of the settings without it",
+    "--checkpoint": "a run's folder (its latest checkpoint), a checkpoint's, or RUN/checkpoints/best; without it, the "
+    "model of the settings",
     "--weights": "trained (the default), or averaged: a checkpoint's averaged weights, of a run with train.ema",
     "--output": f"file that gets a JSON line an evaluation; {RESULTS_FILE} in the run's folder unless given",
 }
@@ -103,12 +105,12 @@ def locate(path: str | None, flags: Sequence[str] = ()) -> Subject:
     if named:
         raise SettingsError(f"{named[0]} and --checkpoint both name a model: give one of them")
     folder = Path(path).expanduser()
+    if folder.is_file():
+        folder = shelf.pointed(folder) or folder
     if not folder.is_dir():
         raise SettingsError(f"--checkpoint: there is no folder {folder}")
     if (folder / "checkpoints").is_dir() or folder.name.startswith("step_"):
-        from clipstream.training.checkpoint import find
-
-        folder = find(folder, str(folder)) or folder  # never None where a path is given
+        folder = shelf.find(folder, str(folder)) or folder  # never None where a path is given
     elif not (folder / CONFIG_FILE).is_file():
         raise SettingsError(f"--checkpoint: {folder} is neither a run (checkpoints/) nor a checkpoint ({CONFIG_FILE})")
     run = folder.resolve().parent.parent

@@ -10,6 +10,7 @@ parameter is sharded as it is; unsharded, every rank has the same averages. It n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from clipstream.errors import SettingsError
-from clipstream.training.sharding import full_tensor, shard_like
+from clipstream.training.sharding import shard_like
 
 WARMUP_POWER = 2 / 3
 _PREFIX = "clip."  # of the model in the towers: a checkpoint's names have none
@@ -71,20 +72,9 @@ class Averages:
         """What belongs to the tensors, JSON-able."""
         return {"updates": self.updates}
 
-    def whole(self, *, kept: bool) -> dict[str, torch.Tensor]:
-        """The averages by their names in a checkpoint; gathered where they are sharded (collective).
-
-        Unsharded ones are the tensors themselves, which the next update changes.
-
-        Args:
-            kept: whether this rank wants them; gathered tensors come to the CPU one by one.
-        """
-        found = {}
-        for name, average in self.tensors.items():
-            tensor = full_tensor(average)
-            if kept:
-                found[name.removeprefix(_PREFIX)] = tensor.cpu() if isinstance(average, DTensor) else tensor
-        return found
+    def among(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors of a checkpoint by name, with the averages in place of what is trained; sharded as it is."""
+        return {**weights, **{name.removeprefix(_PREFIX): average for name, average in self.tensors.items()}}
 
     @torch.no_grad()
     def load(self, file: Path, state: dict[str, Any] | None) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from clipstream.batch import Batch
@@ -49,6 +48,22 @@ class Batches(Protocol):
         """What the stages of the data took since the last take."""
 
 
+class Saves(Protocol):
+    """Where checkpoints are made; `clipstream.training.saving.Saver` is one. Every rank calls all but `check`."""
+
+    def due(self, step: int) -> bool:
+        """Whether to save after so many steps; the same on all ranks."""
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Begin to save."""
+
+    def check(self) -> None:
+        """Raise what went wrong since; it costs nothing."""
+
+    def finish(self) -> bool:
+        """Wait for the end of it; whether the last save was written."""
+
+
 class Sink(Protocol):
     """Where records go."""
 
@@ -71,8 +86,7 @@ class Trainer:
         log_every: steps between training lines.
         sinks: rank 0's take the records; the other ranks' are not used.
         evaluate: called as evaluate(steps_done, last) on all ranks after each step, and decides itself what is due.
-        save: called as save(steps_done, state) on all ranks; returns the checkpoint's folder, or None if it could not.
-        save_every: steps between checkpoints; 0 for one at the end only.
+        saves: makes checkpoints, when they are due and at the end.
         signals: entered by the caller.
         recovery: decides what becomes of steps that are not finite.
         state: what `state()` gave, of a resumed run.
@@ -96,8 +110,7 @@ class Trainer:
         log_every: int,
         sinks: Sequence[Sink],
         evaluate: Callable[[int, bool], object],
-        save: Callable[[int, dict[str, Any]], Path | None],
-        save_every: int,
+        saves: Saves,
         signals: StopSignals,
         recovery: Recovery,
         state: dict[str, Any] | None = None,
@@ -106,8 +119,8 @@ class Trainer:
         show_every: int = 1000,
     ) -> None:
         self.train_step, self.loader, self.lr, self.world = step, loader, lr, world
-        self.total_steps, self.log_every, self.save_every = total_steps, log_every, save_every
-        self.sinks, self.evaluate, self.save, self.signals = sinks, evaluate, save, signals
+        self.total_steps, self.log_every = total_steps, log_every
+        self.sinks, self.evaluate, self.saves, self.signals = sinks, evaluate, saves, signals
         self.recovery, self.epoch_samples, self.show, self.show_every = recovery, epoch_samples, show, show_every
         state = state or {}
         self.step, self.samples = int(state.get("step", 0)), int(state.get("samples", 0))
@@ -143,17 +156,18 @@ class Trainer:
                 self._recover(result)
                 if self.step == self.total_steps:
                     break
+                self.saves.check()
                 self.evaluate(self.step, False)
                 if result.stop:
                     self._stop()
                 # Weights that give nothing finite must not take the place of good ones.
-                if self.save_every and self.step % self.save_every == 0 and not self.recovery.row:
+                if self.saves.due(self.step) and not self.recovery.row:
                     self._save()
         if self._health_step != self.step:
             self._write_health()
-        saved = self._save()  # first: the last evaluation may be long
+        self._save()  # first: the last evaluation may be long
         self.evaluate(self.step, True)
-        if saved is None:
+        if not self.saves.finish():
             raise ClipstreamError(f"the last checkpoint, of step {self.step}, could not be written")
 
     def state(self) -> dict[str, Any]:
@@ -252,19 +266,17 @@ class Trainer:
             for sink in self.sinks:
                 sink.write(record)
 
-    def _save(self) -> Path | bool | None:
-        if self._saved_step == self.step:
-            return True
-        self._write_all_losses()  # a run that goes on from here does not see them again
-        path = self.save(self.step, {**self.state(), "health": self._health()})
-        if path is not None:
+    def _save(self) -> None:
+        if self._saved_step != self.step:
+            self._write_all_losses()  # a run that goes on from here does not see them again
+            self.saves.save(self.step, {**self.state(), "health": self._health()})
             self._saved_step = self.step
             self.recovery.saved(self.step)
-        return path
 
     def _stop(self) -> None:
         by = self.signals.received or "a signal to another rank"
-        if self._save() is None:
+        self._save()
+        if not self.saves.finish():
             raise Stopped(f"stopped by {by} after step {self.step}, which could not be saved; --resume latest goes on")
         raise Stopped(f"stopped by {by}, step {self.step} is saved; the same command with --resume latest goes on")
 

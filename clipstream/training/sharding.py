@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -32,6 +32,14 @@ from clipstream.training.precision import Precision
 from clipstream.world import World
 
 
+class Modules(Protocol):
+    """What has modules: nn.Module, and what looks like one."""
+
+    def modules(self) -> Iterator[nn.Module]:
+        """All of them."""
+        ...
+
+
 class FullTowers:
     """Towers that every rank has whole, with the interface of `ShardedTowers`."""
 
@@ -39,9 +47,7 @@ class FullTowers:
         self.full = towers
 
     @contextmanager
-    def full_weights(
-        self, device: str, *, everywhere: bool = True, instead: Mapping[str, torch.Tensor] | None = None
-    ) -> Iterator[Any]:
+    def full_weights(self, device: str, *, instead: Mapping[str, torch.Tensor] | None = None) -> Iterator[Any]:
         """The towers, where they are, for as long as the context is open with the parameters that `instead` names."""
         instead = instead or {}
         parts = [(p, p.data, instead[name]) for name, p in self.full.named_parameters() if name in instead]
@@ -89,26 +95,18 @@ class ShardedTowers:
         towers.to(world.device)
 
     @contextmanager
-    def full_weights(
-        self, device: str, *, everywhere: bool = True, instead: Mapping[str, torch.Tensor] | None = None
-    ) -> Iterator[Any]:
-        """The copy, with the present weights for as long as the context is open. Collective.
+    def full_weights(self, device: str, *, instead: Mapping[str, torch.Tensor] | None = None) -> Iterator[Any]:
+        """The copy, with the present weights on a device for as long as the context is open. Collective.
 
         Args:
-            device: where it is.
-            everywhere: False for rank 0 alone; the others get one without content.
             instead: tensors in place of the parameters of these names, sharded like them.
         """
         reshard(self.towers)
-        kept = everywhere or self.world.is_main
-        if kept:
-            _move(self.full, device)
+        _move(self.full, device)
         with torch.no_grad():
             into = _tensors(self.full)
             for name, tensor in _tensors(self.towers).items():
-                value = full_tensor((instead or {}).get(name, tensor))
-                if kept:
-                    into[name].copy_(value)
+                into[name].copy_(full_tensor((instead or {}).get(name, tensor)))
         try:
             yield self.full
         finally:
@@ -139,8 +137,8 @@ def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def reshard(module: nn.Module) -> None:
-    """Let go of parameters that are still whole after a pass."""
+def reshard(module: Modules) -> None:
+    """Give up what is gathered of the parameters, which then are those that `state_dict` names: the shards."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
@@ -161,27 +159,8 @@ def shard_like(tensor: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
     return sharded.clone()  # a part of the whole tensor's memory would keep all of it
 
 
-def full_state(optimizer: torch.optim.Optimizer, *, kept: bool) -> dict[str, Any]:
-    """`optimizer.state_dict()` with whole tensors. Collective where it is sharded.
-
-    Args:
-        kept: whether this rank wants it; gathered tensors come to the CPU one by one.
-    """
-    saved = optimizer.state_dict()
-    state: dict[int, dict[str, Any]] = {}
-    for index, values in saved["state"].items():
-        state[index] = {}
-        for name, value in values.items():
-            if isinstance(value, DTensor):
-                full = full_tensor(value)
-                state[index][name] = full.cpu() if kept else None
-            else:
-                state[index][name] = value
-    return {**saved, "state": state}
-
-
 def shard_state(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What `full_state` gave, cut as this optimiser's parameters are."""
+    """The whole state of an optimiser, cut as this one's parameters are."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = {
         index: {
