@@ -56,8 +56,7 @@ class _Coming:
     """A spool on its way, whose room is reserved as it grows."""
 
     def __init__(self, store: ShardStore, target: Path) -> None:
-        self._store, self._target, self._reserved = store, target, 0
-        self._size = 0
+        self._store, self._target, self._reserved, self._size = store, target, 0, 0
 
     def expect(self, size: int) -> None:
         """See Watch."""
@@ -159,8 +158,7 @@ class ShardStore:
         )
 
     def bring(self, url: str) -> bool:
-        """Have a shard here ahead of its use; whether it is held now, to be released. Where room is limited, it is not:
-        what is in use goes before it.
+        """Have a shard here ahead of its use; whether it is held now, to be released: not where room is limited.
 
         Raises:
             ShardError, SettingsError: as `local`; also where room is taken for now.
@@ -171,10 +169,8 @@ class ShardStore:
         return not self.room.limited
 
     def release(self, url: str, *, keep: bool = True) -> None:
-        """Say that this process reads the shard no more: a spool in a temporary folder goes with its last user.
-
-        Args:
-            keep: false where it was of no use: then a kept one goes, too.
+        """Say that this process reads the shard no more: a spool in a temporary folder goes with its last user, and so
+        does a kept one that was of no use (`keep` is false).
         """
         self._check_process()
         with self._threads:
