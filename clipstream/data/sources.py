@@ -110,12 +110,7 @@ def training_loader(
     assert isinstance(lanes, int), "resolve the settings first"
     names = sorted(settings.sources)
     sources = [settings.sources[name] for name in names]
-    store = ShardStore(
-        settings.cache,
-        limit=_limit(settings),
-        wanted=_shards_in_use(settings, lanes, world),
-        timeout=settings.transfer_timeout,
-    )
+    store = _store(settings, lanes, world)
     openers = _openers(settings, store)
     fingerprint = _fingerprint(settings, seed, names, [opener.names for opener in openers])
     slots = Slots(lanes_of_rank(world.rank, world.size, lanes), lanes, settings.batch_size)
@@ -152,6 +147,11 @@ def training_loader(
         pin=world.device.startswith("cuda"),
     )
     return Loader(plan, start and {**start, "lanes": {str(lane): state for lane, state in saved.items()}})
+
+
+def _store(settings: DataSettings, lanes: int, world: World) -> ShardStore:
+    wanted = _shards_in_use(settings, lanes, world)
+    return ShardStore(settings.cache, limit=_limit(settings), wanted=wanted, timeout=settings.transfer_timeout)
 
 
 def _limit(settings: DataSettings) -> int | None:
