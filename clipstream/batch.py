@@ -19,7 +19,7 @@ class Batch:
         pixels: uint8 [n, 3, H, W], not normalised, channels_last in memory; None where `features` holds the images.
         ids: int32 [n, T], token ids; or class ids [n, 1] of labelled data.
         weights: float32 [n]; 0 makes loss, gradients and metrics as if the sample were not there.
-        keys: n strings 'SHARD_BASENAME/KEY', to name samples in logs and to compare orders.
+        keys: n strings 'SHARD_BASENAME/KEY', to name samples in logs and to compare orders; '' of padding.
         sources: uint8 or int tensor [n], position of each sample's source in the sorted list of source names.
         step: number of this batch in its run, from 0.
         global_size: samples of the global batch over all ranks, B.

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +17,7 @@ from pathlib import Path
 from clipstream.errors import SettingsError
 
 LOCK = ".lock"
+LAST_SECONDS = 30.0  # that a dead process' data workers may take to end; they have its lock as well
 # What a run may have written before its first step.
 _EARLY = {LOCK, "config.yaml", "metrics.jsonl", "quarantine.jsonl", "report.html", "tensorboard", "pictures"}
 
@@ -43,17 +46,40 @@ def occupied(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise SettingsError(f"--logs: the folder {folder} cannot be made: {error.strerror}") from error
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
-            raise SettingsError(
-                f"{folder} is being trained by {holder}: wait for its end, or end it, or take another --name"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
+        _take(lock, folder)
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         yield
     finally:
         os.close(lock)
+
+
+def _take(lock: int, folder: Path) -> None:
+    limit = time.monotonic() + LAST_SECONDS
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
+            if not _is_dead(holder) or time.monotonic() > limit:
+                raise SettingsError(
+                    f"{folder} is being trained by {holder or 'another process'}: wait for its end, or end it, or take "
+                    "another --name"
+                ) from None
+            time.sleep(0.1)
+        except OSError:
+            return None  # a file system without locks
+
+
+def _is_dead(holder: str) -> bool:
+    """Whether the process that wrote this into the lock was one of this machine, and is no more."""
+    told = re.fullmatch(r"process (\d+) on (.+)", holder)
+    if told is None or told[2] != socket.gethostname():
+        return False
+    try:
+        os.kill(int(told[1]), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # somebody else's
+        return False
+    return False

@@ -287,7 +287,15 @@ SHORTS = (
     Short("--device", ("run.device",), "NAME", "auto, cpu, cuda or cuda:N"),
     Short("--logs", ("run.logs",), "FOLDER", "folder of runs"),
     Short("--name", ("run.name",), "NAME", "name of the run's folder"),
-    Short("--resume", ("checkpoint.resume",), "WHAT", "a checkpoint's path, latest (must exist) or auto"),
+    Short("--remote-sync", ("checkpoint.remote_sync",), "URL", "where checkpoints are copied to: s3://…, gs://…"),
+    Short("--resume", ("checkpoint.resume",), "WHAT", "a checkpoint's path or address, latest (must exist) or auto"),
+    Short(
+        "--resume-approximate",
+        ("checkpoint.resume_approximate",),
+        "",
+        "go on although the data's order is another one",
+        switch=True,
+    ),
 )
 NEEDLESS = {  # open_clip's flags whose effect is always there
     "--local-loss": "the loss is exact on any number of ranks, and made of local logits",

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from clipstream.config import Settings, dump, load, resolve, validate_run
+from clipstream.config import Settings, dump, load, resolve
+from clipstream.contradictions import validate_run
 from clipstream.data.settings import CaptionSettings, JsonCaption
 from clipstream.errors import SettingsError
 from clipstream.evals.settings import ZeroShotSettings
@@ -174,7 +175,7 @@ def test_every_error_at_once_with_its_place(tmp_path: Path) -> None:
     )
     found = problems(["--config", file, "--precision", "fp46", "--bathsize", "3", "--lr", "--data.shufle.window", "3"])
     wanted = [
-        f"{file}:3: data.sampling.mode: 'epochs' is not one of resampled, epoch; did you mean 'epoch'?",
+        f"{file}:3: data.sampling.mode: 'epochs' is not one of resampled, epoch, indexed; did you mean 'epoch'?",
         f"{file}:4: data.workerz: there is no such key; did you mean 'workers'?",
         f"{file}:5: data.lanes: expected 'auto' or at least 1, not 0",
         f"{file}:7: data.sources.a.shards: missing: this key has no default",

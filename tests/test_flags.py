@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.config import load, resolve, validate_run
+from clipstream.config import load, resolve
+from clipstream.contradictions import validate_run
 from clipstream.data.settings import JsonCaption, TextCaption
 from clipstream.errors import SettingsError
 from clipstream.evals.settings import RetrievalSettings
@@ -183,6 +184,7 @@ def test_wrong_values_of_those_are_told() -> None:
     for flag, said in (
         ("--lock-image-unlocked-groups=1", "nothing is locked: give --lock-image"),
         ("--data.augment.color-jitter-prob=0.5", "how strong"),
+        ("--data.cache-gib=9", "which folder"),
         ("--data.augment.color-jitter=[0.1,0.1,0.1,0.1]", "how often"),
     ):
         with pytest.raises(SettingsError, match=said):

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from clipstream.batch import ImageSpec
-from clipstream.config import dump, load, validate_run, with_known_epoch
+from clipstream.config import dump, load, with_known_epoch
+from clipstream.contradictions import validate_run
 from clipstream.data.opening import Opener
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import training_loader

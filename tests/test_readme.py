@@ -12,7 +12,8 @@ import open_clip
 import pytest
 
 from clipstream import check, compare, evaluate, train
-from clipstream.config import load, validate_run
+from clipstream.config import load
+from clipstream.contradictions import validate_run
 from clipstream.world import World
 from tests.evaluating import CONFIG
 from tests.pictures import make_shards

@@ -16,6 +16,7 @@ from clipstream.data import images, opening, tarstream, walk
 from clipstream.data.stages import IDLE, StageTimes, Stopwatch, merged
 from clipstream.report.settings import LogSettings
 from clipstream.report.starving import PATIENCE, Starving
+from clipstream.training.loop import NEGLIGIBLE
 from tests.pictures import ByteTokenizer, make_shards
 from tests.test_loader import data, loader
 
@@ -88,13 +89,15 @@ def test_a_delay_is_found_in_its_stage(
             next(stream)
         times = stream.take_times()
     assert times.longest() == stage
-    assert times.quantile(stage, 0.5) == pytest.approx(DELAY, rel=0.5)
+    assert 0.9 * DELAY < times.quantile(stage, 0.5) < 20 * DELAY  # a busy machine sleeps for longer than it is told
 
 
 def line(step: int, wait: float, seconds: float = 20.0) -> dict[str, Any]:
     times = StageTimes()
     times.add("decode", 0.25)
-    return {"step": step, "data_wait": wait, "seconds": seconds, "bottleneck": "decode", "stages": times.summary()}
+    times.add(IDLE, 0.5)
+    bottleneck = "training" if wait < NEGLIGIBLE else "decode"
+    return {"step": step, "data_wait": wait, "seconds": seconds, "bottleneck": bottleneck, "stages": times.summary()}
 
 
 ALERTS: list[str] = []
@@ -120,6 +123,13 @@ def test_waiting_is_warned_of_once_with_stage_and_cost(capsys: pytest.CaptureFix
     assert "no longer waits" in capsys.readouterr().err
     sink.close()
     assert not capsys.readouterr().err
+
+
+def test_who_wants_to_hear_of_any_waiting_hears_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = Starving(0.0, 1)
+    for step in range(PATIENCE):
+        sink.write(line(step, NEGLIGIBLE / 2, seconds=1000.0))
+    assert "waits for data 2% of its time" in capsys.readouterr().err
 
 
 def test_a_moment_or_a_single_line_is_no_news(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.config import Settings, load, validate_run
+from clipstream.config import Settings, load
+from clipstream.contradictions import validate_run
 from clipstream.errors import SettingsError
 from clipstream.model.pretrained import preflight
 from clipstream.model.settings import chosen_loss_type
@@ -54,6 +55,9 @@ TABLE = [
     ("--data.lanes=many", "expected 'auto' or a whole number, not 'many'"),
     ("--workers=-1", "--workers: data.workers: expected at least 0"),
     ("--data.prefetch=0", "--data.prefetch: expected at least 1"),
+    ("--train-data=no/such/*.tar", "--train-data: data.sources.train.shards: no file matches no/such/*.tar"),
+    ("--train-data=/usr", "--train-data: data.sources.train.shards: /usr is a folder: name its shards"),
+    ("--val-data=folder:/no/such", "folder:/no/such: the folder /no/such is not there"),
     ("--data.sources=[a]", "--data.sources: expected a mapping of names, not ['a']"),
     ("--data.sources.train.weight=0", "expected a number above 0, not 0"),
     ("--data.sources.train.weight=nan", "expected a number above 0, not 'nan'"),
@@ -70,8 +74,8 @@ TABLE = [
     ("--data.sources.train.transform=no.such:fn", "cannot import 'no.such'"),
     ("--data.sources.train.transform=os:sep", "os:sep is no function"),
     ("--data.sources.train.background=notacolour", "'notacolour' is no colour: use a name such as white"),
-    ("--data.sampling.mode=random", "'random' is not one of resampled, epoch"),
-    ("--dataset-resampled=perhaps", "'perhaps' is not one of resampled, epoch"),
+    ("--data.sampling.mode=random", "'random' is not one of resampled, epoch, indexed"),
+    ("--dataset-resampled=perhaps", "'perhaps' is not one of resampled, epoch, indexed"),
     ("--data.shuffle.window=0", "--data.shuffle.window: expected at least 1"),
     ("--data.shuffle.shards=0", "--data.shuffle.shards: expected at least 1"),
     ("--data.augment.scale=[0.9, 0.5]", "min and max must be positive and in order"),

@@ -53,6 +53,7 @@ class SourceHealth:
         shards: numbers of the shards that were tried.
         faults: shard (without credentials) -> what is wrong with it.
         unopened: how many of `faults` gave no sample at all.
+        tail: what the tails of epochs did: samples `left_out` or `repeated`, places `padded`.
         losses: dropped samples one by one, the first of a report.
         profile: members and JSON fields of the first dropped samples.
     """
@@ -66,6 +67,7 @@ class SourceHealth:
     unopened: set[int] = field(default_factory=set)
     losses: list[Loss] = field(default_factory=list)
     profile: Profile = field(default_factory=Profile)
+    tail: Counter[str] = field(default_factory=Counter)
 
     def drop(self, loss: Loss) -> None:
         """Count a dropped sample, keeping the first of each reason as an example."""
@@ -90,6 +92,7 @@ class SourceHealth:
         self.shards |= delta.shards
         self.faults.update(delta.faults)
         self.unopened |= delta.unopened
+        self.tail.update(delta.tail)
         self.losses += delta.losses[: max(0, LISTED - len(self.losses))]
         if sum(self.profile.suffixes.values()) < 100 * PROFILED:
             self.profile.merge(delta.profile)
@@ -130,7 +133,7 @@ class Health:
 
     def summary(self) -> dict[str, Any]:
         """Counts for metrics: {source: {read, used, dropped: {reason: n}, examples: {reason: text}, shards,
-        shard_faults, fault_reasons: {reason: n}}}.
+        shard_faults, fault_reasons: {reason: n}}}; where epochs have tails, what those did.
         """
         return {
             name: {
@@ -141,6 +144,7 @@ class Health:
                 "shards": len(h.shards),
                 "shard_faults": len(h.faults),
                 "fault_reasons": dict(sorted(Counter(fault.partition(":")[0] for fault in h.faults.values()).items())),
+                **h.tail,
             }
             for name, h in self.sources.items()
         }

@@ -54,10 +54,14 @@ class LoaderPlan:
         budget: of failures.
         stall_timeout: seconds.
         lanes_total: L.
-        fingerprint: of what fixes the order of samples.
+        order: what fixes the order of samples, by the setting's name.
         on_close: called when the workers have ended.
         ends: whether the stream ends (evaluation).
         pin: whether slabs are registered as pinned memory.
+        tail: what the tail of an epoch that ends with batch number `step` of the order does, by source; for one rank to
+            count.
+        salt: how often the order began anew under other settings.
+        began: number of the batch with which it did.
     """
 
     make_feeder: MakeFeeder
@@ -69,10 +73,13 @@ class LoaderPlan:
     budget: Budget
     stall_timeout: float
     lanes_total: int
-    fingerprint: str
+    order: dict[str, Any]
     on_close: Callable[[], None]
     ends: bool = False
     pin: bool = False
+    tail: Callable[[int], dict[str, dict[str, int]]] | None = None
+    salt: int = 0
+    began: int = 0
 
 
 class Loader:
@@ -135,7 +142,9 @@ class Loader:
         return {
             "step": self._step,
             "lanes_total": self.plan.lanes_total,
-            "plan": self.plan.fingerprint,
+            "plan": self.plan.order,
+            "salt": self.plan.salt,
+            "began": self.plan.began,
             "lanes": dict(self._lanes),
         }
 
@@ -260,6 +269,9 @@ class Loader:
             keys.update(part.keys)
             self._lanes.update({str(lane): state for lane, state in part.lanes.items()})
         batch = _batch(slab, keys, self._step, self.plan.slots)
+        if self.plan.tail is not None:
+            for name, counts in self.plan.tail(self._step - self.plan.began).items():
+                self.health.sources[name].tail.update(counts)
         self._step += 1
         return batch
 

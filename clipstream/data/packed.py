@@ -25,6 +25,21 @@ def packing(path: Path) -> str | None:
     return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
 
 
+def packed_version(path: Path) -> str | None:
+    """For a packed file, what changes when the file does; None for any other readable file.
+
+    Raises:
+        ShardError: `missing` or `unreadable`.
+    """
+    try:
+        stat = path.stat()
+        return None if packing(path) is None else f"{stat.st_mtime_ns}-{stat.st_size}"
+    except FileNotFoundError as error:
+        raise ShardError("missing", f"{path} is not there") from error
+    except OSError as error:
+        raise ShardError("unreadable", f"{path}: {error.strerror}") from error
+
+
 def unpack(packed: Path, part: Path, came: Callable[[int], None]) -> None:
     """Write what is inside to `part`, all of it.
 

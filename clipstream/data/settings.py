@@ -117,6 +117,11 @@ class SourceSettings(Section):
     caption: SerializeAsAny[CaptionSettings] = Field(
         default_factory=TextCaption, description="where the caption is: {type: text, key: txt}, {type: json, path: …}"
     )
+    index: str | None = Field(
+        None,
+        description="what tells how many samples each shard holds, for the mode indexed: a folder that "
+        "`clipstream index` wrote, or wids' index (JSON); what lies beside local shards is found without",
+    )
     transform: str | None = Field(
         None, description="the user's own sample -> sample or None (drop), as package.module:fn, before the caption"
     )
@@ -170,9 +175,32 @@ def rgb(name: str) -> tuple[int, int, int]:
 class SamplingSettings(Section):
     """In which order shards come."""
 
-    mode: Literal["resampled", "epoch"] = Field(
-        "resampled", description="resampled: shards drawn with replacement, endless; epoch: each shard once a pass"
+    mode: Literal["resampled", "epoch", "indexed"] = Field(
+        "resampled",
+        description="resampled: shards drawn by lot, endless; epoch: each shard once a pass; indexed: each sample once "
+        "an epoch (`clipstream index` first)",
     )
+    shards: Literal["shared", "split"] = Field(
+        "shared", description="shared: every lane draws from all shards; split: each lane has a fixed part of its own"
+    )
+    replacement: bool = Field(
+        True, description="of the mode resampled: false draws no shard again before the lane has seen all of them"
+    )
+    tail: Literal["drop", "pad", "wrap"] = Field(
+        "drop",
+        description="of the mode indexed, where an epoch is no whole number of batches: drop leaves samples out, pad "
+        "fills up with samples of weight 0, wrap with some that come again",
+    )
+
+    @property
+    def deals_shards(self) -> bool:
+        """Whether a lane takes whole shards out of a fixed number, so that each needs one at least."""
+        return self.mode == "epoch" or (self.mode == "resampled" and self.shards == "split")
+
+    @property
+    def words(self) -> str:
+        """The mode for messages."""
+        return f"the mode {self.mode!r}{' with shards: split' * (self.shards == 'split')}"
 
 
 class ShuffleSettings(Section):

@@ -95,7 +95,7 @@ def _expand_one(part: str) -> Iterable[str]:
         pieces = PIPE_BRACES.split(part)
         choices = [list(braceexpand.braceexpand(p)) if i % 2 else [p] for i, p in enumerate(pieces)]
         return ["".join(chosen) for chosen in itertools.product(*choices)]
-    part = VARIABLE.sub(_variable, part)
+    part = with_variables(part)
     scheme = scheme_of(part)
     if scheme == "scenes":
         from clipstream.data import scenes
@@ -127,11 +127,20 @@ def _refuse_commands(part: str) -> None:
         )
 
 
+def with_variables(text: str) -> str:
+    """A text whose `${NAME}` are taken from the environment, or from WDS_NAME as webdataset does.
+
+    Raises:
+        SettingsError: one is not set.
+    """
+    return VARIABLE.sub(_variable, text)
+
+
 def _variable(match: re.Match[str]) -> str:
     name = match.group(1)
     value = os.environ.get(name, os.environ.get(f"WDS_{name}"))
     if value is None:
-        raise SettingsError(f"the shards name ${{{name}}}, and neither {name} nor WDS_{name} is set in the environment")
+        raise SettingsError(f"${{{name}}} is named, and neither {name} nor WDS_{name} is set in the environment")
     return value
 
 

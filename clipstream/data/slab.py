@@ -60,6 +60,11 @@ class Slab:
         self.sources = plane(np.uint8, n)
         self.pictures = plane(np.int64, n)
 
+    def clear(self, slot: int) -> None:
+        """Leave nothing in a slot of what was there: it holds no sample."""
+        for values in (self.pixels, self.ids, self.weights, self.pictures):
+            values[slot] = 0
+
 
 class SlabRing:
     """`depth` slabs in one shared map; batch number t lies in slab t modulo depth."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import http.client
 import importlib
 import os
@@ -17,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from email.message import Message
 from pathlib import Path
@@ -50,6 +52,16 @@ class ShardError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.reason, self.detail)
+
+
+def disk_error(path: str | Path, error: OSError) -> ShardError:
+    """A local file, or folder, that cannot be written."""
+    advice = ": give --data.cache a folder with more room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    return ShardError("disk", f"cannot write to {path}: {error.strerror or error}{advice}")
+
+
+class TransferEnded(Exception):
+    """A transfer that was given up because nobody wants it any more; it says nothing about the shard."""
 
 
 class Watch(Protocol):
@@ -149,7 +161,7 @@ class _Download:
         try:
             self.file.write(data)
         except OSError as error:
-            raise ShardError("disk", f"cannot write {self.file.name}: {error.strerror}") from error
+            raise disk_error(self.file.name, error) from error
         self.have += len(data)
         self.watch.came(self.have)
 
@@ -176,7 +188,7 @@ def fetch_http(url: str, part: Path, *, timeout: float, retries: int, backoff: f
         try:
             download = _Download(url, file, timeout, watch)
         except ValueError as error:
-            raise ShardError("unreachable", f"{redact(url)}: {error}") from error
+            raise ShardError("unreachable", f"{redact(url)}: {redact(str(error))}") from error
         for attempt in range(retries + 1):
             try:
                 return download.attempt()
@@ -188,15 +200,26 @@ def fetch_http(url: str, part: Path, *, timeout: float, retries: int, backoff: f
 
 
 def http_version(url: str, timeout: float) -> str | None:
-    """What changes when the file does: its ETag, or else its date; None where the server does not say."""
+    """What changes when the file does: its ETag, or else its date; None where the server does not say.
+
+    Raises:
+        ShardError: `timeout`, where it says nothing at all.
+    """
     try:
         request = _request(url, method="HEAD")
         with build_opener(_Http, _Https).open(request, timeout=timeout) as response:
             headers = response.headers
             found: str | None = headers["ETag"] or headers["Last-Modified"]
             return found
-    except (OSError, ValueError, http.client.HTTPException):
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        if isinstance(getattr(error, "reason", error), TimeoutError):
+            raise ShardError("timeout", redact(url)) from error
         return None
+
+
+def host_of(url: str) -> str:
+    """Host, port and login of a URL, or the bucket; also of what is no right URL."""
+    return url.partition("//")[2].partition("/")[0]
 
 
 def _strong_version(headers: Message) -> str | None:
@@ -232,25 +255,56 @@ def _judge(download: _Download, error: Exception) -> tuple[ShardError, bool]:
         if error.code == 416:  # the file became shorter than what we have
             download.forget()
         passing = error.code >= 500 or error.code in (*TRANSIENT, 416)
-        return ShardError(f"http_{error.code}", f"{shown}: {error.reason}"), passing
+        return ShardError(f"http_{error.code}", f"{shown}: {redact(str(error.reason))}"), passing
     cause = error.reason if isinstance(error, URLError) else error
     if isinstance(cause, TimeoutError):
         detail = f"{shown}: no byte in {download.timeout:g} s after {download.have:,} bytes"
         return ShardError("timeout", detail), True
+    said = redact(str(cause))  # which may repeat the URL
     if download.have or isinstance(error, http.client.IncompleteRead):
-        return ShardError("truncated_download", f"{shown}: after {download.have:,} bytes: {cause}"), True
+        return ShardError("truncated_download", f"{shown}: after {download.have:,} bytes: {said}"), True
     passing = not isinstance(error, (ValueError, http.client.InvalidURL))
-    return ShardError("unreachable", f"{shown}: {cause}"), passing
+    return ShardError("unreachable", f"{shown}: {said}"), passing
 
 
-_running: set[int] = set()  # process groups of the commands that this process runs
+_running: dict[int, int | None] = {}  # process group of a command -> the thread that waits for it; None: ended by us
+_starting = threading.Lock()  # held while one starts
+_over = threading.Event()  # none starts any more
+
+
+def _after_fork() -> None:
+    """A forked process has none of its parent's threads, and must leave the parent's commands alone."""
+    global _starting
+    _starting = threading.Lock()
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def end_commands() -> None:
-    """Kill the commands that threads of this process wait for: it is about to end."""
+    """Kill the commands that threads of this process wait for, and start no other: it is about to end."""
+    with _starting:
+        _over.set()
     for group in list(_running):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+        _end(group)
+
+
+def end_command(thread: int | None) -> None:
+    """Kill the command that the thread of this identity waits for, if it does."""
+    for group, waiting in list(_running.items()):
+        if waiting == thread:
+            _end(group)
+
+
+def _end(group: int) -> None:
+    _running[group] = None
+    _kill(group)
+
+
+def _kill(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
 
 
 def run_pipe(command: str, part: Path, *, timeout: float, watch: Watch) -> None:
@@ -260,21 +314,28 @@ def run_pipe(command: str, part: Path, *, timeout: float, watch: Watch) -> None:
 
     Raises:
         ShardError: `pipe_failed`, or `timeout` when no byte came for `timeout` seconds.
+        TransferEnded: `end_command` or `end_commands` was called.
     """
     bash = shutil.which("bash")
     shell = [bash, "-o", "pipefail", "-c", command] if bash else ["sh", "-c", command]
     shown = redact(f"pipe:{command}")
     with open(part, "wb") as out, tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(shell, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, start_new_session=True)
-        _running.add(process.pid)
+        with _starting:
+            if _over.is_set():
+                raise TransferEnded
+            process = subprocess.Popen(
+                shell, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, start_new_session=True
+            )
+            _running[process.pid] = threading.get_ident()
         try:
             silent = not _wait_while_growing(process.pid, out.fileno(), timeout, watch)
         finally:
             # Before the shell is reaped, so that its process group cannot be another's.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            _running.discard(process.pid)
+            _kill(process.pid)
+            ended = _running.pop(process.pid) is None
             status = process.wait()
+        if ended:
+            raise TransferEnded
         size = os.fstat(out.fileno()).st_size
         if silent:
             raise ShardError("timeout", f"{shown}: no byte in {timeout:g} s after {size:,} bytes")
@@ -283,6 +344,7 @@ def run_pipe(command: str, part: Path, *, timeout: float, watch: Watch) -> None:
             said = redact(" ".join(errors.read().decode(errors="replace").split()))
             detail = f"{shown}: exit status {status} after {size:,} bytes{': ' + said if said else ''}"
             raise ShardError("pipe_failed", detail)
+        watch.expect(size)  # also of a command that was quicker than we looked
 
 
 def _wait_while_growing(pid: int, file: int, timeout: float, watch: Watch) -> bool:

@@ -30,7 +30,7 @@ from clipstream.data.transfer import end_commands
 from clipstream.errors import ClipstreamError
 
 _PR_SET_PDEATHSIG = 1
-_END = signal.SIGUSR2  # ends a worker at once, and with it the commands behind `pipe:`
+END = signal.SIGUSR2  # ends a worker at once, and with it the commands behind `pipe:`
 _LAST_SECONDS = 2  # for it to clean up
 _HEAD = struct.Struct("<dQH")  # when, bytes that came, length of the words
 _STATUS_BYTES = 1024
@@ -98,7 +98,7 @@ class Worker:
         self.connection.close()
         self.process.join(timeout=0.2)
         if self.process.is_alive() and self.process.pid is not None:
-            os.kill(self.process.pid, _END)
+            os.kill(self.process.pid, END)
             self.process.join(timeout=_LAST_SECONDS + 1)
         if self.process.is_alive():
             self.process.kill()
@@ -133,15 +133,15 @@ class _Ended(BaseException):
 
 
 def _end(*_: object) -> None:
-    signal.signal(_END, signal.SIG_IGN)
+    signal.signal(END, signal.SIG_IGN)
     signal.alarm(_LAST_SECONDS)  # whose default is death, should the cleaning hang
     raise _Ended
 
 
-def _end_with(parent: int) -> None:
-    """Have `_END` sent to this process when its parent dies."""
+def end_with(parent: int) -> None:
+    """Have `END` sent to this process when its parent dies."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _END)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, END)
         if os.getppid() != parent:
             raise _Ended  # it died before the request was in force
     else:
@@ -151,7 +151,7 @@ def _end_with(parent: int) -> None:
 def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
-    os.kill(os.getpid(), _END)
+    os.kill(os.getpid(), END)
 
 
 def _main(*args: Any) -> None:
@@ -179,8 +179,8 @@ def _work(
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     try:
-        signal.signal(_END, _end)
-        _end_with(parent)
+        signal.signal(END, _end)
+        end_with(parent)
         feeder = make_feeder(connection.send, status)
         while True:
             step = connection.recv()

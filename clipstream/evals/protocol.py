@@ -23,7 +23,7 @@ from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import evaluation_loader
 from clipstream.data.text import Tokenizer, readable
 from clipstream.errors import DataError, SettingsError
-from clipstream.evals.settings import EvalSettings
+from clipstream.evals.settings import EvalSettings, Weights, eval_name
 from clipstream.example import Example
 from clipstream.plugins import load_plugin
 from clipstream.training.passes import is_out_of_memory
@@ -64,6 +64,7 @@ class EvalContext:
         workers: reading processes a rank.
         precision: 'fp32', 'bf16' (autocast) or 'fp64', as in training.
         cache: folder for spooled remote shards; None for a temporary one an evaluation.
+        cache_gib: what it may hold; None for no limit.
         stall_timeout: seconds without a batch before an evaluation ends.
         examples_wanted: pictures with words that an evaluation should show to people; 0 for none.
         name: of the evaluator that runs, for messages.
@@ -79,6 +80,7 @@ class EvalContext:
     workers: int = 0
     precision: Precision = "fp32"
     cache: str | None = None
+    cache_gib: float | None = None
     stall_timeout: float = 300.0
     examples_wanted: int = 0
     name: str = "NAME"
@@ -108,6 +110,7 @@ class EvalContext:
             workers=data.workers,
             precision=precision,
             cache=data.cache,
+            cache_gib=data.cache_gib,
             stall_timeout=data.stall_timeout,
             examples_wanted=examples,
         )
@@ -146,6 +149,7 @@ class EvalContext:
             max_samples=min((n for n in (self.AT_MOST, max_samples) if n), default=None),
             place=f"evals.{self.name}.data",
             cache=self.cache,
+            cache_gib=self.cache_gib,
             stall_timeout=self.stall_timeout,
         )
         with loader:
@@ -243,7 +247,8 @@ class EvalRunner:
         context: what they work with.
         emit: takes the record of each evaluation; called on rank 0 only.
         show: called as show(step, name, examples) before that, where an evaluator has shown some; on rank 0 only.
-        weights: gives the context in which the context's towers have their weights; entered where something is due.
+        weights: of each kind that the settings ask for, gives the context in which the context's towers have them;
+            entered where something is due.
 
     An error of an evaluator ends the run.
     """
@@ -254,61 +259,69 @@ class EvalRunner:
         context: EvalContext,
         emit: Callable[[Record], None],
         show: Callable[[int, str, Sequence[Example]], None] | None = None,
-        weights: Callable[[], AbstractContextManager[object]] = nullcontext,
+        weights: Mapping[Weights, Callable[[], AbstractContextManager[object]]] | None = None,
     ) -> None:
         self.settings = settings
         self.context = context
         self.emit = emit
         self.show = show
-        self.weights = weights
+        self.weights = weights or {"trained": nullcontext}
         self.evaluators = build_evaluators(settings)
 
     def due(self, step: int, last: bool = False) -> list[str]:
         """Names of the evaluators to run after `step` steps; all of them after the last one."""
         return [name for name, s in self.settings.items() if last or (s.every and step and step % s.every == 0)]
 
-    def rehearse(self) -> None:
+    def rehearse(self) -> dict[str, list[str]]:
         """Run evaluators on a few samples and made-up features, so that their data's faults show before training.
 
         Every rank calls this. Users' own are left out: they may do with features what they like.
+
+        Returns:
+            Of each that ran, the names of its metrics.
 
         Raises:
             DataError, SettingsError: what the evaluator or its data raised.
         """
         self._have_room()
+        metrics = {}
         for name, evaluator in self.evaluators.items():
             if self.settings[name].type not in EvalSettings.builtin:
                 continue
             with _named(name):
-                for _ in evaluator(Rehearsal.of(self.context, name)):
-                    pass
+                metrics[name] = [metric for metric, _ in evaluator(Rehearsal.of(self.context, name))]
+        return metrics
 
     def __call__(self, step: int, last: bool = False) -> list[Record]:
         """Run what is due; on every rank, at the same step.
 
         Returns:
-            A record an evaluation: step, eval (its name), its metrics, dropped (samples of its data that could not be
-            used, over all ranks) and seconds.
+            A record an evaluation: step, eval (its name, and with averaged weights `_averaged`), its metrics, dropped
+            (samples of its data that could not be used, over all ranks) and seconds.
 
         Raises:
             ClipstreamError: what the evaluator or its data raised.
         """
         records: list[Record] = []
         due = self.due(step, last)
-        with self.weights() if due else nullcontext():
-            for name in due:
-                records.append(self._run(step, name))
-                if self.context.world.is_main:
-                    if self.show is not None and self.context.examples:
-                        self.show(step, name, self.context.examples)
-                    self.emit(records[-1])
+        for kind, weights in self.weights.items():
+            names = [name for name in due if kind in self.settings[name].kinds]
+            with weights() if names else nullcontext():
+                for name in names:
+                    records.append(self._run(step, name, eval_name(name, kind)))
+                    if self.context.world.is_main:
+                        if self.show is not None and self.context.examples:
+                            self.show(step, records[-1]["eval"], self.context.examples)
+                        self.emit(records[-1])
         return records
 
     def _have_room(self) -> None:
         """Take the weights out once, which sharded ones need memory for."""
         try:
-            with self.weights() if self.evaluators else nullcontext():
-                pass
+            for kind, weights in self.weights.items():
+                if any(kind in section.kinds for section in self.settings.values()):
+                    with weights():
+                        pass
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -317,7 +330,7 @@ class EvalRunner:
                 f"(python -m clipstream.evaluate), or take more GPUs ({str(error).splitlines()[0]})"
             ) from error
 
-    def _run(self, step: int, name: str) -> Record:
+    def _run(self, step: int, name: str, called: str) -> Record:
         context = self.context
         context.name, context.examples = name, []
         began, dropped = time.perf_counter(), context.dropped
@@ -325,7 +338,7 @@ class EvalRunner:
             metrics = dict(self.evaluators[name](context))
         dropped = sum(context.world.gather_objects(context.dropped - dropped))
         seconds = round(time.perf_counter() - began, 3)
-        return {"step": step, "eval": name, **metrics, "dropped": dropped, "seconds": seconds}
+        return {"step": step, "eval": called, **metrics, "dropped": dropped, "seconds": seconds}
 
 
 class Rehearsal(EvalContext):

@@ -6,15 +6,17 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clipstream import durable
 from clipstream.example import Example
 from clipstream.report.album import Album, Shows
 from clipstream.report.page import Report
 from clipstream.report.progress import Progress
 from clipstream.report.settings import LogSettings
-from clipstream.report.sinks import MetricsFile, QuarantineFile, Record, TensorBoard
+from clipstream.report.sinks import MetricsFile, NonfiniteFile, QuarantineFile, Record, TensorBoard
 from clipstream.report.starving import Starving
 from clipstream.versions import versions
 from clipstream.world import World
@@ -38,10 +40,12 @@ class Outputs:
         self._world, self._pictures, self._done = world, settings.pictures, done or 0
         self._sinks: list[Any] = []
         self._shows: list[Shows] = []
+        self._full: set[str] = set()  # sinks that a full disk keeps from writing
         if not world.is_main:
             return
         ended = done is not None and done >= total
-        self._sinks += [MetricsFile(folder, done, ended=ended), QuarantineFile(folder, done)]
+        self._sinks.append(MetricsFile(folder, done, ended=ended))
+        self._sinks += [QuarantineFile(folder, done), NonfiniteFile(folder, done)]
         self._shows.append(Album(folder))
         if settings.tensorboard:
             board = TensorBoard(folder, done)
@@ -59,7 +63,7 @@ class Outputs:
     def write(self, record: Record) -> None:
         """Hand a record to all sinks."""
         for sink in self._sinks:
-            sink.write(record)
+            self._spare(sink, partial(sink.write, record))
 
     def show(self, step: int, name: str, examples: Sequence[Example]) -> None:
         """Keep examples in place of the name's earlier ones. What cannot be kept is told, and never ends a run."""
@@ -85,7 +89,20 @@ class Outputs:
     def close(self) -> None:
         """Write out what is left, everywhere."""
         for sink in self._sinks:
-            sink.close()
+            self._spare(sink, sink.close)
+
+    def _spare(self, sink: object, act: Callable[[], object]) -> None:
+        """Have a sink act; a full disk is told once, and never ends a run."""
+        name = type(sink).__name__
+        try:
+            act()
+            self._full.discard(name)
+        except OSError as error:
+            if not durable.is_full(error):
+                raise
+            if name not in self._full:
+                print(f"warning: the disk is full: what {name} could not write is missing", file=sys.stderr, flush=True)
+            self._full.add(name)
 
 
 def _start(step: int, world: World) -> Record:

@@ -7,18 +7,22 @@ be right.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
+from clipstream.cli import own_flags
 from clipstream.config import Settings, load
 from clipstream.errors import SettingsError
+from clipstream.evals.settings import Weights, eval_name
 from clipstream.failure import FailureWatch
 from clipstream.model.catalogue import LOCAL
-from clipstream.model.pretrained import CONFIG_FILE, preflight
+from clipstream.model.pretrained import AVERAGED_FILE, CONFIG_FILE, preflight
 from clipstream.model.settings import ModelSettings
 from clipstream.report.progress import table
 from clipstream.report.sinks import json_line
+from clipstream.training import shelf
 from clipstream.world import World
 
 if TYPE_CHECKING:
@@ -26,7 +30,9 @@ if TYPE_CHECKING:
 
 RESULTS_FILE = "evaluations.jsonl"
 OWN_FLAGS = {
-    "--checkpoint": "a run's folder (its latest checkpoint), or a checkpoint's; the model of the settings without it",
+    "--checkpoint": "a run's folder (its latest checkpoint), a checkpoint's, or RUN/checkpoints/best; without it, the "
+    "model of the settings",
+    "--weights": "trained (the default), or averaged: a checkpoint's averaged weights, of a run with train.ema",
     "--output": f"file that gets a JSON line an evaluation; {RESULTS_FILE} in the run's folder unless given",
 }
 
@@ -56,7 +62,8 @@ def evaluate(argv: Sequence[str]) -> int:
     Raises:
         SettingsError: wrong settings, no such checkpoint, or nothing to evaluate on.
     """
-    own, flags = split_own(argv)
+    own, flags = own_flags(argv, OWN_FLAGS)
+    weights = _chosen_weights(own.get("--weights", "trained"))
     subject = locate(own.get("--checkpoint"), flags)
     trained = [] if subject.run is None else ["--config", str(subject.run / "config.yaml")]
     settings = load([*trained, *flags], trains=False)
@@ -68,42 +75,22 @@ def evaluate(argv: Sequence[str]) -> int:
     if subject.checkpoint is not None:
         # A run's own tokenizer fits its weights, whatever it is.
         known = bool(trained) and load(trained).tokenizer == settings.tokenizer
-        model = _model_in(subject.checkpoint, model, known)
+        model = _model_in(subject.checkpoint, model, known, weights)
+    elif weights == "averaged":
+        raise SettingsError("--weights averaged: of which checkpoint? Give --checkpoint RUN as well")
     preflight(model, settings.tokenizer, ask=World.from_env().local_rank == 0)
     output = own.get("--output") or (None if subject.run is None else str(subject.run / RESULTS_FILE))
     from clipstream.session import run_ranks
 
     def body(world: World, watch: FailureWatch) -> None:
-        records = _records(settings, model, subject, world)
+        records = _records(settings, model, subject, world, weights)
         if world.is_main:
             print(table(records))
             if output is not None:
-                _append(Path(output), records, settings, subject)
+                _append(Path(output), records, settings, subject, weights)
                 print(f"written to {output}")
 
     return run_ranks(settings.run, body)
-
-
-def split_own(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The verb's own flags with their values, and the rest of the command line.
-
-    Raises:
-        SettingsError: one of them has no value.
-    """
-    own: dict[str, str] = {}
-    rest: list[str] = []
-    tokens = list(argv)
-    while tokens:
-        flag, equals, value = tokens.pop(0).partition("=")
-        if flag not in OWN_FLAGS:
-            rest.append(flag + equals + value)
-            continue
-        if not equals:
-            value = tokens.pop(0) if tokens and not tokens[0].startswith("--") else ""
-        if not value:
-            raise SettingsError(f"{flag}: needs a value: {OWN_FLAGS[flag]}")
-        own[flag] = value
-    return own, rest
 
 
 def locate(path: str | None, flags: Sequence[str] = ()) -> Subject:
@@ -118,12 +105,12 @@ def locate(path: str | None, flags: Sequence[str] = ()) -> Subject:
     if named:
         raise SettingsError(f"{named[0]} and --checkpoint both name a model: give one of them")
     folder = Path(path).expanduser()
+    if folder.is_file():
+        folder = shelf.pointed(folder) or folder
     if not folder.is_dir():
         raise SettingsError(f"--checkpoint: there is no folder {folder}")
     if (folder / "checkpoints").is_dir() or folder.name.startswith("step_"):
-        from clipstream.training.checkpoint import find
-
-        folder = find(folder, str(folder)) or folder  # never None where a path is given
+        folder = shelf.find(folder, str(folder)) or folder  # never None where a path is given
     elif not (folder / CONFIG_FILE).is_file():
         raise SettingsError(f"--checkpoint: {folder} is neither a run (checkpoints/) nor a checkpoint ({CONFIG_FILE})")
     run = folder.resolve().parent.parent
@@ -136,12 +123,27 @@ def locate(path: str | None, flags: Sequence[str] = ()) -> Subject:
     )
 
 
-def _model_in(checkpoint: Path, model: ModelSettings, tokenizer_fits: bool) -> ModelSettings:
-    """The settings of a checkpoint's model: nothing frozen or recomputed, as nothing is trained."""
+def _chosen_weights(told: str) -> Weights:
+    for kind in get_args(Weights):
+        if told == kind:
+            chosen: Weights = kind
+            return chosen
+    raise SettingsError(f"--weights: expected {' or '.join(get_args(Weights))}, not {told!r}")
+
+
+def _model_in(checkpoint: Path, model: ModelSettings, tokenizer_fits: bool, weights: Weights) -> ModelSettings:
+    """The settings of a checkpoint's model: nothing frozen or recomputed, as nothing is trained.
+
+    Raises:
+        SettingsError: it has no averaged weights.
+    """
+    averaged = checkpoint / AVERAGED_FILE
+    if weights == "averaged" and not averaged.is_file():
+        raise SettingsError(f"--weights averaged: {checkpoint} has none; train with --train.ema to get them")
     return model.model_copy(
         update={
             "name": f"{LOCAL}{checkpoint}",
-            "pretrained": None,
+            "pretrained": str(averaged) if weights == "averaged" else None,
             "grad_checkpointing": False,
             "lock_image": False,
             "lock_text": False,
@@ -150,7 +152,9 @@ def _model_in(checkpoint: Path, model: ModelSettings, tokenizer_fits: bool) -> M
     )
 
 
-def _records(settings: Settings, model: ModelSettings, subject: Subject, world: World) -> list[dict[str, Any]]:
+def _records(
+    settings: Settings, model: ModelSettings, subject: Subject, world: World, weights: Weights
+) -> list[dict[str, Any]]:
     from clipstream.evals.protocol import EvalRunner
     from clipstream.model.pretrained import fetch
 
@@ -158,7 +162,9 @@ def _records(settings: Settings, model: ModelSettings, subject: Subject, world: 
     context = _context(settings, model, world)
     if world.is_main:
         print(f"{subject.label} on {', '.join(settings.evals)}, {world.size} x {world.device}", flush=True)
-    return EvalRunner(settings.evals, context, lambda record: None)(subject.step, last=True)
+    sections = {name: section.model_copy(update={"weights": weights}) for name, section in settings.evals.items()}
+    run = EvalRunner(sections, context, lambda record: None, weights={weights: nullcontext})
+    return run(subject.step, last=True)
 
 
 def _context(settings: Settings, model: ModelSettings, world: World) -> EvalContext:
@@ -178,10 +184,13 @@ def _context(settings: Settings, model: ModelSettings, world: World) -> EvalCont
     return EvalContext.for_towers(towers, tokenizer, world, data=settings.data, precision=precision)
 
 
-def _append(path: Path, records: Sequence[dict[str, Any]], settings: Settings, subject: Subject) -> None:
+def _append(
+    path: Path, records: Sequence[dict[str, Any]], settings: Settings, subject: Subject, weights: Weights
+) -> None:
     """Add a JSON line an evaluation: its figures, what was evaluated, and the evaluator's settings."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    by_name = {eval_name(name, weights): section for name, section in settings.evals.items()}
     with path.open("a", encoding="utf-8") as file:
         for record in records:
-            section = settings.evals[record["eval"]].model_dump(mode="json")
+            section = by_name[record["eval"]].model_dump(mode="json")
             file.write(json_line({**record, "checkpoint": subject.label, "settings": section}))

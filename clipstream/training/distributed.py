@@ -8,6 +8,7 @@ Never computes a loss. With one rank the module is used as it is.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -16,7 +17,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from clipstream.errors import SettingsError
 from clipstream.training.precision import same_randomness
 from clipstream.training.sharding import average_scalars, is_sharded
 from clipstream.world import World
@@ -30,32 +30,21 @@ def wrap(module: nn.Module, world: World) -> nn.Module:
     """The module in DDP (with one rank, or sharded: itself), its weights made rank 0's.
 
     DDP averages gradients, so a rank's share of the loss is multiplied by `world.size` before `backward`. Buffers are
-    not broadcast: batch statistics are the same on all ranks (`synchronize_batch_norm`). No static graph: what it
-    spares is the search for unused parameters, which is off; it does not go with `no_sync`, which micro-batches need,
-    and a parameter without a gradient would pass unseen.
+    not broadcast: batch statistics are the same on all ranks (`batch_norm.synchronize_batch_norm`). No static graph:
+    what it spares is the search for unused parameters, which is off; it does not go with `no_sync`, which micro-batches
+    need, and a parameter without a gradient would pass unseen.
     """
     if world.size == 1 or is_sharded(module):
         return module
     device = torch.device(world.device)
+    # Of 1 x 1 convolutions, on each backward pass: their strides say the same in two ways.
+    warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
     return DistributedDataParallel(
         module,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         **_OPTIONS,
     )
-
-
-def synchronize_batch_norm(module: nn.Module, world: World) -> None:
-    """Have batch norm take its statistics over all ranks, in place, so that features do not depend on their number.
-
-    Raises:
-        SettingsError: several ranks on the CPU, where torch cannot do it.
-    """
-    if world.size == 1 or not any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
-        return
-    if not world.device.startswith("cuda"):
-        raise SettingsError("batch norm over several ranks needs CUDA: take one rank, or a model without it (a ViT)")
-    nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[Any]:

@@ -1,0 +1,235 @@
+"""Owns what settings, each right by itself, cannot mean together, and what they name that is not there.
+
+Never imports torch, changes no setting and writes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path as FilePath
+
+from clipstream.config import Settings, cadences
+from clipstream.data.settings import JsonCaption, SourceSettings
+from clipstream.data.shards import expand, scheme_of
+from clipstream.errors import SettingsError
+from clipstream.evals.prompts import OF_OPEN_CLIP, class_names, prompt_templates
+from clipstream.evals.settings import EvalSettings, ZeroShotSettings, eval_name
+from clipstream.folder import holds_a_run
+from clipstream.schema import Path
+from clipstream.wording import joined, problem
+from clipstream.world import World
+
+Found = list[tuple[Path, str]]
+
+
+def validate_run(settings: Settings, world: World) -> None:
+    """Check what no section can check alone, before torch is imported and before anything of the run is written.
+
+    Every rank looks for an existing run folder: rank 0 must not make it before all of them have been here.
+
+    Raises:
+        SettingsError: every contradiction, one line each.
+    """
+    found = [
+        *_length_problems(settings),
+        *_batch_problems(settings, world),
+        *_model_problems(settings),
+        *_data_problems(settings),
+        *_average_problems(settings),
+        *_checkpoint_problems(settings),
+        *_folder_problems(settings, world),
+    ]
+    if found:
+        raise SettingsError(joined(problem(settings.places, path, text) for path, text in found))
+
+
+def _length_problems(settings: Settings) -> Found:
+    train = settings.train
+    given = [key for key in ("steps", "samples", "epochs") if getattr(train, key) is not None]
+    if not given:
+        return [(("train",), "nothing says how long to train: give --steps, --train.samples or --epochs")]
+    if len(given) > 1:
+        return [(("train", given[1]), f"{' and '.join(given)} are all given: keep the one that is meant")]
+    if given == ["epochs"] and train.epoch_samples is None:
+        text = "how many samples are an epoch? The data do not tell: give --train-num-samples, or --steps"
+        return [(("train", "epochs"), text)]
+    steps, schedule, lr = settings.total_steps, settings.schedule, settings.optim.lr
+    found: Found = []
+    if 0 < steps < schedule.warmup:
+        text = f"{schedule.warmup} steps of warm-up, but the run has {steps}: lower --warmup"
+        found.append((("schedule", "warmup"), text))
+    if late := [step for step, _ in settings.data.batch_schedule if step >= steps]:
+        found.append((("data", "batch_schedule"), f"step {late[0]} never comes: the run has {steps}"))
+    for path, section in cadences(settings):
+        if section.every_epochs is None:
+            continue
+        if "every" in section.model_fields_set:
+            found.append(((*path, "every"), "every and every_epochs are both given: keep the one that is meant"))
+        elif train.epoch_samples is None:
+            found.append(((*path, "every_epochs"), "how many samples are an epoch? Give --train-num-samples"))
+        elif settings.data.batch_schedule:
+            text = "an epoch has no fixed number of steps under data.batch_schedule: give every, in steps"
+            found.append(((*path, "every_epochs"), text))
+    if schedule.min_lr > lr:
+        found.append((("schedule", "min_lr"), f"{schedule.min_lr:g} is above the peak, optim.lr {lr:g}"))
+    return found
+
+
+def _batch_problems(settings: Settings, world: World) -> Found:
+    found: Found = []
+    data, micro = settings.data, settings.train.micro_batch_size
+    lanes, batch, largest = data.lanes, min(data.batch_sizes), max(data.batch_sizes)
+    if batch < world.size:
+        key = "global_batch_size" if batch == data.global_batch_size else "batch_schedule"
+        found.append((("data", key), f"{batch} samples cannot be shared by {world.size} ranks"))
+    if lanes != "auto" and lanes > batch:
+        text = f"{lanes} lanes, but a global batch has {batch} samples: a lane needs one each step"
+        found.append((("data", "lanes"), text))
+    if lanes != "auto" and lanes < world.size:
+        found.append((("data", "lanes"), f"{lanes} lanes cannot be shared by {world.size} ranks: one each at least"))
+    if isinstance(micro, int) and micro > largest:
+        text = f"{micro} is more than the largest global batch, {largest}"
+        found.append((("train", "micro_batch_size"), text))
+    timeout, stall = settings.run.timeout, data.stall_timeout
+    if world.size > 1 and timeout <= stall:
+        text = f"{timeout:g} s end the run before data.stall_timeout, {stall:g} s, can say what is wrong: raise it"
+        found.append((("run", "timeout"), text))
+    return found
+
+
+def _model_problems(settings: Settings) -> Found:
+    model, augment = settings.model, settings.data.augment
+    found: Found = []
+    for key, lock in (("unlocked_groups", "lock_image"), ("unlocked_layers", "lock_text")):
+        if getattr(model, key) and not getattr(model, lock):
+            found.append(
+                (("model", key), f"nothing is locked: give --{lock.replace('_', '-')} as well, or leave it out")
+            )
+    loss = settings.loss
+    if getattr(loss, "duplicates_by", None) and getattr(loss, "duplicates", None) == "negatives":
+        text = "what becomes of duplicates? Give --loss.duplicates mask or positives as well"
+        found.append((("loss", "duplicates_by"), text))
+    if model.patch_dropout and model.lock_image and not model.unlocked_groups:
+        found.append((("model", "patch_dropout"), "a locked image tower drops no patches: leave one of the two out"))
+    if augment.color_jitter_prob and augment.color_jitter is None:
+        text = "how strong? Give --data.augment.color-jitter '[0.4, 0.4, 0.4, 0.1]' as well"
+        found.append((("data", "augment", "color_jitter_prob"), text))
+    if augment.color_jitter is not None and not augment.color_jitter_prob:
+        text = "how often? Give --data.augment.color-jitter-prob as well, 0 to 1"
+        found.append((("data", "augment", "color_jitter"), text))
+    return found
+
+
+def _data_problems(settings: Settings) -> Found:
+    found: Found = []
+    if not settings.data.sources:
+        text = "there is no data: give --train-data SHARDS, or --config configs/quickstart.yaml for a first look"
+        found.append((("data", "sources"), text))
+    if settings.data.cache_gib is not None and settings.data.cache is None:
+        found.append((("data", "cache_gib"), "the limit of which folder? Give --data.cache FOLDER as well"))
+    found += _sampling_problems(settings)
+    read: list[tuple[Path, SourceSettings]] = [
+        (("data", "sources", name), source) for name, source in settings.data.sources.items()
+    ]
+    for name, evaluator in settings.evals.items():
+        if evaluator.data is not None:
+            read.append((("evals", name, "data"), evaluator.data))
+        elif evaluator.type in EvalSettings.builtin:
+            text = f"the evaluator has no data: give --evals.{name}.data.shards, or remove it with --evals.{name} null"
+            found.append((("evals", name), text))
+        if isinstance(evaluator, ZeroShotSettings):
+            found += _prompt_problems(name, evaluator)
+    for path, source in read:
+        caption = source.caption
+        if "scenes:" not in str(source.shards):  # whose listing makes them
+            try:
+                expand(source.shards)
+            except SettingsError as error:
+                found.append(((*path, "shards"), str(error)))
+        if isinstance(caption, JsonCaption) and caption.weights and len(caption.weights) != len(caption.paths):
+            text = f"{len(caption.weights)} weights for {len(caption.paths)} paths: give one for each"
+            found.append(((*path, "caption", "weights"), text))
+    return found
+
+
+def _sampling_problems(settings: Settings) -> Found:
+    found: Found = []
+    sampling, path = settings.data.sampling, ("data", "sampling")
+    if not sampling.replacement and sampling.mode != "resampled":
+        text = f"only the mode 'resampled' draws with replacement, and the mode is {sampling.mode!r}: leave it out"
+        found.append(((*path, "replacement"), text))
+    if sampling.tail != "drop" and sampling.mode != "indexed":
+        text = f"the mode {sampling.mode!r} has no tail: leave it out, or set --data.sampling.mode indexed"
+        found.append(((*path, "tail"), text))
+    if settings.data.batch_schedule and sampling.mode == "indexed":
+        text = "the mode 'indexed' needs batches of one size: leave it out, or set --data.sampling.mode resampled"
+        found.append((("data", "batch_schedule"), text))
+    return found
+
+
+def _average_problems(settings: Settings) -> Found:
+    found: Found = []
+    train, evals = settings.train, settings.evals
+    if train.ema_warmup and train.ema is None:
+        found.append((("train", "ema_warmup"), "up to which decay? Give --train.ema as well, as 0.9999"))
+    for name in (name for name, section in evals.items() if "averaged" in section.kinds):
+        if train.ema is None:
+            text = "there are no averaged weights: give --train.ema as well, as 0.9999"
+            found.append((("evals", name, "weights"), text))
+        if (called := eval_name(name, "averaged")) in evals:
+            text = f"the evaluations of {name} with averaged weights are called so: take another name"
+            found.append((("evals", called), text))
+    return found
+
+
+def _prompt_problems(name: str, evaluator: ZeroShotSettings) -> Found:
+    found: Found = []
+    for key, read in (("classes", class_names), ("templates", prompt_templates)):
+        given = getattr(evaluator, key)
+        if given in OF_OPEN_CLIP:  # reading these imports torch
+            continue
+        try:
+            read(given)
+        except SettingsError as error:
+            found.append((("evals", name, key), str(error).removeprefix(f"{key}: ")))
+    return found
+
+
+def _checkpoint_problems(settings: Settings) -> Found:
+    from clipstream.training.place import Place
+
+    found: Found = []
+    section, evals = settings.checkpoint, ", ".join(settings.evals) or "none"
+    evaluator = (section.keep_best or "").partition("/")[0]
+    if section.keep_best is not None and evaluator not in settings.evals:
+        text = f"there is no evaluator {evaluator!r} (there is {evals}): name one of them, as NAME/METRIC"
+        found.append((("checkpoint", "keep_best"), text))
+    for key in ("remote_sync", "resume"):
+        url = getattr(section, key)
+        if url is None or (key == "resume" and scheme_of(url) is None):
+            continue
+        try:
+            Place(url, "")
+        except SettingsError as error:
+            found.append((("checkpoint", key), str(error).removeprefix(": ")))
+    return found
+
+
+def _folder_problems(settings: Settings, world: World) -> Found:
+    resume, name = settings.checkpoint.resume, settings.run.name
+    # Rank 0 finds the checkpoint for all: others may have a disk of their own.
+    named = resume if resume not in (None, "latest", "auto") else None
+    if named is not None and scheme_of(named) is None and world.is_main and not FilePath(named).exists():
+        text = f"there is no {named}: give a checkpoint's folder, latest (with --name) or auto"
+        return [(("checkpoint", "resume"), text)]
+    if name is None:
+        if resume in ("latest", "auto"):
+            return [(("checkpoint", "resume"), f"{resume} of which run? Give its --name")]
+        return []
+    if name in (".", "..") or re.search(r"[/\\]", name) or not name.strip():
+        return [(("run", "name"), f"{name!r} is no name for a folder: leave out slashes, and set the place by --logs")]
+    folder = settings.run_folder
+    if resume is None and holds_a_run(folder):
+        text = f"{folder} exists: go on with it by --resume auto, or start another run by another --name"
+        return [(("run", "name"), text)]
+    return []
