@@ -160,7 +160,7 @@ def _main(*args: Any) -> None:
         _work(*args)
     except (_Ended, BrokenPipeError, ConnectionResetError):
         end_commands()
-    signal.signal(_END, signal.SIG_IGN)
+    signal.signal(END, signal.SIG_IGN)
 
 
 def _work(
