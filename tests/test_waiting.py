@@ -94,7 +94,8 @@ def test_a_killed_worker_ends_the_run_though_its_batches_are_here(shards: list[s
     with loader(data(shards, workers=2, prefetch=6)) as stream:
         next(stream)
         time.sleep(1.0)  # all that was asked for is filled
-        os.kill(stream.worker_pids()[0], signal.SIGKILL)
-        time.sleep(0.2)
+        pid = stream.worker_pids()[0]
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         with pytest.raises(DataError, match=r"data worker 0 .*SIGKILL"):
             next(stream)
