@@ -281,3 +281,31 @@ def _pixels(picture: Image.Image, out: Pixels | None) -> Pixels:
         return np.array(picture)
     out[...] = np.asarray(picture)
     return out
+
+
+def opened(data: bytes) -> tuple[Image.Image, int]:
+    """A picture with its header read and nothing decoded, and the EXIF orientation that the transforms see, 1 to 8.
+
+    Raises:
+        Dropped: `undecodable_image` or `image_too_large`.
+    """
+    picture = _open(data)
+    return picture, _orientation(picture)
+
+
+def eight_bits(picture: Image.Image, background: str | None) -> Image.Image:
+    """An opened picture, decoded, as the transforms see it: of mode RGB or L, or RGBA or LA where it has transparency.
+
+    Args:
+        background: colour laid under transparent pixels; None keeps them transparent.
+
+    Raises:
+        Dropped: `undecodable_image`.
+        SettingsError: no such colour.
+    """
+    picture = _load(picture)
+    clear = picture.mode in _WITH_ALPHA or "transparency" in picture.info
+    if not clear or background is not None:
+        picture = _opaque(picture, _colour(background or "white"))
+        return picture if picture.mode in ("RGB", "L") else _convert(picture, "L" if picture.mode == "1" else "RGB")
+    return picture if picture.mode in ("RGBA", "LA") else _convert(picture, "RGBA")
