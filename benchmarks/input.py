@@ -25,7 +25,7 @@ from PIL import Image
 
 from clipstream.batch import ImageSpec
 from clipstream.data.fields import image_bytes
-from clipstream.data.images import TrainTransform
+from clipstream.data.crops import TrainTransform
 from clipstream.data.order import Draws
 from clipstream.data.settings import AugmentSettings, DataSettings, TokenizerSettings
 from clipstream.data.shards import expand

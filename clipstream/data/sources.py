@@ -15,7 +15,8 @@ from clipstream.batch import ImageSpec
 from clipstream.data.feeder import Feeder, Lane, Reader
 from clipstream.data.fields import CaptionExtractor, build_caption, build_transform
 from clipstream.data.health import Budget, Health
-from clipstream.data.images import EvalTransform, TrainTransform
+from clipstream.data.crops import TrainTransform
+from clipstream.data.images import EvalTransform
 from clipstream.data.keeping import GIB
 from clipstream.data.loader import DataState, Loader, LoaderPlan
 from clipstream.data.opening import Opener
