@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 from typing import Protocol
 
 from clipstream.data.health import SourceHealth
@@ -37,10 +37,10 @@ class Taken:
     url: str
     draws_key: int | None
 
-    @property
+    @cached_property
     def name(self) -> str:
         """'SHARD_BASENAME/KEY'."""
-        return f"{Path(self.url).name}/{self.ref.key}"
+        return f"{self.url.rstrip('/').rpartition('/')[2]}/{self.ref.key}"
 
 
 class OpenShards:
