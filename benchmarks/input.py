@@ -24,8 +24,8 @@ import webdataset as wds
 from PIL import Image
 
 from clipstream.batch import ImageSpec
-from clipstream.data.fields import image_bytes
 from clipstream.data.crops import TrainTransform
+from clipstream.data.fields import image_bytes
 from clipstream.data.order import Draws
 from clipstream.data.settings import AugmentSettings, DataSettings, TokenizerSettings
 from clipstream.data.shards import expand

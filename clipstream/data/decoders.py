@@ -88,9 +88,11 @@ def decode(data: bytes, header: Header, factor: int, background: Colour) -> Pixe
     try:
         if header.kind == "jpeg":
             least = {"min_height": -(-height // factor), "min_width": -(-width // factor)}
-            return simplejpeg.decode_jpeg(data, "RGB", fastupsample=True, **least)
+            pixels: Pixels = simplejpeg.decode_jpeg(data, "RGB", fastupsample=True, **least)
+            return pixels
         if header.kind == "webp":
-            return decode_webp(data, mode="UNCHANGED").permute(1, 2, 0).numpy()
+            pixels = decode_webp(data, mode="UNCHANGED").permute(1, 2, 0).numpy()
+            return pixels
     except (ValueError, RuntimeError):
         pass  # Pillow forgives more, or says what is wrong
     picture = header.picture or opened(data)

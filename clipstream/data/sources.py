@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from clipstream.batch import ImageSpec
+from clipstream.data.crops import TrainTransform
 from clipstream.data.feeder import Feeder, Lane, Reader
 from clipstream.data.fields import CaptionExtractor, build_caption, build_transform
 from clipstream.data.health import Budget, Health
-from clipstream.data.crops import TrainTransform
 from clipstream.data.images import EvalTransform
 from clipstream.data.keeping import GIB
 from clipstream.data.loader import DataState, Loader, LoaderPlan
@@ -101,14 +101,14 @@ def training_loader(
     """The endless stream of this rank's parts of the global batches.
 
     Args:
-        settings: with `lanes` resolved.
+        settings: with `lanes` and `workers` resolved.
         start: the run's data state (all ranks' lanes) to go on from.
 
     Raises:
         SettingsError: no sample for this rank, or `start` belongs to another order of samples.
     """
-    lanes = settings.lanes
-    assert isinstance(lanes, int), "resolve the settings first"
+    lanes, workers = settings.lanes, settings.workers
+    assert isinstance(lanes, int) and isinstance(workers, int), "resolve the settings first"
     names = sorted(settings.sources)
     sources = [settings.sources[name] for name in names]
     store = ShardStore(settings.cache, limit=_limit(settings), wanted=_shards_in_use(settings, lanes, world))
@@ -132,7 +132,7 @@ def training_loader(
         make_walk=make_walk,
         slots=slots,
         drawn={lane: int(state["drawn"]) for lane, state in saved.items()},
-        workers=min(settings.workers, len(slots.lanes)),
+        workers=min(workers, len(slots.lanes)),
         tokenizer=tokenizer,
         store=store,
         traced=settings.trace if world.is_main else 0,
@@ -145,7 +145,7 @@ def training_loader(
         stall_timeout=settings.stall_timeout,
         lanes_total=lanes,
         fingerprint=fingerprint,
-        pin=world.device.startswith("cuda"),
+        device=world.device,
     )
     return Loader(plan, start and {**start, "lanes": {str(lane): state for lane, state in saved.items()}})
 
@@ -258,7 +258,8 @@ def _all_there(opener: Opener, place: str) -> None:
 def _training_reader(name: str, settings: DataSettings, image: ImageSpec) -> Reader:
     source = settings.sources[name]
     upright = source.orientation != "stored"
-    return _reader(name, source, TrainTransform(image, settings.augment, source.background, upright))
+    transform = TrainTransform(image, settings.augment, source.background, upright, settings.decoder)
+    return _reader(name, source, transform)
 
 
 def _reader(
