@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from PIL import ExifTags, Image
 
-from clipstream.data.images import eight_bits, opened
+from clipstream.data.images import eight_bits, opened, orientation_of
 
 Format = Literal["keep", "jpg", "webp", "png"]
 _NAMES = {"jpg": "JPEG", "webp": "WEBP", "png": "PNG"}
@@ -73,7 +73,8 @@ def recode(data: bytes, recipe: Recipe) -> Recoded:
     decoded or written stays as it is, and so does a GIF that is to keep its format.
     """
     try:
-        picture, orientation = opened(data)
+        picture = opened(data)
+        orientation = orientation_of(picture)
         have = _SAMES.get(str(picture.format), str(picture.format))
         want = have if recipe.format == "keep" else _NAMES[recipe.format]
         if have == "TIFF":  # which Pillow turns as it decodes it
