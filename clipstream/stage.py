@@ -16,7 +16,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> int:
     if wants_help(argv):
-        print("usage: python -m clipstream.stage FOLDER [--jobs N] [--size N] [settings as of a run]\n")
         print("Copies the shards of a run's sources and evaluators into FOLDER, and says how the run reads them there.")
         for flag, meaning in OWN_FLAGS.items():
             print(f"{flag:<14}{meaning}")

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import yaml
 from rich.filesize import decimal
@@ -33,6 +33,7 @@ from clipstream.flags import split
 from clipstream.folder import held
 from clipstream.layers import Dumper
 from clipstream.report.progress import duration
+from clipstream.tools.pool import cores
 from clipstream.tools.staging import records as listing
 from clipstream.tools.staging.copying import PARTS, Copier
 from clipstream.tools.staging.plan import Source, plan, spec
@@ -84,6 +85,8 @@ def stage(argv: Sequence[str]) -> int:
             _own(asked.folder)
             with _terminated_as_interrupted():
                 return _stage(asked)
+        except BrokenPipeError:  # who reads what is printed has gone
+            raise
         except OSError as error:
             raise DataError(f"cannot write to {asked.folder}: {error.strerror or error}") from error
         finally:
@@ -107,10 +110,10 @@ def arguments(argv: Sequence[str]) -> Asked:
         raise SettingsError(f"--format: expected {', '.join(get_args(Format))}, not {kind!r}")
     recipe = None
     if size is not None or kind != "keep":
-        recipe = Recipe(size, kind, 95 if quality is None else quality)  # type: ignore[arg-type]  # seen above
+        recipe = Recipe(size, cast(Format, kind), 95 if quality is None else quality)
     elif quality is not None:
         raise SettingsError("--quality: no picture is written anew without --size or --format")
-    jobs = _number(own, "--jobs", 1, None) or (len(os.sched_getaffinity(0)) if recipe else COPYING)
+    jobs = _number(own, "--jobs", 1, None) or (cores() if recipe else COPYING)
     return Asked(folder, jobs, recipe, flags, load(flags))
 
 
