@@ -11,7 +11,7 @@ from pathlib import Path
 import open_clip
 import pytest
 
-from clipstream import check, compare, evaluate, train
+from clipstream import check, compare, evaluate, index, train
 from clipstream.config import load
 from clipstream.contradictions import validate_run
 from clipstream.world import World
@@ -24,6 +24,7 @@ MAINS: dict[str, Callable[[list[str]], int]] = {
     "check": check.main,
     "compare": compare.main,
     "evaluate": evaluate.main,
+    "index": index.main,
     "train": train.main,
 }
 SMALL = "--model model.json --steps 2 --warmup 1 --batch-size 8 --workers 1 --log.every 1 --name NAME"
@@ -54,7 +55,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_commands_of_the_first_day_run_in_their_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     runs = [words for words in commands() if words[0] == "python"]
-    assert [words[2].rpartition(".")[2] for words in runs] == ["check", "train", "train", "compare", "evaluate"]
+    assert [words[2].rpartition(".")[2] for words in runs] == [
+        "check",
+        "train",
+        "train",
+        "index",
+        "compare",
+        "evaluate",
+    ]
     first = True
     for words in runs:
         verb, flags = words[2].rpartition(".")[2], words[3:]
@@ -100,6 +108,6 @@ def test_flags_that_readme_names_exist() -> None:
 
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+(?![\w.-])", README))
     others = {"--config", "--help", "--checkpoint", "--nodes", "--requeue", "--signal", "--nnodes", "--rdzv-backend"}
-    others |= {"--ntasks-per-node", "--gpus-per-node", "--nproc-per-node", "--rdzv-endpoint"}
+    others |= {"--into", "--ntasks-per-node", "--gpus-per-node", "--nproc-per-node", "--rdzv-endpoint"}
     of_open_clip = {"--local-loss", "--gather-with-grad", "--lock-image-freeze-bn-stats"}  # in the table, as theirs
     assert named - set(BY_FLAG) - others - of_open_clip == set()

@@ -22,9 +22,9 @@ from clipstream.training.shelf import find
 from clipstream.world import World
 from tests.evaluating import CONFIG
 from tests.pictures import make_shards
-from tests.ranks import TIMEOUT
+from tests.ranks import TIMEOUT, end_ranks
 from tests.savers import damage, fill, names, small_disk
-from tests.test_train import MODEL, flags, lines, same_weights, start, wait_for_step, weights
+from tests.test_train import MODEL, flags, lines, same_weights, start, train_on, wait_for_step, weights
 
 HASHING = "tests.test_resume:Hashing"
 
@@ -154,6 +154,16 @@ def test_changed_settings_want_approximate(place: Path, capsys: pytest.CaptureFi
     assert "from step 4 on, the data begin anew" in capsys.readouterr().err
     assert [(line["step"], line["samples"]) for line in lines(place, "changed")][3:] == [(4, 96), (5, 116), (6, 136)]
     assert main([*again, "--steps", "7"]) == 0, "the flag is no part of the settings"
+
+
+def test_a_save_that_fails_ends_all_ranks_with_its_message(place: Path) -> None:
+    folder = place / "runs" / "unwritable"
+    folder.mkdir(parents=True)
+    (folder / "checkpoints").touch()
+    ends = end_ranks(2, train_on, flags(place, "unwritable", "--resume", "auto", steps=100_000))
+    assert [end.code for end in ends] == [1, 1], ends
+    assert all("error: rank 0: the checkpoint could not be written: " in end.stderr for end in ends), ends
+    assert lines(place, "unwritable")[-1]["step"] < 200
 
 
 def test_a_metric_that_is_never_given_is_told_before_the_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

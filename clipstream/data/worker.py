@@ -154,7 +154,16 @@ def _watch(parent: int) -> None:
     os.kill(os.getpid(), END)
 
 
-def _main(
+def _main(*args: Any) -> None:
+    """A worker's life. Its end may be asked for at any moment, also while it ends by itself."""
+    try:
+        _work(*args)
+    except (_Ended, BrokenPipeError, ConnectionResetError):
+        end_commands()
+    signal.signal(END, signal.SIG_IGN)
+
+
+def _work(
     make_feeder: Callable[[Callable[[Any], None], Status], Feeder],
     ring: SlabRing,
     connection: Connection,
@@ -162,7 +171,7 @@ def _main(
     status: Status,
     parent: int,
 ) -> None:
-    """A worker's life: wait for a batch number, fill it, report."""
+    """Wait for a batch number, fill it, report."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     parents_end.close()

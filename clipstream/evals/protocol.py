@@ -34,11 +34,7 @@ Record = dict[str, Any]
 
 
 class Encoder(Protocol):
-    """What evaluators need of the towers: `clipstream.model.towers.Towers` is one.
-
-    Attributes:
-        image: how pictures become its pixels.
-    """
+    """What evaluators need of the towers, as `clipstream.model.towers.Towers`; `image`: how pictures become pixels."""
 
     image: ImageSpec
 
@@ -251,8 +247,7 @@ class EvalRunner:
         context: what they work with.
         emit: takes the record of each evaluation; called on rank 0 only.
         show: called as show(step, name, examples) before that, where an evaluator has shown some; on rank 0 only.
-        weights: of each kind that the settings ask for, gives the context in which the context's towers have them;
-            entered where something is due.
+        weights: gives the context in which the towers have weights of this kind; entered where something is due.
 
     An error of an evaluator ends the run.
     """
@@ -265,11 +260,10 @@ class EvalRunner:
         show: Callable[[int, str, Sequence[Example]], None] | None = None,
         weights: Mapping[Weights, Callable[[], AbstractContextManager[object]]] | None = None,
     ) -> None:
-        self.settings = settings
-        self.context = context
-        self.emit = emit
-        self.show = show
-        self.weights = weights or {"trained": nullcontext}
+        self.settings, self.context = settings, context
+        self.emit, self.show = emit, show
+        asked = {kind for section in settings.values() for kind in section.kinds}
+        self.weights = {kind: enter for kind, enter in (weights or {"trained": nullcontext}).items() if kind in asked}
         self.evaluators = build_evaluators(settings)
 
     def due(self, step: int, last: bool = False) -> list[str]:
@@ -300,32 +294,31 @@ class EvalRunner:
         """Run what is due; on every rank, at the same step.
 
         Returns:
-            A record an evaluation: step, eval (its name, and with averaged weights `_averaged`), its metrics, dropped
-            (samples of its data that could not be used, over all ranks) and seconds.
+            A record an evaluation: step, eval (see `eval_name`), its metrics, dropped (samples that could not be used,
+            over all ranks) and seconds.
 
         Raises:
             ClipstreamError: what the evaluator or its data raised.
         """
-        records: list[Record] = []
-        due = self.due(step, last)
+        records = []
         for kind, weights in self.weights.items():
-            names = [name for name in due if kind in self.settings[name].kinds]
+            names = [name for name in self.due(step, last) if kind in self.settings[name].kinds]
             with weights() if names else nullcontext():
                 for name in names:
-                    records.append(self._run(step, name, eval_name(name, kind)))
+                    record = self._run(step, name, eval_name(name, kind))
+                    records.append(record)
                     if self.context.world.is_main:
                         if self.show is not None and self.context.examples:
-                            self.show(step, records[-1]["eval"], self.context.examples)
-                        self.emit(records[-1])
+                            self.show(step, record["eval"], self.context.examples)
+                        self.emit(record)
         return records
 
     def _have_room(self) -> None:
         """Take the weights out once, which sharded ones need memory for."""
         try:
-            for kind, weights in self.weights.items():
-                if any(kind in section.kinds for section in self.settings.values()):
-                    with weights():
-                        pass
+            for weights in self.weights.values():
+                with weights():
+                    pass
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

@@ -83,8 +83,9 @@ class Outputs:
         """
         count = self._pictures
         if self._shows and count and batch.pixels is not None:
-            texts = [decode(ids) for ids in batch.ids[:count].tolist()]
-            self.show(step, "train", list(map(Example, batch.pixels[:count], texts, batch.keys)))
+            there = batch.weights.nonzero().flatten().tolist()[:count]  # and not what holds a place
+            texts = [decode(ids) for ids in batch.ids[there].tolist()]
+            self.show(step, "train", list(map(Example, batch.pixels[there], texts, [batch.keys[i] for i in there])))
 
     def close(self) -> None:
         """Write out what is left, everywhere."""

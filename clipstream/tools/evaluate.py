@@ -18,7 +18,7 @@ from clipstream.errors import SettingsError
 from clipstream.evals.settings import Weights, eval_name
 from clipstream.failure import FailureWatch
 from clipstream.model.catalogue import LOCAL
-from clipstream.model.pretrained import AVERAGED_FILE, CONFIG_FILE, preflight
+from clipstream.model.pretrained import AVERAGED_FILE, CONFIG_FILE, WEIGHT_FILES, preflight
 from clipstream.model.settings import ModelSettings
 from clipstream.report.progress import table
 from clipstream.report.sinks import json_line
@@ -110,7 +110,8 @@ def locate(path: str | None, flags: Sequence[str] = ()) -> Subject:
     if not folder.is_dir():
         raise SettingsError(f"--checkpoint: there is no folder {folder}")
     if (folder / "checkpoints").is_dir() or folder.name.startswith("step_"):
-        folder = shelf.find(folder, str(folder)) or folder  # never None where a path is given
+        # Every rank looks, and the moments are twice as large as the weights.
+        folder = shelf.find(folder, str(folder), files=(*WEIGHT_FILES, AVERAGED_FILE)) or folder  # never None where a path is given
     elif not (folder / CONFIG_FILE).is_file():
         raise SettingsError(f"--checkpoint: {folder} is neither a run (checkpoints/) nor a checkpoint ({CONFIG_FILE})")
     run = folder.resolve().parent.parent
