@@ -187,9 +187,9 @@ class Loader:
         while not whole:
             whole = len(self._parts.get(step, ())) == len(self._workers)
             # Looked at also when nothing is waited for: the death of a worker is news before its parts run out.
-            ready = wait([worker.connection for worker in self._workers], timeout=0.0 if whole else 1.0)
+            wait([worker.connection for worker in self._workers], timeout=0.0 if whole else 1.0)
             for number, worker in enumerate(self._workers):
-                if worker.connection in ready:
+                while worker.connection.poll():  # a death stands behind all that was filled before it
                     self._receive(number, worker)
             owing = [worker for worker in self._workers if worker.asked_last >= step > worker.filled_last]
             if any(self._hangs(worker, began) for worker in owing):
