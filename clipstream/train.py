@@ -84,6 +84,8 @@ def _train(settings: Settings, world: World, watch: FailureWatch, lanes: int | s
     state = None if found is None else checkpoint.read_state(found)
     settings = resuming.carried_over(settings, state, world, own_lanes=lanes != "auto")
     towers, tokenizer = _model(settings, world)
+    if settings.data.workers == "auto":
+        settings = _with_crew(settings, world, towers, tokenizer)
     if world.is_main:
         _say_what(settings, world, towers, found)
     with StopSignals() as signals, _loader(settings, world, towers, tokenizer, state) as loader:
@@ -122,6 +124,16 @@ def _model(settings: Settings, world: World) -> tuple[Towers, Tokenizer]:
         )
     prepare(towers, settings.train.arithmetic)
     return towers, tokenizer
+
+
+def _with_crew(settings: Settings, world: World, towers: Towers, tokenizer: Tokenizer) -> Settings:
+    """The settings with a number of workers."""
+    from clipstream.data.crew import settle
+
+    crew = settle(settings.data, world, tokenizer, towers.image)
+    if world.is_main:
+        print(f"workers  {crew.workers} a rank: {crew.why}")
+    return settings.model_copy(update={"data": settings.data.model_copy(update={"workers": crew.workers})})
 
 
 def _loader(
@@ -292,7 +304,7 @@ def _say_what(settings: Settings, world: World, towers: Towers, found: Path | No
     count = f"{towers.n_parameters:,} parameters"
     count += "" if trained == towers.n_parameters else f", {trained:,} of them trained"
     print(f"model    {settings.model.name}, {count}, {towers.loss_type} loss")
-    count_of_workers = min(data.workers, -(-int(data.lanes) // world.size))
+    count_of_workers = min(data.most_workers, -(-int(data.lanes) // world.size))
     workers = f"{count_of_workers} worker{'s' * (count_of_workers != 1)}"
     sizes = "".join(f", {size} from step {step}" for step, size in data.batch_schedule)
     print(

@@ -18,7 +18,8 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import functional as TF
 
 from clipstream.batch import ImageSpec
-from clipstream.data.images import EvalTransform, TrainTransform, crop_box
+from clipstream.data.crops import TrainTransform, crop_box
+from clipstream.data.images import EvalTransform
 from clipstream.data.jitter import ColourJitter, _turned
 from clipstream.data.order import Draws
 from clipstream.data.settings import AugmentSettings

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clipstream.data import images, opening, tarstream, walk
+from clipstream.data import crops, opening, tarstream, walk
 from clipstream.data.stages import IDLE, StageTimes, Stopwatch, merged
 from clipstream.report.settings import LogSettings
 from clipstream.report.starving import PATIENCE, Starving
@@ -67,7 +67,7 @@ PLACES = {
     "open": (opening.Opener, "open"),
     "order": (walk.WindowWalk, "take"),
     "read": (tarstream.Shard, "load"),
-    "decode": (images.TrainTransform, "__call__"),
+    "decode": (crops.TrainTransform, "__call__"),
     "tokenize": (ByteTokenizer, "encode"),
 }
 

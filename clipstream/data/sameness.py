@@ -12,7 +12,7 @@ from typing import Any
 
 from clipstream.data.opening import Opener
 from clipstream.data.settings import DataSettings
-from clipstream.data.shards import redact
+from clipstream.data.shards import redact, stable_name
 from clipstream.data.text import Tokenizer
 
 ORDER = 2  # what the order of samples is computed by; another number is another order
@@ -108,8 +108,8 @@ def _identity(tokenizer: Tokenizer) -> str:
 
 
 def _stable_names(urls: list[str]) -> list[str]:
-    """Shards by names that stay when their folder moves or a signature in their URL is renewed."""
-    names = [redact(url).partition("?")[0].rsplit("/", 1)[-1] for url in urls]
+    """Shards by names that stay when they are copied elsewhere or a signature in their URL is renewed."""
+    names = [stable_name(url) for url in urls]
     return names if len(set(names)) == len(set(urls)) else [redact(url) for url in urls]
 
 

@@ -24,6 +24,7 @@ NEXT_SHARD = re.compile(r"::(?=pipe:|(?:scenes|synthetic|folder|imagenet):|[a-zA
 PIPE_BRACES = re.compile(r"""(?<!\$)(\{[^\s{}$'":]*(?:\.\.|,)[^\s{}$'":]*\})""")
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 USER_INFO = re.compile(r"(?<=://)[^/@\s'\"]+@")
+TAR = re.compile(r"([^\s/'\"|<>=]+)\.(?:tar|tgz)\b")
 SECRET_NAME = (
     r"[\w-]*(?:token|secret|passwo?r?d|signature|credential|api-?_?key|access-?_?key\w*|cookie|bearer)[\w-]*"
     r"|sig|key|auth"
@@ -45,8 +46,7 @@ def expand(spec: str | list[str]) -> list[str]:
         SettingsError: a glob matches nothing, a local folder is named, a variable is not set, nothing is named, or
             a command is, where WDS_SECURE forbids them.
     """
-    parts = [part for item in ([spec] if isinstance(spec, str) else spec) for part in _split(item.strip())]
-    shards = list(itertools.chain.from_iterable(_expand_one(part) for part in parts))
+    shards = list(itertools.chain.from_iterable(_expand_one(part) for part in parts_of(spec)))
     if not shards:
         raise SettingsError(f"{spec!r} names no shard")
     return shards
@@ -73,6 +73,24 @@ def redact(url: str) -> str:
     url = AUTH_HEADER.sub(r"\1***", url)
     url = USER_FLAG.sub(r"\1***", url)
     return SECRET_VALUE.sub(r"\1***", url)
+
+
+def stable_name(url: str) -> str:
+    """A shard's name, which stays when its folder moves, when it is unpacked, or when it is copied out of a `pipe:`.
+
+    The last part of the path; of what holds the name of a tar, that name, ending in .tar.
+    """
+    bare = redact(url).partition("?")[0]
+    name = bare.rpartition("/")[2]
+    if name.endswith(".tar"):
+        return name
+    found = TAR.findall(bare if bare.startswith("pipe:") else name)
+    return f"{found[-1]}.tar" if found else name
+
+
+def parts_of(spec: str | list[str]) -> list[str]:
+    """The parts of a specification, cut at its `::`, each still with its braces, globs and variables."""
+    return [part for item in ([spec] if isinstance(spec, str) else spec) for part in _split(item.strip())]
 
 
 def _split(spec: str) -> list[str]:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from clipstream.batch import Batch, ImageSpec
+from clipstream.data.crew import without_trial
 from clipstream.data.fields import CaptionExtractor
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import evaluation_loader
@@ -105,7 +106,7 @@ class EvalContext:
             tokenizer,
             world,
             towers.image,
-            workers=data.workers,
+            workers=without_trial(world) if data.workers == "auto" else data.workers,
             precision=precision,
             cache=data.cache,
             cache_gib=data.cache_gib,
