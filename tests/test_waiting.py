@@ -68,7 +68,7 @@ def test_a_body_that_stalls_is_a_broken_shard_after_the_last_try(site: Unruly, s
 def test_evaluations_have_the_same_patience(site: Unruly, shards: list[str]) -> None:
     source = SourceSettings(shards=stalling(site, shards[0]))
     with (
-        pytest.raises(DataError, match="no byte in 0.3 s"),
+        pytest.raises(DataError, match=r"no byte in 0\.3 s"),
         evaluation_loader(
             source, batch_size=8, world=World(), tokenizer=ByteTokenizer(), image=IMAGE, transfer_timeout=0.3
         ) as stream,

@@ -216,9 +216,9 @@ class Loader:
         """Take what workers have sent, or send within `timeout` s; whether the next batch is whole."""
         whole = len(self._parts.get(self._step, ())) == len(self._workers)
         # Looked at also when nothing is waited for: the death of a worker is news before its parts run out.
-        ready = wait([worker.connection for worker in self._workers], timeout=0.0 if whole else timeout)
+        wait([worker.connection for worker in self._workers], timeout=0.0 if whole else timeout)
         for number, worker in enumerate(self._workers):
-            if worker.connection in ready:
+            while worker.connection.poll():  # a death stands behind all that was filled before it
                 self._receive(number, worker)
         return len(self._parts.get(self._step, ())) == len(self._workers)
 
