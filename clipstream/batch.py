@@ -61,6 +61,23 @@ class Batch:
         found = [self.pixels, self.ids, self.weights, self.sources, *self.features.values(), self.pictures]
         return [tensor for tensor in found if tensor is not None]
 
+    def without_padding(self) -> Batch:
+        """The batch without its samples of weight 0."""
+        kept = self.weights > 0
+        if bool(kept.all()):
+            return self
+        return Batch(
+            pixels=None if self.pixels is None else self.pixels[kept],
+            ids=self.ids[kept],
+            weights=self.weights[kept],
+            keys=tuple(key for key, keep in zip(self.keys, kept.tolist(), strict=True) if keep),
+            sources=self.sources[kept],
+            step=self.step,
+            global_size=self.global_size,
+            features={name: rows[kept] for name, rows in self.features.items()},
+            pictures=None if self.pictures is None else self.pictures[kept],
+        )
+
 
 @dataclass(frozen=True)
 class ImageSpec:

@@ -249,6 +249,7 @@ def evaluation_loader(
     cache: str | None = None,
     cache_gib: float | None = None,
     stall_timeout: float = 300.0,
+    transfer_timeout: float = 60.0,
 ) -> Loader:
     """This rank's part of every sample of `source`, once, in batches of at most `batch_size`; then it ends.
 
@@ -267,7 +268,7 @@ def evaluation_loader(
     per_rank = max(1, workers)
     batch_size = max(batch_size, per_rank)
     lanes = world.size * per_rank
-    store = ShardStore(cache, limit=_limit(cache_gib))
+    store = ShardStore(cache, limit=_limit(cache_gib), timeout=transfer_timeout)
     opener = Opener(source, store, cache=cache, place=place)
     _all_there(opener, place)
 

@@ -63,6 +63,7 @@ class EvalContext:
         cache: folder for spooled remote shards; None for a temporary one an evaluation.
         cache_gib: what it may hold; None for no limit.
         stall_timeout: seconds without a batch before an evaluation ends.
+        transfer_timeout: seconds without a byte of a remote shard before its transfer is given up.
         examples_wanted: pictures with words that an evaluation should show to people; 0 for none.
         name: of the evaluator that runs, for messages.
         dropped: samples that `batches` could not use on this rank, since the start.
@@ -79,6 +80,7 @@ class EvalContext:
     cache: str | None = None
     cache_gib: float | None = None
     stall_timeout: float = 300.0
+    transfer_timeout: float = 60.0
     examples_wanted: int = 0
     name: str = "NAME"
     dropped: int = field(default=0, init=False)
@@ -109,6 +111,7 @@ class EvalContext:
             cache=data.cache,
             cache_gib=data.cache_gib,
             stall_timeout=data.stall_timeout,
+            transfer_timeout=data.transfer_timeout,
             examples_wanted=examples,
         )
 
@@ -148,10 +151,11 @@ class EvalContext:
             cache=self.cache,
             cache_gib=self.cache_gib,
             stall_timeout=self.stall_timeout,
+            transfer_timeout=self.transfer_timeout,
         )
         with loader:
             for batch in loader:
-                yield _without_padding(batch)
+                yield batch.without_padding()
             self.dropped += sum(source.dropped.total() for source in loader.health.sources.values())
             self.complaint = loader.complaint()
 
@@ -378,23 +382,6 @@ def evaluating(towers: Encoder) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _without_padding(batch: Batch) -> Batch:
-    kept = batch.weights > 0
-    if bool(kept.all()):
-        return batch
-    return Batch(
-        pixels=None if batch.pixels is None else batch.pixels[kept],
-        ids=batch.ids[kept],
-        weights=batch.weights[kept],
-        keys=tuple(key for key, keep in zip(batch.keys, kept.tolist(), strict=True) if keep),
-        sources=batch.sources[kept],
-        pictures=None if batch.pictures is None else batch.pictures[kept],
-        step=batch.step,
-        global_size=batch.global_size,
-        features={name: rows[kept] for name, rows in batch.features.items()},
-    )
 
 
 def _chunks(texts: Sequence[str], size: int) -> Iterator[Sequence[str]]:
