@@ -305,6 +305,10 @@ def test_checkpoints_of_before_there_was_a_choice_stay_valid() -> None:
 def test_nothing_usable_ends_an_indexed_run_too(shards: list[str]) -> None:
     caption = {"type": "text", "key": "caption"}
     settings = indexed(shards, sources={"train": {"shards": shards, "caption": caption}})
-    with pytest.raises(DataError, match="no_caption"), loader(settings) as stream:
-        for _ in range(200):
+    with (
+        pytest.raises(DataError, match=r"none of the first 2\d\d samples is usable") as caught,
+        loader(settings) as stream,
+    ):
+        for _ in range(20):
             next(stream)
+    assert "no_caption" in str(caught.value) and "--caption-key" in str(caught.value)

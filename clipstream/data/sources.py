@@ -14,7 +14,7 @@ from clipstream.batch import ImageSpec
 from clipstream.data.crops import TrainTransform
 from clipstream.data.feeder import Feeder, Lane, Reader
 from clipstream.data.fields import CaptionExtractor, build_caption, build_transform
-from clipstream.data.health import Budget, Health
+from clipstream.data.health import FIRST_PLACES, FIRST_SAMPLES, Budget, Health
 from clipstream.data.images import EvalTransform
 from clipstream.data.keeping import GIB
 from clipstream.data.loader import DataState, Loader, LoaderPlan
@@ -319,4 +319,6 @@ def _budget(settings: DataSettings, urls: dict[str, list[str]]) -> Budget:
         name: (source.image_key, source.caption, f"data.sources.{name}") for name, source in settings.sources.items()
     }
     totals = {name: len(set(shards)) for name, shards in urls.items()}
-    return Budget(totals, hints, settings.max_shard_failures, settings.max_sample_failures, settings.on_shard_error)
+    first = FIRST_PLACES if settings.sampling.mode == "indexed" else FIRST_SAMPLES
+    shares = settings.max_shard_failures, settings.max_sample_failures
+    return Budget(totals, hints, *shares, settings.on_shard_error, first)
