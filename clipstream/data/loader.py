@@ -183,11 +183,13 @@ class Loader:
 
     def _collect(self, step: int) -> list[Part]:
         """Wait until every worker has filled its part of batch `step`."""
-        began, worry, whole = time.monotonic(), WORRY, False
-        while not whole:
+        began, worry = time.monotonic(), WORRY
+        while True:
             whole = len(self._parts.get(step, ())) == len(self._workers)
-            # Looked at also when nothing is waited for: the death of a worker is news before its parts run out.
+            # All that workers say is heard also when nothing is waited for: a death is news before the parts run out.
             ready = wait([worker.connection for worker in self._workers], timeout=0.0 if whole else 1.0)
+            if whole and not ready:
+                return self._parts.pop(step)
             for number, worker in enumerate(self._workers):
                 if worker.connection in ready:
                     self._receive(number, worker)
@@ -199,17 +201,14 @@ class Loader:
                 worry *= 2
                 waited = f"{time.monotonic() - began:.0f} s"
                 print(f"waiting for batch {step} for {waited}:\n{self._doing()}", file=sys.stderr, flush=True)
-        return self._parts.pop(step)
 
     def _watch(self, workers: list[Worker]) -> None:
         """The thread: names a worker that was killed while the caller is at something else for long."""
         while not self._closed.wait(WATCH):
             for number, worker in enumerate(workers):
                 if how := worker.killed():
-                    said = (
-                        f"error: data worker {number} (pid {worker.process.pid}) {how}; the run ends at its next batch"
-                    )
-                    print(said, file=sys.stderr, flush=True)
+                    said = f"data worker {number} (pid {worker.process.pid}) {how}"
+                    print(f"error: {said}; the run ends at its next batch", file=sys.stderr, flush=True)
                     return
 
     def _hangs(self, worker: Worker, began: float) -> bool:
