@@ -210,7 +210,6 @@ class Loader:
                 worry *= 2
                 waited = f"{time.monotonic() - began:.0f} s"
                 print(f"waiting for batch {step} for {waited}:\n{self._doing()}", file=sys.stderr, flush=True)
-        return self._parts.pop(step)
 
     def _receive_all(self, timeout: float) -> bool:
         """Take what workers have sent, or send within `timeout` s; whether the next batch is whole."""
@@ -227,10 +226,8 @@ class Loader:
         while not self._closed.wait(WATCH):
             for number, worker in enumerate(workers):
                 if how := worker.killed():
-                    said = (
-                        f"error: data worker {number} (pid {worker.process.pid}) {how}; the run ends at its next batch"
-                    )
-                    print(said, file=sys.stderr, flush=True)
+                    said = f"data worker {number} (pid {worker.process.pid}) {how}"
+                    print(f"error: {said}; the run ends at its next batch", file=sys.stderr, flush=True)
                     return
 
     def _hangs(self, worker: Worker, began: float) -> bool:
