@@ -210,6 +210,7 @@ class Loader:
                 worry *= 2
                 waited = f"{time.monotonic() - began:.0f} s"
                 print(f"waiting for batch {step} for {waited}:\n{self._doing()}", file=sys.stderr, flush=True)
+        return self._parts.pop(step)
 
     def _receive_all(self, timeout: float) -> bool:
         """Take what workers have sent, or send within `timeout` s; whether the next batch is whole."""
