@@ -54,7 +54,7 @@ TABLE = [
     ("--data.global-batch-size=2 --data.lanes=3", "3 lanes, but a global batch has 2 samples"),
     ("--data.lanes=0", "expected 'auto' or at least 1, not 0"),
     ("--data.lanes=many", "expected 'auto' or a whole number, not 'many'"),
-    ("--workers=-1", "--workers: data.workers: expected at least 0"),
+    ("--workers=-1", "--workers: data.workers: expected 'auto' or at least 0, not -1"),
     ("--data.prefetch=0", "--data.prefetch: expected at least 1"),
     ("--train-data=no/such/*.tar", "--train-data: data.sources.train.shards: no file matches no/such/*.tar"),
     ("--train-data=/usr", "--train-data: data.sources.train.shards: /usr is a folder: name its shards"),
