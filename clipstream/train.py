@@ -27,6 +27,7 @@ from clipstream.world import World
 if TYPE_CHECKING:
     from clipstream.data.loader import Loader
     from clipstream.data.text import Tokenizer
+    from clipstream.evals.protocol import EvalRunner
     from clipstream.model.towers import Towers
     from clipstream.report.outputs import Outputs
     from clipstream.training.loop import Trainer
@@ -157,7 +158,6 @@ def _trainer(
 ) -> tuple[Trainer, Outputs]:
     """The trainer, at the checkpoint's position if there is one, and what is written for people."""
     from clipstream.data.text import readable
-    from clipstream.evals.protocol import EvalContext, EvalRunner
     from clipstream.report.outputs import Outputs
     from clipstream.training import checkpoint
     from clipstream.training.batch_norm import synchronize_batch_norm
@@ -174,13 +174,9 @@ def _trainer(
     state = None if found is None else checkpoint.load(found, towers=towers, optimizer=optimizer, world=world)
     step.load_state(state or {})
     log, done = settings.log, None if state is None else int(state["step"])
-    context = EvalContext.for_towers(
-        layout.full, tokenizer, world, data=settings.data, precision=train.arithmetic, examples=log.pictures
-    )
-    outputs = Outputs(settings.run_folder, log, world, total=total, done=done)
-    evaluate = EvalRunner(
-        settings.evals, context, outputs.write, outputs.show, weights=partial(layout.full_weights, world.device)
-    )
+    subject = {"run": settings.run.name, "model": settings.model.label}
+    outputs = Outputs(settings.run_folder, log, world, total=total, done=done, subject=subject)
+    evaluate = _evaluate(settings, world, layout, tokenizer, outputs)
     evaluate.rehearse()
     outputs.begin()
     trainer = Trainer(
@@ -201,6 +197,32 @@ def _trainer(
         show_every=log.pictures_every,
     )
     return trainer, outputs
+
+
+def _evaluate(
+    settings: Settings, world: World, layout: FullTowers | ShardedTowers, tokenizer: Tokenizer, outputs: Outputs
+) -> EvalRunner:
+    """The evaluators, at work on the towers that train."""
+    from clipstream.evals.protocol import EvalContext, EvalRunner
+    from clipstream.model.losses import build_loss
+
+    context = EvalContext.for_towers(
+        layout.full,
+        tokenizer,
+        world,
+        data=settings.data,
+        precision=settings.train.arithmetic,
+        loss=build_loss(settings.loss, layout.full.loss_type),
+        examples=settings.log.pictures,
+    )
+    return EvalRunner(
+        settings.evals,
+        context,
+        outputs.write,
+        outputs.show,
+        weights=partial(layout.full_weights, world.device),
+        trace=outputs.trace,
+    )
 
 
 def _step(settings: Settings, world: World, towers: Towers, optimizer: Any) -> TrainStep:

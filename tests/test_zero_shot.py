@@ -195,7 +195,7 @@ def test_dropped_pictures_are_told_and_errors_name_the_evaluator(tmp_path: Path)
     both = {"all": RetrievalSettings(data=SourceSettings(shards=[f"{tmp_path}/{x}/*.tar" for x in ("good", "bad")]))}
     (record,) = EvalRunner(both, context_of(World()), lambda record: None)(1, last=True)
     assert (record["n"], record["dropped"]) == (4, 3)
-    bad = {"val": RetrievalSettings(data=SourceSettings(shards=f"{tmp_path}/bad/*.tar"))}
+    bad = {"val": RetrievalSettings(data=SourceSettings(shards=f"{tmp_path}/bad/*.tar"), on_error="raise")}
     with pytest.raises(DataError, match=r"^evals\.val: "):
         EvalRunner(bad, context_of(World()), lambda record: None)(1, last=True)
 

@@ -1,4 +1,7 @@
-"""Owns the way from what a user names to a list of shards; never opens one, and never lists a remote folder."""
+"""Owns the way from what a user names to a list of shards; never opens one, and never lists a remote folder.
+
+A data set that says itself how many shards it has (`benchmark:`) is asked.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ import braceexpand
 from clipstream.errors import SettingsError
 
 SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):")
-NO_SLASHES = ("pipe", "file", "scenes", "synthetic", "folder", "imagenet")  # schemes that need no // behind them
+NO_SLASHES = ("pipe", "file", "scenes", "synthetic", "folder", "imagenet", "benchmark")  # need no //
 # Behind a pipe: command, '::' separates shards only where another one clearly begins: commands may hold '::' too.
-NEXT_SHARD = re.compile(r"::(?=pipe:|(?:scenes|synthetic|folder|imagenet):|[a-zA-Z][a-zA-Z0-9+.-]+://)")
+NEXT_SHARD = re.compile(r"::(?=pipe:|(?:scenes|synthetic|folder|imagenet|benchmark):|[a-zA-Z][a-zA-Z0-9+.-]+://)")
 # Of a command's braces only {00..99} and {a,b} are shards; awk '{print $1, $2}' and ${HOME} are the shell's.
 PIPE_BRACES = re.compile(r"""(?<!\$)(\{[^\s{}$'":]*(?:\.\.|,)[^\s{}$'":]*\})""")
 VARIABLE = re.compile(r"\$\{(\w+)\}")
@@ -37,9 +40,9 @@ def expand(spec: str | list[str]) -> list[str]:
     """The shards that a specification names, in its order, duplicates kept.
 
     Braces and `::` as webdataset has them, lists, globs and `~` for local paths (sorted), `pipe:` commands, URLs,
-    `scenes:SPLIT` (the embedded data, made when they are not there), `synthetic:`, `folder:PATH`. `${NAME}` is taken
-    from the environment, or from WDS_NAME as webdataset does; in a `pipe:` command it is left to the shell. A single
-    local file need not be there: it is counted when it is opened.
+    `scenes:SPLIT` (the embedded data, made when they are not there), `synthetic:`, `folder:PATH`, `benchmark:ROOT`
+    (CLIP_benchmark's layout). `${NAME}` is taken from the environment, or from WDS_NAME as webdataset does; in a
+    `pipe:` command it is left to the shell. A single local file need not be there: it is counted when it is opened.
 
     Raises:
         SettingsError: a glob matches nothing, a local folder is named, a variable is not set, or nothing is named.
@@ -93,7 +96,7 @@ def _expand_one(part: str) -> Iterable[str]:
         pieces = PIPE_BRACES.split(part)
         choices = [list(braceexpand.braceexpand(p)) if i % 2 else [p] for i, p in enumerate(pieces)]
         return ["".join(chosen) for chosen in itertools.product(*choices)]
-    part = VARIABLE.sub(_variable, part)
+    part = with_variables(part)
     scheme = scheme_of(part)
     if scheme == "scenes":
         from clipstream.data import scenes
@@ -107,6 +110,10 @@ def _expand_one(part: str) -> Iterable[str]:
         from clipstream.data import folders
 
         return folders.names(part)
+    if scheme == "benchmark":
+        from clipstream.data import benchmark
+
+        return benchmark.named(part).shards
     try:
         expanded = list(braceexpand.braceexpand(part))
     except ValueError as error:
@@ -114,6 +121,11 @@ def _expand_one(part: str) -> Iterable[str]:
     if scheme is not None:
         return expanded
     return [path for pattern in expanded for path in _local(os.path.expanduser(pattern))]
+
+
+def with_variables(part: str) -> str:
+    """The text with `${NAME}` taken from the environment. Raises SettingsError where one is not set."""
+    return VARIABLE.sub(_variable, part)
 
 
 def _variable(match: re.Match[str]) -> str:

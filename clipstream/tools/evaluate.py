@@ -1,4 +1,4 @@
-"""Owns the evaluation of a checkpoint outside training: where it lies, its settings, the table and the figures' file.
+"""Owns the evaluation of a checkpoint outside training: where it lies, its settings, the table, the files of figures.
 
 Never trains, and never changes a checkpoint or the run's own metrics. Torch is imported when the settings are known to
 be right.
@@ -7,7 +7,7 @@ be right.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +17,19 @@ from clipstream.failure import FailureWatch
 from clipstream.model.catalogue import LOCAL
 from clipstream.model.pretrained import CONFIG_FILE, preflight
 from clipstream.model.settings import ModelSettings
+from clipstream.report.figures import FIGURES_FILE, TABLE_FILE, add, traced
 from clipstream.report.progress import table
-from clipstream.report.sinks import json_line
 from clipstream.world import World
 
 if TYPE_CHECKING:
-    from clipstream.evals.protocol import EvalContext
+    from clipstream.evals.protocol import EvalContext, EvalRunner
 
-RESULTS_FILE = "evaluations.jsonl"
 OWN_FLAGS = {
     "--checkpoint": "a run's folder (its latest checkpoint), or a checkpoint's; the model of the settings without it",
-    "--output": f"file that gets a JSON line an evaluation; {RESULTS_FILE} in the run's folder unless given",
+    "--output": "file that the figures are added to: NAME.csv a line a figure, any other name a JSON line an "
+    f"evaluation; {FIGURES_FILE} and {TABLE_FILE} in the run's folder unless given",
 }
+SAME = {"--out": "--output"}
 
 NAMING_FLAGS = ("--model", "--model.name", "--pretrained", "--model.pretrained")
 
@@ -65,21 +66,25 @@ def evaluate(argv: Sequence[str]) -> int:
             "nothing to evaluate on: give --checkpoint RUN, --val-data SHARDS, or --config with a section evals"
         )
     model = settings.model
-    if subject.checkpoint is not None:
+    if subject.checkpoint is None:
+        subject = replace(subject, label=" ".join(part for part in model.label.values() if part))
+    else:
         # A run's own tokenizer fits its weights, whatever it is.
         known = bool(trained) and load(trained).tokenizer == settings.tokenizer
         model = _model_in(subject.checkpoint, model, known)
     preflight(model, settings.tokenizer, ask=World.from_env().local_rank == 0)
-    output = own.get("--output") or (None if subject.run is None else str(subject.run / RESULTS_FILE))
+    outputs = _outputs(own.get("--output"), subject)
     from clipstream.session import run_ranks
 
     def body(world: World, watch: FailureWatch) -> None:
-        records = _records(settings, model, subject, world)
+        runner = _runner(settings, model, subject, world, outputs)
+        records = runner(subject.step, last=True)
         if world.is_main:
-            print(table(records))
-            if output is not None:
-                _append(Path(output), records, settings, subject)
-                print(f"written to {output}")
+            print(table([record for record in records if "error" not in record]))
+            if outputs:
+                print(f"written to {' and '.join(map(str, outputs))}")
+        for failure in runner.failures:  # the first: what ends the process must not be lost among figures
+            raise failure.kind(failure.message)
 
     return run_ranks(settings.run, body)
 
@@ -95,6 +100,7 @@ def split_own(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     tokens = list(argv)
     while tokens:
         flag, equals, value = tokens.pop(0).partition("=")
+        flag = SAME.get(flag, flag)
         if flag not in OWN_FLAGS:
             rest.append(flag + equals + value)
             continue
@@ -113,11 +119,15 @@ def locate(path: str | None, flags: Sequence[str] = ()) -> Subject:
         SettingsError: there is no checkpoint, or `flags` name another model as well.
     """
     if path is None:
-        return Subject("model of the settings")
+        return Subject("")
     named = [flag for flag in flags if flag.partition("=")[0] in NAMING_FLAGS]
     if named:
         raise SettingsError(f"{named[0]} and --checkpoint both name a model: give one of them")
     folder = Path(path).expanduser()
+    if folder.is_file():
+        raise SettingsError(
+            f"--checkpoint: {folder} is a file, which does not say of which model: give --model NAME --pretrained FILE"
+        )
     if not folder.is_dir():
         raise SettingsError(f"--checkpoint: there is no folder {folder}")
     if (folder / "checkpoints").is_dir() or folder.name.startswith("step_"):
@@ -150,7 +160,16 @@ def _model_in(checkpoint: Path, model: ModelSettings, tokenizer_fits: bool) -> M
     )
 
 
-def _records(settings: Settings, model: ModelSettings, subject: Subject, world: World) -> list[dict[str, Any]]:
+def _outputs(told: str | None, subject: Subject) -> list[Path]:
+    """The files that get the figures."""
+    if told is not None:
+        return [Path(told).expanduser()]
+    return [] if subject.run is None else [subject.run / FIGURES_FILE, subject.run / TABLE_FILE]
+
+
+def _runner(
+    settings: Settings, model: ModelSettings, subject: Subject, world: World, outputs: Sequence[Path]
+) -> EvalRunner:
     from clipstream.evals.protocol import EvalRunner
     from clipstream.model.pretrained import fetch
 
@@ -158,12 +177,23 @@ def _records(settings: Settings, model: ModelSettings, subject: Subject, world: 
     context = _context(settings, model, world)
     if world.is_main:
         print(f"{subject.label} on {', '.join(settings.evals)}, {world.size} x {world.device}", flush=True)
-    return EvalRunner(settings.evals, context, lambda record: None)(subject.step, last=True)
+    about = {
+        "run": None if subject.run is None else subject.run.name,
+        "checkpoint": subject.label,
+        "model": (model if subject.run is None else settings.model).label,
+    }
+
+    def trace(record: dict[str, Any], made_with: dict[str, Any]) -> None:
+        for path in outputs:
+            add(path, traced(record, made_with, about))
+
+    return EvalRunner(settings.evals, context, lambda record: None, trace=trace)
 
 
 def _context(settings: Settings, model: ModelSettings, world: World) -> EvalContext:
     from clipstream.data.text import build_tokenizer
     from clipstream.evals.protocol import EvalContext
+    from clipstream.model.losses import build_loss
     from clipstream.model.towers import build_towers
     from clipstream.training.precision import check_device, prepare, settle
 
@@ -175,13 +205,5 @@ def _context(settings: Settings, model: ModelSettings, world: World) -> EvalCont
     tokenizer = build_tokenizer(
         settings.tokenizer, towers.open_clip_tokenizer(), towers.context_length, cache_dir=model.cache_dir
     )
-    return EvalContext.for_towers(towers, tokenizer, world, data=settings.data, precision=precision)
-
-
-def _append(path: Path, records: Sequence[dict[str, Any]], settings: Settings, subject: Subject) -> None:
-    """Add a JSON line an evaluation: its figures, what was evaluated, and the evaluator's settings."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        for record in records:
-            section = settings.evals[record["eval"]].model_dump(mode="json")
-            file.write(json_line({**record, "checkpoint": subject.label, "settings": section}))
+    loss = build_loss(settings.loss, towers.loss_type)
+    return EvalContext.for_towers(towers, tokenizer, world, data=settings.data, precision=precision, loss=loss)
