@@ -15,7 +15,7 @@ from clipstream.data.settings import JsonCaption, SourceSettings
 from clipstream.data.shards import expand
 from clipstream.errors import SettingsError
 from clipstream.evals.prompts import OF_OPEN_CLIP, class_names, class_spec, prompt_templates, template_spec
-from clipstream.evals.settings import EvalSettings, LabelledSettings, ZeroShotSettings
+from clipstream.evals.settings import EvalSettings, LabelledSettings, ZeroShotSettings, sources_of
 from clipstream.folder import holds_a_run
 from clipstream.schema import Path
 from clipstream.wording import joined, problem
@@ -125,7 +125,7 @@ def _data_problems(settings: Settings) -> Found:
         (("data", "sources", name), source) for name, source in settings.data.sources.items()
     ]
     for name, evaluator in settings.evals.items():
-        read += [(("evals", name, key), source) for key, source in evaluator.sources.items()]
+        read += [(("evals", name, key), source) for key, source in sources_of(evaluator).items()]
         if evaluator.data is None and evaluator.type in EvalSettings.builtin:
             text = f"the evaluator has no data: give --evals.{name}.data.shards, or remove it with --evals.{name} null"
             found.append((("evals", name), text))

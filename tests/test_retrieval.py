@@ -12,8 +12,8 @@ import torch
 from clipstream.batch import Batch
 from clipstream.data.settings import SourceSettings
 from clipstream.errors import DataError
-from clipstream.evals.looks import Kept, show_retrieval
 from clipstream.evals import ranking
+from clipstream.evals.looks import Kept, show_retrieval
 from clipstream.evals.ranking import TIE, Places, place, place_pairs
 from clipstream.evals.retrieval import Retrieval, recalls
 from clipstream.evals.settings import RetrievalSettings

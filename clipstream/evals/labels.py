@@ -50,8 +50,7 @@ class Labelling:
         labels: Labels | None = getattr(settings, "labels", None)
         if labels is None:
             labels = "multi_hot" if benchmark is not None and benchmark.kind == MULTILABEL else "one"
-        label = settings.label or ("npy" if benchmark is not None and labels == "multi_hot" else "cls")
-        return cls(label, labels, None if spec is None else class_names(spec))
+        return cls(settings.label, labels, None if spec is None else class_names(spec))
 
     @property
     def named(self) -> list[str]:

@@ -23,7 +23,7 @@ from clipstream.evals.settings import LossEvalSettings
 
 
 class ValidationLoss:
-    """Yields loss (the mean over the batches), n (pairs counted), batch_size, batches and left_out (pairs).
+    """Yields val_loss (the mean over the batches), n (pairs counted), batch_size, batches and left_out (pairs).
 
     Raises:
         SettingsError: no data are set.
@@ -55,7 +55,7 @@ class ValidationLoss:
             with torch.no_grad():
                 share = context.loss(context.with_scalars(images, texts), batch, world)
             losses.append(share.detach().double())
-        yield "loss", float(world.all_reduce_sum(torch.stack(losses)).mean())
+        yield "val_loss", float(world.all_reduce_sum(torch.stack(losses)).mean())
         yield "n", count * size
         yield "batch_size", size
         yield "batches", count

@@ -22,12 +22,6 @@ class EvalSettings(PluginSection):
         "report", description="report: an evaluation that fails is told and the run goes on; raise: it ends the run"
     )
 
-    @property
-    def sources(self) -> dict[str, SourceSettings]:
-        """The sources that it reads, by their keys."""
-        values = {key: getattr(self, key) for key in type(self).model_fields}
-        return {key: value for key, value in values.items() if isinstance(value, SourceSettings)}
-
 
 class RetrievalSettings(EvalSettings):
     """Image-text retrieval, R@1/5/10 and median rank both ways, over all pictures and captions of `data`."""
@@ -45,10 +39,10 @@ class RetrievalSettings(EvalSettings):
 class LabelledSettings(EvalSettings):
     """What evaluators of labelled pictures have in common."""
 
-    label: str | None = Field(
-        None,
+    label: str = Field(
+        "cls;npy",
         min_length=1,
-        description="member with the class (number or name), or json:PATH into the JSON member; cls unless set",
+        description="members with the class (number or name; npy: an array), or json:PATH into the JSON member",
     )
     classes: str | list[str] | None = Field(
         None, description="class names: a list, a file with one a line, or imagenet; a benchmark: source has its own"
@@ -102,6 +96,12 @@ class NeighboursSettings(FrozenSettings):
         "softmax", description="weights of the neighbours' votes: all alike, or exp(cosine / temperature)"
     )
     temperature: float = Field(0.07, gt=0, description="of the softmax")
+
+
+def sources_of(settings: EvalSettings) -> dict[str, SourceSettings]:
+    """The sources that an evaluator reads, by their keys."""
+    values = {key: getattr(settings, key) for key in type(settings).model_fields}
+    return {key: value for key, value in values.items() if isinstance(value, SourceSettings)}
 
 
 EvalSettings.builtin = {

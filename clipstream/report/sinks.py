@@ -51,8 +51,7 @@ class JsonLines:
         if resume_step is not None and self.path.exists():
             for line, record in lines(self.path):
                 step = record.get("step", 0)
-                training = "loss" in record and "eval" not in record
-                if step < resume_step or (step == resume_step and (not ended or training)) or keep(record):
+                if step < resume_step or (step == resume_step and (not ended or "loss" in record)) or keep(record):
                     kept.append(line)
         if self.path.exists():
             durable.replace(self.path, b"".join(kept))
