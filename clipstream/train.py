@@ -27,12 +27,14 @@ from clipstream.world import World
 if TYPE_CHECKING:
     from clipstream.data.loader import Loader
     from clipstream.data.text import Tokenizer
+    from clipstream.evals.protocol import EvalRunner
     from clipstream.evals.settings import Weights
     from clipstream.model.towers import Towers
     from clipstream.report.outputs import Outputs
     from clipstream.training.loop import Trainer
     from clipstream.training.mirror import Mirror
     from clipstream.training.saving import Saver
+    from clipstream.training.sharding import FullTowers, ShardedTowers
     from clipstream.training.step import TrainStep
     from clipstream.training.stopping import StopSignals
 
@@ -169,7 +171,6 @@ def _trainer(
 ) -> tuple[Trainer, Outputs, Saver]:
     """The trainer, at the checkpoint's position if there is one, and what is written for people."""
     from clipstream.data.text import readable
-    from clipstream.evals.protocol import EvalContext, EvalRunner
     from clipstream.report.outputs import Outputs
     from clipstream.training.batch_norm import synchronize_batch_norm
     from clipstream.training.loop import Trainer
@@ -185,14 +186,9 @@ def _trainer(
     step = _step(settings, world, towers, optimizer)
     state = None if found is None else _load(found, step)
     log, done = settings.log, None if state is None else int(state["step"])
-    context = EvalContext.for_towers(
-        layout.full, tokenizer, world, data=settings.data, precision=train.arithmetic, examples=log.pictures
-    )
-    outputs = Outputs(settings.run_folder, log, world, total=total, done=done)
-    weights: dict[Weights, Any] = {"trained": partial(layout.full_weights, world.device)}
-    if step.averages is not None:
-        weights["averaged"] = partial(layout.full_weights, world.device, instead=step.averages.tensors)
-    evaluate = EvalRunner(settings.evals, context, outputs.write, outputs.show, weights)
+    subject = {"run": settings.run.name, "model": settings.model.label}
+    outputs = Outputs(settings.run_folder, log, world, total=total, done=done, subject=subject)
+    evaluate = _evaluate(settings, world, layout, step, tokenizer, outputs)
     saver = _saver(settings, world, towers, step, mirror)
     saver.expect(evaluate.rehearse())
     outputs.begin()
@@ -216,6 +212,33 @@ def _trainer(
         show_every=log.pictures_every,
     )
     return trainer, outputs, saver
+
+
+def _evaluate(
+    settings: Settings,
+    world: World,
+    layout: FullTowers | ShardedTowers,
+    step: TrainStep,
+    tokenizer: Tokenizer,
+    outputs: Outputs,
+) -> EvalRunner:
+    """The evaluators, at work on the towers that train."""
+    from clipstream.evals.protocol import EvalContext, EvalRunner
+    from clipstream.model.losses import build_loss
+
+    context = EvalContext.for_towers(
+        layout.full,
+        tokenizer,
+        world,
+        data=settings.data,
+        precision=settings.train.arithmetic,
+        loss=build_loss(settings.loss, layout.full.loss_type),
+        examples=settings.log.pictures,
+    )
+    weights: dict[Weights, Any] = {"trained": partial(layout.full_weights, world.device)}
+    if step.averages is not None:
+        weights["averaged"] = partial(layout.full_weights, world.device, instead=step.averages.tensors)
+    return EvalRunner(settings.evals, context, outputs.write, outputs.show, weights, outputs.trace)
 
 
 def _step(settings: Settings, world: World, towers: Towers, optimizer: Any) -> TrainStep:

@@ -99,8 +99,8 @@ class SourceSettings(Section):
 
     shards: str | list[str] = Field(
         description="tars: braces, lists, '::', globs, pipe:, http(s):, s3:, gs:, az:, hf:; manifests: .csv, .tsv, "
-        ".jsonl, .json and .parquet; folder:PATH (one folder a class); scenes:SPLIT (the embedded data); synthetic: "
-        "(speed tests)"
+        ".jsonl, .json and .parquet; folder:PATH (one folder a class); benchmark:ROOT (CLIP_benchmark's layout); "
+        "scenes:SPLIT (the embedded data); synthetic: (speed tests)"
     )
     weight: float = Field(1.0, gt=0, description="share of the samples, relative to the other sources' weights")
     image_key: str = Field(

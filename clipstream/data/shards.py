@@ -1,4 +1,7 @@
-"""Owns the way from what a user names to a list of shards; never opens one, and never lists a remote folder."""
+"""Owns the way from what a user names to a list of shards; never opens one, and never lists a remote folder.
+
+A data set that says itself how many shards it has (`benchmark:`) is asked.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ import braceexpand
 from clipstream.errors import SettingsError
 
 SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):")
-NO_SLASHES = ("pipe", "file", "scenes", "synthetic", "folder", "imagenet")  # schemes that need no // behind them
+NO_SLASHES = ("pipe", "file", "scenes", "synthetic", "folder", "imagenet", "benchmark")  # need no //
 # Behind a pipe: command, '::' separates shards only where another one clearly begins: commands may hold '::' too.
-NEXT_SHARD = re.compile(r"::(?=pipe:|(?:scenes|synthetic|folder|imagenet):|[a-zA-Z][a-zA-Z0-9+.-]+://)")
+NEXT_SHARD = re.compile(r"::(?=pipe:|(?:scenes|synthetic|folder|imagenet|benchmark):|[a-zA-Z][a-zA-Z0-9+.-]+://)")
 # Of a command's braces only {00..99} and {a,b} are shards; awk '{print $1, $2}' and ${HOME} are the shell's.
 PIPE_BRACES = re.compile(r"""(?<!\$)(\{[^\s{}$'":]*(?:\.\.|,)[^\s{}$'":]*\})""")
 VARIABLE = re.compile(r"\$\{(\w+)\}")
@@ -38,9 +41,9 @@ def expand(spec: str | list[str]) -> list[str]:
     """The shards that a specification names, in its order, duplicates kept.
 
     Braces and `::` as webdataset has them, lists, globs and `~` for local paths (sorted), `pipe:` commands, URLs,
-    `scenes:SPLIT` (the embedded data, made when they are not there), `synthetic:`, `folder:PATH`. `${NAME}` is taken
-    from the environment, or from WDS_NAME as webdataset does; in a `pipe:` command it is left to the shell. A single
-    local file need not be there: it is counted when it is opened.
+    `scenes:SPLIT` (the embedded data, made when they are not there), `synthetic:`, `folder:PATH`, `benchmark:ROOT`
+    (CLIP_benchmark's layout). `${NAME}` is taken from the environment, or from WDS_NAME as webdataset does; in a
+    `pipe:` command it is left to the shell. A single local file need not be there: it is counted when it is opened.
 
     Raises:
         SettingsError: a glob matches nothing, a local folder is named, a variable is not set, nothing is named, or
@@ -127,6 +130,10 @@ def _expand_one(part: str) -> Iterable[str]:
         from clipstream.data import folders
 
         return folders.names(part)
+    if scheme == "benchmark":
+        from clipstream.data import benchmark
+
+        return benchmark.named(part).shards
     try:
         expanded = list(braceexpand.braceexpand(part))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Owns the way from captions to token ids, and from labels to class numbers.
+"""Owns the way from captions to token ids.
 
 Whatever the tokenizer is, its ids are those of open_clip's own tokenizer for the same model; only the way there is
 shorter: no tensors, less cleaning where nothing needs it, a bounded cache. It imports torch only through open_clip.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from clipstream.data.settings import HubTokenizer, PathTokenizer, TokenizerSettings
-from clipstream.errors import DataError, SettingsError
+from clipstream.errors import SettingsError
 from clipstream.plugins import load_plugin
 
 if TYPE_CHECKING:
@@ -215,50 +215,6 @@ class BpeTokenizer(OpenClipTokenizer):
         if inner.eot_token_id in numbers:
             numbers = numbers[: numbers.index(inner.eot_token_id)]
         return str(inner.decode([i for i in numbers if i != inner.sot_token_id])).strip()
-
-
-class LabelEncoder:
-    """A tokenizer of labels: each becomes the number of its class, ids [n, 1].
-
-    A label is a class's number from 0, or its name without regard to case; where names are numbers, a number is meant.
-    """
-
-    context_length = 1
-
-    def __init__(self, classes: Sequence[str]) -> None:
-        self._classes = list(classes)
-        self._numbers: dict[str, list[int]] = {}
-        for number, name in enumerate(self._classes):
-            self._numbers.setdefault(name.strip().casefold(), []).append(number)
-        # Names such as 1, 2, 3 of the classes 0, 1, 2: a number that is no place cannot be told from a name.
-        self._numerals = any(name.strip().isdecimal() and int(name) < len(classes) for name in classes)
-        self.vocab_size = len(self._classes)
-
-    def index(self, label: str) -> int:
-        """The class's number.
-
-        Raises:
-            DataError: the label is no class, or its name stands for several.
-        """
-        label = label.strip()
-        if label.isdecimal() and int(label) < len(self._classes):
-            return int(label)
-        numbers = [] if label.isdecimal() and self._numerals else self._numbers.get(label.casefold(), [])
-        if len(numbers) == 1:
-            return numbers[0]
-        what = f"the name of {len(numbers)} classes" if numbers else "no class"
-        raise DataError(
-            f"label {label!r} is {what}: the {len(self._classes)} classes have numbers from 0, and names. Set the "
-            "evaluator's classes to those of the data, or its label to another member (cls) or field (json:PATH)"
-        )
-
-    def encode(self, texts: Sequence[str]) -> Ids:
-        """Labels to int32 [n, 1]."""
-        return np.array([self.index(text) for text in texts], dtype=np.int32).reshape(-1, 1)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The name of the class."""
-        return self._classes[int(ids[0])]
 
 
 class _Clean:
