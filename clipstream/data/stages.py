@@ -38,14 +38,11 @@ class StageTimes:
     seconds: Counter[str] = field(default_factory=Counter)
     buckets: dict[str, Counter[int]] = field(default_factory=dict)
 
-    def add(self, stage: str, seconds: float) -> None:
-        """Count one passage."""
-        self.seconds[stage] += seconds  # type: ignore[assignment]
-        bucket = round(FINENESS * math.log2(max(seconds, SHORTEST) / SHORTEST))
-        buckets = self.buckets.get(stage)
-        if buckets is None:
-            buckets = self.buckets[stage] = Counter()
-        buckets[bucket] += 1
+    def add(self, stage: str, *seconds: float) -> None:
+        """Count passages."""
+        self.seconds[stage] += sum(seconds)  # type: ignore[assignment]
+        numbers = Counter(round(FINENESS * math.log2(max(s, SHORTEST) / SHORTEST)) for s in seconds)
+        self.buckets.setdefault(stage, Counter()).update(numbers)
 
     def merge(self, other: StageTimes) -> None:
         """Add another's."""
@@ -90,7 +87,7 @@ class Stopwatch:
 
     def __init__(self, tell: Callable[[str, str], None]) -> None:
         self._tell = tell
-        self._times = StageTimes()
+        self._passages: dict[str, list[float]] = {}  # counted when they are taken: there are five a sample
         self._stage: str | None = None
         self._began = 0.0
 
@@ -98,13 +95,16 @@ class Stopwatch:
         """A stage begins."""
         now = time.perf_counter()
         if self._stage is not None:
-            self._times.add(self._stage, now - self._began)
+            self._passages.setdefault(self._stage, []).append(now - self._began)
         self._stage, self._began = stage, now
         self._tell(stage, sample)
 
     def take(self) -> StageTimes:
         """What was measured since the last take."""
-        taken, self._times = self._times, StageTimes()
+        taken = StageTimes()
+        for stage, seconds in self._passages.items():
+            taken.add(stage, *seconds)
+        self._passages = {}
         return taken
 
 
