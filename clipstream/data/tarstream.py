@@ -304,10 +304,11 @@ class Shard:
             found = {suffix: ref.members[suffix] for suffix in suffixes if suffix in ref.members}
         if not found:
             return {}
-        start = min(offset for offset, _ in found.values())
-        end = max(offset + size for offset, size in found.values())
+        start, end, wanted = sys.maxsize, 0, 0
+        for offset, size in found.values():
+            start, end, wanted = min(start, offset), max(end, offset + size), wanted + size
         # Members of a sample lie side by side: one read is cheaper than several, if it reads little for nothing.
-        if end - start - sum(size for _, size in found.values()) > MAX_GAP:
+        if end - start - wanted > MAX_GAP:
             return {suffix: self._read(ref.key, offset, size) for suffix, (offset, size) in found.items()}
         block = self._read(ref.key, start, end - start)
         return {suffix: block[offset - start : offset - start + size] for suffix, (offset, size) in found.items()}
