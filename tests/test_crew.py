@@ -31,7 +31,8 @@ def on_gpu(ranks: int = 1) -> World:
 
 
 @pytest.mark.parametrize(
-    ("cores", "ranks", "workers"), [(1, 1, 1), (2, 1, 1), (16, 1, 15), (16, 4, 3), (3, 8, 1), (256, 2, MOST_AUTO_WORKERS)]
+    ("cores", "ranks", "workers"),
+    [(1, 1, 1), (2, 1, 1), (16, 1, 15), (16, 4, 3), (3, 8, 1), (256, 2, MOST_AUTO_WORKERS)],
 )
 def test_a_core_of_each_rank_is_left_to_training(
     monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, workers: int

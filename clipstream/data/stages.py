@@ -40,11 +40,14 @@ class StageTimes:
     seconds: Counter[str] = field(default_factory=Counter)
     buckets: dict[str, Counter[int]] = field(default_factory=dict)
 
-    def add(self, stage: str, *seconds: float) -> None:
-        """Count passages."""
-        self.seconds[stage] += sum(seconds)  # type: ignore[assignment]
-        numbers = Counter(round(FINENESS * math.log2(max(s, SHORTEST) / SHORTEST)) for s in seconds)
-        self.buckets.setdefault(stage, Counter()).update(numbers)
+    def add(self, stage: str, seconds: float) -> None:
+        """Count one passage."""
+        self.seconds[stage] += seconds  # type: ignore[assignment]
+        bucket = round(FINENESS * math.log2(max(seconds, SHORTEST) / SHORTEST))
+        buckets = self.buckets.get(stage)
+        if buckets is None:
+            buckets = self.buckets[stage] = Counter()
+        buckets[bucket] += 1
 
     def merge(self, other: StageTimes) -> None:
         """Add another's."""
