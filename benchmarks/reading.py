@@ -5,8 +5,6 @@
 Both give every sample's key and the bytes of its three members (jpg, txt, json), of the same shards, which are made in
 a temporary folder and lie in the system's memory by then: `small` has pictures of 2 kB, `photos` of 20 to 120 kB. The
 two take turns, several rounds in one run; the ratio is the median over the rounds. CPU time, as machines are shared.
-
-FIGURES
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Two loaders without workers fill the same batches of the same shards, which are 
 one names its stages, keeps their times and tells what it is at as always; the other's stopwatch does nothing at all.
 The cost is the median over the rounds of the ratio of their CPU times. Small pictures show it at its worst.
 
-FIGURES
+On a machine that was busy with other work: +2.2% for pictures of 256 and of 512 px, +10% for 64 px (372 µs a sample).
 """
 
 from __future__ import annotations
