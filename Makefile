@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What is imported is compiled once, not by every process anew; pip need not compile what nobody imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-all lint format bench-loss clean
+.PHONY: quickstart test test-all lint format peers bench-loss bench-input clean
 
 # Trains on drawn scenes and evaluates. Each call is a run of its own under runs/.
 quickstart: .venv/.installed
@@ -32,6 +32,19 @@ bench-loss: .venv/.installed-dev
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[bench]'
 	mkdir -p build
 	$(BIN)/python benchmarks/loss.py --csv build/loss.csv --plot build/loss.svg
+
+# What open_clip's trainer needs beside this environment: it works with no later webdataset.
+peers: build/peers
+
+build/peers: | .venv/.installed-dev
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target $@.part \
+		webdataset==0.2.86 pandas python-dateutil pytz tzdata six
+	mv $@.part $@
+
+# The input path beside open_clip's; the table as CSV and plot under build/.
+bench-input: .venv/.installed-dev build/peers
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[bench]'
+	$(BIN)/python benchmarks/input.py --csv build/input.csv --plot build/input.svg
 
 format: .venv/.installed-dev
 	$(BIN)/ruff check --fix .

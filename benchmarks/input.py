@@ -1,166 +1,195 @@
-"""Input path, samples per second: ours beside webdataset with open_clip's own transform, and the floor.
+"""The input path: samples per second of clipstream, of open_clip's trainer and of webdataset, and the floor.
 
-    python benchmarks/input.py 'shards/{00000..00007}.tar' --size 224 --workers 2
+    make bench-input                                            # pictures that are made here: half an hour
+    python benchmarks/input.py 'shards/{00000..00007}.tar'      # one's own shards
+    python benchmarks/input.py 'emoji/*.tar' --size 64 --caption-json caption.en
 
-The three are measured in turn, several rounds in one run, and the medians are compared, because machines are shared
-and noisy. `webdataset` is webdataset's pipeline (tarfile_to_samples, decoding with Pillow, open_clip's training
-transform, its tokenizer one caption at a time) behind torch's DataLoader. `floor` is decoding, crop and resize of the
-same pictures with our transform, one process per worker and nothing else.
+The streams (see `streams.py`) take turns over several rounds in one run, and the medians are compared, because machines
+are shared and noisy. `make peers` brings the webdataset that open_clip's trainer works with; without it that stream is
+left out. Ratios are clipstream's over the other's; memory is what a worker has written and shares with nobody, above an
+idle one that has imported the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import io
-import multiprocessing
+import json
+import os
 import statistics
-import time
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import open_clip
-import torch
-import webdataset as wds
-from PIL import Image
+from made import KINDS, make
+from streams import Options
 
-from clipstream.batch import ImageSpec
-from clipstream.data.fields import image_bytes
-from clipstream.data.images import TrainTransform
-from clipstream.data.order import Draws
-from clipstream.data.settings import AugmentSettings, DataSettings, TokenizerSettings
+from clipstream.data.fields import build_caption
+from clipstream.data.settings import CaptionSettings
 from clipstream.data.shards import expand
-from clipstream.data.sources import training_loader
-from clipstream.data.tarstream import Shard
-from clipstream.data.text import build_tokenizer
 from clipstream.errors import Dropped
-from clipstream.world import World
 
-IMAGES = "jpg;jpeg;png;webp"
-
-
-def ours(args: argparse.Namespace) -> Iterator[int]:
-    """Batches of clipstream's loader."""
-    settings = DataSettings.model_validate(
-        {
-            "global_batch_size": args.batch_size,
-            "lanes": min(48, args.batch_size),
-            "workers": args.workers,
-            "sources": {"train": {"shards": args.shards, "caption": {"type": "json", "path": args.caption}}},
-        }
-    )
-    tokenizer = build_tokenizer(TokenizerSettings.model_validate({}), open_clip.get_tokenizer("ViT-B-32"), 77)
-    image = ImageSpec((args.size, args.size))
-    with training_loader(settings, world=World(), seed=0, tokenizer=tokenizer, image=image) as loader:
-        for batch in loader:
-            yield len(batch)
+PEERS = Path(__file__).parent.parent / "build" / "peers"
+COLUMNS = ("samples_per_s", "first_batch_s", "cpu_ms_per_sample", "bytes_per_sample", "worker_dirty_mib")
+Medians = dict[str, dict[str, float]]  # stream -> column -> value
 
 
-def webdataset(args: argparse.Namespace) -> Iterator[int]:
-    """Batches of webdataset behind a DataLoader, as open_clip's trainer arranges them."""
-    from clipstream.data.fields import build_caption
-    from clipstream.data.settings import CaptionSettings
+@dataclass
+class Work:
+    """One set of shards and the size that its pictures are brought to."""
 
-    transform = open_clip.image_transform(args.size, is_train=True)
-    tokenize = open_clip.get_tokenizer("ViT-B-32")
-    caption = build_caption(CaptionSettings.model_validate({"type": "json", "path": args.caption}))
-
-    def usable(sample: dict[str, Any]) -> Any:
-        try:
-            picture = Image.open(io.BytesIO(image_bytes(sample, IMAGES)))
-            return transform(picture), tokenize([caption(sample, None)])[0]
-        except Dropped:
-            return None
-
-    data = wds.DataPipeline(
-        wds.ResampledShards(expand(args.shards)),
-        wds.tarfile_to_samples(),
-        wds.shuffle(1000, initial=100),
-        wds.map(usable),
-        wds.select(lambda sample: sample is not None),
-        wds.batched(args.batch_size),
-    )
-    for images, _ in wds.WebLoader(data, batch_size=None, num_workers=args.workers):
-        yield len(images)
+    name: str
+    shards: list[str]
+    size: int
+    caption: str | None = None
+    results: Medians = field(default_factory=dict)
 
 
-def _floor_worker(shards: list[str], size: int, counter: Any, stop: Any) -> None:
-    torch.set_num_threads(1)
-    transform = TrainTransform(ImageSpec((size, size)), AugmentSettings(), "white")
-    pictures = []
-    for path in shards:
-        shard = Shard(path)
-        for ref in shard.index.samples:
-            try:
-                pictures.append(image_bytes(shard.load(ref, tuple(IMAGES.split(";"))), IMAGES))
-            except Dropped:
-                continue
-    i = 0
-    while not stop.is_set():
-        transform(pictures[i % len(pictures)], Draws(i))
-        i += 1
-        if i % 8 == 0:
-            with counter.get_lock():
-                counter.value += 8
+class Stream:
+    """A process that measures when it is asked."""
+
+    def __init__(self, name: str, options: Options) -> None:
+        path = str(PEERS) if name == "open_clip" else ""
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))}
+        command = [sys.executable, str(Path(__file__).with_name("streams.py")), name, json.dumps(vars(options))]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, env=env, **pipes)
+
+    def measure(self) -> dict[str, float]:
+        """One measurement."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"{' '.join(self.process.args[1:3])} ended: see above")  # type: ignore[index]
+        return dict(json.loads(answer))
+
+    def close(self) -> None:
+        """End it."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
 
 
-def floor_rate(args: argparse.Namespace) -> float:
-    """Samples per second of decoding, crop and resize alone."""
-    context = multiprocessing.get_context("fork")
-    counter, stop = context.Value("q", 0), context.Event()
-    shards = expand(args.shards)
-    workers = [
-        context.Process(target=_floor_worker, args=(shards[i :: args.workers] or shards, args.size, counter, stop))
-        for i in range(args.workers)
-    ]
-    for worker in workers:
-        worker.start()
-    while counter.value == 0:
-        time.sleep(0.01)
-    first, began = counter.value, time.perf_counter()
-    time.sleep(args.seconds)
-    rate = (counter.value - first) / (time.perf_counter() - began)
-    stop.set()
-    for worker in workers:
-        worker.join()
-    return float(rate)
+def run(work: Work, args: argparse.Namespace, scratch: Path) -> None:
+    """Measure all streams on one work, in turns."""
+    captioned = work.shards if work.caption is None else _captioned(work, scratch / work.name)
+    options = Options(work.shards, captioned, work.caption, work.size, args.workers, args.batch_size, args.seconds)
+    names = ["clipstream", "open_clip", "webdataset", "floor"]
+    if not PEERS.is_dir():
+        names.remove("open_clip")
+    streams = {name: Stream(name, options) for name in names}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    for _ in range(args.rounds):
+        for name, stream in streams.items():
+            found[name].append(stream.measure())
+    for name, stream in streams.items():
+        stream.close()
+        work.results[name] = {column: statistics.median(one[column] for one in found[name]) for column in COLUMNS}
 
 
-def stream_rate(make: Callable[[argparse.Namespace], Iterator[int]], args: argparse.Namespace) -> float:
-    """Samples per second of a stream, after two batches of warming up."""
-    stream = make(args)
-    next(stream), next(stream)
-    count, began = 0, time.perf_counter()
-    while time.perf_counter() - began < args.seconds:
-        count += next(stream)
-    rate = count / (time.perf_counter() - began)
-    stream.close()  # type: ignore[attr-defined]
-    return rate
+def _captioned(work: Work, folder: Path) -> list[str]:
+    """The shards with the caption in a `txt` member besides, which is all that the peers read."""
+    folder.mkdir(parents=True)
+    extract = build_caption(CaptionSettings.model_validate({"type": "json", "path": work.caption}))
+    written = []
+    for number, shard in enumerate(work.shards):
+        path = folder / f"{number:05d}.tar"
+        with tarfile.open(shard) as source, tarfile.open(path, "w") as target:
+            for member in source:
+                file = source.extractfile(member)
+                data = b"" if file is None else file.read()
+                target.addfile(member, io.BytesIO(data))
+                if member.name.endswith(".json"):
+                    try:
+                        text = extract({"__key__": "", "__url__": "", "json": data}, None).encode()
+                    except Dropped:
+                        continue
+                    about = tarfile.TarInfo(member.name.removesuffix("json") + "txt")
+                    about.size = len(text)
+                    target.addfile(about, io.BytesIO(text))
+        written.append(str(path))
+    return written
+
+
+def show(works: Sequence[Work]) -> None:
+    """Print the table."""
+    print(f"{'work':<14}{'stream':<12}{'samples/s':>10}{'ratio':>7}{'first s':>9}{'CPU ms':>8}{'bytes':>9}{'MiB':>6}")
+    for work in works:
+        ours = work.results["clipstream"]
+        for name, one in work.results.items():
+            ratio = "" if name == "clipstream" else f"{ours['samples_per_s'] / one['samples_per_s']:.2f}"
+            print(
+                f"{work.name:<14}{name:<12}{one['samples_per_s']:>10,.0f}{ratio:>7}{one['first_batch_s']:>9.2f}"
+                f"{one['cpu_ms_per_sample']:>8.2f}{one['bytes_per_sample']:>9,.0f}{one['worker_dirty_mib']:>6.0f}",
+                flush=True,
+            )
+
+
+def write_csv(works: Sequence[Work], path: Path) -> None:
+    """A row a work and stream."""
+    with path.open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(("work", "size", "stream", *COLUMNS))
+        for work in works:
+            for name, one in work.results.items():
+                table.writerow((work.name, work.size, name, *(one[column] for column in COLUMNS)))
+
+
+def plot(works: Sequence[Work], path: Path) -> None:
+    """Bars of samples/s."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(works[0].results)
+    figure, axes = plt.subplots(figsize=(1.6 * len(works) + 3, 4))
+    for number, name in enumerate(names):
+        places = [place + (number - len(names) / 2) * 0.8 / len(names) for place in range(len(works))]
+        axes.bar(places, [work.results[name]["samples_per_s"] for work in works], 0.8 / len(names), label=name)
+    axes.set(yscale="log", ylabel="samples/s", xticks=range(len(works)), xticklabels=[work.name for work in works])
+    axes.grid(alpha=0.3, axis="y")
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path)
 
 
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shards")
+    parser.add_argument("shards", nargs="*", help="pictures are made where none are given")
+    parser.add_argument("--name", default="shards", help="of the work, for shards that are given")
     parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--caption-json", help="path into the JSON member; the txt member unless given")
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS), help="of pictures to make")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--caption", default="caption", help="path into the JSON member")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
-    measures: dict[str, Callable[[], float]] = {
-        "ours": lambda: stream_rate(ours, args),
-        "webdataset": lambda: stream_rate(webdataset, args),
-        "floor": lambda: floor_rate(args),
-    }
-    rates: dict[str, list[float]] = {name: [] for name in measures}
-    for _ in range(args.rounds):
-        for name, measure in measures.items():
-            rates[name].append(measure())
-    medians = {name: statistics.median(values) for name, values in rates.items()}
-    for name, median in medians.items():
-        spread = f"{min(rates[name]):.0f} to {max(rates[name]):.0f}"
-        print(f"{name:<11} {median:8.0f} samples/s  ({spread})  {median / medians['webdataset']:.2f} x webdataset")
+    with tempfile.TemporaryDirectory(prefix="bench-input-") as folder:
+        scratch = Path(folder)
+        if args.shards:
+            works = [Work(args.name, expand(args.shards), args.size, args.caption_json)]
+        else:
+            works = [Work(kind, make(kind, scratch / f"made-{kind}"), args.size) for kind in args.kinds]
+        for work in works:
+            run(work, args, scratch)
+            show([work])
+    if args.csv:
+        write_csv(works, args.csv)
+    if args.plot:
+        plot(works, args.plot)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from clipstream import __version__
 from clipstream.config import Settings, load
@@ -24,6 +24,9 @@ VERBS = {
     "train": "train a model, evaluate it, save it",
     "evaluate": "evaluate a checkpoint",
     "check": "look into a data set: what would be used and dropped",
+    "index": "note what each shard holds, for exact epochs",
+    "bench": "measure how fast shards are read here, by stage and number of workers",
+    "stage": "copy shards to this machine ahead of a run",
     "compare": "show runs side by side in one HTML file",
 }
 
@@ -38,6 +41,31 @@ def load_or_help(verb: str, argv: Sequence[str]) -> Settings | None:
         sys.stdout.write(help_text(Settings, verb))
         return None
     return load(argv)
+
+
+def own_flags(argv: Sequence[str], meanings: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """A verb's own flags with their values, and the rest of the command line.
+
+    Args:
+        meanings: flag -> what it is for.
+
+    Raises:
+        SettingsError: one of them has no value.
+    """
+    own: dict[str, str] = {}
+    rest: list[str] = []
+    tokens = list(argv)
+    while tokens:
+        flag, equals, value = tokens.pop(0).partition("=")
+        if flag not in meanings:
+            rest.append(flag + equals + value)
+            continue
+        if not equals:
+            value = tokens.pop(0) if tokens and not tokens[0].startswith("--") else ""
+        if not value:
+            raise SettingsError(f"{flag}: needs a value: {meanings[flag]}")
+        own[flag] = value
+    return own, rest
 
 
 def wants_help(argv: Sequence[str]) -> bool:

@@ -34,6 +34,7 @@ from clipstream.wording import joined, problem, worded
 from clipstream.world import World
 
 if TYPE_CHECKING:
+    from clipstream.data.epochs import EpochPlan
     from clipstream.data.opening import Opener
 
 LANES = 48
@@ -58,11 +59,17 @@ class Settings(Section):
 
     _places: Places = PrivateAttr(default_factory=Places)
     _told_by_data: bool = PrivateAttr(default=False)  # whether the data said how long an epoch is
+    _epochs: EpochPlan | None = PrivateAttr(default=None)
 
     @property
     def places(self) -> Places:
         """Where each setting was given."""
         return self._places
+
+    @property
+    def epochs(self) -> EpochPlan | None:
+        """The epochs of the mode `indexed`, once they are known (see `with_known_epoch`)."""
+        return self._epochs
 
     @property
     def total_steps(self) -> int:
@@ -127,18 +134,38 @@ def _bare_flags(tree: dict[str, object], flags: Layer) -> list[Path]:
 def with_known_epoch(settings: Settings) -> Settings:
     """The settings with the samples of an epoch, where an epoch is asked for and only the data say how long it is.
 
+    In the mode `indexed` the data always do: a whole number of batches, with what the tail adds or leaves out.
+
     Raises:
-        SettingsError: a source's shards cannot be listed.
+        SettingsError: a source's shards cannot be listed; or the mode is `indexed`, and nothing tells how many samples
+            they hold.
         DataError: a manifest cannot be read.
     """
+    if settings.data.sampling.mode == "indexed" and settings.data.sources:
+        return _with_exact_epoch(settings)
     asked = settings.train.epochs is not None or any(section.every_epochs for _, section in cadences(settings))
     if not asked or settings.train.epoch_samples is not None:
         return settings
     samples = [opener.samples for opener in openers(settings).values()]
     if not samples or None in samples:
         return settings
-    total = sum(count for count in samples if count is not None)
-    known = settings.model_copy(update={"train": settings.train.model_copy(update={"epoch_samples": total})})
+    return _with_epoch(settings, sum(count for count in samples if count is not None))
+
+
+def _with_exact_epoch(settings: Settings) -> Settings:
+    from clipstream.data.plan import epoch_plan
+
+    if settings.train.epoch_samples is not None:
+        text = "the mode 'indexed' knows how long an epoch is: leave it out"
+        raise SettingsError(problem(settings.places, ("train", "epoch_samples"), text))
+    epochs = epoch_plan(settings.data, list(openers(settings).values()))
+    known = _with_epoch(settings, epochs.steps * settings.data.global_batch_size)
+    known._epochs = epochs
+    return known
+
+
+def _with_epoch(settings: Settings, samples: int) -> Settings:
+    known = settings.model_copy(update={"train": settings.train.model_copy(update={"epoch_samples": samples})})
     known._told_by_data = True
     return known
 
@@ -166,7 +193,8 @@ def resolve(settings: Settings, world: World) -> Settings:
     To be called after `world.start()`, as the ranks agree on the name that rank 0 gives.
 
     Raises:
-        SettingsError: a source's shards cannot be listed, or there are fewer of them than ranks in `epoch` mode.
+        SettingsError: a source's shards cannot be listed, or there are fewer of them than ranks where whole shards are
+            dealt.
     """
     name = settings.run.name
     if name is None:
@@ -174,12 +202,11 @@ def resolve(settings: Settings, world: World) -> Settings:
     lanes = settings.data.lanes
     if lanes == "auto":
         lanes = _auto_lanes(settings, world)
-    elif settings.data.sampling.mode == "epoch":
+    elif settings.data.sampling.deals_shards:
         for key, count in _shard_counts(settings).items():
             if count < lanes:
-                text = (
-                    f"{lanes} lanes cannot be dealt the {count} shards of {key!r} in the mode 'epoch': set it to auto"
-                )
+                mode = settings.data.sampling.words
+                text = f"{lanes} lanes cannot be dealt the {count} shards of {key!r} in {mode}: set it to auto"
                 raise SettingsError(problem(settings.places, ("data", "lanes"), text))
     return settings.model_copy(
         update={
@@ -192,20 +219,20 @@ def resolve(settings: Settings, world: World) -> Settings:
 
 
 def _auto_lanes(settings: Settings, world: World) -> int:
-    """48·2^k, to have at least ranks x workers; fewer where the batch, or the shards in `epoch` mode, are fewer."""
+    """48·2^k, to have at least ranks x workers; fewer where the batch is smaller, or fewer shards are dealt."""
     data = settings.data
     lanes = LANES
-    while lanes < world.size * max(1, data.workers):
+    while lanes < world.size * max(1, data.most_workers):
         lanes *= 2
     lanes = min(lanes, *data.batch_sizes)
-    if data.sampling.mode != "epoch":
+    if not data.sampling.deals_shards:
         return lanes
     for name, shards in _shard_counts(settings).items():
         if shards < world.size:
             path: Path = ("data", "sources", name, "shards")
             text = (
-                f"{shards} shards cannot be dealt to {world.size} ranks in the mode 'epoch': "
-                "make more of them, or set --data.sampling.mode resampled"
+                f"{shards} shards cannot be dealt to {world.size} ranks in {data.sampling.words}: make more of them, "
+                "or set --data.sampling.mode resampled and --data.sampling.shards shared"
             )
             raise SettingsError(problem(settings.places, path, text))
         lanes = min(lanes, shards)
@@ -243,10 +270,10 @@ def _dated_name(settings: Settings) -> str:
 def dump(settings: Settings) -> str:
     """The settings as YAML that, given as `--config`, repeats the run.
 
-    `checkpoint.resume` is left out: it says how this process starts, not what the run is. So is the length of an epoch
-    where the data told it: other data will tell another. `${NAME}` references stay.
+    `checkpoint.resume` and `resume_approximate` are left out: they say how this process starts, not what the run is. So
+    is the length of an epoch where the data told it: other data will tell another. `${NAME}` references stay.
     """
-    tree = settings.model_dump(mode="json", exclude={"checkpoint": {"resume"}})
+    tree = settings.model_dump(mode="json", exclude={"checkpoint": {"resume", "resume_approximate"}})
     if settings._told_by_data:
         tree["train"]["epoch_samples"] = None
     return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)

@@ -12,10 +12,10 @@ from pathlib import Path as FilePath
 
 from clipstream.config import Settings, cadences
 from clipstream.data.settings import JsonCaption, SourceSettings
-from clipstream.data.shards import expand
+from clipstream.data.shards import expand, scheme_of
 from clipstream.errors import SettingsError
 from clipstream.evals.prompts import OF_OPEN_CLIP, class_names, class_spec, prompt_templates, template_spec
-from clipstream.evals.settings import EvalSettings, LabelledSettings, ZeroShotSettings, sources_of
+from clipstream.evals.settings import EvalSettings, LabelledSettings, ZeroShotSettings, eval_name, sources_of
 from clipstream.folder import holds_a_run
 from clipstream.schema import Path
 from clipstream.wording import joined, problem
@@ -37,6 +37,8 @@ def validate_run(settings: Settings, world: World) -> None:
         *_batch_problems(settings, world),
         *_model_problems(settings),
         *_data_problems(settings),
+        *_average_problems(settings),
+        *_checkpoint_problems(settings),
         *_folder_problems(settings, world),
     ]
     if found:
@@ -90,6 +92,10 @@ def _batch_problems(settings: Settings, world: World) -> Found:
     if isinstance(micro, int) and micro > largest:
         text = f"{micro} is more than the largest global batch, {largest}"
         found.append((("train", "micro_batch_size"), text))
+    timeout, stall = settings.run.timeout, data.stall_timeout
+    if world.size > 1 and timeout <= stall:
+        text = f"{timeout:g} s end the run before data.stall_timeout, {stall:g} s, can say what is wrong: raise it"
+        found.append((("run", "timeout"), text))
     return found
 
 
@@ -121,6 +127,9 @@ def _data_problems(settings: Settings) -> Found:
     if not settings.data.sources:
         text = "there is no data: give --train-data SHARDS, or --config configs/quickstart.yaml for a first look"
         found.append((("data", "sources"), text))
+    if settings.data.cache_gib is not None and settings.data.cache is None:
+        found.append((("data", "cache_gib"), "the limit of which folder? Give --data.cache FOLDER as well"))
+    found += _sampling_problems(settings)
     read: list[tuple[Path, SourceSettings]] = [
         (("data", "sources", name), source) for name, source in settings.data.sources.items()
     ]
@@ -144,6 +153,36 @@ def _data_problems(settings: Settings) -> Found:
     return found
 
 
+def _sampling_problems(settings: Settings) -> Found:
+    found: Found = []
+    sampling, path = settings.data.sampling, ("data", "sampling")
+    if not sampling.replacement and sampling.mode != "resampled":
+        text = f"only the mode 'resampled' draws with replacement, and the mode is {sampling.mode!r}: leave it out"
+        found.append(((*path, "replacement"), text))
+    if sampling.tail != "drop" and sampling.mode != "indexed":
+        text = f"the mode {sampling.mode!r} has no tail: leave it out, or set --data.sampling.mode indexed"
+        found.append(((*path, "tail"), text))
+    if settings.data.batch_schedule and sampling.mode == "indexed":
+        text = "the mode 'indexed' needs batches of one size: leave it out, or set --data.sampling.mode resampled"
+        found.append((("data", "batch_schedule"), text))
+    return found
+
+
+def _average_problems(settings: Settings) -> Found:
+    found: Found = []
+    train, evals = settings.train, settings.evals
+    if train.ema_warmup and train.ema is None:
+        found.append((("train", "ema_warmup"), "up to which decay? Give --train.ema as well, as 0.9999"))
+    for name in (name for name, section in evals.items() if "averaged" in section.kinds):
+        if train.ema is None:
+            text = "there are no averaged weights: give --train.ema as well, as 0.9999"
+            found.append((("evals", name, "weights"), text))
+        if (called := eval_name(name, "averaged")) in evals:
+            text = f"the evaluations of {name} with averaged weights are called so: take another name"
+            found.append((("evals", called), text))
+    return found
+
+
 def _prompt_problems(name: str, evaluator: LabelledSettings) -> Found:
     found: Found = []
 
@@ -163,11 +202,32 @@ def _prompt_problems(name: str, evaluator: LabelledSettings) -> Found:
     return found
 
 
+def _checkpoint_problems(settings: Settings) -> Found:
+    from clipstream.training.place import Place
+
+    found: Found = []
+    section, evals = settings.checkpoint, ", ".join(settings.evals) or "none"
+    evaluator = (section.keep_best or "").partition("/")[0]
+    if section.keep_best is not None and evaluator not in settings.evals:
+        text = f"there is no evaluator {evaluator!r} (there is {evals}): name one of them, as NAME/METRIC"
+        found.append((("checkpoint", "keep_best"), text))
+    for key in ("remote_sync", "resume"):
+        url = getattr(section, key)
+        if url is None or (key == "resume" and scheme_of(url) is None):
+            continue
+        try:
+            Place(url, "")
+        except SettingsError as error:
+            found.append((("checkpoint", key), str(error).removeprefix(": ")))
+    return found
+
+
 def _folder_problems(settings: Settings, world: World) -> Found:
     resume, name = settings.checkpoint.resume, settings.run.name
     # Rank 0 finds the checkpoint for all: others may have a disk of their own.
-    if resume not in (None, "latest", "auto") and world.is_main and not FilePath(str(resume)).exists():
-        text = f"there is no {resume}: give a checkpoint's folder, latest (with --name) or auto"
+    named = resume if resume not in (None, "latest", "auto") else None
+    if named is not None and scheme_of(named) is None and world.is_main and not FilePath(named).exists():
+        text = f"there is no {named}: give a checkpoint's folder, latest (with --name) or auto"
         return [(("checkpoint", "resume"), text)]
     if name is None:
         if resume in ("latest", "auto"):

@@ -6,6 +6,8 @@ that sit in a collective and would wait there until the time limit. It never rai
 A rank that died without a word (SIGKILL, out of memory) is noticed by the others' broken connections; which one it
 was is told by the beats that every rank's thread leaves in the store. Under nccl, where a peer's death breaks no
 connection, the launcher (torchrun, srun --kill-on-bad-exit) has to end the others.
+
+A rank that waits too long for the others (`run.timeout`) ends all; one that is stuck then prints where.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ INTERRUPTED = 130  # exit code of Ctrl-C, as shells have it
 
 _CAUSE, _NOTED, _DONE = "clipstream/cause", "clipstream/noted", "clipstream/done"
 
-Cause = dict[str, Any]  # rank, code, message, dead (ranks that ended without a word)
+Cause = dict[str, Any]  # rank, code, message, dead (ranks that ended without a word), stuck (whether one may be)
 
 
 class FailureWatch:
@@ -86,7 +88,9 @@ class FailureWatch:
         self._ending.set()
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, for ranks slower than the first to end
-        mine = Cause(rank=self.world.rank, code=_code(error), message=_message(error), dead=[])
+        mine = Cause(
+            rank=self.world.rank, code=_code(error), message=_message(error), dead=[], stuck=_is_timeout(error)
+        )
         if self.world.size == 1 or self._store is None:
             return self._print(mine, error)
         if isinstance(error, Stopped) and self._cause is None:
@@ -123,17 +127,24 @@ class FailureWatch:
                     self._cause = json.loads(self._store.get(_CAUSE))
                     break
             except RuntimeError:  # the store's host is gone
-                if self._ending.wait(GRACE) or self._stopped.is_set():
-                    return
+                if self._ending.wait(GRACE) or self._stopped.is_set() or _launcher_holds_store():
+                    return  # the launcher's end is a SIGTERM to its ranks (see `session`), which save first
                 self._cause = self._lost_store()
                 break
             self._stopped.wait(POLL)
         if self._cause is None or self._ending.wait(GRACE):
             return
+        if self._cause.get("stuck"):
+            self._say_where()
         self._run_cleanups()
         self._print(self._cause, None)
         self._note(self._cause)
         os._exit(int(self._cause["code"]))
+
+    def _say_where(self) -> None:
+        """Print what this rank's main thread is at."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        print(f"rank {self.world.rank} is at:", *traceback.format_stack(frame), sep="\n", file=sys.stderr, flush=True)
 
     def _force(self, code: int) -> None:
         time.sleep(PATIENCE + GRACE)
@@ -166,8 +177,8 @@ class FailureWatch:
     def _lost_store(self) -> Cause:
         """The host of the store is gone: rank 0, or the launcher's agent. Nobody can be told, nor waited for."""
         self._noted = True
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return Cause(rank=0, code=1, message="the launcher ended without a word" if agent else _died([0]), dead=[])
+        message = "the launcher ended without a word" if _launcher_holds_store() else _died([0])
+        return Cause(rank=0, code=1, message=message, dead=[])
 
     def _wait_for(self, key: str, count: int) -> None:
         limit = time.monotonic() + PATIENCE
@@ -228,6 +239,11 @@ def _code(error: BaseException) -> int:
 def _message(error: BaseException) -> str:
     if isinstance(error, ClipstreamError):
         return str(error)
+    if _is_timeout(error):
+        return (
+            "waited longer than --run.timeout for another rank, which is stuck or at work alone: it says where, above "
+            f"or in its own output ({_first_line(str(error))})"
+        )
     return "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
 
 
@@ -238,6 +254,15 @@ def _first_line(text: str) -> str:
 def _died(ranks: list[int]) -> str:
     names = ", ".join(f"rank {rank}" for rank in ranks)
     return f"{names} ended without a word: killed, or out of memory"
+
+
+def _launcher_holds_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _is_timeout(error: BaseException) -> bool:
+    """Whether a collective waited too long; torch has no type of its own for it."""
+    return isinstance(error, RuntimeError) and "Timed out waiting" in str(error)
 
 
 def _is_broken_connection(error: BaseException) -> bool:

@@ -9,7 +9,10 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 
 from clipstream.errors import SettingsError
 from clipstream.failure import FailureWatch
@@ -17,6 +20,7 @@ from clipstream.training.settings import RunSettings
 from clipstream.world import World
 
 PR_SET_PDEATHSIG = 1
+SILENT = 20.0  # s that rank 0 waits for the others without a word
 
 
 def run_ranks(run: RunSettings, body: Callable[[World, FailureWatch], None]) -> int:
@@ -33,7 +37,8 @@ def run_ranks(run: RunSettings, body: Callable[[World, FailureWatch], None]) -> 
     _end_with_launcher()
     watch = FailureWatch(world, debug=run.debug)
     try:
-        world.start()
+        with _told_waiting(world):
+            world.start(timedelta(seconds=run.timeout))
         watch.start()
         body(world, watch)
         watch.stop()
@@ -42,6 +47,24 @@ def run_ranks(run: RunSettings, body: Callable[[World, FailureWatch], None]) -> 
     finally:
         world.stop()
     return 0
+
+
+@contextmanager
+def _told_waiting(world: World) -> Iterator[None]:
+    """Say that the other ranks are waited for, where they take long."""
+
+    def say() -> None:
+        others = f"{world.size - 1} other rank{'s' * (world.size > 2)}"
+        print(f"rank 0 waits for {others} at {world.meeting_point}", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(SILENT, say)
+    timer.daemon = True
+    if world.is_main and world.size > 1:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _end_with_launcher() -> None:

@@ -182,7 +182,7 @@ SHORTS = (
         _resampled,
         True,
     ),
-    Short("--workers", ("data.workers",), "INT", "reading processes a rank"),
+    Short("--workers", ("data.workers",), "INT", "reading processes a rank, or auto"),
     Short("--model", ("model.name",), "NAME", "open_clip's name, a JSON config, hf-hub:ORG/NAME or local-dir:PATH"),
     Short("--pretrained", ("model.pretrained",), "TAG", "a tag, a weights file, hf-hub:ORG/NAME or local-dir:PATH"),
     Short("--cache-dir", ("model.cache_dir",), "FOLDER", "the Hub's cache"),
@@ -287,7 +287,15 @@ SHORTS = (
     Short("--device", ("run.device",), "NAME", "auto, cpu, cuda or cuda:N"),
     Short("--logs", ("run.logs",), "FOLDER", "folder of runs"),
     Short("--name", ("run.name",), "NAME", "name of the run's folder"),
-    Short("--resume", ("checkpoint.resume",), "WHAT", "a checkpoint's path, latest (must exist) or auto"),
+    Short("--remote-sync", ("checkpoint.remote_sync",), "URL", "where checkpoints are copied to: s3://…, gs://…"),
+    Short("--resume", ("checkpoint.resume",), "WHAT", "a checkpoint's path or address, latest (must exist) or auto"),
+    Short(
+        "--resume-approximate",
+        ("checkpoint.resume_approximate",),
+        "",
+        "go on although the data's order is another one",
+        switch=True,
+    ),
 )
 NEEDLESS = {  # open_clip's flags whose effect is always there
     "--local-loss": "the loss is exact on any number of ranks, and made of local logits",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from clipstream import durable
 from clipstream.cli import load_or_help, run_main
-from clipstream.config import Settings, dump, openers, resolve, with_known_epoch
+from clipstream.config import LANES, Settings, dump, openers, resolve, with_known_epoch
 from clipstream.contradictions import validate_run
 from clipstream.errors import SettingsError
 from clipstream.failure import FailureWatch
@@ -28,9 +28,12 @@ if TYPE_CHECKING:
     from clipstream.data.loader import Loader
     from clipstream.data.text import Tokenizer
     from clipstream.evals.protocol import EvalRunner
+    from clipstream.evals.settings import Weights
     from clipstream.model.towers import Towers
     from clipstream.report.outputs import Outputs
     from clipstream.training.loop import Trainer
+    from clipstream.training.mirror import Mirror
+    from clipstream.training.saving import Saver
     from clipstream.training.sharding import FullTowers, ShardedTowers
     from clipstream.training.step import TrainStep
     from clipstream.training.stopping import StopSignals
@@ -74,32 +77,30 @@ def train(settings: Settings, world: World, watch: FailureWatch) -> None:
 
 def _train(settings: Settings, world: World, watch: FailureWatch, lanes: int | str) -> None:
     """In a folder that is ours."""
+    from clipstream import resuming
     from clipstream.training import checkpoint
-    from clipstream.training.precision import settle
     from clipstream.training.stopping import StopSignals
 
-    found = checkpoint.agree(settings.run_folder / "checkpoints", settings.checkpoint.resume, world)
+    mirror = resuming.mirror_of(settings, world)
+    found = resuming.find(settings, world, mirror)
     state = None if found is None else checkpoint.read_state(found)
-    if state is not None and lanes == "auto":  # a resumed run keeps its lanes, also on other ranks and workers
-        settings = _with(settings, "data", lanes=state["data"]["lanes_total"])
-    if settings.train.precision == "auto":  # and its arithmetic, also on another machine
-        settings = _with(settings, "train", precision=settle((state or {}).get("precision", "auto"), world))
+    settings = resuming.carried_over(settings, state, world, own_lanes=lanes != "auto")
     towers, tokenizer = _model(settings, world)
+    if settings.data.workers == "auto":
+        settings = _with_crew(settings, world, towers, tokenizer)
     if world.is_main:
         _say_what(settings, world, towers, found)
     with StopSignals() as signals, _loader(settings, world, towers, tokenizer, state) as loader:
         watch.on_exit(loader.close)
-        trainer, outputs = _trainer(settings, world, towers, tokenizer, loader, signals, found)
+        trainer, outputs, saver = _trainer(settings, world, towers, tokenizer, loader, signals, found, mirror)
+        watch.on_exit(saver.close)
         if world.is_main:  # not before: a resume that fails leaves the run's settings as they were
             _write_config(settings)
         try:
-            trainer.run()
+            with saver:
+                trainer.run()
         finally:
             outputs.close()
-
-
-def _with(settings: Settings, section: str, **values: Any) -> Settings:
-    return settings.model_copy(update={section: getattr(settings, section).model_copy(update=values)})
 
 
 def _model(settings: Settings, world: World) -> tuple[Towers, Tokenizer]:
@@ -127,6 +128,16 @@ def _model(settings: Settings, world: World) -> tuple[Towers, Tokenizer]:
     return towers, tokenizer
 
 
+def _with_crew(settings: Settings, world: World, towers: Towers, tokenizer: Tokenizer) -> Settings:
+    """The settings with a number of workers."""
+    from clipstream.data.crew import settle
+
+    crew = settle(settings.data, world, tokenizer, towers.image)
+    if world.is_main:
+        print(f"workers  {crew.workers} a rank: {crew.why}")
+    return settings.model_copy(update={"data": settings.data.model_copy(update={"workers": crew.workers})})
+
+
 def _loader(
     settings: Settings, world: World, towers: Towers, tokenizer: Tokenizer, state: dict[str, Any] | None
 ) -> Loader:
@@ -139,8 +150,9 @@ def _loader(
         tokenizer=tokenizer,
         image=towers.image,
         start=None if state is None else state["data"],
+        approximate=settings.checkpoint.resume_approximate,
     )
-    orders = world.gather_objects(loader.plan.fingerprint)
+    orders = world.gather_objects(loader.plan.order)
     if other := [rank for rank, order in enumerate(orders) if order != orders[0]]:
         loader.close()
         raise SettingsError(f"data.sources: rank {other[0]} finds other shards than rank 0: is the folder shared?")
@@ -155,14 +167,15 @@ def _trainer(
     loader: Loader,
     signals: StopSignals,
     found: Path | None,
-) -> tuple[Trainer, Outputs]:
+    mirror: Mirror | None,
+) -> tuple[Trainer, Outputs, Saver]:
     """The trainer, at the checkpoint's position if there is one, and what is written for people."""
     from clipstream.data.text import readable
     from clipstream.report.outputs import Outputs
-    from clipstream.training import checkpoint
     from clipstream.training.batch_norm import synchronize_batch_norm
     from clipstream.training.loop import Trainer
     from clipstream.training.optim import build_optimizer, lr_at
+    from clipstream.training.recovery import Recovery
     from clipstream.training.sharding import parallelize
 
     train, total = settings.train, settings.total_steps
@@ -171,13 +184,13 @@ def _trainer(
     layout = parallelize(towers, world, parallel=train.parallel, precision=train.arithmetic)
     optimizer = build_optimizer(towers, settings.optim, batch_norm=towers.has_batch_norm)
     step = _step(settings, world, towers, optimizer)
-    state = None if found is None else checkpoint.load(found, towers=towers, optimizer=optimizer, world=world)
-    step.load_state(state or {})
+    state = None if found is None else _load(found, step)
     log, done = settings.log, None if state is None else int(state["step"])
     subject = {"run": settings.run.name, "model": settings.model.label}
     outputs = Outputs(settings.run_folder, log, world, total=total, done=done, subject=subject)
-    evaluate = _evaluate(settings, world, layout, tokenizer, outputs)
-    evaluate.rehearse()
+    evaluate = _evaluate(settings, world, layout, step, tokenizer, outputs)
+    saver = _saver(settings, world, towers, step, mirror)
+    saver.expect(evaluate.rehearse())
     outputs.begin()
     trainer = Trainer(
         step,
@@ -187,20 +200,27 @@ def _trainer(
         total_steps=total,
         log_every=settings.log.every,
         sinks=[outputs],
-        evaluate=evaluate,
-        save=partial(_save, settings, world, layout, step),
-        save_every=settings.checkpoint.every,
+        evaluate=lambda done, last: saver.hear(evaluate(done, last)),
+        saves=saver,
         signals=signals,
+        recovery=Recovery(
+            train, partial(_restore, saver, step, found), None if state is None else state.get("recovery")
+        ),
         state=state,
         epoch_samples=train.epoch_samples,
         show=partial(outputs.show_batch, decode=partial(readable, tokenizer)),
         show_every=log.pictures_every,
     )
-    return trainer, outputs
+    return trainer, outputs, saver
 
 
 def _evaluate(
-    settings: Settings, world: World, layout: FullTowers | ShardedTowers, tokenizer: Tokenizer, outputs: Outputs
+    settings: Settings,
+    world: World,
+    layout: FullTowers | ShardedTowers,
+    step: TrainStep,
+    tokenizer: Tokenizer,
+    outputs: Outputs,
 ) -> EvalRunner:
     """The evaluators, at work on the towers that train."""
     from clipstream.evals.protocol import EvalContext, EvalRunner
@@ -215,26 +235,24 @@ def _evaluate(
         loss=build_loss(settings.loss, layout.full.loss_type),
         examples=settings.log.pictures,
     )
-    return EvalRunner(
-        settings.evals,
-        context,
-        outputs.write,
-        outputs.show,
-        weights=partial(layout.full_weights, world.device),
-        trace=outputs.trace,
-    )
+    weights: dict[Weights, Any] = {"trained": partial(layout.full_weights, world.device)}
+    if step.averages is not None:
+        weights["averaged"] = partial(layout.full_weights, world.device, instead=step.averages.tensors)
+    return EvalRunner(settings.evals, context, outputs.write, outputs.show, weights, outputs.trace)
 
 
 def _step(settings: Settings, world: World, towers: Towers, optimizer: Any) -> TrainStep:
     from clipstream.model.losses import build_loss
+    from clipstream.training.averaging import Averages
     from clipstream.training.step import TrainStep
 
-    if settings.train.micro_batch_size == "auto" and not world.device.startswith("cuda"):
+    train = settings.train
+    if train.micro_batch_size == "auto" and not world.device.startswith("cuda"):
         raise SettingsError(
             "train.micro_batch_size: auto finds out when a GPU's memory is full; on the CPU the system ends the run "
             "instead: give a number"
         )
-    if settings.train.compile:
+    if train.compile:
         towers.compile()
     loss = build_loss(settings.loss, towers.loss_type)
     return TrainStep(
@@ -242,29 +260,54 @@ def _step(settings: Settings, world: World, towers: Towers, optimizer: Any) -> T
         loss,
         optimizer,
         world,
-        precision=settings.train.arithmetic,
-        micro_batch_size=settings.train.micro_batch_size,
+        precision=train.arithmetic,
+        micro_batch_size=train.micro_batch_size,
         clip_norm=settings.optim.grad_clip_norm,
         max_logit_scale=loss.max_logit_scale,
+        averages=None if train.ema is None else Averages(towers, train.ema, warmup=train.ema_warmup),
     )
 
 
-def _save(
-    settings: Settings, world: World, layout: FullTowers | ShardedTowers, step: TrainStep, done: int, position: Any
-) -> Path | None:
-    """Write a checkpoint, of whole weights however they are laid out."""
-    from clipstream.training import checkpoint
+def _saver(settings: Settings, world: World, towers: Towers, step: TrainStep, mirror: Mirror | None) -> Saver:
+    from clipstream.model.pretrained import AVERAGED_FILE
+    from clipstream.training.saving import Saver
 
-    with layout.full_weights("cpu", everywhere=False) as towers:
-        return checkpoint.save(
-            settings.run_folder / "checkpoints",
-            done,
-            towers=towers,
-            optimizer=step.optimizer,
-            state={**position, **step.state()},
-            world=world,
-            keep_last=settings.checkpoint.keep_last,
-        )
+    averages = step.averages
+    return Saver(
+        settings.run_folder / "checkpoints",
+        world,
+        settings.checkpoint,
+        towers=towers,
+        optimizer=step.optimizer,
+        state=step.state,
+        tensors=None if averages is None else {AVERAGED_FILE: lambda: averages.among(towers.clip.state_dict())},
+        mirror=mirror,
+    )
+
+
+def _load(found: Path, step: TrainStep) -> dict[str, Any]:
+    """Put back what a step changes, from a checkpoint; its state."""
+    from clipstream.model.pretrained import AVERAGED_FILE
+    from clipstream.training import checkpoint
+    from clipstream.training.sharding import reshard
+
+    reshard(step.towers)
+    state = checkpoint.load(found, towers=step.towers, optimizer=step.optimizer, world=step.world)
+    step.load_state(state)
+    if step.averages is not None:
+        step.averages.load(found / AVERAGED_FILE, state.get("averages"))
+    return state
+
+
+def _restore(saver: Saver, step: TrainStep, found: Path | None, good: Sequence[int]) -> int | None:
+    """Put back what a step changes, from the newest good checkpoint that is whole; its step.
+
+    Args:
+        found: the one that the run was resumed from, which may lie elsewhere.
+        good: steps of good checkpoints.
+    """
+    chosen = saver.whole(sorted(good, reverse=True), instead=found)
+    return None if chosen is None else int(_load(chosen, step)["step"])
 
 
 def _write_config(settings: Settings) -> None:
@@ -276,11 +319,15 @@ def _say_what(settings: Settings, world: World, towers: Towers, found: Path | No
     data = settings.data
     for name, opener in openers(settings).items():
         print(f"source   {name}: {opener.summary()}, weight {data.sources[name].weight:g}")
+        if data.sampling.deals_shards and data.lanes == len(opener.names) < LANES:
+            print(f"lanes    {data.lanes}, as {name} has no more shards: in {data.sampling.words} each lane needs one")
+    if settings.epochs is not None:
+        print(f"epoch    {settings.epochs.summary()}")
     trained = sum(parameter.numel() for parameter in towers.parameters() if parameter.requires_grad)
     count = f"{towers.n_parameters:,} parameters"
     count += "" if trained == towers.n_parameters else f", {trained:,} of them trained"
     print(f"model    {settings.model.name}, {count}, {towers.loss_type} loss")
-    count_of_workers = min(data.workers, -(-int(data.lanes) // world.size))
+    count_of_workers = min(data.most_workers, -(-int(data.lanes) // world.size))
     workers = f"{count_of_workers} worker{'s' * (count_of_workers != 1)}"
     sizes = "".join(f", {size} from step {step}" for step, size in data.batch_schedule)
     print(
@@ -290,7 +337,7 @@ def _say_what(settings: Settings, world: World, towers: Towers, found: Path | No
     )
     for name, section in settings.evals.items():
         when = f"every {section.every} steps" if section.every else "at the end"
-        print(f"evals    {name}: {section.type}, {when}")
+        print(f"evals    {name}: {section.type}, {when}, {' and '.join(section.kinds)} weights")
     print(f"steps    {settings.total_steps}" + ("" if found is None else f", going on from {found}"))
     print(f"folder   {settings.run_folder}", flush=True)
 

@@ -13,10 +13,16 @@ from typing import Any
 
 import pytest
 
+from clipstream.data.keeping import GIB
+from clipstream.data.opening import Opener
+from clipstream.data.remote import ShardStore
+from clipstream.data.settings import SourceSettings
+from clipstream.data.sources import evaluation_loader
 from clipstream.errors import DataError
-from tests.pictures import make_shards
+from clipstream.world import World
+from tests.pictures import ByteTokenizer, make_shards
 from tests.ranks import command_runs
-from tests.test_loader import data, digest, digests, loader
+from tests.test_loader import IMAGE, data, digest, digests, loader
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +78,7 @@ def test_remote_shards_are_fetched_before_they_are_needed(
     kept = [0, 2, 4, 5]  # whose samples last for some batches
     expected = digests(data([shards[i] for i in kept], **changes), 1, 60)
     with loader(data([urls[i] for i in kept], **changes)) as stream:
-        folder = stream.plan.on_close.__self__.folder  # type: ignore[attr-defined]
+        folder = stream.plan.on_close.__self__.store.folder  # type: ignore[attr-defined]
         found = [digest([next(stream)])]
         end = time.monotonic() + 30
         while len(asked) < 2:
@@ -83,14 +89,17 @@ def test_remote_shards_are_fetched_before_they_are_needed(
     assert found == expected
 
 
-def test_a_command_that_fetches_ahead_ends_with_its_worker(shards: list[str], tmp_path: Path) -> None:
+@pytest.mark.usefixtures("commands")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_command_that_fetches_ahead_ends_with_who_wants_it(shards: list[str], tmp_path: Path, workers: int) -> None:
     seconds = f"3600.{os.getpid()}"
     slow = f"pipe:cat {shards[0]}; test -e {tmp_path}/first && sleep {seconds}; touch {tmp_path}/first"
     changes: dict[str, Any] = {
         "lanes": 1,
         "global_batch_size": 2,
         "shuffle": {"window": 100, "shards": 1},
-        "workers": 1,
+        "workers": workers,
+        "cache": str(tmp_path / "cache"),
     }
     with loader(data([slow, f"{slow}; true"], sampling={"mode": "epoch"}, **changes)) as stream:
         next(stream)
@@ -100,5 +109,59 @@ def test_a_command_that_fetches_ahead_ends_with_its_worker(shards: list[str], tm
             time.sleep(0.05)
     end = time.monotonic() + 10
     while command_runs(seconds):
-        assert time.monotonic() < end, "the command outlives its worker"
+        assert time.monotonic() < end, "the command outlives who wants it"
         time.sleep(0.05)
+    assert not list(tmp_path.glob("cache/*.failed")), "another run that waits for the shard must not take it for broken"
+    assert all("_run" not in repr(thread) for thread in threading.enumerate())
+
+
+def test_what_gave_no_sample_is_not_kept(shards: list[str], tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_text("<html>503, come back later</html>" * 100)
+    settings = data(f"pipe:cat {source}", cache=str(tmp_path / "cache"))
+    with pytest.raises(DataError, match="not_a_tar"), loader(settings) as stream:
+        next(stream)
+    source.write_bytes(Path(shards[0]).read_bytes())
+    with loader(settings) as stream:
+        assert len(next(stream)) == 12
+
+
+def test_a_shard_that_cannot_be_opened_is_not_held(tmp_path: Path, shards: list[str]) -> None:
+    store = ShardStore(None)
+    opener = Opener(SourceSettings(shards=f"pipe:cat {shards[0]}"), store)
+    (name,) = opener.names
+    assert opener.bring(name)
+    local = store.local(name)
+    store.release(name)
+    local.unlink()
+    with pytest.raises(FileNotFoundError):
+        opener.open(name)
+    opener.release(name)
+    opener.open(name).close()  # fetched anew, as nobody holds it
+    store.close()
+
+
+def test_evaluations_keep_to_the_limit_of_the_cache(served: tuple[list[str], list[str]], tmp_path: Path) -> None:
+    limit = 120_000
+    with evaluation_loader(
+        SourceSettings(shards=served[0]),
+        batch_size=8,
+        world=World(),
+        tokenizer=ByteTokenizer(),
+        image=IMAGE,
+        cache=str(tmp_path),
+        cache_gib=limit / GIB,
+    ) as stream:
+        assert sum(len(batch) for batch in stream) == 66
+    kept = [path.stat().st_size for path in tmp_path.glob("*.tar")]
+    assert kept and sum(kept) <= limit, "all of them take more"
+
+
+def test_shards_that_need_no_fetching_need_no_room(
+    shards: list[str], served: tuple[list[str], list[str]], tmp_path: Path
+) -> None:
+    largest = max(Path(shard).stat().st_size for shard in shards)
+    sources = {"near": {"shards": shards}, "far": {"shards": served[0][:2]}}
+    settings = data(None, sources=sources, cache=str(tmp_path), cache_gib=2 * largest / GIB)
+    with loader(settings) as stream:
+        assert len(next(stream)) == 12

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from functools import lru_cache
 from pathlib import Path
@@ -28,8 +29,6 @@ from tests.evaluating import CONFIG
 from tests.hubserver import serve
 from tests.pictures import ByteTokenizer
 from tests.ranks import run_ranks
-
-import os
 
 COUNT = int(os.environ.get("COUNT", 300))
 CAPTIONS = ("{i:03d} {c}", "{c:.4} {i:03d}", "no {i:03d} {c}", "{i:03d}: a {c}")

@@ -151,10 +151,15 @@ def test_another_length_displaces_the_old_one(tmp_path: Path) -> None:
 
 
 def test_epoch_mode_deals_shards_to_lanes(tmp_path: Path) -> None:
-    argv = ["--train-data", "{0..3}.tar", "--steps=1", "--dataset-resampled=false", "--data.lanes"]
-    assert resolve(load([*argv, "4"]), World()).data.lanes == 4
-    with pytest.raises(SettingsError, match=r"5 lanes cannot be dealt .* 4 shards of 'train'"):
-        resolve(load([*argv, "5"]), World())
+    argv = ["--train-data", "{0..3}.tar", "--steps=1"]
+    epoch = [*argv, "--dataset-resampled=false", "--data.lanes"]
+    assert resolve(load([*epoch, "4"]), World()).data.lanes == 4
+    with pytest.raises(SettingsError, match=r"5 lanes cannot be dealt .* 4 shards of 'train' in the mode 'epoch': set"):
+        resolve(load([*epoch, "5"]), World())
+    with pytest.raises(
+        SettingsError, match=r"4 shards of 'train' in the mode 'resampled' with shards: split: set it to"
+    ):
+        resolve(load([*argv, "--data.sampling.shards=split", "--data.lanes=5"]), World())
 
 
 def test_own_parts_bring_their_settings(tmp_path: Path) -> None:
@@ -175,7 +180,7 @@ def test_every_error_at_once_with_its_place(tmp_path: Path) -> None:
     )
     found = problems(["--config", file, "--precision", "fp46", "--bathsize", "3", "--lr", "--data.shufle.window", "3"])
     wanted = [
-        f"{file}:3: data.sampling.mode: 'epochs' is not one of resampled, epoch; did you mean 'epoch'?",
+        f"{file}:3: data.sampling.mode: 'epochs' is not one of resampled, epoch, indexed; did you mean 'epoch'?",
         f"{file}:4: data.workerz: there is no such key; did you mean 'workers'?",
         f"{file}:5: data.lanes: expected 'auto' or at least 1, not 0",
         f"{file}:7: data.sources.a.shards: missing: this key has no default",
@@ -302,6 +307,8 @@ def test_an_existing_run_is_not_written_over(tmp_path: Path) -> None:
         (1, ["--batch-size=64", "--data.batch-schedule=[[3, 20], [9, 80]]"], 20),
         (1, ["--data.lanes=7"], 7),
         (2, ["--dataset-resampled=false"], 5),
+        (2, ["--data.sampling.shards=split"], 5),
+        (2, ["--data.sampling.shards=split", "--data.sampling.mode=indexed"], 48),
     ],
 )
 def test_lanes(tmp_path: Path, ranks: int, argv: list[str], lanes: int) -> None:

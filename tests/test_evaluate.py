@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,18 +13,21 @@ from typing import Any
 import pytest
 import torch
 
+from clipstream.cli import own_flags
 from clipstream.config import Settings, dump
 from clipstream.errors import SettingsError
 from clipstream.evals.retrieval import Retrieval
 from clipstream.evals.settings import RetrievalSettings
 from clipstream.evaluate import main
 from clipstream.report.progress import table
-from clipstream.tools.evaluate import locate, split_own
-from clipstream.training.checkpoint import save
+from clipstream.tools.evaluate import OWN_FLAGS, locate
+from clipstream.training.saving import Saver
+from clipstream.training.settings import CheckpointSettings
 from clipstream.world import World
 from tests.evaluating import context_of, tiny_towers
 from tests.pictures import ByteTokenizer, make_shards
 from tests.ranks import TIMEOUT
+from tests.savers import damage
 
 OWN = Path(__file__).parent.parent
 BYTES = {"type": "tests.test_evaluate:Bytes"}
@@ -54,7 +58,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     towers = tiny_towers()
     optimizer = torch.optim.AdamW(towers.parameters())
-    save(folder / "checkpoints", 7, towers=towers, optimizer=optimizer, state={}, world=World(), keep_last=1)
+    kept = CheckpointSettings(keep_best="val/loss")
+    saver = Saver(folder / "checkpoints", World(), kept, towers=towers, optimizer=optimizer)
+    saver.save(7, {})
+    saver.hear([{"step": 7, "eval": "val", "loss": 1.0}])
+    assert saver.finish()
     (folder / "config.yaml").write_text(dump(Settings.model_validate(settings)))
     return folder
 
@@ -100,8 +108,20 @@ def test_any_folder_that_open_clip_reads(tmp_path: Path, capsys: pytest.CaptureF
     assert (record["step"], record["n"], record["checkpoint"]) == (0, 5, "model")
 
 
-def test_a_run_stands_for_its_latest_checkpoint(run: Path) -> None:
-    assert locate(str(run)).step == 7
+def test_a_run_stands_for_its_latest_checkpoint_and_best_for_its_best(run: Path) -> None:
+    for path in (run, run / "checkpoints" / "best", run / "checkpoints" / "latest"):
+        assert (locate(str(path)).step, locate(str(path)).run) == (7, run)
+
+
+def test_damaged_weights_are_no_model_and_damaged_moments_do_not_matter(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    folder = copy / "checkpoints" / "step_00000007"
+    damage(folder / "optimizer.safetensors")
+    assert locate(str(copy)).step == 7
+    damage(folder / "open_clip_model.safetensors")
+    with pytest.raises(SettingsError, match="damaged: open_clip_model"):
+        locate(str(folder))
 
 
 def test_what_is_wrong_is_told(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +145,7 @@ def test_help_names_the_verbs_own_flags(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_own_flags_are_taken_out() -> None:
-    assert split_own(["--lr", "1", "--output=x", "--checkpoint", "run", "--a.b=c=d"]) == (
+    assert own_flags(["--lr", "1", "--output=x", "--checkpoint", "run", "--a.b=c=d"], OWN_FLAGS) == (
         {"--output": "x", "--checkpoint": "run"},
         ["--lr", "1", "--a.b=c=d"],
     )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +19,9 @@ import torch
 from clipstream.errors import DataError, DivergedError, SettingsError, Stopped
 from clipstream.failure import FailureWatch
 from clipstream.world import World
+from tests.pictures import make_shards
 from tests.ranks import TIMEOUT, end_ranks
+from tests.test_train import MODEL, flags, train_on
 
 MESSAGE = "source 'train': no caption\n  members seen: json, png"
 
@@ -116,6 +122,90 @@ def test_one_rank_prints_and_returns_the_code(capsys: pytest.CaptureFixture[str]
     finally:
         signal.signal(signal.SIGTERM, before)
     assert capsys.readouterr().err == "error: no such shard\n"
+
+
+def stuck(world: World) -> int:
+    """A run whose rank 1 does not come to the second collective."""
+    world.start(timedelta(seconds=2))
+    watch = FailureWatch(world)
+    watch.start()
+    try:
+        world.barrier()
+        if world.rank == 1:
+            while True:
+                time.sleep(0.1)
+        world.all_reduce_sum(torch.ones(1))
+    except BaseException as error:
+        return watch.report(error)
+    return 0
+
+
+def test_a_rank_that_is_waited_for_too_long_says_where_it_is() -> None:
+    ends = end_ranks(2, stuck)
+    assert [end.code for end in ends] == [1, 1]
+    assert "rank 1 is at:" in ends[1].stderr and "in stuck" in ends[1].stderr and "time.sleep(0.1)" in ends[1].stderr
+    assert "rank 0 is at:" not in ends[0].stderr
+    for end in ends:
+        assert end.stderr.splitlines()[-1].startswith(
+            "error: rank 0: waited longer than --run.timeout for another rank"
+        )
+
+
+class Faulty:
+    """An evaluator that fails on the last rank, while the others wait for it."""
+
+    def __init__(self, settings: Any) -> None:
+        """No settings of its own."""
+
+    def __call__(self, context: Any) -> Iterator[tuple[str, float]]:
+        """As an evaluator."""
+        if context.world.rank == context.world.size - 1:
+            raise ZeroDivisionError("of my own making")
+        context.world.barrier()
+        yield "nothing", 0.0
+
+
+def deadly(sample: dict[str, Any]) -> dict[str, Any]:
+    """A transform that kills its data worker on rank 1."""
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sample
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with shards and a small model's configuration."""
+    folder: Path = tmp_path_factory.mktemp("failure")
+    make_shards(folder / "pairs", [21, 17, 19, 5])
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("ranks", "where", "more", "code", "failing", "told"),
+    [
+        (2, "evaluation", ["--evals.mine", "{type: 'tests.test_failure:Faulty', every: 1}"], 1, 1, "of my own making"),
+        (3, "evaluation", ["--evals.mine", "{type: 'tests.test_failure:Faulty', every: 1}"], 1, 2, "of my own making"),
+        (2, "saving", ["--resume", "auto"], 1, 0, "checkpoints"),
+        (3, "saving", ["--resume", "auto"], 1, 0, "checkpoints"),
+        (2, "worker", ["--data.sources.train.transform", "tests.test_failure:deadly"], 3, 1, "killed by SIGKILL"),
+        (3, "worker", ["--data.sources.train.transform", "tests.test_failure:deadly"], 3, 1, "killed by SIGKILL"),
+    ],
+)
+def test_an_error_in_a_run_ends_all_ranks_with_it_and_not_with_what_comes_of_it(
+    place: Path, ranks: int, where: str, more: list[str], code: int, failing: int, told: str
+) -> None:
+    name = f"{where}-{ranks}"
+    if where == "saving":
+        (place / "runs" / name).mkdir(parents=True)
+        (place / "runs" / name / "checkpoints").touch()  # a file, where a folder has to be
+    ends = end_ranks(ranks, train_on, flags(place, name, *more))
+    assert [end.code for end in ends] == [code] * ranks
+    for rank, end in enumerate(ends):
+        last = next(line for line in end.stderr.splitlines() if line.startswith("error: "))
+        assert last.startswith(f"error: rank {failing}: ") and told in last, (rank, end.stderr)
+        assert "Timed out" not in end.stderr
+        assert rank == failing or "Connection" not in end.stderr, end.stderr
 
 
 @pytest.mark.slow

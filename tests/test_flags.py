@@ -184,6 +184,7 @@ def test_wrong_values_of_those_are_told() -> None:
     for flag, said in (
         ("--lock-image-unlocked-groups=1", "nothing is locked: give --lock-image"),
         ("--data.augment.color-jitter-prob=0.5", "how strong"),
+        ("--data.cache-gib=9", "which folder"),
         ("--data.augment.color-jitter=[0.1,0.1,0.1,0.1]", "how often"),
     ):
         with pytest.raises(SettingsError, match=said):

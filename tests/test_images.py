@@ -18,7 +18,8 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import functional as TF
 
 from clipstream.batch import ImageSpec
-from clipstream.data.images import EvalTransform, TrainTransform, crop_box
+from clipstream.data.crops import TrainTransform, crop_box
+from clipstream.data.images import EvalTransform
 from clipstream.data.jitter import ColourJitter, _turned
 from clipstream.data.order import Draws
 from clipstream.data.settings import AugmentSettings
@@ -213,7 +214,10 @@ def test_thin_strips_neither_fail_nor_fill_the_memory() -> None:
     with pytest.raises(Dropped, match="image_too_large: a strip of 1 x 9000"):
         EvalTransform(ImageSpec((224, 224)), "white")(data)
     assert EvalTransform(ImageSpec((16, 16), resize_mode="longest"), "white")(data).shape == (16, 16, 3)
-    assert TrainTransform(ImageSpec((16, 16)), AugmentSettings(), "white")(data, Draws(1)).shape == (16, 16, 3)
+    with pytest.raises(Dropped, match="image_too_thin: 1 x 9000 pixels"):
+        TrainTransform(ImageSpec((16, 16)), AugmentSettings(), "white")(data, Draws(1))
+    any_shape = TrainTransform(ImageSpec((16, 16)), AugmentSettings(max_aspect=9000), "white")
+    assert any_shape(data, Draws(1)).shape == (16, 16, 3)
 
 
 LEFT_BLACK = np.repeat(np.array([[0] * 32 + [255] * 32], np.uint8), 48, axis=0)  # 48 rows, black | white

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import hashlib
 import http.server
 import multiprocessing
+import os
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from clipstream.data import keeping, remote
+from clipstream.data.keeping import FRESH
 from clipstream.data.remote import ShardError, ShardStore
 from clipstream.errors import SettingsError
 from tests.ranks import TIMEOUT
@@ -26,10 +30,12 @@ FORK = multiprocessing.get_context("fork")
 
 
 class Versions(http.server.BaseHTTPRequestHandler):
-    """Serves bytes by path, with an ETag; counts what was asked for."""
+    """Serves bytes by path, with an ETag; counts what was asked for. The second half waits at the path's gate."""
 
-    def __init__(self, bodies: dict[str, bytes], asked: Counter[str], *args: object) -> None:
-        self.bodies, self.asked = bodies, asked
+    def __init__(
+        self, bodies: dict[str, bytes], asked: Counter[str], gates: dict[str, threading.Event], *args: object
+    ) -> None:
+        self.bodies, self.asked, self.gates = bodies, asked, gates
         super().__init__(*args)  # type: ignore[arg-type]
 
     def do_GET(self) -> None:
@@ -40,7 +46,10 @@ class Versions(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(body)
+            self.wfile.write(body[: SIZE // 2])
+            if self.path in self.gates:
+                self.gates[self.path].wait(TIMEOUT)
+            self.wfile.write(body[SIZE // 2 :])
 
     do_HEAD = do_GET
 
@@ -54,7 +63,8 @@ class Site:
     def __init__(self) -> None:
         self.bodies: dict[str, bytes] = {}
         self.asked: Counter[str] = Counter()
-        handler = functools.partial(Versions, self.bodies, self.asked)
+        self.gates: dict[str, threading.Event] = {}
+        handler = functools.partial(Versions, self.bodies, self.asked, self.gates)
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
@@ -63,8 +73,15 @@ class Site:
         self.bodies[f"/{name}"] = body
         return f"http://127.0.0.1:{self.server.server_port}/{name}"
 
+    def put_slowly(self, name: str, body: bytes) -> tuple[str, threading.Event]:
+        """As `put`; the second half comes when the event is set."""
+        gate = self.gates[f"/{name}"] = threading.Event()
+        return self.put(name, body), gate
+
     def close(self) -> None:
         """Stop."""
+        for gate in self.gates.values():
+            gate.set()
         self.server.shutdown()
         self.server.server_close()
 
@@ -112,18 +129,40 @@ def test_without_a_network_what_is_here_is_used(tmp_path: Path) -> None:
         read(tmp_path, other)
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "unsealed"])
+@pytest.mark.parametrize("damage", ["flip", "write", "cut", "unsealed"])
 def test_a_damaged_entry_is_fetched_again(site: Site, tmp_path: Path, damage: str) -> None:
     url = site.put("0.tar", body(0))
     read(tmp_path, url)
     (entry,) = entries(tmp_path)
+    stat = entry.stat()
     if damage == "unsealed":
         Path(f"{entry}.sum").unlink()
     else:
         flipped = bytes([body(0)[0] ^ 1]) + body(0)[1:]
-        entry.write_bytes(flipped if damage == "flip" else body(0)[:-1])
+        entry.write_bytes(body(0)[:-1] if damage == "cut" else flipped)
+        # A disk that fails changes no time.
+        os.utime(entry, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9 * (damage == "write")))
+    if damage == "flip":
+        passed_an_hour_ago(entry)
     assert read(tmp_path, url) == body(0)
     assert site.asked["GET /0.tar"] == 2
+
+
+def passed_an_hour_ago(entry: Path) -> None:
+    """Have an entry's last check lie back."""
+    then = time.time() - FRESH - 1
+    os.utime(f"{entry}.sum", (then, then))
+
+
+def test_an_entry_is_read_through_once_an_hour(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = site.put("0.tar", body(0))
+    read(tmp_path, url)
+    (entry,) = entries(tmp_path)
+    summed: list[Path] = []
+    monkeypatch.setattr(keeping, "crc_of", lambda path, crc_of=keeping.crc_of: summed.append(path) or crc_of(path))
+    assert [read(tmp_path, url) for _ in range(3)] == [body(0)] * 3 and not summed
+    passed_an_hour_ago(entry)
+    assert [read(tmp_path, url) for _ in range(3)] == [body(0)] * 3 and summed == [entry]
 
 
 def test_who_was_not_used_for_longest_goes_and_never_one_in_use(site: Site, tmp_path: Path) -> None:
@@ -151,6 +190,123 @@ def test_a_limit_that_is_too_small_is_told_at_the_first_shard(site: Site, tmp_pa
         store.local(url)
     assert not entries(tmp_path)
     ShardStore(str(tmp_path), limit=11 * SIZE, wanted=11).local(url)
+
+
+def test_one_large_shard_among_small_ones_has_its_room(site: Site, tmp_path: Path) -> None:
+    small, large = site.put("0.tar", body(0)), site.put("1.tar", body(1) * 5)
+    store = ShardStore(str(tmp_path), limit=10 * SIZE, wanted=8)
+    store.local(small)
+    assert store.local(large).stat().st_size == 5 * SIZE
+    store.close()
+
+
+def test_what_came_ahead_of_its_use_goes_before_what_is_in_use(site: Site, tmp_path: Path) -> None:
+    urls = [site.put(f"{n}.tar", body(n)) for n in range(4)]
+    early, store = (ShardStore(str(tmp_path), limit=2 * SIZE, wanted=2) for _ in range(2))
+    assert not early.bring(urls[0]) and not early.bring(urls[1])
+    for url in urls[2:]:
+        store.local(url)
+    assert {path.name.rsplit("-", 1)[1] for path in entries(tmp_path)} == {"2.tar", "3.tar"}
+    with pytest.raises(SettingsError):
+        early.bring(urls[0])
+    store.close()
+
+
+def test_who_reads_waits_for_the_room_of_what_comes_ahead(site: Site, tmp_path: Path) -> None:
+    (slow, gate), url = site.put_slowly("0.tar", body(0)), site.put("1.tar", body(1))
+    early, store = (ShardStore(str(tmp_path), limit=SIZE) for _ in range(2))
+    ahead = threading.Thread(target=early.bring, args=(slow,))
+    ahead.start()
+    wait_for(lambda: bool(list(tmp_path.glob("*.reserved"))))
+    threading.Timer(0.3, gate.set).start()
+    assert store.local(url).read_bytes() == body(1) and not ahead.is_alive()
+    store.close()
+
+
+def wait_for(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + TIMEOUT
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_killed_download_takes_no_room(site: Site, tmp_path: Path) -> None:
+    slow, _ = site.put_slowly("0.tar", body(0))
+    other = site.put("1.tar", body(1))
+    process = FORK.Process(target=ShardStore(str(tmp_path), limit=SIZE).local, args=(slow,))
+    process.start()
+    wait_for(lambda: any(path.stat().st_size for path in tmp_path.glob("*.part")))
+    process.kill()
+    process.join()
+    store = ShardStore(str(tmp_path), limit=SIZE)
+    store.local(other)
+    assert not list(tmp_path.glob("*.part")) and not list(tmp_path.glob("*.reserved"))
+    store.close()
+
+
+def test_files_of_ones_own_in_the_folder_stay(site: Site, tmp_path: Path) -> None:
+    own = [tmp_path / name for name in ("mine.tar", "mine.tar.abc.part", "mine.reserved", "mine.part")]
+    for path in own:
+        path.write_bytes(body(9) * 2)
+    store = ShardStore(str(tmp_path), limit=SIZE)
+    for number in range(2):
+        store.local(url := site.put(f"{number}.tar", body(number)))
+        store.release(url)
+    assert len(entries(tmp_path)) == 2 and all(path.stat().st_size == 2 * SIZE for path in own)
+
+
+def test_quick_commands_stay_within_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "GROWTH", 1000)
+    (tmp_path / "source").write_bytes(body(0))
+    store = ShardStore(str(tmp_path / "kept"), limit=2 * SIZE + 1000)
+    for number in range(5):
+        store.local(url := f"pipe:exec cat {tmp_path}/source # {number}")
+        store.release(url)
+    assert len(entries(tmp_path / "kept")) <= 2
+
+
+def test_room_is_not_held_by_what_a_process_forked(site: Site, tmp_path: Path) -> None:
+    urls = [site.put(f"{n}.tar", body(n)) for n in range(2)]
+    store = ShardStore(str(tmp_path), limit=SIZE)
+    store.local(urls[0])
+    forked = FORK.Process(target=time.sleep, args=(TIMEOUT,))
+    forked.start()
+    store.release(urls[0])
+    assert store.local(urls[1]).read_bytes() == body(1)
+    store.close()
+    forked.kill()
+    forked.join()
+
+
+def test_a_damaged_entry_makes_room_for_the_new_one(site: Site, tmp_path: Path) -> None:
+    url, gate = site.put_slowly("0.tar", body(0))
+    gate.set()
+    read(tmp_path, url)
+    (entry,) = entries(tmp_path)
+    entry.write_bytes(body(0)[:-1])
+    gate.clear()
+    fetch = threading.Thread(target=read, args=(tmp_path, url))
+    fetch.start()
+    wait_for(lambda: bool(list(tmp_path.glob("*.part"))))
+    assert not entry.exists()
+    gate.set()
+    fetch.join()
+    assert entry.read_bytes() == body(0)
+
+
+def test_without_locks_a_part_that_another_writes_is_left_alone(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "no locks here")
+
+    url = site.put("0.tar", body(0))
+    read(tmp_path, url)
+    (entry,) = entries(tmp_path)
+    entry.unlink()
+    (part := Path(f"{entry}.another.part")).touch()
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert read(tmp_path, url) == body(0) and part.exists()
 
 
 def use_many(folder: Path, urls: list[str], seed: int) -> None:

@@ -6,21 +6,22 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from clipstream.batch import Batch
-from clipstream.data.health import Loss
+from clipstream.data.health import Loss as Lost
 from clipstream.data.stages import StageTimes
-from clipstream.errors import DataError, Stopped
+from clipstream.errors import ClipstreamError, DataError, Stopped
 from clipstream.training.loop import Trainer
 from clipstream.training.optim import build_optimizer
-from clipstream.training.settings import OptimSettings
+from clipstream.training.passes import Loss
+from clipstream.training.recovery import Recovery
+from clipstream.training.settings import OptimSettings, TrainSettings
 from clipstream.training.step import TrainStep
 from clipstream.training.stopping import StopSignals
 from clipstream.world import World
@@ -41,9 +42,9 @@ class Health:
 
     def __init__(self) -> None:
         self.used, self.dropped = 0, {"no_caption": 1}
-        self.losses = [Loss("train", "a/00.tar", "k1", "no_caption", "no txt")]
+        self.losses = [Lost("train", "a/00.tar", "k1", "no_caption", "no txt")]
 
-    def take_losses(self) -> list[Loss]:
+    def take_losses(self) -> list[Lost]:
         """One, the first time."""
         taken, self.losses = self.losses, []
         return taken
@@ -92,22 +93,32 @@ class Lines(list[dict[str, Any]]):
 
 
 class Run:
-    """A trainer with its parts, and what came out of it."""
+    """A trainer with its parts, which makes its checkpoints, and what came out of it."""
+
+    has_room = True
 
     def __init__(
-        self, world: World, total: int, state: dict[str, Any] | None = None, save_every: int = 0, **batches: int
+        self,
+        world: World,
+        total: int,
+        state: dict[str, Any] | None = None,
+        save_every: int = 0,
+        loss: Loss = LOSSES["clip"],
+        **batches: int,
     ) -> None:
         self.model = TinyTowers()
         optimizer = build_optimizer(self.model, OptimSettings(lr=0.01), batch_norm=False)
         self.lines, self.saves, self.evaluations = Lines(), [], []
+        self.save_every, self.checks = save_every, 0
         if state:
             self.model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
+            optimizer.load_state_dict(deepcopy(state["optimizer"]))  # which would train on the save's own tensors
         position = {k: v for k, v in state.items() if k not in ("model", "optimizer")} if state else None
         self.signals = StopSignals()
         self.optimizer = optimizer
+        recovery = Recovery(TrainSettings(max_nonfinite=3), self.restore, position and position["recovery"])
         self.trainer = Trainer(
-            TrainStep(self.model, LOSSES["clip"], optimizer, world),
+            TrainStep(self.model, loss, optimizer, world),
             Batches(world, start=state["data"]["step"] if state else 0, **batches),
             lr=lambda step: 0.01 / (step + 1),
             world=world,
@@ -115,18 +126,38 @@ class Run:
             log_every=3,
             sinks=[self.lines],
             evaluate=lambda step, last: self.evaluations.append((step, last)),
-            save=self.save,
-            save_every=save_every,
+            saves=self,
             signals=self.signals,
+            recovery=recovery,
             state=position,
             epoch_samples=20,
         )
 
-    def save(self, step: int, state: dict[str, Any]) -> Path | None:
+    def due(self, step: int) -> bool:
+        """At multiples."""
+        return bool(self.save_every) and step % self.save_every == 0
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
         """Keep a copy of everything, as a checkpoint has it."""
         parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         self.saves.append({**json.loads(json.dumps(state)), **deepcopy(parts)})
-        return Path(f"step_{step}")
+
+    def check(self) -> None:
+        """Count how often it is asked."""
+        self.checks += 1
+
+    def finish(self) -> bool:
+        """Whether the disk has room."""
+        return self.has_room
+
+    def restore(self, good: Sequence[int]) -> int | None:
+        """Put back the newest of these saves."""
+        found = next((save for save in reversed(self.saves) if save["step"] in good), None)
+        if found is None:
+            return None
+        self.model.load_state_dict(found["model"])
+        self.optimizer.load_state_dict(deepcopy(found["optimizer"]))
+        return int(found["step"])
 
     def go(self) -> Run:
         """Train."""
@@ -152,7 +183,7 @@ def test_lines_saves_and_evaluations() -> None:
     health = [line for line in run.lines if "health" in line]
     assert [line["step"] for line in health] == [3, 10]
     assert health[-1]["health"] == {"train": {"used": 100, "dropped": {"no_caption": 1}}}
-    assert [save["step"] for save in run.saves] == [4, 8, 10]
+    assert [save["step"] for save in run.saves] == [4, 8, 10] and run.checks == 9
     assert run.evaluations == [(step, False) for step in range(1, 10)] + [(10, True)]
 
 
@@ -172,6 +203,17 @@ def test_a_resumed_run_writes_the_same_lines() -> None:
         assert torch.equal(a, b)
     done = Run(World(), 10, state=whole.saves[-1]).go()
     assert done.training_lines() == [] and done.saves == [] and done.evaluations == [(10, True)]
+
+
+def test_a_last_save_without_room_is_an_error() -> None:
+    run = Run(World(), 3)
+    run.has_room = False
+    with pytest.raises(ClipstreamError, match="the last checkpoint, of step 3, could not be written"):
+        run.go()
+    run = Run(World(), 9, kill_at=4)
+    run.has_room = False
+    with pytest.raises(Stopped, match="step 5, which could not be saved"):
+        run.go()
 
 
 def test_no_steps() -> None:
@@ -199,6 +241,13 @@ def test_a_signal_on_one_rank_stops_all_after_a_save(size: int) -> None:
     found = run_ranks(size, stopped)
     assert [saves for _, saves in found] == [[4]] * size
     assert "SIGUSR1" in found[-1][0] and all("step 4 is saved" in text for text, _ in found)
+
+
+def test_what_could_not_be_used_is_listed_by_a_run_that_is_stopped_before_its_first_line() -> None:
+    run = Run(World(), 10, kill_at=0)
+    with pytest.raises(Stopped):
+        run.go()
+    assert [line["quarantine"][0]["key"] for line in run.lines] == ["k1"]
 
 
 def summed(world: World) -> list[dict[str, Any]]:

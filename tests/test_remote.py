@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
-import hashlib
 import http.server
 import importlib
-import importlib.util
 import multiprocessing
 import os
 import pickle
@@ -17,13 +16,11 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar
 
-import fsspec
 import pytest
-from fsspec.implementations.local import LocalFileSystem
 
 from clipstream.data.remote import ShardError, ShardStore
+from clipstream.data.transfer import end_commands
 from clipstream.errors import SettingsError
 from tests.ranks import command_runs
 from tests.tars import tar_bytes
@@ -39,13 +36,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
     ranges: list[str | None]
 
     def do_GET(self) -> None:
-        self.asked[self.path] += 1
-        self.ranges.append(self.headers["Range"])
+        self.asked[self.path if self.command == "GET" else f"HEAD {self.path}"] += 1
+        if self.command == "GET":
+            self.ranges.append(self.headers["Range"])
         kind, tries = self.path.split("/")[1], self.asked[self.path]
         if kind == "404" or (kind == "flaky" and tries < 3):
             self.send_error(404 if kind == "404" else 503)
         elif kind == "login" and self.headers["Authorization"] != "Basic dTpwIHc=":
             self.send_error(401)
+        elif kind == "elsewhere":
+            self.send_response(302)
+            self.send_header("Location", "nowhere://there/0.tar?token=HIDDEN")
+            self.end_headers()
         elif kind == "cut":
             self.answer(BODY, sent=len(BODY) // 2)
         elif kind == "resume":
@@ -64,8 +66,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         elif kind == "slow404":
             time.sleep(1.5)
             self.send_error(404)
+        elif kind == "mute" and self.command == "HEAD":
+            time.sleep(1.5)
         else:
             self.answer(gzip.compress(BODY) if kind == "gz" else BODY)
+
+    do_HEAD = do_GET
 
     def answer(self, body: bytes, start: int = 0, sent: int | None = None, **headers: str) -> None:
         self.send_response(206 if start else 200)
@@ -75,7 +81,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body[start:sent])
+        if self.command == "GET":
+            self.wfile.write(body[start:sent])
         self.wfile.flush()
 
     def log_message(self, *_: object) -> None:
@@ -131,7 +138,7 @@ def test_http_gives_the_whole_file(tmp_path: Path, root: str, kind: str) -> None
 def test_http_failures(tmp_path: Path, root: str, kind: str, reason: str, tries: int) -> None:
     error = failure(make_store(tmp_path, retries=2), f"{root}/{kind}/0.tar?token=HIDDEN")
     assert error.reason == reason and "HIDDEN" not in str(error)
-    assert sum(Handler.asked.values()) == tries
+    assert Handler.asked[f"/{kind}/0.tar?token=HIDDEN"] == tries
 
 
 def test_a_stalled_body_ends(tmp_path: Path, root: str) -> None:
@@ -140,6 +147,25 @@ def test_a_stalled_body_ends(tmp_path: Path, root: str) -> None:
 
 def test_a_dead_server_is_unreachable(tmp_path: Path) -> None:
     assert failure(make_store(tmp_path, retries=1), "http://127.0.0.1:9/0.tar").reason == "unreachable"
+
+
+@pytest.mark.parametrize("path", ["a b/0.tar?token=HIDDEN", "elsewhere/0.tar"])
+def test_what_python_says_of_a_url_is_not_shown_with_its_secrets(tmp_path: Path, root: str, path: str) -> None:
+    error = failure(make_store(tmp_path, retries=0), f"{root}/{path}")
+    assert "HIDDEN" not in str(error) and "token=***" in str(error)
+
+
+def test_who_never_answers_is_asked_once_whether_a_kept_shard_is_the_newest(tmp_path: Path, root: str) -> None:
+    urls = [f"{root}/mute/{number}.tar" for number in range(3)]
+    for _ in range(2):
+        Handler.asked = Counter()
+        store = make_store(tmp_path, timeout=0.3)
+        assert [store.local(url).read_bytes() == BODY for url in urls] == [True] * 3
+    assert Handler.asked == {"HEAD /mute/0.tar": 1}
+
+
+def test_what_is_no_url_is_no_crash(tmp_path: Path) -> None:
+    assert failure(make_store(tmp_path), "http://[somewhere/0.tar").reason == "unreachable"
 
 
 def test_a_login_in_the_url_is_sent_and_not_shown(tmp_path: Path, root: str) -> None:
@@ -224,6 +250,19 @@ def test_a_silent_pipe_is_killed_with_its_children(tmp_path: Path) -> None:
     pytest.fail("a process of the pipe is still running")
 
 
+def test_a_forked_process_leaves_the_commands_of_its_parent_alone(tmp_path: Path) -> None:
+    source, seconds = tmp_path / "a.tar", f"2.{os.getpid()}"
+    source.write_bytes(BODY)
+    with ThreadPoolExecutor(1) as pool:
+        path = pool.submit(make_store(tmp_path / "cache").local, f"pipe:sleep {seconds}; cat {source}")
+        while not command_runs(seconds):
+            assert not path.done()
+        forked = FORK.Process(target=end_commands)
+        forked.start()
+        forked.join()
+        assert path.result().read_bytes() == BODY
+
+
 def test_local_files(tmp_path: Path) -> None:
     plain, packed = tmp_path / "a.tar", tmp_path / "a.tar.gz"
     plain.write_bytes(BODY)
@@ -292,67 +331,6 @@ def test_schemes_registered_in_webdataset(tmp_path: Path) -> None:
     assert error.reason == "unknown_scheme" and "pipe:" in error.detail
 
 
-class Bucket(LocalFileSystem):
-    """Object storage in a folder: `bucket:///PATH`. A name with `cut` breaks after some bytes, as often as it says."""
-
-    protocol = "bucket"
-    cachable = False
-    opened: ClassVar[list[tuple[str, int]]] = []
-    ends: ClassVar[dict[str, int]] = {}
-
-    def ukey(self, path: str) -> str:
-        """A version, from the content."""
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-
-    def open(self, path: str, mode: str = "rb", **more: Any) -> Any:
-        """A file that may break."""
-        file = super().open(path, mode, **more)
-        left, read = self.ends.get(path, 0), file.read
-        self.ends[path] = left - 1
-
-        def broken(size: int = -1) -> bytes:
-            self.opened.append((path, file.tell()))
-            if left > 0 and file.tell() % 100_000 >= 60_000:
-                raise ConnectionResetError("the peer is gone")
-            return bytes(read(60_000))
-
-        file.read = broken
-        return file
-
-
-@pytest.fixture
-def bucket() -> Iterator[type[Bucket]]:
-    fsspec.register_implementation("bucket", Bucket, clobber=True)
-    Bucket.opened, Bucket.ends = [], {}
-    yield Bucket
-    fsspec.register_implementation("bucket", LocalFileSystem, clobber=True)
-
-
-def test_buckets_go_on_where_they_broke(tmp_path: Path, bucket: type[Bucket]) -> None:
-    source = tmp_path / "0.tar"
-    source.write_bytes(BODY)
-    bucket.ends[str(source)] = 1
-    store = make_store(tmp_path / "cache")
-    assert store.local(f"bucket://{source}").read_bytes() == BODY
-    offsets = [at for _, at in bucket.opened]
-    assert offsets.count(0) == 1 and offsets.count(60_000) == 2, (
-        "the second try begins at the byte where the first broke"
-    )
-    bucket.ends[str(source)] = 9
-    error = failure(make_store(tmp_path / "b"), f"bucket://{source}")
-    assert error.reason == "truncated_download" and "after 60,000 bytes: ConnectionResetError" in error.detail
-    assert failure(make_store(tmp_path / "b"), f"bucket://{tmp_path}/1.tar").reason == "missing"
-    assert not list((tmp_path / "b").glob("*.part"))
-
-
-def test_a_bucket_without_its_backend_names_the_package(tmp_path: Path) -> None:
-    pytest.importorskip("fsspec")
-    if importlib.util.find_spec("s3fs"):
-        pytest.skip("s3fs is installed here")
-    error = failure(make_store(tmp_path), "s3://somewhere/0.tar")
-    assert error.reason == "unknown_scheme" and "clipstream[s3]" in error.detail
-
-
 def test_zstd(tmp_path: Path) -> None:
     zstandard = pytest.importorskip("zstandard")
     half = len(BODY) // 2
@@ -364,6 +342,15 @@ def test_zstd(tmp_path: Path) -> None:
     assert store.local(str(tmp_path / "whole.tar.zst")).read_bytes() == BODY
     for name in ("cut", "damaged"):
         assert failure(make_store(tmp_path / "b"), str(tmp_path / f"{name}.tar.zst")).reason == "bad_zstd"
+
+
+def test_a_full_disk_says_what_to_do(tmp_path: Path) -> None:
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(ShardError, match=r"disk: .*No space left.*--data.cache"):
+        make_store(tmp_path).spooled("x", "x", fill)
+    assert not list(tmp_path.glob("*.part"))
 
 
 def test_a_cache_that_cannot_be_made(tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ def make_run(folder: Path, *, lr: float = 5e-4, steps: int = 2000) -> Path:
         if step % 500 == 0:
             values = {"top1": 0.5 if step == 1000 else 0.4, "top5": 0.9, "n": 120, "chance": 0.05, "dropped": 3}
             sink.write({"step": step, "eval": "animals", **values, "seconds": 2.5})
-    health = {"read": 9000, "used": 8960, "dropped": DROPS, "examples": EXAMPLES, "shards": 12, "shard_faults": 1}
+    health = {"read": 9000, "used": 8960, "dropped": DROPS, "examples": EXAMPLES, "shards": 12, "shard_faults": 1,
+              "fault_reasons": {"missing_end": 1}}  # fmt: skip
     sink.write({"step": steps, "health": {"train": health}})
     sink.close()
     (folder / "config.yaml").write_text(f"run:\n  name: {folder.name}\noptim:\n  lr: {lr}\n  wd: null\n")
@@ -64,7 +65,7 @@ def test_it_says_what_the_run_was(tmp_path: Path) -> None:
     page = render([read_run(make_run(tmp_path / "mine"))])
     for said in ("<h1>mine</h1>", "2000 steps", "resumed 1 time, last at step 500", "2 × cpu (x86_64)", "animals",
                  "best 50.0% at 1000", "step 2000, 120 samples, 3 dropped, 2.5s", "waiting for data", "optim.lr",
-                 "2.15.0", "8960", *EXAMPLES.values(), "right", "wrong", "dog &amp; bone"):  # fmt: skip
+                 "2.15.0", "8960", "missing_end", *EXAMPLES.values(), "right", "wrong", "dog &amp; bone"):  # fmt: skip
         assert said in page, said
     assert page.count("data:image/jpeg;base64,") == 11
     assert "a &lt;b&gt;small&lt;/b&gt; cat 4" in page and "<b>small" not in page

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.data.shards import expand, redact
+from clipstream.data.shards import expand, redact, stable_name
 from clipstream.errors import SettingsError
 
 
@@ -25,10 +25,12 @@ from clipstream.errors import SettingsError
         ("pipe:cat '/d/{a,b}.tar' | x a::b", ["pipe:cat '/d/a.tar' | x a::b", "pipe:cat '/d/b.tar' | x a::b"]),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("commands")
 def test_names(spec: str | list[str], shards: list[str]) -> None:
     assert expand(spec) == shards
 
 
+@pytest.mark.usefixtures("commands")
 def test_simple_names_expand_as_in_webdataset() -> None:
     from webdataset.shardlists import expand_urls
 
@@ -82,3 +84,33 @@ def test_credentials_are_hidden(url: str) -> None:
 def test_plain_names_stay_as_they_are() -> None:
     for url in ("/d/a.tar", "https://host/key/a.tar?part=3", "pipe:aws s3 cp s3://b/tokens/a.tar -"):
         assert redact(url) == url
+
+
+@pytest.mark.parametrize("value", ["1", "0", ""])
+def test_commands_are_refused_where_webdataset_refuses_them(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("WDS_SECURE", value)
+    assert expand("/d/a.tar::https://h/b.tar::s3://b/c.tar") == ["/d/a.tar", "https://h/b.tar", "s3://b/c.tar"]
+    if value == "1":
+        with pytest.raises(SettingsError, match="would run a command, which WDS_SECURE=1"):
+            expand("/d/a.tar::pipe:cat b.tar")
+    else:
+        assert expand("pipe:cat b.tar") == ["pipe:cat b.tar"]
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("a/00.tar", "00.tar"),
+        ("https://h/a/00.tar?sig=abc", "00.tar"),
+        ("s3://b/a/00.tar.gz", "00.tar"),
+        ("a/00.tgz", "00.tar"),
+        ("pipe:aws s3 cp s3://b/a/00.tar -", "00.tar"),
+        ("pipe:curl -s 'https://h/a/00.tar.zst?sig=abc' | zstd -dc", "00.tar"),
+        ("pipe:curl -s https://h/00.tar | sed s/a/b/", "00.tar"),
+        ("a/my shard.v1.tar", "my shard.v1.tar"),
+        ("a.tar/pairs.csv#0-999", "pairs.csv#0-999"),
+        ("https://h/get?id=3", "get"),
+    ],
+)
+def test_stable_names(url: str, name: str) -> None:
+    assert stable_name(url) == name

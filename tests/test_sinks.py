@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from clipstream.example import Example
+from clipstream.report import sinks
 from clipstream.report.progress import Progress, duration, evaluation_line, percent
 from clipstream.report.sinks import QUARANTINE_FILE, MetricsFile, QuarantineFile, TensorBoard, scalars
 
@@ -205,3 +206,15 @@ def test_what_could_not_be_used_has_a_file_of_its_own(tmp_path: Path) -> None:
     assert not list(scalars({"step": 1, "quarantine": [loss]}))
     QuarantineFile(tmp_path, resume_step=0).close()
     assert not (tmp_path / QUARANTINE_FILE).read_text()
+
+
+def test_the_list_of_losses_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks, "LISTED", 5)
+    for first, done in ((1, None), (4, 3)):
+        quarantine = QuarantineFile(tmp_path, done)
+        for step in range(first, first + 3):
+            quarantine.write({"step": step, "quarantine": [{"key": f"{step}a"}, {"key": f"{step}b"}]})
+        quarantine.close()
+        found = [json.loads(line) for line in (tmp_path / QUARANTINE_FILE).read_text().splitlines()]
+        assert [line.get("key") for line in found] == ["1a", "1b", "2a", "2b", "3a", None]
+        assert found[-1] == {"step": 3, "reason": "full", "detail": "the rest is in metrics.jsonl, counted"}

@@ -41,6 +41,7 @@ TEXTS = [
     "人工知能は新しい電気だ 🐼🐼 \x1b[31mred\x1b[0m don't we'll",
     "<start_of_text> inside <end_of_text> 1234567 $$$ ---",
     "every word " * 100,
+    "Long, don't you think? " * 100,
 ]
 
 

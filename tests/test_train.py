@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -65,9 +66,9 @@ def lines(place: Path, name: str, key: str = "loss") -> list[dict[str, Any]]:
     return [{k: v for k, v in record.items() if k not in clock} for record in records if key in record]
 
 
-def weights(place: Path, name: str, step: int) -> dict[str, torch.Tensor]:
+def weights(place: Path, name: str, step: int, file: str = "open_clip_model") -> dict[str, torch.Tensor]:
     checkpoint = place / "runs" / name / "checkpoints" / f"step_{step:08d}"
-    return load_file(checkpoint / "open_clip_model.safetensors")
+    return load_file(checkpoint / f"{file}.safetensors")
 
 
 def same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -112,6 +113,22 @@ def test_one_process_at_a_time_trains_in_a_folder(place: Path, capsys: pytest.Ca
         assert f"is being trained by process {os.getpid()} on " in capsys.readouterr().err
     assert main(flags(place, "busy", steps=1)) == 0
     assert holds_a_run(place / "runs/busy")
+
+
+def killed_with_a_worker(folder: Path) -> None:
+    """Ends as by `kill -9`, while what it has forked takes a second more."""
+    with occupied(folder):
+        if os.fork() == 0:
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_run_goes_on_while_its_workers_end(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=killed_with_a_worker, args=(tmp_path,))
+    process.start()
+    process.join()  # with a time limit, it would wait for what was forked, too
+    with occupied(tmp_path):
+        assert f"process {os.getpid()} on " in (tmp_path / ".lock").read_text()
 
 
 def test_a_start_that_failed_leaves_the_name_free(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

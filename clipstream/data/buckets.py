@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from clipstream.data.shards import redact
-from clipstream.data.transfer import CHUNK, ShardError, Watch, pause
+from clipstream.data.transfer import CHUNK, About, ShardError, Watch, disk_error, pause
 from clipstream.errors import ClipstreamError
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
@@ -24,6 +24,27 @@ def knows(scheme: str) -> bool:
     return scheme in available_protocols() or scheme in registry
 
 
+def system_of(url: str, scheme: str, otherwise: str) -> tuple[Any, str]:
+    """fsspec's file system of an address, and the path in it.
+
+    Args:
+        otherwise: what to do instead of installing its backend, for the message.
+
+    Raises:
+        ShardError: `unknown_scheme` where the backend is not installed.
+    """
+    try:
+        from fsspec.core import url_to_fs
+
+        system, path = url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        extra = EXTRAS.get(scheme)
+        advice = f"pip install 'clipstream[{extra}]', {otherwise}" if extra else str(error)
+        detail = f"{redact(url)}: the backend of {scheme}:// is not installed: {advice}"
+        raise ShardError("unknown_scheme", detail) from error
+    return system, str(path)
+
+
 def fetch(url: str, scheme: str, part: Path, *, retries: int, backoff: float, watch: Watch) -> None:
     """Copy a file of a bucket into `part`; a failure is tried again from where it broke, while the file is the same.
 
@@ -35,14 +56,7 @@ def fetch(url: str, scheme: str, part: Path, *, retries: int, backoff: float, wa
             not installed.
     """
     shown = redact(url)
-    try:
-        from fsspec.core import url_to_fs
-
-        system, path = url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        extra = EXTRAS.get(scheme)
-        advice = f"pip install 'clipstream[{extra}]', or use pipe:COMMAND" if extra else str(error)
-        raise ShardError("unknown_scheme", f"{shown}: the backend of {scheme}:// is not installed: {advice}") from error
+    system, path = system_of(url, scheme, "or use pipe:COMMAND")
     transfer = _Transfer(system, path, part, watch)
     for attempt in range(retries + 1):
         try:
@@ -53,7 +67,7 @@ def fetch(url: str, scheme: str, part: Path, *, retries: int, backoff: float, wa
             raise
         except Exception as error:  # every backend has errors of its own
             if isinstance(error, OSError) and transfer.writing:
-                raise ShardError("disk", f"cannot write {part}: {error.strerror}") from error
+                raise disk_error(part, error) from error
             reason = "truncated_download" if transfer.have else "unreachable"
             detail = f"{shown}: after {transfer.have:,} bytes: {type(error).__name__}: {redact(str(error))}"
             if attempt == retries:
@@ -61,15 +75,22 @@ def fetch(url: str, scheme: str, part: Path, *, retries: int, backoff: float, wa
         pause(attempt, backoff)
 
 
-def version(url: str) -> str | None:
-    """What changes when the file does; None where the bucket does not say."""
+def about(url: str) -> About:
+    """What the bucket says of a file. Time limits are the backend's, as above.
+
+    Raises:
+        ShardError: `unreachable`: every backend has errors of its own; they are told when the file is fetched.
+    """
     from fsspec.core import url_to_fs
 
     try:
         system, path = url_to_fs(url)
-        return str(system.ukey(path))
-    except Exception:  # every backend has errors of its own; they are told when the file is fetched
-        return None
+        size = system.info(path).get("size")
+        return About(str(system.ukey(path)), None if size is None else int(size))
+    except (ImportError, ValueError, *_GONE):
+        return About(None, None)
+    except Exception as error:
+        raise ShardError("unreachable", redact(url)) from error
 
 
 class _Transfer:
@@ -100,3 +121,5 @@ class _Transfer:
                 self.watch.came(self.have)
         if size is not None and self.have != size:
             raise EOFError(f"{self.have:,} of {size:,} bytes came")
+        if str(self.system.ukey(self.path)) != version:  # a part may be of the one, a part of the other
+            raise EOFError("it changed while it came")

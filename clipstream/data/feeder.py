@@ -1,7 +1,8 @@
 """Owns the way of one sample: a lane's next reference becomes pixels and a caption in a slot of a slab.
 
 A Feeder serves some lanes of a rank, in a worker process or in the training process alike. It replaces a bad sample by
-the next one of the same lane and source, and counts it. It knows nothing of processes and queues.
+the next one of the same lane and source, or leaves its slot empty where samples keep their places, and counts it. It
+knows nothing of processes and queues.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from clipstream.data.fields import CaptionExtractor, SampleTransform, image_bytes, split_keys
 from clipstream.data.health import PROFILED, Health, Loss
-from clipstream.data.order import Draws, Slots, SourceMix
+from clipstream.data.order import Draws, Mix, Slots
 from clipstream.data.slab import Slab
 from clipstream.data.stages import HAND_OVER, StageTimes, Stopwatch
 from clipstream.data.text import Tokenizer, readable
@@ -58,7 +60,7 @@ class Reader:
     image: ImageTransform
     transform: SampleTransform | None
 
-    @property
+    @cached_property
     def members(self) -> tuple[str, ...] | None:
         """Suffixes of the members that are read; None for all."""
         if self.transform is not None or self.caption.members is None:
@@ -66,9 +68,19 @@ class Reader:
         return (*split_keys(self.image_key), *self.caption.members)
 
 
+class Found(NamedTuple):
+    """What a slot gets: a sample's name 'SHARD/KEY' and caption; no caption where the slot stays empty."""
+
+    name: str
+    caption: str | None
+
+
+PADDING = Found("", None)
+
+
 @dataclass
 class Lane:
-    """A lane on its way: its walks by source, the samples it gave."""
+    """A lane on its way: its walks by source, and how many of its places (samples, or empty ones) it has filled."""
 
     number: int
     walks: list[Walk]
@@ -85,7 +97,7 @@ class Part:
 
     Attributes:
         step: number of the batch.
-        keys: slot -> 'SHARD/KEY' of the sample in it; a slot that is missing holds none.
+        keys: slot -> 'SHARD/KEY' of the sample in it, '' of padding; a slot that is missing is no part of the batch.
         lanes: lane number -> state after this batch.
         health: what was counted since the last report.
         ended: whether all lanes are at their end (evaluation).
@@ -119,7 +131,7 @@ class Feeder:
     lanes: list[Lane]
     slots: Slots
     readers: Sequence[Reader]
-    mix: SourceMix
+    mix: Mix
     tokenizer: Tokenizer
     health: Health
     report: Callable[[Health], None]
@@ -128,23 +140,26 @@ class Feeder:
     _reported: float = field(default_factory=time.monotonic)
 
     def fill(self, step: int, slab: Slab) -> Part:
-        """Fill this feeder's slots of a batch; a slot stays empty (weight 0) where its lane has ended."""
-        captions: list[str] = []
+        """Fill this feeder's slots of a batch; a slot is no part of it where its lane has ended."""
+        captions: dict[int, str] = {}
         keys: dict[int, str] = {}
         for lane in self.lanes:
             for slot in self.slots.of(lane.number, step):
                 source = self.mix.source(lane.number, lane.drawn)
-                found = self._next_usable(lane.walks[source], self.readers[source], slab, slot)
-                slab.weights[slot] = 0.0 if found is None else 1.0
+                found = PADDING if source is None else self._next(lane.walks[source], self.readers[source], slab, slot)
                 if found is None:
                     continue
                 lane.drawn += 1
-                slab.sources[slot] = source
-                caption, keys[slot] = found
-                captions.append(caption)
+                keys[slot] = found.name
+                slab.sources[slot] = source or 0
+                if found.caption is None:
+                    slab.clear(slot)
+                else:
+                    slab.weights[slot] = 1.0
+                    captions[slot] = found.caption
         if captions:
             self.trace("tokenize", "")
-            slab.ids[list(keys)] = self.tokenizer.encode(captions)
+            slab.ids[list(captions)] = self.tokenizer.encode(list(captions.values()))
         lanes = {lane.number: lane.save() for lane in self.lanes}
         ended = not keys and any(self.slots.of(lane.number, step) for lane in self.lanes)
         self._reported = time.monotonic()
@@ -159,8 +174,10 @@ class Feeder:
             self._reported = now
             self.report(self.health.take())
 
-    def _next_usable(self, walk: Walk, reader: Reader, slab: Slab, slot: int) -> tuple[str, str] | None:
-        """Write the next usable sample's pixels to its slot; its caption and name. None at the end of the walk."""
+    def _next(self, walk: Walk, reader: Reader, slab: Slab, slot: int) -> Found | None:
+        """Write the next sample's pixels to its slot: the next usable one's, where places are not kept. None at the end
+        of the walk.
+        """
         self.trace("order", "")
         while (taken := walk.take()) is not None:
             health = self.health.sources[reader.name]
@@ -177,13 +194,15 @@ class Feeder:
                     with contextlib.suppress(Dropped):  # its members may be unreadable, too
                         health.profile.add(_whole(taken))
                 self.pulse(reader.name)
+                if walk.keeps_places:
+                    return Found(taken.name, None)
                 self.trace("order", "")
                 continue
             if traced:
                 traced.end("used", f"slot {slot} of this rank's batch")
             health.used += 1
             self.pulse(reader.name)
-            return caption, taken.name
+            return Found(taken.name, caption)
         return None
 
     def _read(

@@ -16,6 +16,7 @@ from clipstream.data.profile import Profile
 from clipstream.errors import DataError
 
 FIRST_SAMPLES = 2000  # read without one that is usable: the run ends
+FIRST_PLACES = 200  # likewise where bad samples keep their places, and empty batches are trained on meanwhile
 FIRST_SHARDS = 20  # tried (or all, where there are fewer) before their failures count
 FIRST_SILENT = 4  # tried, where nothing answers: each may have cost many seconds
 PROFILED = 64  # dropped samples whose members are looked into for the advice
@@ -53,6 +54,7 @@ class SourceHealth:
         shards: numbers of the shards that were tried.
         faults: shard (without credentials) -> what is wrong with it.
         unopened: how many of `faults` gave no sample at all.
+        tail: what the tails of epochs did: samples `left_out` or `repeated`, places `padded`.
         losses: dropped samples one by one, the first of a report.
         profile: members and JSON fields of the first dropped samples.
     """
@@ -66,6 +68,7 @@ class SourceHealth:
     unopened: set[int] = field(default_factory=set)
     losses: list[Loss] = field(default_factory=list)
     profile: Profile = field(default_factory=Profile)
+    tail: Counter[str] = field(default_factory=Counter)
 
     def drop(self, loss: Loss) -> None:
         """Count a dropped sample, keeping the first of each reason as an example."""
@@ -90,6 +93,7 @@ class SourceHealth:
         self.shards |= delta.shards
         self.faults.update(delta.faults)
         self.unopened |= delta.unopened
+        self.tail.update(delta.tail)
         self.losses += delta.losses[: max(0, LISTED - len(self.losses))]
         if sum(self.profile.suffixes.values()) < 100 * PROFILED:
             self.profile.merge(delta.profile)
@@ -129,7 +133,9 @@ class Health:
         return delta
 
     def summary(self) -> dict[str, Any]:
-        """Counts for metrics: {source: {read, used, dropped: {reason: n}, examples: {reason: text}, shards, …}}."""
+        """Counts for metrics: {source: {read, used, dropped: {reason: n}, examples: {reason: text}, shards,
+        shard_faults, fault_reasons: {reason: n}}}; where epochs have tails, what those did.
+        """
         return {
             name: {
                 "read": h.read,
@@ -138,6 +144,8 @@ class Health:
                 "examples": dict(sorted(h.examples.items())),
                 "shards": len(h.shards),
                 "shard_faults": len(h.faults),
+                "fault_reasons": dict(sorted(Counter(fault.partition(":")[0] for fault in h.faults.values()).items())),
+                **h.tail,
             }
             for name, h in self.sources.items()
         }
@@ -153,6 +161,7 @@ class Budget:
         max_shard_failures: share of the tried shards, 0 to 1.
         max_sample_failures: share of the read samples, 0 to 1.
         on_shard_error: 'raise' where the first broken shard ends the run.
+        first_samples: that may be read without one that is usable.
     """
 
     total_shards: dict[str, int]
@@ -160,6 +169,7 @@ class Budget:
     max_shard_failures: float
     max_sample_failures: float
     on_shard_error: str = "skip"
+    first_samples: int = FIRST_SAMPLES
 
     def check(self, health: Health) -> None:
         """Raise DataError where a source gives nothing, or fails more often than the settings allow."""
@@ -171,7 +181,7 @@ class Budget:
             silent = len(h.shards) >= min(total, FIRST_SILENT) and all(map(_is_silence, h.faults.values()))
             if (enough or silent) and h.shards and len(h.unopened) == len(h.shards):
                 raise DataError(f"source {name!r}: none of the {_tried(h, total)} could be read{_faults(h)}")
-            if h.used == 0 and h.read >= FIRST_SAMPLES:
+            if h.used == 0 and h.read >= self.first_samples:
                 raise DataError(self.nothing_usable(name, h))
             if enough and len(h.faults) > math.ceil(self.max_shard_failures * len(h.shards)):
                 raise DataError(

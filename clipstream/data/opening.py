@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
-from clipstream.data import folders, synthetic
+from clipstream.data import folders, index, synthetic
 from clipstream.data.fields import split_keys
 from clipstream.data.home import cache_root
 from clipstream.data.manifest import kind_of, to_arrow
@@ -64,6 +64,7 @@ class Opener:
         names: the shards, in order. A block of rows is named `MANIFEST#FIRST-LAST`.
         samples: how many samples they hold, where that is known without opening them.
         manifests: manifest -> its rows.
+        counts: how many samples each shard must hold, in the order of `names`, where an order rests on that.
 
     Raises:
         SettingsError: the shards cannot be listed.
@@ -87,6 +88,7 @@ class Opener:
         self._block = max(1, min(BLOCK, -(-rows // BLOCKS)))
         self.names = [name for url in urls for name in (self._cut(url) if url in self.manifests else [url])]
         self.samples = self._known(urls)
+        self.counts: list[int] | None = None
 
     def open(self, name: str) -> OpenShard:
         """Open a shard; a remote one is fetched first.
@@ -102,25 +104,31 @@ class Opener:
         if scheme in folders.SCHEMES:
             return folders.FolderShard(name, split_keys(self._source.image_key))
         assert self._store is not None, "an opener without a store only names shards"
-        return Shard(self._store.local(name))
-
-    def release(self, name: str) -> None:
-        """Say that this process reads the shard no more."""
-        if self._store is not None:
+        local = self._store.local(name)
+        is_itself = local_path(name) == str(local)  # and not unpacked, or fetched: its index tells of what it was
+        try:
+            return Shard(local, index.opened_by(name, self._source.index) if is_itself else None)
+        except BaseException:
             self._store.release(name)
+            raise
 
-    def fetch(self, name: str) -> None:
-        """Bring a remote shard here, ahead of `open`; to be released like an opened one.
+    def release(self, name: str, *, keep: bool = True) -> None:
+        """Say that this process reads the shard no more; with `keep` false, that it was of no use."""
+        if self._store is not None:
+            self._store.release(name, keep=keep)
+
+    def bring(self, name: str) -> bool:
+        """Bring a remote shard here, ahead of `open`; whether it is held now, to be released like an opened one.
 
         Raises:
-            ShardError, OSError: it cannot be had.
+            ShardError, OSError, SettingsError: it cannot be had, or not now.
         """
         assert self._store is not None, "an opener without a store only names shards"
-        self._store.local(name)
+        return self._store.bring(name)
 
     def is_remote(self, name: str) -> bool:
         """Whether a shard has to be fetched from elsewhere."""
-        return name not in self._blocks and scheme_of(name) not in (None, "file", "synthetic", *folders.SCHEMES)
+        return name not in self._blocks and is_remote(name)
 
     def title(self, name: str) -> str:
         """What a shard is called in messages and keys: a block of rows by its manifest; without credentials."""
@@ -136,6 +144,12 @@ class Opener:
     def is_block(self, name: str) -> bool:
         """Whether a shard is a block of a manifest's rows: quick to open, and small."""
         return name in self._blocks
+
+    def known_samples(self, name: str) -> int | None:
+        """The samples of a shard that is no tar; None for a tar, which only a look at it tells."""
+        if name in self._blocks:
+            return len(self._blocks[name][1])
+        return None if scheme_of(name) not in ("synthetic", *folders.SCHEMES) else len(self.open(name).index.samples)
 
     @property
     def missing(self) -> list[str]:
@@ -198,6 +212,11 @@ class Opener:
             names.append(f"{url}#{block[0]}-{block[-1]}")
             self._blocks[names[-1]] = (url, block)
         return names
+
+
+def is_remote(url: str) -> bool:
+    """Whether a shard, or a manifest, has to be fetched from elsewhere."""
+    return scheme_of(url) not in (None, "file", "synthetic", *folders.SCHEMES)
 
 
 def _kept_store(cache: str | None) -> ShardStore:

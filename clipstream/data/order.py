@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -130,48 +130,52 @@ class Cursor:
         return cls(int(group), int(window), int(position), [int(i) for i in skipped])
 
 
-@dataclass(frozen=True)
-class SourceOrder:
-    """The order of one source's shards: which shards a lane's group holds, how a window is walked.
+class Order(Protocol):
+    """The order of one source's samples in each lane.
+
+    Attributes:
+        keeps_places: whether a sample that cannot be used keeps its place, empty, or the lane's next one takes it.
+    """
+
+    keeps_places: bool
+
+    def group(self, lane: int, group: int) -> list[int]:
+        """Numbers of the shards of a lane's group."""
+        ...
+
+    def following(self, lane: int, group: int) -> int:
+        """The number of the lane's group that comes after this one."""
+        ...
+
+    def sizes(self, lane: int, group: int, found: Sequence[int]) -> list[int]:
+        """How many samples each shard of the group gives, where opening them has found so many."""
+        ...
+
+    def windows(self, sizes: Sequence[int]) -> int:
+        """Number of windows of a group whose shards give `sizes` samples."""
+        ...
+
+    def walk(self, lane: int, group: int, window: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """A window's samples as (place of the shard in the group, number of the sample in the shard), permuted."""
+        ...
+
+    def sample_key(self, lane: int, cursor: Cursor) -> int:
+        """Key of the draws of the sample that `cursor` stands at."""
+        ...
+
+
+class Windowed:
+    """What all orders share: how a group is cut into windows, and how these are walked.
 
     Attributes:
         seed: the run's seed.
         source: the source's place in the sorted list of names.
-        shards: number of shards of the source.
-        lanes: L, all lanes of the run.
-        mode: 'resampled' or 'epoch'.
-        open_shards: shards of a group.
         window: samples of a window, about.
     """
 
     seed: int
     source: int
-    shards: int
-    lanes: int
-    mode: str
-    open_shards: int
     window: int
-
-    def group(self, lane: int, group: int) -> list[int]:
-        """Numbers of the shards of a lane's group. In `resampled`, drawn with replacement from group to group."""
-        if self.mode == "epoch":
-            return self._dealt(lane, group)
-        count = min(self.open_shards, self.shards)
-        draws = Draws(mix(self.seed, 1, self.source, lane, group))
-        chosen: list[int] = []
-        while len(chosen) < count:  # within a group without replacement: a window never shows a picture twice
-            shard = draws.integer(self.shards)
-            if shard not in chosen:
-                chosen.append(shard)
-        return chosen
-
-    def _dealt(self, lane: int, group: int) -> list[int]:
-        """The group's shards where each pass deals every shard once over the lanes."""
-        hand = len(range(lane, self.shards, self.lanes))
-        groups_a_pass = -(-hand // self.open_shards)
-        number, part = divmod(group, groups_a_pass)
-        dealt = permutation(self.shards, mix(self.seed, 2, self.source, number))[lane :: self.lanes]
-        return [int(i) for i in dealt[part * self.open_shards : (part + 1) * self.open_shards]]
 
     def windows(self, sizes: Sequence[int]) -> int:
         """Number of windows of a group whose shards hold `sizes` samples."""
@@ -192,6 +196,83 @@ class SourceOrder:
     def sample_key(self, lane: int, cursor: Cursor) -> int:
         """Key of the draws of the sample that `cursor` stands at."""
         return mix(self.seed, 4, self.source, lane, cursor.group, cursor.window, cursor.position)
+
+
+@dataclass(frozen=True)
+class SourceOrder(Windowed):
+    """The order of one source's shards: which shards a lane's group holds, how a window is walked.
+
+    Attributes:
+        seed: the run's seed.
+        source: the source's place in the sorted list of names.
+        shards: number of shards of the source.
+        lanes: L, all lanes of the run.
+        mode: 'resampled' or 'epoch'.
+        open_shards: shards of a group.
+        window: samples of a window, about.
+        split: whether each lane has shards of its own; at least one each then.
+        replacement: whether `resampled` may draw a shard again before the lane has seen all.
+    """
+
+    seed: int
+    source: int
+    shards: int
+    lanes: int
+    mode: str
+    open_shards: int
+    window: int
+    split: bool = False
+    replacement: bool = True
+    keeps_places = False
+
+    def group(self, lane: int, group: int) -> list[int]:
+        """Numbers of the shards of a lane's group."""
+        if self.mode == "epoch" or not self.replacement:
+            return self._dealt(lane, group)
+        own = self._own(lane)
+        count = min(self.open_shards, len(own))
+        draws = Draws(mix(self.seed, 1, self.source, lane, group))
+        chosen: list[int] = []
+        while len(chosen) < count:  # within a group without replacement: a window never shows a picture twice
+            shard = own[draws.integer(len(own))]
+            if shard not in chosen:
+                chosen.append(shard)
+        return chosen
+
+    def following(self, lane: int, group: int) -> int:
+        """See Order."""
+        return group + 1
+
+    def sizes(self, lane: int, group: int, found: Sequence[int]) -> list[int]:
+        """See Order: all that was found."""
+        return list(found)
+
+    def _own(self, lane: int) -> range:
+        """The shards that a lane draws from. Split ones are neighbours, and so are those of a node's lanes."""
+        if not self.split:
+            return range(self.shards)
+        return range(lane * self.shards // self.lanes, (lane + 1) * self.shards // self.lanes)
+
+    def _dealt(self, lane: int, group: int) -> list[int]:
+        """The group's shards where the lane goes through hands of shards, one after the other."""
+        own = self._own(lane)
+        over_lanes = self.mode == "epoch" and not self.split  # each pass deals every shard once over the lanes
+        hand = len(range(lane, self.shards, self.lanes)) if over_lanes else len(own)
+        groups_a_hand = -(-hand // self.open_shards)
+        number, part = divmod(group, groups_a_hand)
+        if over_lanes:
+            dealt = permutation(self.shards, mix(self.seed, 2, self.source, number))[lane :: self.lanes]
+        else:
+            dealt = permutation(hand, mix(self.seed, 7, self.source, lane, number)) + own.start
+        return [int(i) for i in dealt[part * self.open_shards : (part + 1) * self.open_shards]]
+
+
+class Mix(Protocol):
+    """Which source each of a lane's samples comes from."""
+
+    def source(self, lane: int, drawn: int) -> int | None:
+        """Place of the source of sample `drawn` (from 0) of a lane; None where the place stays empty."""
+        ...
 
 
 @dataclass(frozen=True)

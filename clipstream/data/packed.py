@@ -1,4 +1,8 @@
-"""Owns packed files: what a file is packed with, told from its first bytes, and the way to the bytes inside."""
+"""Owns packed files: what a file is packed with, told from its first bytes, and the way to the bytes inside.
+
+A packed file is whole or nothing: its checksum is of all that is in it, so nothing of a broken one is known to be
+right.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,21 @@ def packing(path: Path) -> str | None:
     with open(path, "rb") as file:
         head = file.read(4)
     return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
+
+
+def packed_version(path: Path) -> str | None:
+    """For a packed file, what changes when the file does; None for any other readable file.
+
+    Raises:
+        ShardError: `missing` or `unreadable`.
+    """
+    try:
+        stat = path.stat()
+        return None if packing(path) is None else f"{stat.st_mtime_ns}-{stat.st_size}"
+    except FileNotFoundError as error:
+        raise ShardError("missing", f"{path} is not there") from error
+    except OSError as error:
+        raise ShardError("unreadable", f"{path}: {error.strerror}") from error
 
 
 def unpack(packed: Path, part: Path, came: Callable[[int], None]) -> None:

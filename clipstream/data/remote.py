@@ -7,11 +7,9 @@ out, and the end of a stream proves nothing. A spool is written under a temporar
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import hashlib
-import json
 import os
 import re
 import tempfile
@@ -21,17 +19,18 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from clipstream.data import buckets
-from clipstream.data.keeping import GROWTH, Room, is_whole, own_folder, remove_folder, seal
-from clipstream.data.packed import packing, unpack
-from clipstream.data.shards import local_path, redact, scheme_of
-from clipstream.data.transfer import ShardError, fetch_gopen, fetch_http, has_own_handler, http_version, run_pipe
+from clipstream.data import keeping
+from clipstream.data.fetching import Fetcher
+from clipstream.data.keeping import GROWTH, Room, is_whole, let_go, own_folder, remove_folder, remove_unused
+from clipstream.data.packed import packed_version, unpack
+from clipstream.data.shards import local_path, redact
+from clipstream.data.transfer import ShardError, disk_error
 from clipstream.errors import SettingsError
 
 __all__ = ["ShardError", "ShardStore"]
 
+LOOK = 0.5  # s between two looks at how far another process' download is
 STEM = re.compile(r"[\w.-]+(?=\.(?:tar|tgz|csv|tsv|json|jsonl|ndjson|parquet)\b)")
 Alive = Callable[[int], None]  # takes the bytes that have come
 
@@ -49,19 +48,24 @@ class _Coming:
     """A spool on its way, whose room is reserved as it grows."""
 
     def __init__(self, store: ShardStore, target: Path) -> None:
-        self._store, self._target, self._reserved = store, target, 0
+        self._store, self._target, self._reserved, self._size = store, target, 0, 0
 
     def expect(self, size: int) -> None:
         """See Watch."""
-        self._store.room.expect(self._target, size)
-        self._reserved = size
+        self._have(self._store.room.expect, size)
 
     def came(self, size: int) -> None:
         """See Watch."""
+        self._size = size
         if size > self._reserved:
-            self._reserved = size + GROWTH
-            self._store.room.reserve(self._target, self._reserved)
+            self._have(self._store.room.reserve, size + GROWTH)
         self._store.tell(size)
+
+    def _have(self, reserve: Callable[..., bool], size: int) -> None:
+        while not reserve(self._target, size, ahead=not _is_waited_for()):
+            self._store.tell(self._size)  # what has to be here first has time limits of its own
+            time.sleep(0.1)
+        self._reserved = size
 
 
 Fill = Callable[[Path, _Coming], None]  # writes the whole shard to the path, or raises
@@ -72,20 +76,21 @@ class ShardStore:
     folder.
 
     A shard is downloaded by one process at a time, whoever asks; the others wait for it. With a folder of one's own,
-    spooled shards stay for the next run, by the hash of their whole URL and of the version that the server tells; each
-    process checks them once against what was written. Without one, a temporary folder is made here and removed by
+    spooled shards stay for the next run, by the hash of their whole URL and of the version that the server tells; they
+    are checked against what was written. Without one, a temporary folder is made here and removed by
     `close` in the process that made it (and at its end); the temporary folder's disk must hold the shards that are in
     use together.
 
     Args:
         cache: folder for spooled shards; None for a temporary one.
-        limit: bytes that the folder may hold; None for all that comes.
+        limit: bytes that a folder of one's own may hold; None for all that comes.
         wanted: shards that are in use at once on this node, about.
         timeout: seconds without a new byte after which a transfer is given up.
         retries: how often a failed transfer of http or from a bucket is tried again, from where it stopped if it can.
         backoff: seconds before the first retry; doubled each time.
 
     Attributes:
+        fetcher: brings them.
         alive: called with the bytes that have come, as they come, so that a long transfer is told from one that hangs;
             only for transfers of the main thread, which waits for them.
 
@@ -103,7 +108,7 @@ class ShardStore:
         retries: int = 3,
         backoff: float = 0.5,
     ) -> None:
-        self.timeout, self.retries, self.backoff = timeout, retries, backoff
+        self.fetcher = Fetcher(timeout=timeout, retries=retries, backoff=backoff)
         self.temporary = cache is None
         if cache is None:
             self.folder, lock = own_folder()
@@ -119,13 +124,11 @@ class ShardStore:
                 raise SettingsError(f"data.cache: the folder {self.folder} cannot be made: {error.strerror}") from error
             if not os.access(self.folder, os.W_OK | os.X_OK):
                 raise SettingsError(f"data.cache: the folder {self.folder} cannot be written")
-        self.room = Room(self.folder, limit, wanted)
+        self.room = Room(self.folder, None if self.temporary else limit, wanted)
         self._checked: set[Path] = set()
         self._uses: dict[str, _Use] = {}
         self._threads = threading.Lock()
         self._pid = os.getpid()
-        self._answered: set[str] = set()
-        self._silent: set[str] = set()
         self.alive: Alive = _nothing
 
     def local(self, url: str) -> Path:
@@ -136,17 +139,29 @@ class ShardStore:
         """
         if (named := local_path(url)) is not None:
             path = Path(named)
-            version = _packed_version(path)
+            version = packed_version(path)
             if version is None:
                 return path
             return self.spooled(url, f"{path}:{version}", lambda part, coming: unpack(path, part, coming.came))
-        scheme = scheme_of(url) or ""
         return self.spooled(
-            url, url, lambda part, coming: self._fetch(url, scheme, part, coming), version=self._version(url, scheme)
+            url, url, lambda part, coming: self.fetcher.fetch(url, part, coming), version=self._version(url)
         )
 
-    def release(self, url: str) -> None:
-        """Say that this process reads the shard no more: a spool in a temporary folder goes with its last user."""
+    def bring(self, url: str) -> bool:
+        """Have a shard here ahead of its use; whether it is held now, to be released: not where room is limited.
+
+        Raises:
+            ShardError, SettingsError: as `local`; also where room is taken for now.
+        """
+        self.local(url)
+        if self.room.limited:
+            self.release(url)
+        return not self.room.limited
+
+    def release(self, url: str, *, keep: bool = True) -> None:
+        """Say that this process reads the shard no more: a spool in a temporary folder goes with its last user, and so
+        does a kept one that was of no use (`keep` is false).
+        """
         self._check_process()
         with self._threads:
             use = self._uses.get(url)
@@ -156,16 +171,17 @@ class ShardStore:
             if use.count:
                 return
             del self._uses[url]
-        if self.temporary:
-            with contextlib.suppress(OSError):  # others still read it: the last of them removes it
-                fcntl.flock(use.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                use.target.unlink(missing_ok=True)
-        os.close(use.lock)
+        let_go(use.lock)
+        if self.temporary or not keep:
+            remove_unused(use.target)  # unless others still read it: the last of them removes it
 
     def close(self) -> None:
         """Give all shards back; in the process that made a temporary folder, remove it."""
         self._check_process()
-        self._forget_uses()
+        with self._threads:
+            for use in self._uses.values():
+                let_go(use.lock)
+            self._uses = {}
         if self._finalizer is not None:
             self._finalizer()
 
@@ -184,20 +200,14 @@ class ShardStore:
         stems = STEM.findall(redact(identity).partition("?")[0])
         stem = stems[-1][-60:] if stems else "shard"
         first = hashlib.sha256(identity.encode()).hexdigest()[:24]
-        if version is None and not self.temporary:
-            here = [path for path in self.folder.glob(f"{first}-*.tar") if path.suffix == ".tar"]
-            if here:
-                return max(here, key=lambda path: path.stat().st_mtime)
+        if version is None and not self.temporary and (here := keeping.newest(self.folder.glob(f"{first}-*.tar"))):
+            return here
         second = "" if version is None else f"{hashlib.sha256(version.encode()).hexdigest()[:8]}-"
         return self.folder / f"{first}-{second}{stem}.tar"
 
-    def _version(self, url: str, scheme: str) -> str | None:
+    def _version(self, url: str) -> str | None:
         """What a kept shard is compared with; a temporary one is always fetched anew."""
-        if self.temporary or has_own_handler(scheme) or url in self._uses:
-            return None
-        if scheme in ("http", "https"):
-            return None if urlsplit(url).netloc in self._silent else http_version(url, self.timeout)
-        return buckets.version(url) if buckets.knows(scheme) else None
+        return None if self.temporary or url in self._uses else self.fetcher.about(url).version
 
     def spooled(self, url: str, identity: str, fill: Fill, *, version: str | None = None) -> Path:
         """The local file that `fill` makes, by the one process that is first; the others wait for it.
@@ -224,22 +234,23 @@ class ShardStore:
             # other lets go for a moment, in which another process may remove the spool: hence the loop.
             self._lock(lock, fcntl.LOCK_SH, target)
             while not self._is_there(target):
-                self._lock(lock, fcntl.LOCK_EX, target)
+                alone = self._lock(lock, fcntl.LOCK_EX, target)
                 if not self._is_there(target):
-                    _raise_failure_since(asked, target)
-                    self._fill(target, fill)
+                    if failure := keeping.failure_since(asked, target):
+                        raise ShardError(*failure)
+                    self._fill(target, fill, alone=alone)
                 self._lock(lock, fcntl.LOCK_SH, target)
             if not self.temporary:
-                os.utime(target)  # who was used last goes last
+                keeping.note_use(target)
         except BaseException:
-            os.close(lock)
+            let_go(lock)
             raise
         with self._threads:
             if url not in self._uses:
                 self._uses[url] = _Use(lock, target)
                 return target
             self._uses[url].count += 1  # another thread was here meanwhile
-        os.close(lock)
+        let_go(lock)
         return target
 
     def _is_there(self, target: Path) -> bool:
@@ -251,28 +262,31 @@ class ShardStore:
             return True
         return False
 
-    def _lock(self, lock: int, kind: int, target: Path) -> None:
-        """flock; on file systems without it, two processes may download one shard, and both get it whole."""
-        size = 0
+    def _lock(self, lock: int, kind: int, target: Path) -> bool:
+        """flock; false on file systems without it: two processes may download one shard there, both get it whole."""
+        size, looked = 0, 0.0
         while True:
             try:
-                return fcntl.flock(lock, kind | fcntl.LOCK_NB)
+                fcntl.flock(lock, kind | fcntl.LOCK_NB)
+                return True
             except BlockingIOError:
                 pass
             except OSError as error:
                 if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP):
-                    return None
+                    return False
                 raise
             # What another process downloads counts as our own getting on.
-            if (now := _size_of_parts(target)) != size:
-                size = now
-                self.tell(now)
+            if time.monotonic() - looked > LOOK:
+                looked = time.monotonic()
+                if (now := keeping.size_of_parts(target)) != size:
+                    size = now
+                    self.tell(now)
             time.sleep(0.02)
 
-    def _fill(self, target: Path, fill: Fill) -> None:
-        # A process that was killed left its part behind; nobody else writes while we hold the lock.
-        for old in self.folder.glob(f"{target.name}.*.part"):
-            old.unlink(missing_ok=True)
+    def _fill(self, target: Path, fill: Fill, *, alone: bool) -> None:
+        if alone:  # what is not whole goes, and the part that a process left when it was killed
+            keeping.discard(target)
+            keeping.remove_parts(target)
         handle, name = tempfile.mkstemp(prefix=f"{target.name}.", suffix=".part", dir=self.folder)
         os.close(handle)
         part = Path(name)
@@ -280,51 +294,26 @@ class ShardStore:
             fill(part, _Coming(self, target))
             part.chmod(0o644)
             if not self.temporary:
-                seal(part, target)
+                keeping.seal(part, target)
             part.replace(target)
-            self._checked.add(target)
-            self.room.remove_others(target, self.folder.glob(f"{target.name[:25]}*.tar"))
+            if not self.temporary:
+                self._checked.add(target)
+                for other in self.folder.glob(f"{target.name[:25]}*.tar"):
+                    if other != target:
+                        remove_unused(other)  # an older version
         except ShardError as error:
             # Those who waited for us need not wait for the same failure, one after the other.
-            _failure(target).write_text(json.dumps([error.reason, error.detail]))
+            keeping.note_failure(target, error.reason, error.detail)
             raise
         except OSError as error:
-            raise ShardError("disk", f"cannot write to {self.folder}: {error.strerror or error}") from error
+            raise disk_error(self.folder, error) from error
         finally:
             part.unlink(missing_ok=True)
             self.room.settle(target)
 
-    def _fetch(self, url: str, scheme: str, part: Path, coming: _Coming) -> None:
-        if scheme == "pipe":
-            run_pipe(url[len("pipe:") :], part, timeout=self.timeout, watch=coming)
-        elif scheme in ("http", "https") and not has_own_handler(scheme):
-            host = urlsplit(url).netloc
-            retries = 0 if host in self._silent else self.retries
-            try:
-                fetch_http(url, part, timeout=self.timeout, retries=retries, backoff=self.backoff, watch=coming)
-            except ShardError as error:
-                # A host that never answered is not waited for at length again and again.
-                if error.reason in ("timeout", "unreachable") and host not in self._answered:
-                    self._silent.add(host)
-                raise
-            self._answered.add(host)
-            self._silent.discard(host)
-        elif buckets.knows(scheme) and not has_own_handler(scheme):
-            buckets.fetch(url, scheme, part, retries=self.retries, backoff=self.backoff, watch=coming)
-        else:
-            fetch_gopen(url, scheme, part, watch=coming)
-        if packing(part) is not None:
-            unpacked = part.with_suffix(".unpacked.part")
-            size = part.stat().st_size
-            try:
-                unpack(part, unpacked, lambda more: coming.came(size + more))
-                unpacked.replace(part)
-            finally:
-                unpacked.unlink(missing_ok=True)
-
     def tell(self, size: int) -> None:
         """A transfer gets on."""
-        if threading.current_thread() is threading.main_thread():
+        if _is_waited_for():
             self.alive(size)
 
     def _forget_uses(self) -> None:
@@ -340,37 +329,9 @@ class ShardStore:
             self._forget_uses()
 
 
-def _packed_version(path: Path) -> str | None:
-    """For a packed file, what changes when the file does; None for any other readable file."""
-    try:
-        stat = path.stat()
-        return None if packing(path) is None else f"{stat.st_mtime_ns}-{stat.st_size}"
-    except FileNotFoundError as error:
-        raise ShardError("missing", f"{path} is not there") from error
-    except OSError as error:
-        raise ShardError("unreadable", f"{path}: {error.strerror}") from error
-
-
-def _failure(target: Path) -> Path:
-    return Path(f"{target}.failed")
-
-
-def _raise_failure_since(asked: float, target: Path) -> None:
-    try:
-        if _failure(target).stat().st_mtime < asked:
-            return
-        reason, detail = json.loads(_failure(target).read_text())
-    except (OSError, ValueError):
-        return
-    raise ShardError(reason, detail)
-
-
-def _size_of_parts(target: Path) -> int:
-    total = 0
-    for part in target.parent.glob(f"{target.name}.*.part"):
-        with contextlib.suppress(OSError):
-            total += part.stat().st_size
-    return total
+def _is_waited_for() -> bool:
+    """Whether this is the thread that reads; others fetch ahead."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def _nothing(size: int) -> None:

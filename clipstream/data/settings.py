@@ -11,6 +11,7 @@ from clipstream.plugins import load_function
 from clipstream.section import PluginSection, Section
 
 Share = Annotated[float, Field(ge=0, le=1)]
+MOST_AUTO_WORKERS = 16  # a rank; there are lanes for as many before it is known how many there will be
 
 
 class TokenizerSettings(PluginSection):
@@ -117,6 +118,11 @@ class SourceSettings(Section):
     caption: SerializeAsAny[CaptionSettings] = Field(
         default_factory=TextCaption, description="where the caption is: {type: text, key: txt}, {type: json, path: …}"
     )
+    index: str | None = Field(
+        None,
+        description="what tells how many samples each shard holds, for the mode indexed: a folder that "
+        "`clipstream index` wrote, or wids' index (JSON); what lies beside local shards is found without",
+    )
     transform: str | None = Field(
         None, description="the user's own sample -> sample or None (drop), as package.module:fn, before the caption"
     )
@@ -170,9 +176,32 @@ def rgb(name: str) -> tuple[int, int, int]:
 class SamplingSettings(Section):
     """In which order shards come."""
 
-    mode: Literal["resampled", "epoch"] = Field(
-        "resampled", description="resampled: shards drawn with replacement, endless; epoch: each shard once a pass"
+    mode: Literal["resampled", "epoch", "indexed"] = Field(
+        "resampled",
+        description="resampled: shards drawn by lot, endless; epoch: each shard once a pass; indexed: each sample once "
+        "an epoch (`clipstream index` first)",
     )
+    shards: Literal["shared", "split"] = Field(
+        "shared", description="shared: every lane draws from all shards; split: each lane has a fixed part of its own"
+    )
+    replacement: bool = Field(
+        True, description="of the mode resampled: false draws no shard again before the lane has seen all of them"
+    )
+    tail: Literal["drop", "pad", "wrap"] = Field(
+        "drop",
+        description="of the mode indexed, where an epoch is no whole number of batches: drop leaves samples out, pad "
+        "fills up with samples of weight 0, wrap with some that come again",
+    )
+
+    @property
+    def deals_shards(self) -> bool:
+        """Whether a lane takes whole shards out of a fixed number, so that each needs one at least."""
+        return self.mode == "epoch" or (self.mode == "resampled" and self.shards == "split")
+
+    @property
+    def words(self) -> str:
+        """The mode for messages."""
+        return f"the mode {self.mode!r}{' with shards: split' * (self.shards == 'split')}"
 
 
 class ShuffleSettings(Section):
@@ -189,6 +218,9 @@ class AugmentSettings(Section):
         (0.9, 1.0), description="share of the picture's area that a crop takes, min and max"
     )
     ratio: tuple[float, float] = Field((0.75, 4 / 3), description="aspect ratio of a crop, min and max")
+    max_aspect: float = Field(
+        20.0, ge=1, description="a picture whose long side is more than so many times the short one is dropped"
+    )
     interpolation: Literal["random", "bilinear", "bicubic"] = Field("bicubic", description="of the resize")
     flip: Share = Field(0.0, description="probability of a mirrored picture")
     color_jitter: tuple[Share, Share, Share, Share] | None = Field(
@@ -229,12 +261,21 @@ class DataSettings(Section):
     lanes: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         "auto", description="virtual lanes of the run; the order of samples depends on them, not on ranks or workers"
     )
-    workers: int = Field(2, ge=0, description="reading processes a rank; 0 reads in the training process")
+    workers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
+        "auto",
+        description="reading processes a rank; 0 reads in the training process; auto: what the cores allow, by a short "
+        "measurement at the start",
+    )
     prefetch: int = Field(3, ge=1, description="batches of a rank that are filled ahead, each in its slab")
     sources: dict[str, SourceSettings] = Field(default_factory=dict, description="named sources, mixed by weight")
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
     shuffle: ShuffleSettings = Field(default_factory=ShuffleSettings)
     augment: AugmentSettings = Field(default_factory=AugmentSettings)
+    decoder: Literal["fast", "exact"] = Field(
+        "fast",
+        description="fast: training pictures are decoded no larger than their crops need; exact: open_clip's pixels, "
+        "bit for bit; evaluation is always exact",
+    )
     cache: str | None = Field(None, description="folder for spooled remote shards; a temporary one unless set")
     cache_gib: float | None = Field(
         None,
@@ -251,6 +292,11 @@ class DataSettings(Section):
     max_sample_failures: Share = Field(0.5, description="share of read samples that may be dropped before the run ends")
     trace: int = Field(0, ge=0, description="print what each stage makes of the first so many samples")
     stall_timeout: float = Field(300.0, gt=0, description="seconds without a batch before the run ends")
+    transfer_timeout: float = Field(
+        60.0,
+        gt=0,
+        description="seconds without a byte before a shard's transfer is given up, and tried again where it can",
+    )
 
     @field_validator("batch_schedule")
     @classmethod
@@ -259,6 +305,11 @@ class DataSettings(Section):
         if steps != sorted(set(steps)):
             raise ValueError("its steps must rise from entry to entry")
         return value
+
+    @property
+    def most_workers(self) -> int:
+        """Reading processes that a rank may come to have."""
+        return MOST_AUTO_WORKERS if self.workers == "auto" else self.workers
 
     @property
     def batch_changes(self) -> list[int]:

@@ -27,6 +27,7 @@ NEXT_SHARD = re.compile(r"::(?=pipe:|(?:scenes|synthetic|folder|imagenet|benchma
 PIPE_BRACES = re.compile(r"""(?<!\$)(\{[^\s{}$'":]*(?:\.\.|,)[^\s{}$'":]*\})""")
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 USER_INFO = re.compile(r"(?<=://)[^/@\s'\"]+@")
+TAR = re.compile(r"([^\s/'\"|<>=]+)\.(?:tar|tgz)\b")
 SECRET_NAME = (
     r"[\w-]*(?:token|secret|passwo?r?d|signature|credential|api-?_?key|access-?_?key\w*|cookie|bearer)[\w-]*"
     r"|sig|key|auth"
@@ -45,10 +46,10 @@ def expand(spec: str | list[str]) -> list[str]:
     `pipe:` command it is left to the shell. A single local file need not be there: it is counted when it is opened.
 
     Raises:
-        SettingsError: a glob matches nothing, a local folder is named, a variable is not set, or nothing is named.
+        SettingsError: a glob matches nothing, a local folder is named, a variable is not set, nothing is named, or
+            a command is, where WDS_SECURE forbids them.
     """
-    parts = [part for item in ([spec] if isinstance(spec, str) else spec) for part in _split(item.strip())]
-    shards = list(itertools.chain.from_iterable(_expand_one(part) for part in parts))
+    shards = list(itertools.chain.from_iterable(_expand_one(part) for part in parts_of(spec)))
     if not shards:
         raise SettingsError(f"{spec!r} names no shard")
     return shards
@@ -77,6 +78,24 @@ def redact(url: str) -> str:
     return SECRET_VALUE.sub(r"\1***", url)
 
 
+def stable_name(url: str) -> str:
+    """A shard's name, which stays when its folder moves, when it is unpacked, or when it is copied out of a `pipe:`.
+
+    The last part of the path; of what holds the name of a tar, that name, ending in .tar.
+    """
+    bare = redact(url).partition("?")[0]
+    name = bare.rpartition("/")[2]
+    if name.endswith(".tar"):
+        return name
+    found = TAR.findall(bare if bare.startswith("pipe:") else name)
+    return f"{found[-1]}.tar" if found else name
+
+
+def parts_of(spec: str | list[str]) -> list[str]:
+    """The parts of a specification, cut at its `::`, each still with its braces, globs and variables."""
+    return [part for item in ([spec] if isinstance(spec, str) else spec) for part in _split(item.strip())]
+
+
 def _split(spec: str) -> list[str]:
     parts: list[str] = []
     rest = spec
@@ -93,6 +112,7 @@ def _split(spec: str) -> list[str]:
 
 def _expand_one(part: str) -> Iterable[str]:
     if part.startswith("pipe:"):
+        _refuse_commands(part)
         pieces = PIPE_BRACES.split(part)
         choices = [list(braceexpand.braceexpand(p)) if i % 2 else [p] for i, p in enumerate(pieces)]
         return ["".join(chosen) for chosen in itertools.product(*choices)]
@@ -123,16 +143,29 @@ def _expand_one(part: str) -> Iterable[str]:
     return [path for pattern in expanded for path in _local(os.path.expanduser(pattern))]
 
 
-def with_variables(part: str) -> str:
-    """The text with `${NAME}` taken from the environment. Raises SettingsError where one is not set."""
-    return VARIABLE.sub(_variable, part)
+def _refuse_commands(part: str) -> None:
+    """webdataset runs no command of a shard's name where WDS_SECURE is set, and nor do we."""
+    if os.environ.get("WDS_SECURE", "0") not in ("", "0"):
+        raise SettingsError(
+            f"{redact(part)!r} would run a command, which WDS_SECURE={os.environ['WDS_SECURE']} in the environment "
+            "forbids: name the shards by a path, or by http(s)://, s3://, gs://, az:// or hf://, or unset WDS_SECURE"
+        )
+
+
+def with_variables(text: str) -> str:
+    """A text whose `${NAME}` are taken from the environment, or from WDS_NAME as webdataset does.
+
+    Raises:
+        SettingsError: one is not set.
+    """
+    return VARIABLE.sub(_variable, text)
 
 
 def _variable(match: re.Match[str]) -> str:
     name = match.group(1)
     value = os.environ.get(name, os.environ.get(f"WDS_{name}"))
     if value is None:
-        raise SettingsError(f"the shards name ${{{name}}}, and neither {name} nor WDS_{name} is set in the environment")
+        raise SettingsError(f"${{{name}}} is named, and neither {name} nor WDS_{name} is set in the environment")
     return value
 
 

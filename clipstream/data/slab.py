@@ -60,6 +60,11 @@ class Slab:
         self.sources = plane(np.uint8, n)
         self.pictures = plane(np.int64, n)
 
+    def clear(self, slot: int) -> None:
+        """Leave nothing in a slot of what was there: it holds no sample."""
+        for values in (self.pixels, self.ids, self.weights, self.pictures):
+            values[slot] = 0
+
 
 class SlabRing:
     """`depth` slabs in one shared map; batch number t lies in slab t modulo depth."""
@@ -72,6 +77,10 @@ class SlabRing:
 
     def __getitem__(self, step: int) -> Slab:
         return self.slabs[step % len(self.slabs)]
+
+    def bytes(self) -> np.ndarray[Any, Any]:
+        """All of the memory, uint8."""
+        return np.frombuffer(self.memory, dtype=np.uint8)
 
 
 def _aligned(size: int) -> int:

@@ -5,24 +5,26 @@ Both loaders, training's and evaluation's, are the same machine: lanes, a feeder
 
 from __future__ import annotations
 
-import hashlib
-import json
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from clipstream.batch import ImageSpec
+from clipstream.data.crops import TrainTransform
 from clipstream.data.feeder import Feeder, Lane, Reader
 from clipstream.data.fields import CaptionExtractor, build_caption, build_transform
-from clipstream.data.health import Budget, Health
-from clipstream.data.images import EvalTransform, TrainTransform
+from clipstream.data.health import FIRST_PLACES, FIRST_SAMPLES, Budget, Health
+from clipstream.data.images import EvalTransform
 from clipstream.data.keeping import GIB
 from clipstream.data.loader import DataState, Loader, LoaderPlan
-from clipstream.data.opening import Opener
-from clipstream.data.order import Cursor, Slots, SourceMix, SourceOrder, lanes_of_rank
+from clipstream.data.opening import Opener, is_remote
+from clipstream.data.order import Cursor, Mix, Slots, SourceMix, lanes_of_rank, mix
+from clipstream.data.plan import OrderPlan, order_plan
 from clipstream.data.remote import ShardStore
+from clipstream.data.sameness import TOKENIZER, differences, former_hash, order_of
 from clipstream.data.settings import DataSettings, SourceSettings
-from clipstream.data.shards import expand, redact
+from clipstream.data.shards import expand
 from clipstream.data.slab import SlabShape
 from clipstream.data.stages import Stopwatch
 from clipstream.data.text import Tokenizer
@@ -32,7 +34,7 @@ from clipstream.data.worker import Status
 from clipstream.errors import DataError, SettingsError
 from clipstream.world import World
 
-ORDER = 2  # what the order of samples is computed by; another number is another order
+SALT = 7  # of the seed's hash, where an order begins anew
 MakeWalk = Callable[[int, int, OpenShards, Callable[[], None]], Walk]  # (source, lane, shards, pulse) -> walk
 
 
@@ -43,14 +45,15 @@ class _Stream:
     names: list[str]
     readers: list[Reader]
     openers: list[Opener]
-    mix: SourceMix
+    mix: Mix
     make_walk: MakeWalk
     slots: Slots
-    drawn: dict[int, int]  # lane -> samples it gave before the start
+    drawn: dict[int, int]  # lane -> places it filled before the start
     workers: int
     tokenizer: Tokenizer
     store: ShardStore
     traced: int = 0
+    opened: list[OpenShards] = field(default_factory=list)  # by this process
 
     def feeder(self, worker: int, report: Callable[[Any], None], status: Status) -> Feeder:
         """The feeder of a worker: every `workers`-th lane of the rank."""
@@ -64,6 +67,7 @@ class _Stream:
             OpenShards(opener, lambda name=name: feeder.health.sources[name], trace)  # type: ignore[misc]
             for name, opener in zip(self.names, self.openers, strict=True)
         ]
+        self.opened.extend(shards)
         for lane in self.slots.lanes[worker :: max(1, self.workers)]:
             walks = [
                 self.make_walk(i, lane, shards[i], lambda name=name: feeder.pulse(name))  # type: ignore[misc]
@@ -83,9 +87,15 @@ class _Stream:
             slots=self.slots,
             names=self.names,
             budget=budget,
-            on_close=self.store.close,
+            on_close=self.close,
             **more,
         )
+
+    def close(self) -> None:
+        """Give back what this process holds."""
+        for shards in self.opened:
+            shards.close()
+        self.store.close()
 
 
 def training_loader(
@@ -96,42 +106,40 @@ def training_loader(
     tokenizer: Tokenizer,
     image: ImageSpec,
     start: DataState | None = None,
+    approximate: bool = False,
 ) -> Loader:
     """The endless stream of this rank's parts of the global batches.
 
     Args:
-        settings: with `lanes` resolved.
+        settings: with `lanes` and `workers` resolved.
         start: the run's data state (all ranks' lanes) to go on from.
+        approximate: where `start` belongs to another order of samples, begin another one at its step, and say so.
 
     Raises:
         SettingsError: no sample for this rank, or `start` belongs to another order of samples.
     """
-    lanes = settings.lanes
-    assert isinstance(lanes, int), "resolve the settings first"
+    lanes, workers = settings.lanes, settings.workers
+    assert isinstance(lanes, int) and isinstance(workers, int), "resolve the settings first"
     names = sorted(settings.sources)
-    sources = [settings.sources[name] for name in names]
-    store = ShardStore(settings.cache, limit=_limit(settings), wanted=_shards_in_use(settings, lanes, world))
+    store = _store(settings, lanes, world)
     openers = _openers(settings, store)
-    fingerprint = _fingerprint(settings, seed, names, [opener.names for opener in openers])
+    order = order_plan(settings, openers, seed)  # the openers then know what an identity tells of
+    identity = order_of(settings, seed, tokenizer, openers)
+    start = _going_on(start, identity, former_hash(settings, seed, openers), approximate, world)
+    if anew := _anew(start):
+        order = order_plan(settings, openers, mix(seed, SALT, anew["salt"]))
     slots = Slots(lanes_of_rank(world.rank, world.size, lanes), lanes, settings.batch_size)
     _nobody_idle(settings, slots, world)
-    saved = _saved_lanes(start, fingerprint, slots)
-
-    def make_walk(source: int, lane: int, shards: OpenShards, pulse: Callable[[], None]) -> Walk:
-        shuffle, mode = settings.shuffle, settings.sampling.mode
-        order = SourceOrder(seed, source, len(shards.opener.names), lanes, mode, shuffle.shards, shuffle.window)
-        cursor = Cursor.load(saved[lane]["cursors"][source]) if lane in saved else Cursor()
-        return WindowWalk(order, lane, cursor, shards, pulse)
-
+    saved = _saved_lanes(start, slots)
     stream = _Stream(
         names=names,
         readers=[_training_reader(name, settings, image) for name in names],
         openers=openers,
-        mix=SourceMix(seed, tuple(source.weight for source in sources)),
-        make_walk=make_walk,
+        mix=order.mix,
+        make_walk=_window_walks(order, saved),
         slots=slots,
         drawn={lane: int(state["drawn"]) for lane, state in saved.items()},
-        workers=min(settings.workers, len(slots.lanes)),
+        workers=min(workers, len(slots.lanes)),
         tokenizer=tokenizer,
         store=store,
         traced=settings.trace if world.is_main else 0,
@@ -143,20 +151,36 @@ def training_loader(
         max(slots.count(step) for step in settings.batch_changes),
         stall_timeout=settings.stall_timeout,
         lanes_total=lanes,
-        fingerprint=fingerprint,
-        pin=world.device.startswith("cuda"),
+        order=identity,
+        **anew,
+        device=world.device,
+        tail=order.tail if world.is_main else None,
     )
     return Loader(plan, start and {**start, "lanes": {str(lane): state for lane, state in saved.items()}})
 
 
-def _limit(settings: DataSettings) -> int | None:
-    return None if settings.cache_gib is None else int(settings.cache_gib * GIB)
+def _window_walks(order: OrderPlan, saved: dict[int, dict[str, Any]]) -> MakeWalk:
+    def make_walk(source: int, lane: int, shards: OpenShards, pulse: Callable[[], None]) -> Walk:
+        cursor = Cursor.load(saved[lane]["cursors"][source]) if lane in saved else Cursor()
+        return WindowWalk(order.sources[source], lane, cursor, shards, pulse)
+
+    return make_walk
+
+
+def _store(settings: DataSettings, lanes: int, world: World) -> ShardStore:
+    wanted = _shards_in_use(settings, lanes, world)
+    limit = _limit(settings.cache_gib)
+    return ShardStore(settings.cache, limit=limit, wanted=wanted, timeout=settings.transfer_timeout)
+
+
+def _limit(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * GIB)
 
 
 def _shards_in_use(settings: DataSettings, lanes: int, world: World) -> int:
-    """Shards that a node's lanes hold at once, at most."""
+    """Shards from elsewhere that a node's lanes hold at once, at most."""
     node = -(-lanes * world.local_size // world.size)
-    counts = (len(set(expand(source.shards))) for source in settings.sources.values())
+    counts = (len(set(filter(is_remote, expand(source.shards)))) for source in settings.sources.values())
     return sum(min(count, node * settings.shuffle.shards) for count in counts)
 
 
@@ -178,16 +202,35 @@ def _nobody_idle(settings: DataSettings, slots: Slots, world: World) -> None:
             )
 
 
-def _saved_lanes(start: DataState | None, fingerprint: str, slots: Slots) -> dict[int, dict[str, Any]]:
+def _going_on(
+    start: DataState | None, order: dict[str, Any], former: str, approximate: bool, world: World
+) -> DataState | None:
+    """Where to go on; with another order under a new salt, so that it does not begin with samples already seen."""
+    changed = {} if start is None else differences(start["plan"], order, former)
+    if start is None or not changed:
+        return start
+    told = "".join(f"\n  {key}: {values}" for key, values in changed.items())
+    step, elsewhere = start["step"], changed.keys() - {TOKENIZER}
+    goes_on = "the data begin anew, in another order" if elsewhere else "the data go on where they were"
+    if not approximate:
+        raise SettingsError(
+            f"--resume: the checkpoint's data order is not that of these settings:{told}\n"
+            f"go back to them, or give --resume-approximate: then the run goes on at step {step}, and {goes_on}"
+        )
+    if world.is_main:
+        print(f"warning: --resume-approximate: from step {step} on, {goes_on}:{told}", file=sys.stderr, flush=True)
+    return {**start, "lanes": {}, "salt": int(start.get("salt", 0)) + 1, "began": step} if elsewhere else start
+
+
+def _anew(start: DataState | None) -> dict[str, int]:
+    """How often the order began anew under other settings, and with which batch last; nothing where it never did."""
+    return {key: int(start[key]) for key in ("salt", "began")} if start and start.get("salt") else {}
+
+
+def _saved_lanes(start: DataState | None, slots: Slots) -> dict[int, dict[str, Any]]:
     """The saved states of this rank's lanes."""
     if start is None:
         return {}
-    if start["plan"] != fingerprint:
-        raise SettingsError(
-            "the checkpoint's data order is not that of these settings: batch size and schedule, lanes, seed, shards, "
-            "weights, sampling and shuffle must be as they were; go back to them, or start a new run from the "
-            "checkpoint's weights (--pretrained local-dir:CHECKPOINT)"
-        )
     return {lane: start["lanes"][str(lane)] for lane in slots.lanes if str(lane) in start["lanes"]}
 
 
@@ -204,7 +247,9 @@ def evaluation_loader(
     name: str = "eval",
     place: str = "evals.NAME.data",
     cache: str | None = None,
+    cache_gib: float | None = None,
     stall_timeout: float = 300.0,
+    transfer_timeout: float = 60.0,
 ) -> Loader:
     """This rank's part of every sample of `source`, once, in batches of at most `batch_size`; then it ends.
 
@@ -215,6 +260,7 @@ def evaluation_loader(
         max_samples: only the first so many samples of the source.
         place: key of the settings where `source` stands, for messages.
         cache: folder for spooled shards; None for a temporary one.
+        cache_gib: what it may hold; None for no limit.
 
     Raises:
         DataError: local shards that are not there.
@@ -222,7 +268,7 @@ def evaluation_loader(
     per_rank = max(1, workers)
     batch_size = max(batch_size, per_rank)
     lanes = world.size * per_rank
-    store = ShardStore(cache)
+    store = ShardStore(cache, limit=_limit(cache_gib), timeout=transfer_timeout)
     opener = Opener(source, store, cache=cache, place=place)
     _all_there(opener, place)
 
@@ -243,7 +289,7 @@ def evaluation_loader(
     )
     hint = (source.image_key, None if target is not None else source.caption, place)
     budget = Budget({name: len(set(opener.names))}, {name: hint}, 0.0, 1.0)
-    ending = {"stall_timeout": stall_timeout, "lanes_total": lanes, "fingerprint": "", "ends": True}
+    ending = {"stall_timeout": stall_timeout, "lanes_total": lanes, "order": {}, "ends": True}
     return Loader(stream.plan(budget, image, 2, batch_size, **ending))
 
 
@@ -257,7 +303,8 @@ def _all_there(opener: Opener, place: str) -> None:
 def _training_reader(name: str, settings: DataSettings, image: ImageSpec) -> Reader:
     source = settings.sources[name]
     upright = source.orientation != "stored"
-    return _reader(name, source, TrainTransform(image, settings.augment, source.background, upright))
+    transform = TrainTransform(image, settings.augment, source.background, upright, settings.decoder)
+    return _reader(name, source, transform)
 
 
 def _reader(
@@ -272,21 +319,6 @@ def _budget(settings: DataSettings, urls: dict[str, list[str]]) -> Budget:
         name: (source.image_key, source.caption, f"data.sources.{name}") for name, source in settings.sources.items()
     }
     totals = {name: len(set(shards)) for name, shards in urls.items()}
-    return Budget(totals, hints, settings.max_shard_failures, settings.max_sample_failures, settings.on_shard_error)
-
-
-def _stable_names(urls: list[str]) -> list[str]:
-    """Shards by names that stay when their folder moves or a signature in their URL is renewed."""
-    names = [redact(url).partition("?")[0].rsplit("/", 1)[-1] for url in urls]
-    return names if len(set(names)) == len(set(urls)) else [redact(url) for url in urls]
-
-
-def _fingerprint(settings: DataSettings, seed: int, names: list[str], urls: list[list[str]]) -> str:
-    """A short hash of what fixes the order of samples; the folder of the shards does not."""
-    fixed = [
-        ORDER, seed, settings.global_batch_size, settings.lanes, settings.sampling.mode, settings.shuffle.window,
-        settings.shuffle.shards, names, [_stable_names(shards) for shards in urls],
-        [settings.sources[name].weight for name in names],
-        *([settings.batch_schedule] if settings.batch_schedule else []),
-    ]  # fmt: skip
-    return hashlib.sha256(json.dumps(fixed).encode()).hexdigest()[:16]
+    first = FIRST_PLACES if settings.sampling.mode == "indexed" else FIRST_SAMPLES
+    shares = settings.max_shard_failures, settings.max_sample_failures
+    return Budget(totals, hints, *shares, settings.on_shard_error, first)

@@ -277,6 +277,10 @@ class Shard:
 
     Holds one file descriptor; reads by offset, so that forked processes may share it.
 
+    Args:
+        path: the file.
+        index: what a walk over its headers would find, where that is known.
+
     Attributes:
         path: the file.
         index: its samples, in file order, and what is wrong with it.
@@ -285,11 +289,11 @@ class Shard:
         OSError: the file cannot be opened or read.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, index: ShardIndex | None = None) -> None:
         self.path = Path(path)
         self._fd = os.open(path, os.O_RDONLY)
         try:
-            self.index = _scan(self._fd)
+            self.index = _scan(self._fd) if index is None else index
         except BaseException:
             self.close()
             raise

@@ -1,4 +1,4 @@
-"""Owns the ways bytes come from elsewhere into a local file: http(s), shell commands, webdataset's registered schemes.
+"""Owns the ways bytes come from elsewhere into a local file: http(s) and shell commands.
 
 Each writes the whole of it or raises `ShardError`; what a partial transfer left in the file is the caller's to remove.
 """
@@ -7,29 +7,31 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import http.client
-import importlib
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
+import threading
 import time
+from email.message import Message
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 from urllib.error import HTTPError, URLError
 from urllib.parse import unquote, urlsplit, urlunsplit
 from urllib.request import HTTPHandler, HTTPSHandler, Request, build_opener
 
 from clipstream.data.shards import redact
 from clipstream.data.tarstream import scan
-from clipstream.errors import ClipstreamError
 
 CHUNK = 1 << 20
 CONNECT_SECONDS = 10.0  # a host that does not answer within these is down, or behind a firewall
 TRANSIENT = (408, 425, 429)  # of the 4xx answers, those that say "later"
+PLACE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")  # a Content-Range
 TOLD = 300  # characters of a command's stderr that a message repeats
 
 
@@ -47,6 +49,23 @@ class ShardError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.reason, self.detail)
+
+
+def disk_error(path: str | Path, error: OSError) -> ShardError:
+    """A local file, or folder, that cannot be written."""
+    advice = ": give --data.cache a folder with more room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    return ShardError("disk", f"cannot write to {path}: {error.strerror or error}{advice}")
+
+
+class TransferEnded(Exception):
+    """A transfer that was given up because nobody wants it any more; it says nothing about the shard."""
+
+
+class About(NamedTuple):
+    """What a source says of a file: what changes when the file does, and its bytes; None for what it does not say."""
+
+    version: str | None
+    size: int | None
 
 
 class Watch(Protocol):
@@ -94,6 +113,7 @@ class _Download:
         self.timeout = timeout
         self.watch = watch
         self.have = 0
+        self.total: int | None = None  # bytes of the whole file, as far as the server tells
         self.version: str | None = None  # what says that a later try continues the same file
 
     def attempt(self) -> None:
@@ -104,28 +124,48 @@ class _Download:
             request.add_header("If-Range", self.version)
         # Made anew: proxies are those of the environment now.
         with build_opener(_Http, _Https).open(request, timeout=self.timeout) as response:
-            if response.status != 206 or not str(response.headers["Content-Range"]).startswith(f"bytes {self.have}-"):
-                self.have = 0
-                self.file.seek(0)
-                self.file.truncate()
-            tag = response.headers["ETag"]
-            self.version = tag if tag and not tag.startswith("W/") else response.headers["Last-Modified"]
-            length = response.headers["Content-Length"]
-            expected = self.have + int(length) if length else None
-            if expected is not None:
-                self.watch.expect(expected)
+            if response.status == 206:
+                self._go_on(response.headers)
+            else:
+                self._begin(response.headers)
+            if self.total is not None:
+                self.watch.expect(self.total)
             while data := response.read1(CHUNK):
                 self._write(data)
-        if expected is not None and self.have < expected:
-            raise ShardError("truncated_download", f"{self.shown}: {self.have:,} of {expected:,} bytes came")
-        if expected is None and response.headers["Transfer-Encoding"] is None:
+        if self.total is not None and self.have != self.total:
+            raise ShardError("truncated_download", f"{self.shown}: {self.have:,} of {self.total:,} bytes came")
+        if self.total is None and response.headers["Transfer-Encoding"] is None:
             self._check_end()
+
+    def forget(self) -> None:
+        """Let the next try begin anew."""
+        self.have, self.total, self.version = 0, None, None
+
+    def _begin(self, headers: Message) -> None:
+        """The whole file comes."""
+        self.file.seek(0)
+        self.file.truncate()
+        self.have = 0
+        self.version = _strong_version(headers)
+        length = headers["Content-Length"]
+        self.total = int(length) if length else None
+
+    def _go_on(self, headers: Message) -> None:
+        """The rest of what is here comes, unless the server sends another part, or that of another file."""
+        place = PLACE.fullmatch(headers["Content-Range"] or "")
+        first, last, total = map(int, place.groups()) if place else (-1, -1, -1)
+        same = self.total in (None, total) and _strong_version(headers) in (None, self.version)
+        if not same or first != self.have or last + 1 != total:
+            self.forget()
+            detail = f"{self.shown}: the server went on with another part, or with another version of the file"
+            raise ShardError("truncated_download", detail)
+        self.total = total
 
     def _write(self, data: bytes) -> None:
         try:
             self.file.write(data)
         except OSError as error:
-            raise ShardError("disk", f"cannot write {self.file.name}: {error.strerror}") from error
+            raise disk_error(self.file.name, error) from error
         self.have += len(data)
         self.watch.came(self.have)
 
@@ -152,7 +192,7 @@ def fetch_http(url: str, part: Path, *, timeout: float, retries: int, backoff: f
         try:
             download = _Download(url, file, timeout, watch)
         except ValueError as error:
-            raise ShardError("unreachable", f"{redact(url)}: {error}") from error
+            raise ShardError("unreachable", f"{redact(url)}: {redact(str(error))}") from error
         for attempt in range(retries + 1):
             try:
                 return download.attempt()
@@ -163,16 +203,33 @@ def fetch_http(url: str, part: Path, *, timeout: float, retries: int, backoff: f
             pause(attempt, backoff)
 
 
-def http_version(url: str, timeout: float) -> str | None:
-    """What changes when the file does: its ETag, or else its date; None where the server does not say."""
+def http_about(url: str, timeout: float) -> About:
+    """What the server says of a file: its ETag, or else its date, and its length.
+
+    Raises:
+        ShardError: `timeout`, where it says nothing at all.
+    """
     try:
         request = _request(url, method="HEAD")
         with build_opener(_Http, _Https).open(request, timeout=timeout) as response:
-            headers = response.headers
-            found: str | None = headers["ETag"] or headers["Last-Modified"]
-            return found
-    except (OSError, ValueError, http.client.HTTPException):
-        return None
+            length = response.headers["Content-Length"]
+            return About(response.headers["ETag"] or response.headers["Last-Modified"], int(length) if length else None)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        if isinstance(getattr(error, "reason", error), TimeoutError):
+            raise ShardError("timeout", redact(url)) from error
+        return About(None, None)
+
+
+def host_of(url: str) -> str:
+    """Host, port and login of a URL, or the bucket; also of what is no right URL."""
+    return url.partition("//")[2].partition("/")[0]
+
+
+def _strong_version(headers: Message) -> str | None:
+    """What is equal only for equal bytes."""
+    tag: str | None = headers["ETag"]
+    found: str | None = tag if tag and not tag.startswith("W/") else headers["Last-Modified"]
+    return found
 
 
 def _request(url: str, method: str = "GET") -> Request:
@@ -198,28 +255,59 @@ def _judge(download: _Download, error: Exception) -> tuple[ShardError, bool]:
         return error, error.reason == "truncated_download"
     if isinstance(error, HTTPError):
         error.close()
-        if error.code == 416:  # the file became shorter than what we have: begin anew
-            download.have = 0
+        if error.code == 416:  # the file became shorter than what we have
+            download.forget()
         passing = error.code >= 500 or error.code in (*TRANSIENT, 416)
-        return ShardError(f"http_{error.code}", f"{shown}: {error.reason}"), passing
+        return ShardError(f"http_{error.code}", f"{shown}: {redact(str(error.reason))}"), passing
     cause = error.reason if isinstance(error, URLError) else error
     if isinstance(cause, TimeoutError):
         detail = f"{shown}: no byte in {download.timeout:g} s after {download.have:,} bytes"
         return ShardError("timeout", detail), True
+    said = redact(str(cause))  # which may repeat the URL
     if download.have or isinstance(error, http.client.IncompleteRead):
-        return ShardError("truncated_download", f"{shown}: after {download.have:,} bytes: {cause}"), True
+        return ShardError("truncated_download", f"{shown}: after {download.have:,} bytes: {said}"), True
     passing = not isinstance(error, (ValueError, http.client.InvalidURL))
-    return ShardError("unreachable", f"{shown}: {cause}"), passing
+    return ShardError("unreachable", f"{shown}: {said}"), passing
 
 
-_running: set[int] = set()  # process groups of the commands that this process runs
+_running: dict[int, int | None] = {}  # process group of a command -> the thread that waits for it; None: ended by us
+_starting = threading.Lock()  # held while one starts
+_over = threading.Event()  # none starts any more
+
+
+def _after_fork() -> None:
+    """A forked process has none of its parent's threads, and must leave the parent's commands alone."""
+    global _starting
+    _starting = threading.Lock()
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def end_commands() -> None:
-    """Kill the commands that threads of this process wait for: it is about to end."""
+    """Kill the commands that threads of this process wait for, and start no other: it is about to end."""
+    with _starting:
+        _over.set()
     for group in list(_running):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+        _end(group)
+
+
+def end_command(thread: int | None) -> None:
+    """Kill the command that the thread of this identity waits for, if it does."""
+    for group, waiting in list(_running.items()):
+        if waiting == thread:
+            _end(group)
+
+
+def _end(group: int) -> None:
+    _running[group] = None
+    _kill(group)
+
+
+def _kill(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
 
 
 def run_pipe(command: str, part: Path, *, timeout: float, watch: Watch) -> None:
@@ -229,21 +317,28 @@ def run_pipe(command: str, part: Path, *, timeout: float, watch: Watch) -> None:
 
     Raises:
         ShardError: `pipe_failed`, or `timeout` when no byte came for `timeout` seconds.
+        TransferEnded: `end_command` or `end_commands` was called.
     """
     bash = shutil.which("bash")
     shell = [bash, "-o", "pipefail", "-c", command] if bash else ["sh", "-c", command]
     shown = redact(f"pipe:{command}")
     with open(part, "wb") as out, tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(shell, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, start_new_session=True)
-        _running.add(process.pid)
+        with _starting:
+            if _over.is_set():
+                raise TransferEnded
+            process = subprocess.Popen(
+                shell, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, start_new_session=True
+            )
+            _running[process.pid] = threading.get_ident()
         try:
             silent = not _wait_while_growing(process.pid, out.fileno(), timeout, watch)
         finally:
             # Before the shell is reaped, so that its process group cannot be another's.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            _running.discard(process.pid)
+            _kill(process.pid)
+            ended = _running.pop(process.pid) is None
             status = process.wait()
+        if ended:
+            raise TransferEnded
         size = os.fstat(out.fileno()).st_size
         if silent:
             raise ShardError("timeout", f"{shown}: no byte in {timeout:g} s after {size:,} bytes")
@@ -252,6 +347,7 @@ def run_pipe(command: str, part: Path, *, timeout: float, watch: Watch) -> None:
             said = redact(" ".join(errors.read().decode(errors="replace").split()))
             detail = f"{shown}: exit status {status} after {size:,} bytes{': ' + said if said else ''}"
             raise ShardError("pipe_failed", detail)
+        watch.expect(size)  # also of a command that was quicker than we looked
 
 
 def _wait_while_growing(pid: int, file: int, timeout: float, watch: Watch) -> bool:
@@ -267,40 +363,3 @@ def _wait_while_growing(pid: int, file: int, timeout: float, watch: Watch) -> bo
         time.sleep(pause)
         pause = min(0.02, pause * 2)
     return True
-
-
-def fetch_gopen(url: str, scheme: str, part: Path, *, watch: Watch) -> None:
-    """Copy what webdataset's handler of the scheme gives; of a command behind it only exit status 0 counts.
-
-    It has no time limit of its own: a handler that hangs is found by the loader's, where `watch` is not called.
-
-    Raises:
-        ShardError: no handler for the scheme, or it fails.
-    """
-    # Late, because webdataset imports torch.
-    module = importlib.import_module("webdataset.gopen")
-    schemes: dict[str, Any] = module.gopen_schemes
-    if scheme not in schemes:
-        hint = "use pipe:COMMAND, or register one in webdataset.gopen.gopen_schemes"
-        raise ShardError("unknown_scheme", f"{redact(url)}: no handler for {scheme}://; {hint}")
-    try:
-        stream = module.gopen(url, "rb")
-        with open(part, "wb") as file:
-            while data := stream.read(CHUNK):
-                file.write(data)
-                watch.came(file.tell())
-        stream.close()
-        child = getattr(stream, "proc", None)
-    except ClipstreamError:
-        raise
-    except Exception as error:  # a user's handler may raise anything
-        raise ShardError("unreachable", f"{redact(url)}: {type(error).__name__}: {redact(str(error))}") from error
-    if child is not None and child.returncode != 0:
-        raise ShardError("pipe_failed", f"{redact(url)}: exit status {child.returncode}")
-
-
-def has_own_handler(scheme: str) -> bool:
-    """Whether a user put a handler of their own in place of webdataset's for a scheme."""
-    module = sys.modules.get("webdataset.gopen")  # not imported: nobody can have registered one
-    handler = None if module is None else module.gopen_schemes.get(scheme)
-    return handler is not None and getattr(handler, "__module__", "") != "webdataset.gopen"

@@ -6,18 +6,22 @@ It reads no member and decodes nothing: it gives out `Taken` samples, whose byte
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 from typing import Protocol
 
 from clipstream.data.health import SourceHealth
 from clipstream.data.opening import Opener, OpenShard
-from clipstream.data.order import Cursor, SourceOrder
+from clipstream.data.order import Cursor, Order
 from clipstream.data.remote import ShardError
 from clipstream.data.shards import redact
-from clipstream.data.tarstream import SampleRef
+from clipstream.data.tarstream import SampleRef, ShardIndex
+from clipstream.data.transfer import end_command
+from clipstream.errors import Dropped
 
+LAST_SECONDS = 2.0  # for a transfer ahead to end by itself
 OPENING = "open"  # the stage of a worker that opens, and perhaps fetches, a shard
 
 
@@ -37,10 +41,30 @@ class Taken:
     url: str
     draws_key: int | None
 
-    @property
+    @cached_property
     def name(self) -> str:
         """'SHARD_BASENAME/KEY'."""
-        return f"{Path(self.url).name}/{self.ref.key}"
+        return f"{self.url.rstrip('/').rpartition('/')[2]}/{self.ref.key}"
+
+
+class AbsentShard:
+    """Stands for a shard that could not be opened, and for samples that a shard should hold and does not."""
+
+    index = ShardIndex([], None)
+
+    def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:
+        """Raises Dropped: `unreadable_shard`."""
+        raise Dropped("unreadable_shard", "an index tells of it, but its shard cannot be read, or does not hold it")
+
+    def look(self, ref: SampleRef) -> dict[str, bytes]:
+        """As `load`."""
+        return self.load(ref)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+_ABSENT = AbsentShard()
 
 
 class OpenShards:
@@ -94,8 +118,11 @@ class OpenShards:
             health.faults.setdefault(shown, "empty: no sample in it")
             health.unopened.add(number)
             shard.close()
-            self.opener.release(name)
+            self.opener.release(name, keep=False)  # an error page, say: it may be another next time
             return None
+        if (told := self.opener.counts) is not None and told[number] != len(shard.index.samples):
+            held = f"it holds {len(shard.index.samples):,} samples, its index tells of {told[number]:,}"
+            health.faults.setdefault(shown, f"stale_index: {held}: run python -m clipstream.index again")
         self._open[number] = (shard, 1)
         return shard
 
@@ -109,6 +136,10 @@ class OpenShards:
         shard.close()
         self.opener.release(self.opener.names[number])
 
+    def close(self) -> None:
+        """Fetch no more ahead."""
+        self._ahead.close()
+
     def title(self, number: int) -> str:
         """The shard's name for keys and messages."""
         return self.opener.title(self.opener.names[number])
@@ -120,8 +151,9 @@ class Ahead:
     def __init__(self, opener: Opener) -> None:
         self._opener = opener
         self._state = threading.Condition()
-        self._wanted: dict[str, bool] = {}  # name -> whether it is here; until it is held
+        self._wanted: dict[str, bool] = {}  # name -> whether it is held here; until a lane holds it
         self._thread: threading.Thread | None = None
+        self._closed = False
 
     def want(self, names: Iterable[str]) -> None:
         """Fetch these, too."""
@@ -140,29 +172,48 @@ class Ahead:
         if here:
             self._opener.release(name)
 
+    def close(self) -> None:
+        """Fetch no more."""
+        with self._state:
+            self._closed = True
+            self._wanted.clear()
+            self._state.notify()
+        limit = time.monotonic() + LAST_SECONDS
+        while self._thread is not None and self._thread.is_alive() and time.monotonic() < limit:
+            end_command(self._thread.ident)  # in the loop: it may just have started one
+            self._thread.join(0.02)
+
     def _run(self) -> None:
         while True:
             with self._state:
                 while (name := next((name for name, here in self._wanted.items() if not here), None)) is None:
+                    if self._closed:
+                        return
                     self._state.wait()
             try:
-                self._opener.fetch(name)
+                held = self._opener.bring(name)
             except Exception:  # it is fetched again, and its failure counted, when a lane wants to hold it
-                with self._state:
-                    self._wanted.pop(name, None)
-                continue
+                held = False
             with self._state:
-                held = name in self._wanted
-                if held:
+                wanted = name in self._wanted
+                if wanted and held:
                     self._wanted[name] = True
-            if not held:
+                else:
+                    self._wanted.pop(name, None)
+            if held and not wanted:
                 self._opener.release(name)
 
 
 class Walk(Protocol):
-    """A lane's way through one source."""
+    """A lane's way through one source.
+
+    Attributes:
+        cursor: where it stands.
+        keeps_places: as the order's.
+    """
 
     cursor: Cursor
+    keeps_places: bool
 
     def take(self) -> Taken | None:
         """The sample that the lane stands at, and one step on; None at the end of a walk that ends."""
@@ -172,10 +223,9 @@ class Walk(Protocol):
 class WindowWalk:
     """The endless walk of training: groups of shards, windows of a group, permuted samples of a window."""
 
-    def __init__(
-        self, order: SourceOrder, lane: int, cursor: Cursor, shards: OpenShards, pulse: Callable[[], None]
-    ) -> None:
+    def __init__(self, order: Order, lane: int, cursor: Cursor, shards: OpenShards, pulse: Callable[[], None]) -> None:
         self.cursor = cursor
+        self.keeps_places = order.keeps_places
         self._order = order
         self._lane = lane
         self._shards = shards
@@ -191,14 +241,14 @@ class WindowWalk:
         while samples is None or self.cursor.position >= len(samples):
             samples = self._advance(samples is not None)
         place, number = samples[self.cursor.position]
-        taken = Taken(
-            self._held[place],
-            self._held[place].index.samples[number],
-            self._shards.title(self._numbers[place]),
-            self._order.sample_key(self._lane, self.cursor),
-        )
+        shard = self._held.get(place, _ABSENT)
+        if number < len(shard.index.samples):
+            ref = shard.index.samples[number]
+        else:
+            shard, ref = _ABSENT, SampleRef(f"#{number}", {})
+        key = self._order.sample_key(self._lane, self.cursor)
         self.cursor.position += 1
-        return taken
+        return Taken(shard, ref, self._shards.title(self._numbers[place]), key)
 
     def _advance(self, window_done: bool) -> list[tuple[int, int]] | None:
         """Lay out the cursor's window, or step to the next window or group. None: call again."""
@@ -212,13 +262,16 @@ class WindowWalk:
         assert self._sizes is not None
         if cursor.window >= self._order.windows(self._sizes):
             self._close_group()
-            self.cursor = Cursor(group=cursor.group + 1)
+            self.cursor = Cursor(group=self._following())
             self._pulse()  # a source without one readable shard must not spin here unseen
             return None
         self._samples = self._order.walk(self._lane, cursor.group, cursor.window, self._sizes)
         if cursor.window == self._order.windows(self._sizes) - 1:  # sooner would take twice the disk
-            self._shards.ahead(self._order.group(self._lane, cursor.group + 1))
+            self._shards.ahead(self._order.group(self._lane, self._following()))
         return self._samples
+
+    def _following(self) -> int:
+        return self._order.following(self._lane, self.cursor.group)
 
     def _open_group(self) -> None:
         self._numbers = self._order.group(self._lane, self.cursor.group)
@@ -231,9 +284,8 @@ class WindowWalk:
             else:
                 self._held[place] = shard
             self._pulse()
-        self._sizes = [
-            len(self._held[place].index.samples) if place in self._held else 0 for place in range(len(self._numbers))
-        ]
+        found = [len(self._held.get(place, _ABSENT).index.samples) for place in range(len(self._numbers))]
+        self._sizes = self._order.sizes(self._lane, self.cursor.group, found)
 
     def _close_group(self) -> None:
         for place in self._held:
@@ -247,6 +299,8 @@ class OnceWalk:
 
     Every lane looks into every shard, so that few shards still spread evenly over ranks and workers.
     """
+
+    keeps_places = False
 
     def __init__(
         self, lane: int, lanes: int, shards: OpenShards, pulse: Callable[[], None], limit: int | None = None

@@ -7,14 +7,13 @@ first, and ends them), and end, with the commands that they run, when the parent
 
 from __future__ import annotations
 
-import ctypes
+import gc
 import mmap
 import multiprocessing
 import os
 import signal
 import struct
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -22,15 +21,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from clipstream.data.ending import END, Ended, end, end_with, listen
 from clipstream.data.feeder import Feeder
 from clipstream.data.slab import SlabRing
 from clipstream.data.stages import IDLE
 from clipstream.data.transfer import end_commands
 from clipstream.errors import ClipstreamError
 
-_PR_SET_PDEATHSIG = 1
-_END = signal.SIGUSR2  # ends a worker at once, and with it the commands behind `pipe:`
-_LAST_SECONDS = 2  # for it to clean up
 _HEAD = struct.Struct("<dQH")  # when, bytes that came, length of the words
 _STATUS_BYTES = 1024
 
@@ -95,18 +92,24 @@ class Worker:
     def stop(self) -> None:
         """End the process, and the commands that it runs, and wait for it."""
         self.connection.close()
-        self.process.join(timeout=0.2)
-        if self.process.is_alive() and self.process.pid is not None:
-            os.kill(self.process.pid, _END)
-            self.process.join(timeout=_LAST_SECONDS + 1)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
+        end(self.process, patience=0.2)
+
+    def killed(self) -> str:
+        """How a signal ended the process, in words; '' where none did. It may be asked from any thread."""
+        try:
+            # It leaves the process to the one that waits for its end.
+            end = os.waitid(os.P_PID, self.process.pid or 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return ""
+        by_signal = end is not None and end.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+        return self._end(-end.si_status) if end is not None and by_signal else ""
 
     def death(self) -> str:
         """How the process ended, in words."""
         self.process.join(timeout=5)
-        code = self.process.exitcode
+        return self._end(self.process.exitcode)
+
+    def _end(self, code: int | None) -> str:
         doing, _ = self.status.get()
         if code is not None and code < 0:
             name = signal.Signals(-code).name
@@ -115,33 +118,16 @@ class Worker:
         return f"ended with code {code} while it was at: {doing}"
 
 
-class _Ended(BaseException):
-    """Raised in a worker wherever it is, when it is to end."""
+def _main(*args: Any) -> None:
+    """A worker's life. Its end may be asked for at any moment, also while it ends by itself."""
+    try:
+        _work(*args)
+    except (Ended, BrokenPipeError, ConnectionResetError):
+        end_commands()
+    signal.signal(END, signal.SIG_IGN)
 
 
-def _end(*_: object) -> None:
-    signal.signal(_END, signal.SIG_IGN)
-    signal.alarm(_LAST_SECONDS)  # whose default is death, should the cleaning hang
-    raise _Ended
-
-
-def _end_with(parent: int) -> None:
-    """Have `_END` sent to this process when its parent dies."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _END)
-        if os.getppid() != parent:
-            raise _Ended  # it died before the request was in force
-    else:
-        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-
-
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os.kill(os.getpid(), _END)
-
-
-def _main(
+def _work(
     make_feeder: Callable[[Callable[[Any], None], Status], Feeder],
     ring: SlabRing,
     connection: Connection,
@@ -149,21 +135,20 @@ def _main(
     status: Status,
     parent: int,
 ) -> None:
-    """A worker's life: wait for a batch number, fill it, report."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    parents_end.close()
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)
+    """Wait for a batch number, fill it, report."""
     try:
-        signal.signal(_END, _end)
-        _end_with(parent)
+        listen()
+        end_with(parent)
+        parents_end.close()
+        gc.freeze()  # or the collector writes to all that was inherited, which is the parent's memory until then
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(1)
         feeder = make_feeder(connection.send, status)
         while True:
             step = connection.recv()
             connection.send(feeder.fill(step, ring[step]))
             feeder.trace(IDLE, "")
-    except (_Ended, EOFError, BrokenPipeError, ConnectionResetError):
+    except (Ended, EOFError, BrokenPipeError, ConnectionResetError):
         return  # the loader was closed, or the parent died
     except ClipstreamError as error:
         connection.send(error)

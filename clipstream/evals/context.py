@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from clipstream.batch import Batch, ImageSpec
+from clipstream.data.crew import without_trial
 from clipstream.data.fields import CaptionExtractor
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.shards import redact
@@ -66,7 +67,9 @@ class EvalContext:
         workers: reading processes a rank.
         precision: 'fp32', 'bf16' (autocast) or 'fp64', as in training.
         cache: folder for spooled remote shards; None for a temporary one an evaluation.
+        cache_gib: what it may hold; None for no limit.
         stall_timeout: seconds without a batch before an evaluation ends.
+        transfer_timeout: seconds without a byte of a remote shard before its transfer is given up.
         loss: the one that is trained; None where nothing says.
         global_batch_size: of the training, where it begins.
         examples_wanted: pictures with words that an evaluation should show to people; 0 for none.
@@ -85,7 +88,9 @@ class EvalContext:
     workers: int = 0
     precision: Precision = "fp32"
     cache: str | None = None
+    cache_gib: float | None = None
     stall_timeout: float = 300.0
+    transfer_timeout: float = 60.0
     loss: ContrastiveLoss | None = None
     global_batch_size: int = 0
     examples_wanted: int = 0
@@ -118,10 +123,12 @@ class EvalContext:
             tokenizer,
             world,
             towers.image,
-            workers=data.workers,
+            workers=without_trial(world) if data.workers == "auto" else data.workers,
             precision=precision,
             cache=data.cache,
+            cache_gib=data.cache_gib,
             stall_timeout=data.stall_timeout,
+            transfer_timeout=data.transfer_timeout,
             loss=loss,
             global_batch_size=data.global_batch_size,
             examples_wanted=examples,
@@ -163,13 +170,15 @@ class EvalContext:
             max_samples=min((n for n in (self.AT_MOST, max_samples) if n), default=None),
             place=f"evals.{self.name}.{key}",
             cache=self.cache,
+            cache_gib=self.cache_gib,
             stall_timeout=self.stall_timeout,
+            transfer_timeout=self.transfer_timeout,
         )
         specs = [source.shards] if isinstance(source.shards, str) else source.shards
         reading = Reading(" ".join(map(redact, specs)))
         self.readings.append(reading)
         with loader:
-            for batch in map(_without_padding, loader):
+            for batch in map(Batch.without_padding, loader):
                 reading.add(batch)
                 yield batch
             self.dropped += sum(source.dropped.total() for source in loader.health.sources.values())
@@ -283,23 +292,6 @@ def evaluating(towers: Encoder) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _without_padding(batch: Batch) -> Batch:
-    kept = batch.weights > 0
-    if bool(kept.all()):
-        return batch
-    return Batch(
-        pixels=None if batch.pixels is None else batch.pixels[kept],
-        ids=batch.ids[kept],
-        weights=batch.weights[kept],
-        keys=tuple(key for key, keep in zip(batch.keys, kept.tolist(), strict=True) if keep),
-        sources=batch.sources[kept],
-        pictures=None if batch.pictures is None else batch.pictures[kept],
-        step=batch.step,
-        global_size=batch.global_size,
-        features={name: rows[kept] for name, rows in batch.features.items()},
-    )
 
 
 def _chunks(texts: Sequence[str], size: int) -> Iterator[Sequence[str]]:

@@ -19,7 +19,7 @@ from clipstream.data.settings import SourceSettings
 from clipstream.errors import ClipstreamError, DataError, SettingsError
 from clipstream.evals.agreement import AgreeingWorld, Failed, Failure, Torn
 from clipstream.evals.context import Encoder, EvalContext, Rehearsal, evaluating
-from clipstream.evals.settings import EvalSettings
+from clipstream.evals.settings import EvalSettings, Weights, eval_name
 from clipstream.example import Example
 from clipstream.plugins import load_plugin
 from clipstream.training.passes import is_out_of_memory
@@ -85,7 +85,7 @@ class EvalRunner:
         context: what they work with.
         emit: takes the record of each evaluation; called on rank 0 only.
         show: called as show(step, name, examples) before that, where an evaluator has shown some; on rank 0 only.
-        weights: gives the context in which the context's towers have their weights; entered where something is due.
+        weights: gives the context in which the towers have weights of this kind; entered where something is due.
         trace: called as trace(record, about) with what an evaluation was made with, so that its figures can be traced:
             weights, data, settings, precision, ranks; on rank 0 only.
 
@@ -101,15 +101,13 @@ class EvalRunner:
         context: EvalContext,
         emit: Callable[[Record], None],
         show: Callable[[int, str, Sequence[Example]], None] | None = None,
-        weights: Callable[[], AbstractContextManager[object]] = nullcontext,
+        weights: Mapping[Weights, Callable[[], AbstractContextManager[object]]] | None = None,
         trace: Callable[[Record, Record], None] | None = None,
     ) -> None:
-        self.settings = settings
-        self.context = context
-        self.emit = emit
-        self.show = show
-        self.weights = weights
-        self.trace = trace
+        self.settings, self.context = settings, context
+        self.emit, self.show, self.trace = emit, show, trace
+        asked = {kind for section in settings.values() for kind in section.kinds}
+        self.weights = {kind: enter for kind, enter in (weights or {"trained": nullcontext}).items() if kind in asked}
         self.failures: list[Failure] = []
         self.evaluators = build_evaluators(settings)
         self.world = context.world
@@ -119,48 +117,55 @@ class EvalRunner:
         """Names of the evaluators to run after `step` steps; all of them after the last one."""
         return [name for name, s in self.settings.items() if last or (s.every and step and step % s.every == 0)]
 
-    def rehearse(self) -> None:
+    def rehearse(self) -> dict[str, list[str]]:
         """Run evaluators on a few samples and made-up features, so that their data's faults show before training.
 
         Every rank calls this. Users' own are left out: they may do with features what they like.
+
+        Returns:
+            Of each that ran, the names of its metrics.
 
         Raises:
             DataError, SettingsError: what the evaluator or its data raised.
         """
         self._have_room()
+        metrics = {}
         for name, evaluator in self.evaluators.items():
             if self.settings[name].type not in EvalSettings.builtin:
                 continue
             with _named(name):
-                for _ in evaluator(Rehearsal.of(self.context, name)):
-                    pass
+                metrics[name] = [metric for metric, _ in evaluator(Rehearsal.of(self.context, name))]
+        return metrics
 
     def __call__(self, step: int, last: bool = False) -> list[Record]:
         """Run what is due; on every rank, at the same step.
 
         Returns:
-            A record an evaluation: step, eval (its name), its metrics, dropped (samples of its data that could not be
-            used, over all ranks) and seconds. One that failed has `error` (what went wrong) in place of metrics.
+            A record an evaluation: step, eval (see `eval_name`), its metrics, dropped (samples that could not be used,
+            over all ranks) and seconds. One that failed has `error` (what went wrong) in place of metrics.
 
         Raises:
             ClipstreamError: what the evaluator or its data raised, where its settings say so.
         """
-        records: list[Record] = []
-        due = self.due(step, last)
-        with self.weights() if due else nullcontext():
-            for name in due:
-                records.append(self._run(step, name))
-                if self.context.world.is_main:
-                    if self.show is not None and self.context.examples:
-                        self.show(step, name, self.context.examples)
-                    self.emit(records[-1])
+        records = []
+        for kind, weights in self.weights.items():
+            names = [name for name in self.due(step, last) if kind in self.settings[name].kinds]
+            with weights() if names else nullcontext():
+                for name in names:
+                    record = self._run(step, name, eval_name(name, kind))
+                    records.append(record)
+                    if self.context.world.is_main:
+                        if self.show is not None and self.context.examples:
+                            self.show(step, record["eval"], self.context.examples)
+                        self.emit(record)
         return records
 
     def _have_room(self) -> None:
         """Take the weights out once, which sharded ones need memory for."""
         try:
-            with self.weights() if self.evaluators else nullcontext():
-                pass
+            for weights in self.weights.values():
+                with weights():
+                    pass
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -169,7 +174,7 @@ class EvalRunner:
                 f"(python -m clipstream.evaluate), or take more GPUs ({str(error).splitlines()[0]})"
             ) from error
 
-    def _run(self, step: int, name: str) -> Record:
+    def _run(self, step: int, name: str, called: str) -> Record:
         context = self.context
         context.name, context.examples = name, []
         began, dropped = time.perf_counter(), context.dropped
@@ -177,7 +182,7 @@ class EvalRunner:
         metrics = self._metrics(name)
         dropped = sum(context.world.gather_objects(context.dropped - dropped))
         seconds = round(time.perf_counter() - began, 3)
-        record = {"step": step, "eval": name, **metrics, "dropped": dropped, "seconds": seconds}
+        record = {"step": step, "eval": called, **metrics, "dropped": dropped, "seconds": seconds}
         about = self._about(name)
         if self.trace is not None and self.world.is_main:
             self.trace(record, about)

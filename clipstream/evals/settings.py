@@ -9,6 +9,8 @@ from pydantic import Field, SerializeAsAny
 from clipstream.data.settings import SourceSettings
 from clipstream.section import PluginSection
 
+Weights = Literal["trained", "averaged"]
+
 
 class EvalSettings(PluginSection):
     """One evaluator: every `every` steps and at the end. `type` may be a user's own `package.module:Name`."""
@@ -18,6 +20,15 @@ class EvalSettings(PluginSection):
     every_epochs: float | None = Field(None, gt=0, description="epochs between evaluations, in place of every")
     data: SourceSettings | None = Field(None, description="the source that is evaluated")
     batch_size: int = Field(256, ge=1, description="samples encoded at once on a rank")
+    weights: Literal["trained", "averaged", "both"] = Field(
+        "trained", description="which weights it evaluates: with averaged ones (train.ema) it is called NAME_averaged"
+    )
+
+    @property
+    def kinds(self) -> tuple[Weights, ...]:
+        """The kinds of weights that it evaluates."""
+        return ("trained", "averaged") if self.weights == "both" else (self.weights,)
+
     on_error: Literal["report", "raise"] = Field(
         "report", description="report: an evaluation that fails is told and the run goes on; raise: it ends the run"
     )
@@ -63,6 +74,11 @@ class ZeroShotSettings(LabelledSettings):
         description="prompts with {c} or {}: a list, a file, openai (80), simple (7) or plain (1); openai unless set, "
         "or those of a benchmark: source",
     )
+
+
+def eval_name(name: str, weights: Weights) -> str:
+    """What the evaluations of an evaluator with these weights are called."""
+    return name if weights == "trained" else f"{name}_averaged"
 
 
 class LossEvalSettings(EvalSettings):

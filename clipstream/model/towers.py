@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import tempfile
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -200,9 +201,19 @@ class Towers(nn.Module):
             seen.add(tensor.untyped_storage().data_ptr())
             tensors[name] = (tensor.detach().clone() if shared else tensor.detach()).contiguous()
         save_file(tensors, folder / WEIGHT_FILES[0], metadata={"format": "pt"})
-        (folder / CONFIG_FILE).write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
+        for name, content in self.description().items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+
+    def description(self) -> dict[str, bytes]:
+        """What `save_pretrained` writes beside the weights, by the file's name: configuration and tokenizer."""
+        files = {CONFIG_FILE: (json.dumps(self.config, indent=2) + "\n").encode()}
         if self.tokenizer_folder is not None:
-            self.open_clip_tokenizer().save_pretrained(folder)
+            with tempfile.TemporaryDirectory() as name:
+                self.open_clip_tokenizer().save_pretrained(name)
+                folder = Path(name)
+                files |= {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+        return files
 
 
 def build_towers(

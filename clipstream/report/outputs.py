@@ -6,16 +6,18 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clipstream import durable
 from clipstream.example import Example
 from clipstream.report.album import Album, Shows
 from clipstream.report.figures import FiguresFile, traced
 from clipstream.report.page import Report
 from clipstream.report.progress import Progress
 from clipstream.report.settings import LogSettings
-from clipstream.report.sinks import MetricsFile, QuarantineFile, Record, TensorBoard
+from clipstream.report.sinks import MetricsFile, NonfiniteFile, QuarantineFile, Record, TensorBoard
 from clipstream.report.starving import Starving
 from clipstream.versions import versions
 from clipstream.world import World
@@ -49,10 +51,12 @@ class Outputs:
         self._world, self._pictures, self._done, self._subject = world, settings.pictures, done or 0, subject or {}
         self._sinks: list[Any] = []
         self._shows: list[Shows] = []
+        self._full: set[str] = set()  # sinks that a full disk keeps from writing
         if not world.is_main:
             return
         ended = done is not None and done >= total
-        self._sinks += [MetricsFile(folder, done, ended=ended), QuarantineFile(folder, done)]
+        self._sinks.append(MetricsFile(folder, done, ended=ended))
+        self._sinks += [QuarantineFile(folder, done), NonfiniteFile(folder, done)]
         self._figures = FiguresFile(folder, done, ended=ended)
         self._shows.append(Album(folder))
         if settings.tensorboard:
@@ -71,7 +75,7 @@ class Outputs:
     def write(self, record: Record) -> None:
         """Hand a record to all sinks."""
         for sink in self._sinks:
-            sink.write(record)
+            self._spare(sink, partial(sink.write, record))
 
     def trace(self, record: Record, about: Record) -> None:
         """Add an evaluation to the files of figures, with what it was made with; on rank 0 only."""
@@ -95,13 +99,27 @@ class Outputs:
         """
         count = self._pictures
         if self._shows and count and batch.pixels is not None:
-            texts = [decode(ids) for ids in batch.ids[:count].tolist()]
-            self.show(step, "train", list(map(Example, batch.pixels[:count], texts, batch.keys)))
+            there = batch.weights.nonzero().flatten().tolist()[:count]  # and not what holds a place
+            texts = [decode(ids) for ids in batch.ids[there].tolist()]
+            self.show(step, "train", list(map(Example, batch.pixels[there], texts, [batch.keys[i] for i in there])))
 
     def close(self) -> None:
         """Write out what is left, everywhere."""
         for sink in self._sinks:
-            sink.close()
+            self._spare(sink, sink.close)
+
+    def _spare(self, sink: object, act: Callable[[], object]) -> None:
+        """Have a sink act; a full disk is told once, and never ends a run."""
+        name = type(sink).__name__
+        try:
+            act()
+            self._full.discard(name)
+        except OSError as error:
+            if not durable.is_full(error):
+                raise
+            if name not in self._full:
+                print(f"warning: the disk is full: what {name} could not write is missing", file=sys.stderr, flush=True)
+            self._full.add(name)
 
 
 def _start(step: int, world: World) -> Record:

@@ -25,7 +25,9 @@ MEANING = {  # in the order of the page; others follow
     "grad_norm": "norm of the gradients",
     "logit_scale": "logit scale",
     "overflow_rate": "steps whose gradients overflowed",
+    "skipped": "steps left out, as loss or gradients were not finite",
 }
+RARE = ("skipped",)  # not shown where nothing happened
 SHARES = ("data_wait", "overflow_rate")
 MOST_OFTEN = 60.0  # seconds between two reports of a run that goes on
 COUNTS = ("n", "dropped", "seconds", "captions", "n_train", "batch_size", "batches", "left_out")
@@ -98,7 +100,12 @@ def _template() -> Any:
 
 
 def _curves(runs: Sequence[Run], names: Sequence[str]) -> list[Chart]:
-    there = dict.fromkeys(metric for run in runs for metric in run.curves)
+    there = dict.fromkeys(
+        metric
+        for run in runs
+        for metric, points in run.curves.items()
+        if metric not in RARE or any(value for _, value in points)
+    )
     metrics = [metric for metric in MEANING if metric in there] + [metric for metric in there if metric not in MEANING]
     return [
         Chart(

@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
-from clipstream.report.sinks import Record, flat
+from clipstream.report.sinks import NONFINITE_FILE, Record, flat
 
 RECENT = 10  # training lines whose speed makes the time left
+SHOWN_KEYS = 4  # samples of a step that was left out
 
 
 class Progress:
@@ -62,6 +63,11 @@ class Progress:
             self.say(evaluation_line(record))
         elif "health" in record:
             self._health(record)
+        elif "nonfinite" in record:
+            self.say(nonfinite_line(record))
+        elif "rollback" in record:
+            skipped, to = record["rollback"]["skipped"], record["rollback"]["to"]
+            self.say(f"warning: {skipped} steps in a row were left out: back to the weights of step {to}")
         elif "loss" in record:
             self._training(record)
 
@@ -128,6 +134,17 @@ def evaluation_line(record: Record) -> str:
     if "seconds" in record:
         parts.append(duration(record["seconds"]))
     return "  ".join([f"eval {record['eval']} at step {record['step']}:", *parts])
+
+
+def nonfinite_line(record: Record) -> str:
+    """A step that was left out, for reading."""
+    told = record["nonfinite"]
+    keys = told["keys"]
+    more = f" and {len(keys) - SHOWN_KEYS} more in {NONFINITE_FILE}" if len(keys) > SHOWN_KEYS else ""
+    return (
+        f"warning: step {record['step']} is left out: loss {told['loss']}, norm of the gradients {told['grad_norm']}; "
+        f"its samples: {', '.join(keys[:SHOWN_KEYS])}{more}"
+    )
 
 
 def table(records: Sequence[Record]) -> str:

@@ -1,18 +1,19 @@
 """Owns the files that metrics go to: metrics.jsonl and TensorBoard's events; never talks to the terminal.
 
 A sink takes records: a training line (step, loss, …), what the data's stages took in it (step, stages), an evaluation
-(step, eval, metrics), the data's health (step, health) or what could not be used (step, quarantine). One process
-writes: rank 0. A run that is resumed at step s keeps what was written up to s and loses the rest, so that a file holds
-each step once.
+(step, eval, metrics), the data's health (step, health), what could not be used (step, quarantine), a step that was left
+out (step, nonfinite) or a return to a checkpoint's weights (step, rollback). One process writes: rank 0. A run that is
+resumed at step s keeps what was written up to s and loses the rest, so that a file holds each step once.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 from clipstream import durable
 from clipstream.errors import SettingsError
@@ -22,13 +23,16 @@ Record = Mapping[str, Any]
 
 METRICS_FILE = "metrics.jsonl"
 QUARANTINE_FILE = "quarantine.jsonl"
+NONFINITE_FILE = "nonfinite.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
+LISTED = 1_000_000  # losses that a run lists, some 250 MB; all are counted
 
 
 class JsonLines:
-    """A file with a JSON object a line, on the disk as soon as it is written.
+    """A file with a JSON object a line, handed to the system as soon as it is written.
 
-    JSON has no word for NaN and infinity: they become null.
+    JSON has no word for NaN and infinity: they become null. What a full disk does not take is kept and written with the
+    next lines: a checkpoint that was too large for it may be gone by then.
 
     Args:
         path: the file.
@@ -36,6 +40,9 @@ class JsonLines:
             None starts the file anew.
         ended: whether that step is the run's last, after which it evaluates again: those lines are cut off, too.
         keep: which lines stay all the same.
+
+    Attributes:
+        count: lines in it.
     """
 
     def __init__(
@@ -55,24 +62,41 @@ class JsonLines:
                     kept.append(line)
         if self.path.exists():
             durable.replace(self.path, b"".join(kept))
-        self._file: TextIO | None = None
+        self.count = len(kept)
+        self._file: IO[bytes] | None = None
+        self._waiting = b""
 
     def append(self, *records: Record) -> None:
         """Add a line for each; the first makes the file."""
-        if records and self._file is None:
-            self._file = self.path.open("a", encoding="utf-8")
-        if self._file is not None:
-            self._file.write("".join(map(json_line, records)))
-            self._file.flush()
+        told = bool(self._waiting)
+        self._waiting += "".join(map(json_line, records)).encode()
+        self.count += len(records)
+        try:
+            self._write()
+        except OSError as error:
+            if not durable.is_full(error):
+                raise
+            if not told:
+                print(f"warning: the disk of {self.path} is full: its lines wait", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Close the file."""
+        self.append()
+        if self._waiting:
+            lost = self._waiting.count(b"\n")
+            print(f"warning: the disk of {self.path} is full: {lost} lines are lost", file=sys.stderr, flush=True)
         if self._file is not None:
             self._file.close()
 
+    def _write(self) -> None:
+        if self._waiting and self._file is None:
+            self._file = self.path.open("ab", buffering=0)
+        while self._waiting and self._file is not None:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
+
 
 class MetricsFile(JsonLines):
-    """FOLDER/metrics.jsonl: all records but the losses one by one. Arguments as for JsonLines."""
+    """FOLDER/metrics.jsonl: all records but those of single samples. Arguments as for JsonLines."""
 
     def __init__(self, folder: str | Path, resume_step: int | None = None, *, ended: bool = False) -> None:
         super().__init__(Path(folder) / METRICS_FILE, resume_step, ended=ended)
@@ -80,7 +104,7 @@ class MetricsFile(JsonLines):
 
     def write(self, record: Record) -> None:
         """Append a record."""
-        if "quarantine" not in record:
+        if "quarantine" not in record and "nonfinite" not in record:
             self.append(record)
 
 
@@ -91,8 +115,25 @@ class QuarantineFile(JsonLines):
         super().__init__(Path(folder) / QUARANTINE_FILE, resume_step)
 
     def write(self, record: Record) -> None:
-        """Append the record's losses."""
-        self.append(*({"step": record["step"], **loss} for loss in record.get("quarantine", ())))
+        """Append the record's losses; once the list is full, a last line that says so."""
+        losses, room = record.get("quarantine", ()), LISTED - self.count
+        if room < 0:  # it was said
+            return
+        self.append(*({"step": record["step"], **loss} for loss in losses[:room]))
+        if len(losses) > room:
+            self.append({"step": record["step"], "reason": "full", "detail": f"the rest is in {METRICS_FILE}, counted"})
+
+
+class NonfiniteFile(JsonLines):
+    """FOLDER/nonfinite.jsonl: steps that were left out, with their samples. Arguments as for JsonLines."""
+
+    def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
+        super().__init__(Path(folder) / NONFINITE_FILE, resume_step)
+
+    def write(self, record: Record) -> None:
+        """Append what the record says of its step."""
+        if "nonfinite" in record:
+            self.append({"step": record["step"], **record["nonfinite"]})
 
 
 class TensorBoard:
@@ -138,7 +179,7 @@ class TensorBoard:
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
     """The numbers of a record with their TensorBoard tags."""
-    if "start" in record or "quarantine" in record:
+    if any(kind in record for kind in ("start", "quarantine", "nonfinite")):
         return
     prefix = f"eval/{record['eval']}" if "eval" in record else "train"
     numbers = {key: value for key, value in record.items() if key not in ("step", "eval")}

@@ -67,7 +67,8 @@ class Starving:
             _say(f"training waited for data to the end; {self._cost()}")
 
     def _warn(self, record: Mapping[str, Any]) -> None:
-        stage = record["bottleneck"]
+        # Not the line's bottleneck: where less is waited than counts there, that is training.
+        stage = next(stage for stage in record["stages"] if stage in _ADVICE)
         took = record["stages"][stage]
         times = f"{milliseconds(took['p50'])} at p50, {milliseconds(took['p99'])} at p99"
         text = (

@@ -6,30 +6,36 @@ be right.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
+from clipstream.cli import own_flags
 from clipstream.config import Settings, load
 from clipstream.errors import SettingsError
+from clipstream.evals.settings import Weights
 from clipstream.failure import FailureWatch
 from clipstream.model.catalogue import LOCAL
-from clipstream.model.pretrained import CONFIG_FILE, preflight
+from clipstream.model.pretrained import AVERAGED_FILE, CONFIG_FILE, WEIGHT_FILES, preflight
 from clipstream.model.settings import ModelSettings
 from clipstream.report.figures import FIGURES_FILE, TABLE_FILE, add, traced
 from clipstream.report.progress import table
+from clipstream.training import shelf
 from clipstream.world import World
 
 if TYPE_CHECKING:
     from clipstream.evals.protocol import EvalContext, EvalRunner
 
 OWN_FLAGS = {
-    "--checkpoint": "a run's folder (its latest checkpoint), or a checkpoint's; the model of the settings without it",
+    "--checkpoint": "a run's folder (its latest checkpoint), a checkpoint's, or RUN/checkpoints/best; without it, the "
+    "model of the settings",
+    "--weights": "trained (the default), or averaged: a checkpoint's averaged weights, of a run with train.ema",
     "--output": "file that the figures are added to: NAME.csv a line a figure, any other name a JSON line an "
     f"evaluation; {FIGURES_FILE} and {TABLE_FILE} in the run's folder unless given",
 }
-SAME = {"--out": "--output"}
 
 NAMING_FLAGS = ("--model", "--model.name", "--pretrained", "--model.pretrained")
 
@@ -57,7 +63,8 @@ def evaluate(argv: Sequence[str]) -> int:
     Raises:
         SettingsError: wrong settings, no such checkpoint, or nothing to evaluate on.
     """
-    own, flags = split_own(argv)
+    own, flags = own_flags([re.sub(r"^--out(?==|$)", "--output", token) for token in argv], OWN_FLAGS)
+    weights = _chosen_weights(own.get("--weights", "trained"))
     subject = locate(own.get("--checkpoint"), flags)
     trained = [] if subject.run is None else ["--config", str(subject.run / "config.yaml")]
     settings = load([*trained, *flags], trains=False)
@@ -67,17 +74,19 @@ def evaluate(argv: Sequence[str]) -> int:
         )
     model = settings.model
     if subject.checkpoint is None:
+        if weights == "averaged":
+            raise SettingsError("--weights averaged: of which checkpoint? Give --checkpoint RUN as well")
         subject = replace(subject, label=" ".join(part for part in model.label.values() if part))
     else:
         # A run's own tokenizer fits its weights, whatever it is.
         known = bool(trained) and load(trained).tokenizer == settings.tokenizer
-        model = _model_in(subject.checkpoint, model, known)
+        model = _model_in(subject.checkpoint, model, known, weights)
     preflight(model, settings.tokenizer, ask=World.from_env().local_rank == 0)
     outputs = _outputs(own.get("--output"), subject)
     from clipstream.session import run_ranks
 
     def body(world: World, watch: FailureWatch) -> None:
-        runner = _runner(settings, model, subject, world, outputs)
+        runner = _runner(settings, model, subject, world, outputs, weights)
         records = runner(subject.step, last=True)
         if world.is_main:
             print(table([record for record in records if "error" not in record]))
@@ -87,29 +96,6 @@ def evaluate(argv: Sequence[str]) -> int:
             raise failure.kind(failure.message)
 
     return run_ranks(settings.run, body)
-
-
-def split_own(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The verb's own flags with their values, and the rest of the command line.
-
-    Raises:
-        SettingsError: one of them has no value.
-    """
-    own: dict[str, str] = {}
-    rest: list[str] = []
-    tokens = list(argv)
-    while tokens:
-        flag, equals, value = tokens.pop(0).partition("=")
-        flag = SAME.get(flag, flag)
-        if flag not in OWN_FLAGS:
-            rest.append(flag + equals + value)
-            continue
-        if not equals:
-            value = tokens.pop(0) if tokens and not tokens[0].startswith("--") else ""
-        if not value:
-            raise SettingsError(f"{flag}: needs a value: {OWN_FLAGS[flag]}")
-        own[flag] = value
-    return own, rest
 
 
 def locate(path: str | None, flags: Sequence[str] = ()) -> Subject:
@@ -125,15 +111,19 @@ def locate(path: str | None, flags: Sequence[str] = ()) -> Subject:
         raise SettingsError(f"{named[0]} and --checkpoint both name a model: give one of them")
     folder = Path(path).expanduser()
     if folder.is_file():
-        raise SettingsError(
-            f"--checkpoint: {folder} is a file, which does not say of which model: give --model NAME --pretrained FILE"
-        )
+        if folder.name not in (shelf.LATEST, shelf.BEST):
+            raise SettingsError(
+                f"--checkpoint: {folder} is a file, which does not say of which model: give --model NAME "
+                "--pretrained FILE"
+            )
+        folder = shelf.pointed(folder) or folder
     if not folder.is_dir():
         raise SettingsError(f"--checkpoint: there is no folder {folder}")
     if (folder / "checkpoints").is_dir() or folder.name.startswith("step_"):
-        from clipstream.training.checkpoint import find
-
-        folder = find(folder, str(folder)) or folder  # never None where a path is given
+        # Every rank looks, and the moments are twice as large as the weights.
+        folder = (
+            shelf.find(folder, str(folder), files=(*WEIGHT_FILES, AVERAGED_FILE)) or folder
+        )  # never None where a path is given
     elif not (folder / CONFIG_FILE).is_file():
         raise SettingsError(f"--checkpoint: {folder} is neither a run (checkpoints/) nor a checkpoint ({CONFIG_FILE})")
     run = folder.resolve().parent.parent
@@ -146,12 +136,27 @@ def locate(path: str | None, flags: Sequence[str] = ()) -> Subject:
     )
 
 
-def _model_in(checkpoint: Path, model: ModelSettings, tokenizer_fits: bool) -> ModelSettings:
-    """The settings of a checkpoint's model: nothing frozen or recomputed, as nothing is trained."""
+def _chosen_weights(told: str) -> Weights:
+    for kind in get_args(Weights):
+        if told == kind:
+            chosen: Weights = kind
+            return chosen
+    raise SettingsError(f"--weights: expected {' or '.join(get_args(Weights))}, not {told!r}")
+
+
+def _model_in(checkpoint: Path, model: ModelSettings, tokenizer_fits: bool, weights: Weights) -> ModelSettings:
+    """The settings of a checkpoint's model: nothing frozen or recomputed, as nothing is trained.
+
+    Raises:
+        SettingsError: it has no averaged weights.
+    """
+    averaged = checkpoint / AVERAGED_FILE
+    if weights == "averaged" and not averaged.is_file():
+        raise SettingsError(f"--weights averaged: {checkpoint} has none; train with --train.ema to get them")
     return model.model_copy(
         update={
             "name": f"{LOCAL}{checkpoint}",
-            "pretrained": None,
+            "pretrained": str(averaged) if weights == "averaged" else None,
             "grad_checkpointing": False,
             "lock_image": False,
             "lock_text": False,
@@ -168,7 +173,7 @@ def _outputs(told: str | None, subject: Subject) -> list[Path]:
 
 
 def _runner(
-    settings: Settings, model: ModelSettings, subject: Subject, world: World, outputs: Sequence[Path]
+    settings: Settings, model: ModelSettings, subject: Subject, world: World, outputs: Sequence[Path], weights: Weights
 ) -> EvalRunner:
     from clipstream.evals.protocol import EvalRunner
     from clipstream.model.pretrained import fetch
@@ -187,7 +192,8 @@ def _runner(
         for path in outputs:
             add(path, traced(record, made_with, about))
 
-    return EvalRunner(settings.evals, context, lambda record: None, trace=trace)
+    sections = {name: section.model_copy(update={"weights": weights}) for name, section in settings.evals.items()}
+    return EvalRunner(sections, context, lambda record: None, weights={weights: nullcontext}, trace=trace)
 
 
 def _context(settings: Settings, model: ModelSettings, world: World) -> EvalContext:

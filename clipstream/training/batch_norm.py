@@ -106,6 +106,12 @@ class _Sum(torch.autograd.Function):
         return _Sum.forward(ctx, gradient)
 
 
+def batch_statistics(module: nn.Module) -> list[torch.Tensor]:
+    """What a forward pass in training changes: the running means and variances, and their counts."""
+    norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    return [tensor for norm in norms for tensor in norm.buffers()]
+
+
 def _sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     summed: torch.Tensor = _Sum.apply(tensor)
     return summed

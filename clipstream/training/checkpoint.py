@@ -1,52 +1,42 @@
-"""Owns checkpoints: a folder that is whole or does not count, and the choice of the one to go on from.
+"""Owns what is in a checkpoint, and the way back from it into a run.
 
-    checkpoints/step_00000100/   open_clip_model.safetensors, open_clip_config.json, tokenizer files (the model)
-                                 optimizer.pt, rng.pt (all ranks' random states), state.json (step, samples, data, …)
-                                 COMPLETE (sizes of all files, and the save's number)
-    checkpoints/latest           the newest one's name
+    step_00000100/   open_clip_model.safetensors, open_clip_config.json, tokenizer files (the model)
+                     averaged.safetensors (the model with averaged weights, where there are any)
+                     optimizer.safetensors (moments), rng.pt (all ranks' random states)
+                     state.json (step, samples, data, …), COMPLETE (sizes and checksums of all files, the save's number)
 
-A save is written beside, under a name that ends in `.tmp`, flushed to disk, marked COMPLETE and then renamed. Wherever
-a crash hits, what was whole before stays, until the next one is. It never decides when to save, and never uploads.
+Which checkpoints there are, and which stay, is `shelf`'s; when and how they are written, `saving`'s.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
+import io
 import json
 import pickle
-import re
-import shutil
-import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from clipstream import durable
-from clipstream.data.loader import merge_states
 from clipstream.errors import SettingsError
-from clipstream.training.precision import random_state, set_random_state
-from clipstream.training.sharding import full_state, shard_like, shard_state
-from clipstream.versions import versions
+from clipstream.training import shelf
+from clipstream.training.precision import set_random_state
+from clipstream.training.sharding import shard_like, shard_state
+from clipstream.training.tensors import TensorFile, metadata, read
 from clipstream.world import World
 
-MARKER, WEIGHTS, OPTIMIZER, RANDOM, STATE, LATEST = (
-    "COMPLETE",
-    "open_clip_model.safetensors",
-    "optimizer.pt",
-    "rng.pt",
-    "state.json",
-    "latest",
-)
-_NAME = re.compile(r"step_\d{8}(\.old)?")  # .old: moved aside for a new save of the same step
+WEIGHTS, OPTIMIZER, RANDOM, STATE = "open_clip_model.safetensors", "optimizer.safetensors", "rng.pt", "state.json"
+FORMER_OPTIMIZER = "optimizer.pt"  # of checkpoints without checksums
+GROUPS = "groups"
 TOLD = 300  # characters of a mismatch that a message repeats
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 State = dict[str, Any]
+Tensors = Mapping[str, torch.Tensor]
 
 
 class SavedTowers(Protocol):
@@ -54,112 +44,65 @@ class SavedTowers(Protocol):
 
     clip: Any
 
-    def save_pretrained(self, folder: Path) -> None:
-        """Write weights, configuration and tokenizer."""
+    def modules(self) -> Iterator[nn.Module]:
+        """All modules, as nn.Module has it."""
+
+    def description(self) -> dict[str, bytes]:
+        """The files beside the weights, by name: configuration and tokenizer."""
 
 
-def save(
+def moments(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The optimiser's state as tensors by name: `PARAMETER'S NUMBER.NAME`."""
+    state: dict[int, dict[str, torch.Tensor]] = optimizer.state_dict()["state"]
+    return {f"{index}.{name}": value for index, values in state.items() for name, value in values.items()}
+
+
+def groups(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """The optimiser's groups, as a file of tensors has them in its header."""
+    return {GROUPS: json.dumps(optimizer.state_dict()["param_groups"])}
+
+
+def packed(value: Any) -> bytes:
+    """A value as torch.save writes it."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def write(
     folder: Path,
     step: int,
-    *,
-    towers: SavedTowers,
-    optimizer: torch.optim.Optimizer,
-    state: State,
-    world: World,
-    keep_last: int,
-) -> Path | None:
-    """Write a checkpoint; every rank calls this, rank 0 writes, and all return when it is done.
+    tensors: Mapping[str, TensorFile],
+    described: Mapping[str, Mapping[str, str]],
+    others: Mapping[str, bytes],
+    after: int = 0,
+) -> Path:
+    """Write all files beside, flush, mark, rename; the checkpoint.
 
     Args:
-        folder: LOGS/NAME/checkpoints.
+        folder: of checkpoints.
         step: steps done.
-        towers: the model, without wrappers, whole at least on rank 0.
-        state: this rank's; JSON-able. `state["data"]` is the rank's part of the data's state, the ranks' parts are
-            saved as one. The rest is taken from rank 0.
-        keep_last: so many of the newest stay.
-
-    Returns:
-        The checkpoint's folder; None where the disk is full: that is said on stderr, and the older ones are kept.
+        tensors: file -> its tensors.
+        described: file -> the texts of its header.
+        others: file -> its content.
+        after: a number that saves have had elsewhere; this one's is larger.
 
     Raises:
-        OSError: the folder cannot be written for another reason.
+        OSError: what was there stays as it is.
     """
-    told = world.gather_objects((state.get("data"), random_state(world.device)))
-    moments = full_state(optimizer, kept=world.is_main)
-    written: Path | None = None
-    if world.is_main:
-        data = [part for part, _ in told if part is not None]
-        merged = {**state, "step": step, "versions": versions()}
-        if data:
-            merged["data"] = merge_states(data)
-        try:
-            written = _write(folder, step, towers, moments, merged, [random for _, random in told])
-        except Exception as error:
-            if not _disk_is_full(error, folder):
-                raise
-            _clear(folder)
-            print(
-                f"warning: the disk of {folder} is full: step {step} is not saved; {_kept(folder)}",
-                file=sys.stderr,
-                flush=True,
-            )
-        else:
-            _keep(folder, keep_last)
-    result: Path | None = world.broadcast_object(written)
-    return result
-
-
-def agree(folder: Path, resume: str | None, world: World) -> Path | None:
-    """The checkpoint that rank 0 finds, as `find`; every rank calls this, and has to see it.
-
-    Raises:
-        SettingsError: as `find`, or a rank does not see rank 0's checkpoint.
-    """
-    found: Path | None = world.broadcast_object(find(folder, resume) if world.is_main else None)
-    sees = world.gather_objects(found is None or _serial(found) is not None)
-    if not all(sees):
-        raise SettingsError(
-            f"--resume: rank {sees.index(False)} does not see {found}, which rank 0 found: "
-            "the folder of the runs (--logs) must be shared by all nodes"
-        )
-    return found
-
-
-def find(folder: Path, resume: str | None) -> Path | None:
-    """The checkpoint to go on from.
-
-    Args:
-        folder: LOGS/NAME/checkpoints; it need not be there.
-        resume: 'latest' (there must be one), 'auto' (if there is one), the path of a checkpoint or of a run's folder
-            (its newest), or None.
-
-    Raises:
-        SettingsError: there is none, or the one that is named is not whole.
-    """
-    if resume is None:
-        return None
-    if resume not in ("latest", "auto"):
-        path = Path(resume)
-        if _serial(path) is not None:
-            return path
-        if path.is_dir() and not _NAME.fullmatch(path.name):
-            inner = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-            if newest := _newest(inner):
-                return newest
-        raise SettingsError(f"--resume {resume}: no whole checkpoint there (a whole one has a file {MARKER})")
-    newest = _newest(folder)
-    if newest is None and resume == "latest":
-        raise SettingsError(f"--resume latest: no whole checkpoint in {folder}; --resume auto starts without one")
-    if newest is None and (damaged := _candidates(folder)):
-        raise SettingsError(
-            f"--resume auto: none of the checkpoints in {folder} is whole ({', '.join(p.name for p in damaged)}); "
-            "move them away to start anew"
-        )
-    return newest
+    draft = shelf.begin(folder, shelf.folder_of(step), sum(file.nbytes() for file in tensors.values()))
+    content = {name: file.parts(described.get(name, {})) for name, file in tensors.items()}
+    content |= {name: [data] for name, data in others.items()}
+    sizes, checksums = {}, {}
+    for name, parts in content.items():
+        path = draft / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sizes[name], checksums[name] = durable.write(path, parts)
+    return shelf.put(draft, shelf.Marker(shelf.next_serial(folder, after), step, sizes, checksums))
 
 
 def read_state(checkpoint: Path) -> State:
-    """The checkpoint's state.json: step, samples, data, versions and what else was given to `save`."""
+    """The checkpoint's state.json: step, samples, data, versions and what else was saved in it."""
     state: State = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
     return state
 
@@ -175,13 +118,11 @@ def load(checkpoint: Path, *, towers: SavedTowers, optimizer: torch.optim.Optimi
     """
     try:
         present = towers.clip.state_dict()
-        weights = load_file(checkpoint / WEIGHTS)
-        towers.clip.load_state_dict({name: shard_like(weight, present.get(name)) for name, weight in weights.items()})
-        # Of what is to be sharded each rank reads only its part.
-        sharded = any(isinstance(tensor, DTensor) for tensor in present.values())
-        saved = torch.load(checkpoint / OPTIMIZER, map_location="cpu", weights_only=True, mmap=sharded)
+        # Of what is to be sharded each rank keeps only its part.
+        weights = {name: shard_like(weight, present.get(name)) for name, weight in read(checkpoint / WEIGHTS)}
+        towers.clip.load_state_dict(weights)
         numbers = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        optimizer.load_state_dict(shard_state(saved, optimizer))
+        optimizer.load_state_dict(_saved_moments(checkpoint, optimizer))
         for group, own in zip(optimizer.param_groups, numbers, strict=True):
             group.update(own)
         states = torch.load(checkpoint / RANDOM, map_location="cpu", weights_only=True)
@@ -197,117 +138,19 @@ def load(checkpoint: Path, *, towers: SavedTowers, optimizer: torch.optim.Optimi
     return read_state(checkpoint)
 
 
-def _write(
-    folder: Path,
-    step: int,
-    towers: SavedTowers,
-    moments: dict[str, Any],
-    state: State,
-    random_states: list[Any],
-) -> Path:
-    """Write all files beside, flush, mark, rename."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _clear(folder)
-    final = folder / f"step_{step:08d}"
-    draft = folder / f"{final.name}.tmp"
-    draft.mkdir()
-    towers.save_pretrained(draft)
-    torch.save(moments, draft / OPTIMIZER)
-    torch.save(random_states, draft / RANDOM)
-    (draft / STATE).write_text(json.dumps(state, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    files = sorted(path for path in draft.rglob("*") if path.is_file())
-    for path in files:
-        durable.flush(path)
-    serial = max((_serial(path) or 0 for path in _candidates(folder)), default=0) + 1
-    sizes = {str(path.relative_to(draft)): path.stat().st_size for path in files}
-    (draft / MARKER).write_text(json.dumps({"serial": serial, "step": step, "files": sizes}), encoding="utf-8")
-    for path in (draft / MARKER, *(p for p in draft.rglob("*") if p.is_dir()), draft):
-        durable.flush(path)
-    aside = folder / f"{final.name}.old"
-    if final.exists():
-        _remove(aside)
-        final.rename(aside)
-    draft.rename(final)
-    durable.flush(folder)
-    durable.replace(folder / LATEST, f"{final.name}\n".encode())
-    _remove(aside)
-    return final
-
-
-def _candidates(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
-
-
-def _serial(checkpoint: Path) -> int | None:
-    """The save's number in its folder of checkpoints; None where the checkpoint is not whole.
-
-    A number of its own, as steps do not tell the newest: a run that goes on from an older checkpoint counts steps
-    again.
-    """
-    try:
-        marker = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
-        whole = all((checkpoint / name).stat().st_size == size for name, size in marker["files"].items())
-        return int(marker["serial"]) if whole else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def _whole(folder: Path) -> list[Path]:
-    """The whole checkpoints, newest first."""
-    found = [(serial, path) for path in _candidates(folder) if (serial := _serial(path)) is not None]
-    return [path for _, path in sorted(found, reverse=True)]
-
-
-def _newest(folder: Path) -> Path | None:
-    """The newest whole checkpoint; a damaged one that should have been it is named on stderr."""
-    whole = _whole(folder)
-    with contextlib.suppress(OSError):
-        pointed = folder / (folder / LATEST).read_text(encoding="utf-8").strip()
-        if pointed not in whole and not (whole and whole[0].name == f"{pointed.name}.old"):
-            instead = whole[0].name if whole else "none"
-            print(f"warning: checkpoint {pointed} is damaged; the one before is used: {instead}", file=sys.stderr)
-    return whole[0] if whole else None
-
-
-def _kept(folder: Path) -> str:
-    whole = _whole(folder)
-    if not whole:
-        return "there is no checkpoint yet: free some space"
-    return f"the newest checkpoint is {whole[0].name}: free some space, or lower checkpoint.keep_last"
-
-
-def _keep(folder: Path, keep_last: int) -> None:
-    """Remove all but the newest whole ones, and what is not whole."""
-    kept = _whole(folder)[:keep_last]
-    for path in _candidates(folder):
-        if path not in kept:
-            _remove(path)
-
-
-def _clear(folder: Path) -> None:
-    """Remove what dead saves left."""
-    for path in folder.glob("*.tmp"):
-        _remove(path)
-
-
-def _remove(path: Path) -> None:
-    """Delete a checkpoint; its marker first, so that a half deleted one does not count."""
-    if path.is_dir():
-        with contextlib.suppress(FileNotFoundError):
-            (path / MARKER).unlink()
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _disk_is_full(error: BaseException, folder: Path) -> bool:
-    """Whether a write failed for want of space; torch's and safetensors' own errors carry no errno."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in _FULL:
-            return True
-        if "No space left" in str(cause) or "os error 28" in str(cause):
-            return True
-        cause = cause.__cause__ or cause.__context__
-    # torch's zip writer says it in many ways; all are RuntimeErrors on a disk without room.
-    return isinstance(error, RuntimeError) and folder.is_dir() and shutil.disk_usage(folder).free < 1 << 20
+def _saved_moments(checkpoint: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The saved state of the optimiser, cut as its parameters are."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    former = checkpoint / FORMER_OPTIMIZER
+    if former.exists():
+        sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+        return shard_state(torch.load(former, map_location="cpu", weights_only=True, mmap=sharded), optimizer)
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for key, value in read(checkpoint / OPTIMIZER):
+        number, _, name = key.partition(".")
+        index = int(number)
+        like = parameters[index] if value.ndim and index < len(parameters) else None
+        part = shard_like(value, like)
+        # What is read lies in the file, which would take its room on the disk as long as the run lasts.
+        state.setdefault(index, {})[name] = part.clone() if part is value else part
+    return {"state": state, "param_groups": json.loads(metadata(checkpoint / OPTIMIZER)[GROUPS])}

@@ -12,6 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from clipstream.errors import SettingsError
 from clipstream.section import Section
 
+SMALL_IS_GOOD = {"loss", "error", "rank", "perplexity"}  # words of metrics' names
 Betas = tuple[float | None, float | None]  # None: the model's own
 
 
@@ -26,6 +27,9 @@ class RunSettings(Section):
         None, ge=1, description="CPU threads of a rank's arithmetic; its share of the cores unless set"
     )
     deterministic: bool = Field(False, description="torch's deterministic algorithms; slower, equal bits")
+    timeout: float = Field(
+        1800.0, gt=0, allow_inf_nan=False, description="seconds that a rank waits for the others before the run ends"
+    )
     debug: bool = Field(False, description="show tracebacks with errors")
 
     @field_validator("device")
@@ -84,6 +88,18 @@ class TrainSettings(Section):
         "ddp", description="of several ranks: all hold the whole model (ddp), or each a part of it (fsdp, FSDP2)"
     )
     compile: bool = Field(False, description="torch.compile the towers")
+    ema: float | None = Field(
+        None, gt=0, lt=1, description="decay of averaged weights, as 0.9999, saved beside the others; none unless set"
+    )
+    ema_warmup: bool = Field(False, description="let that decay rise with the steps: min(ema, 1 - t^(-2/3))")
+    max_nonfinite: int = Field(
+        5,
+        ge=1,
+        description="steps in a row without a finite loss, after which the last good checkpoint's weights return",
+    )
+    max_rollbacks: int = Field(
+        2, ge=0, description="how often they may, with no good checkpoint in between, before the run ends with code 4"
+    )
 
     @field_validator("parallel")
     @classmethod
@@ -126,4 +142,35 @@ class CheckpointSettings(Section):
     every: int = Field(1000, ge=0, description="steps between checkpoints; 0 saves at the end only")
     every_epochs: float | None = Field(None, gt=0, description="epochs between checkpoints, in place of every")
     keep_last: int = Field(3, ge=1, description="newest checkpoints that are kept")
-    resume: str | None = Field(None, description="a checkpoint's path, latest (must exist) or auto (if there is one)")
+    keep_every: int | None = Field(None, ge=1, description="steps between checkpoints that are kept for ever")
+    keep_best: str | None = Field(
+        None,
+        description="EVALUATOR/METRIC: each checkpoint that is the best so far by it is saved, and kept until the next",
+    )
+    keep_best_by: Literal["auto", "max", "min"] = Field(
+        "auto", description="whether a large or a small metric is good; auto: a loss, error or rank is good if small"
+    )
+    remote_sync: str | None = Field(
+        None,
+        min_length=1,
+        description="s3://…, gs://…, or any other folder that fsspec knows: NAME/ in it gets a copy of the checkpoints",
+    )
+    resume: str | None = Field(
+        None, description="a checkpoint's path or address, latest (must exist) or auto (if there is one)"
+    )
+    resume_approximate: bool = Field(
+        False, description="go on although settings of the data's order changed, with the data beginning anew"
+    )
+
+    @field_validator("keep_best")
+    @classmethod
+    def _names_both(cls, value: str | None) -> str | None:
+        if value is not None and not all(value.partition("/")):
+            raise ValueError("write EVALUATOR/METRIC as in metrics.jsonl, e.g. val/image_to_text_R@1")
+        return value
+
+    @property
+    def lower_is_better(self) -> bool:
+        """Whether the smaller value of `keep_best`'s metric is the better one."""
+        words = re.findall(r"[a-z]+", (self.keep_best or "").partition("/")[2].lower())
+        return self.keep_best_by == "min" or (self.keep_best_by == "auto" and bool(SMALL_IS_GOOD & {*words}))

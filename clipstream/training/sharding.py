@@ -17,9 +17,9 @@ float32 at least.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -32,15 +32,32 @@ from clipstream.training.precision import Precision
 from clipstream.world import World
 
 
+class Modules(Protocol):
+    """What has modules: nn.Module, and what looks like one."""
+
+    def modules(self) -> Iterator[nn.Module]:
+        """All of them."""
+        ...
+
+
 class FullTowers:
     """Towers that every rank has whole, with the interface of `ShardedTowers`."""
 
     def __init__(self, towers: Any) -> None:
         self.full = towers
 
-    def full_weights(self, device: str, *, everywhere: bool = True) -> AbstractContextManager[Any]:
-        """The towers, where they are."""
-        return nullcontext(self.full)
+    @contextmanager
+    def full_weights(self, device: str, *, instead: Mapping[str, torch.Tensor] | None = None) -> Iterator[Any]:
+        """The towers, where they are, for as long as the context is open with the parameters that `instead` names."""
+        instead = instead or {}
+        parts = [(p, p.data, instead[name]) for name, p in self.full.named_parameters() if name in instead]
+        for parameter, _, tensor in parts:
+            parameter.data = tensor.to(parameter.dtype)
+        try:
+            yield self.full
+        finally:
+            for parameter, trained, _ in parts:
+                parameter.data = trained
 
 
 class ShardedTowers:
@@ -78,25 +95,18 @@ class ShardedTowers:
         towers.to(world.device)
 
     @contextmanager
-    def full_weights(self, device: str, *, everywhere: bool = True) -> Iterator[Any]:
-        """The copy, with the present weights for as long as the context is open. Collective.
+    def full_weights(self, device: str, *, instead: Mapping[str, torch.Tensor] | None = None) -> Iterator[Any]:
+        """The copy, with the present weights on a device for as long as the context is open. Collective.
 
         Args:
-            device: where it is.
-            everywhere: False for rank 0 alone; the others get one without content.
+            instead: tensors in place of the parameters of these names, sharded like them.
         """
-        for module in self.towers.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        kept = everywhere or self.world.is_main
-        if kept:
-            _move(self.full, device)
+        reshard(self.towers)
+        _move(self.full, device)
         with torch.no_grad():
             into = _tensors(self.full)
             for name, tensor in _tensors(self.towers).items():
-                value = full_tensor(tensor)
-                if kept:
-                    into[name].copy_(value)
+                into[name].copy_(full_tensor((instead or {}).get(name, tensor)))
         try:
             yield self.full
         finally:
@@ -127,6 +137,13 @@ def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
+def reshard(module: Modules) -> None:
+    """Give up what is gathered of the parameters, which then are those that `state_dict` names: the shards."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """All of a sharded tensor, on every rank (collective); any other as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -142,27 +159,8 @@ def shard_like(tensor: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
     return sharded.clone()  # a part of the whole tensor's memory would keep all of it
 
 
-def full_state(optimizer: torch.optim.Optimizer, *, kept: bool) -> dict[str, Any]:
-    """`optimizer.state_dict()` with whole tensors. Collective where it is sharded.
-
-    Args:
-        kept: whether this rank wants it; gathered tensors come to the CPU one by one.
-    """
-    saved = optimizer.state_dict()
-    state: dict[int, dict[str, Any]] = {}
-    for index, values in saved["state"].items():
-        state[index] = {}
-        for name, value in values.items():
-            if isinstance(value, DTensor):
-                full = full_tensor(value)
-                state[index][name] = full.cpu() if kept else None
-            else:
-                state[index][name] = value
-    return {**saved, "state": state}
-
-
 def shard_state(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What `full_state` gave, cut as this optimiser's parameters are."""
+    """The whole state of an optimiser, cut as this one's parameters are."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = {
         index: {

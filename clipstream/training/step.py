@@ -4,14 +4,17 @@ Never reads data, logs or saves. It agrees on what it returns: the result is the
 
 How the gradients come about, in micro-batches or at once, is in `passes` and `fitting`.
 
-**fp16** scales the loss, and so all gradients, by a factor that torch's GradScaler moves; where it was too large, some
-gradient is not finite, on all ranks alike as they hold the same sums: the step changes no weight, and is counted.
+**What is not finite.** A step whose loss or gradient is not finite on some rank is not so on any, as all hold the same
+sums: all leave it out, and weights, moments, averages and batch statistics stay as they were.
+
+**fp16** scales the loss, and so all gradients, by a factor that torch's GradScaler moves; where the loss is finite and
+some gradient is not, the factor was too large: the step changes no weight, lowers the factor, and is counted apart.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +22,9 @@ import torch
 from torch import nn
 
 from clipstream.batch import Batch
-from clipstream.errors import DivergedError, SettingsError
+from clipstream.errors import SettingsError
+from clipstream.training.averaging import Averages
+from clipstream.training.batch_norm import batch_statistics
 from clipstream.training.distributed import finish_gradients, warm_up_buckets, wrap
 from clipstream.training.fitting import FittingPasses, MicroBatch
 from clipstream.training.optim import clip_gradients, gradient_norm
@@ -28,7 +33,6 @@ from clipstream.training.precision import Precision
 from clipstream.training.sharding import is_sharded
 from clipstream.world import World
 
-_SHOWN_KEYS = 8
 SMALLEST_SCALE = 2.0**-10  # of fp16: gradients that are not finite at this one never will be
 
 
@@ -44,6 +48,7 @@ class StepResult:
         stop: whether any rank asked to stop.
         loss_scale: factor of the gradients in fp16, after the step; None elsewhere.
         overflow: whether that was too large, and no weight was changed; `grad_norm` is not finite then.
+        skipped: whether loss or gradient was not finite for another reason, and nothing was changed.
     """
 
     loss: float
@@ -53,6 +58,7 @@ class StepResult:
     stop: bool
     loss_scale: float | None = None
     overflow: bool = False
+    skipped: bool = False
 
 
 class TrainStep:
@@ -69,6 +75,7 @@ class TrainStep:
         clip_norm: gradients with a larger norm are scaled down to it; None for no limit.
         max_logit_scale: upper limit of exp(logit_scale); None for none. A step never raises the scale above it. A
             scale that was above it when it was loaded stays where it is or falls, so that lr 0 changes nothing.
+        averages: moved along with the weights; None for none.
 
     Raises:
         SettingsError: micro-batches with batch norm: features would depend on the cut; 'auto' with a sharded model.
@@ -85,6 +92,7 @@ class TrainStep:
         micro_batch_size: MicroBatch = None,
         clip_norm: float | None = None,
         max_logit_scale: float | None = None,
+        averages: Averages | None = None,
     ) -> None:
         if micro_batch_size is not None and model.has_batch_norm:
             raise SettingsError(
@@ -93,9 +101,10 @@ class TrainStep:
             )
         self.towers: Any = model
         self.optimizer, self.world = optimizer, world
-        self.clip_norm, self.max_logit_scale = clip_norm, max_logit_scale
+        self.clip_norm, self.max_logit_scale, self.averages = clip_norm, max_logit_scale, averages
         self.scaler = torch.amp.GradScaler(torch.device(world.device).type, enabled=precision == "fp16")
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self._statistics = batch_statistics(model)
         if is_sharded(model) and micro_batch_size == "auto":
             raise SettingsError(
                 "train.micro_batch_size: auto does not go with fsdp, whose ranks wait for each other in every pass: "
@@ -110,35 +119,39 @@ class TrainStep:
         )
         warm_up_buckets(wrapped, self.passes.empty, world)
 
-    def __call__(self, batch: Batch, lr: float, stop: bool = False) -> StepResult:
+    def __call__(self, batch: Batch, lr: float, stop: Callable[[], bool] = lambda: False) -> StepResult:
         """One step.
 
         Args:
             batch: this rank's part, at least one sample.
             lr: learning rate.
-            stop: this rank's wish to stop after the step.
-
-        Raises:
-            DivergedError: loss or gradient is not finite; on all ranks alike, and the weights are as before.
+            stop: this rank's wish to stop after the step; asked late in it, so that a signal need not wait for another.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         batch = batch.to(self.world.device)
+        statistics = [tensor.clone() for tensor in self._statistics]
         share, scale = self.passes(batch)
         finish_gradients(self.towers, self.world)
         self.scaler.unscale_(self.optimizer)
         norm = gradient_norm(self.parameters, self.world)
-        agreed = self.world.all_reduce_sum(torch.stack([share.double(), share.new_tensor(stop).double()]))
+        agreed = self.world.all_reduce_sum(torch.stack([share.double(), share.new_tensor(stop()).double()]))
         loss, stops, grad_norm, logit_scale = torch.cat([agreed, torch.stack([norm, scale]).double()]).tolist()
-        overflow = not math.isfinite(grad_norm) and self._may_scale_down()
-        if not math.isfinite(loss) or not (math.isfinite(grad_norm) or overflow):
-            self.optimizer.zero_grad(set_to_none=True)
-            raise DivergedError(_diverged(batch, loss, grad_norm))
-        if not overflow:
-            clip_gradients(self.parameters, norm, self.clip_norm)
-        self._update()
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        overflow = not finite and math.isfinite(loss) and self._may_scale_down()
+        skipped = not finite and not overflow
+        if skipped:
+            self._leave_out(statistics)
+        else:
+            if finite:
+                clip_gradients(self.parameters, norm, self.clip_norm)
+            self._update()
+        if finite and self.averages is not None:
+            self.averages.update()
         loss_scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
-        return StepResult(loss, grad_norm, logit_scale, batch.global_size, stops > 0, loss_scale, overflow)
+        return StepResult(
+            loss, grad_norm, logit_scale, batch.global_size, stops > 0, loss_scale, overflow=overflow, skipped=skipped
+        )
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to take the same steps, JSON-able."""
@@ -146,6 +159,8 @@ class TrainStep:
         if isinstance(self.passes, FittingPasses):
             # The cut decides the last bits, and which dropout a sample gets.
             state["micro_batch"] = self.passes.size
+        if self.averages is not None:
+            state["averages"] = self.averages.state()
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -163,6 +178,15 @@ class TrainStep:
     def _may_scale_down(self) -> bool:
         return self.scaler.is_enabled() and self.scaler.get_scale() > SMALLEST_SCALE
 
+    @torch.no_grad()
+    def _leave_out(self, statistics: list[torch.Tensor]) -> None:
+        """Forget the step."""
+        if self.scaler.is_enabled():
+            self.scaler.update(self.scaler.get_scale())  # the same one: the loss is not its work
+        self.optimizer.zero_grad(set_to_none=True)
+        for tensor, before in zip(self._statistics, statistics, strict=True):
+            tensor.copy_(before)
+
     def _update(self) -> None:
         scale = self.towers.clip.logit_scale
         before = scale.detach().clone()
@@ -172,11 +196,3 @@ class TrainStep:
         if self.max_logit_scale is not None and scale.requires_grad:
             with torch.no_grad():
                 scale.copy_(torch.minimum(scale, before.clamp(min=math.log(self.max_logit_scale))))
-
-
-def _diverged(batch: Batch, loss: float, grad_norm: float) -> str:
-    more = f" and {len(batch) - _SHOWN_KEYS} more" if len(batch) > _SHOWN_KEYS else ""
-    return (
-        f"step {batch.step}: loss is {loss:g} and the gradient's norm {grad_norm:g}; lower optim.lr, set "
-        f"optim.grad_clip_norm or look at the samples: {', '.join(batch.keys[:_SHOWN_KEYS])}{more}"
-    )

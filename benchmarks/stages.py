@@ -1,0 +1,118 @@
+"""What the measuring of the data's stages costs: the same batches with the stopwatch and without.
+
+    python benchmarks/stages.py
+
+Two loaders without workers fill the same batches of the same shards, which are made in a temporary folder, in turn:
+one names its stages, keeps their times and tells what it is at as always; the other's stopwatch does nothing at all.
+The cost is the median over the rounds of the ratio of their CPU times. Small pictures show it at its worst.
+
+FIGURES
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import webdataset as wds
+from PIL import Image
+
+from clipstream.batch import ImageSpec
+from clipstream.data import sources
+from clipstream.data.loader import Loader
+from clipstream.data.settings import DataSettings
+from clipstream.data.stages import Stopwatch
+from clipstream.world import World
+
+SAMPLES, SHARDS = 500, 4
+BATCH = 64
+
+
+class Bytes:
+    """A tokenizer that costs next to nothing: UTF-8 bytes."""
+
+    context_length = 32
+    vocab_size = 256
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Ids int32 [n, 32]."""
+        ids = np.zeros((len(texts), self.context_length), dtype=np.int32)
+        for row, text in zip(ids, texts, strict=True):
+            data = text.encode()[: self.context_length]
+            row[: len(data)] = list(data)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+        return bytes(i for i in ids if i).decode(errors="replace")
+
+
+class Silent(Stopwatch):
+    """Measures nothing and tells nothing."""
+
+    def __call__(self, stage: str, sample: str) -> None:
+        """A stage begins, and nobody minds."""
+
+
+def make(folder: Path, pixels: int) -> str:
+    """Shards of JPEGs of soft colours; their names."""
+    draws = np.random.default_rng(0)
+    for number in range(SHARDS):
+        with wds.TarWriter(str(folder / f"{number}.tar")) as tar:
+            for i in range(SAMPLES):
+                coarse = draws.integers(0, 256, (-(-pixels // 8), -(-pixels // 8), 3), dtype=np.uint8)
+                out = io.BytesIO()
+                Image.fromarray(coarse).resize((pixels, pixels)).save(out, "JPEG", quality=90)
+                tar.write({"__key__": f"{number}-{i:04d}", "jpg": out.getvalue(), "txt": f"picture number {i}"})
+    return f"{folder}/{{0..{SHARDS - 1}}}.tar"
+
+
+def make_loader(shards: str, pixels: int, stopwatch: type[Stopwatch]) -> Loader:
+    """A loader whose stages are taken by this stopwatch."""
+    sources.Stopwatch = stopwatch  # type: ignore[misc]
+    settings = DataSettings.model_validate(
+        {"global_batch_size": BATCH, "lanes": 16, "workers": 0, "sources": {"train": {"shards": shards}}}
+    )
+    image = ImageSpec((min(pixels, 224),) * 2)
+    return sources.training_loader(settings, world=World(), seed=0, tokenizer=Bytes(), image=image)
+
+
+def abba(one: Loader, other: Loader) -> tuple[float, float]:
+    """CPU seconds of two batches of each; who is second finds the shards' bytes at hand, so both are once."""
+    first, second = seconds(one), seconds(other)
+    second += seconds(other)
+    return first + seconds(one), second
+
+
+def seconds(loader: Loader) -> float:
+    """CPU time of a batch."""
+    began = time.process_time()
+    next(loader)
+    return time.process_time() - began
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pixels", type=int, nargs="+", default=[64, 256, 512])
+    parser.add_argument("--rounds", type=int, default=50)
+    args = parser.parse_args()
+    for pixels in args.pixels:
+        with tempfile.TemporaryDirectory() as folder:
+            shards = make(Path(folder), pixels)
+            loaders = [make_loader(shards, pixels, stopwatch) for stopwatch in (Stopwatch, Silent)]
+            rounds = [abba(*loaders) for _ in range(args.rounds)]
+        cost = statistics.median(with_ / without for with_, without in rounds) - 1
+        each = statistics.median(without for _, without in rounds) / (2 * BATCH)
+        print(f"{pixels:4d} px: {each * 1e6:6.0f} µs a sample without, {cost:+.2%} with the stopwatch")
+
+
+if __name__ == "__main__":
+    main()

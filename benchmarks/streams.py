@@ -1,0 +1,247 @@
+"""Streams of training batches to measure side by side; each runs in a process of its own, started by `input.py`.
+
+    python benchmarks/streams.py NAME OPTIONS-AS-JSON
+
+reads `go` from its standard input, measures once, and answers with a JSON line. Each measurement starts the stream
+anew, imports excluded: the first batch is timed, some batches are let through (what was prefetched meanwhile), and then
+samples and CPU time of the whole tree of processes are counted.
+
+    clipstream    this package's loader
+    open_clip     open_clip_train's `get_wds_dataset`, as its trainer calls it; needs webdataset 0.2.86 (`make peers`)
+    webdataset    the installed webdataset with the same transform and tokenizer
+    floor         decoding, crop and resize of the same bytes by clipstream's transform, and nothing else
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import open_clip
+import torch
+import webdataset as wds
+from PIL import Image
+
+SETTLING = 8  # batches that are let through before the measurement
+MODEL = "ViT-B-32"  # whose tokenizer is used
+IMAGES = ("jpg", "jpeg", "png", "webp")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is read, and how. `captioned` are the same shards with a `txt` member, which the peers need."""
+
+    shards: list[str]
+    captioned: list[str]
+    caption: str | None
+    size: int
+    workers: int
+    batch_size: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of a batch, and the bytes that a worker handed over for it."""
+
+    samples: int
+    size: int
+
+
+def clipstream(options: Options) -> Iterator[Batch]:
+    """Batches of clipstream's loader."""
+    from clipstream.batch import ImageSpec
+    from clipstream.data.settings import DataSettings, TokenizerSettings
+    from clipstream.data.sources import training_loader
+    from clipstream.data.text import build_tokenizer
+    from clipstream.world import World
+
+    caption = {"type": "json", "path": options.caption} if options.caption else {"type": "text"}
+    settings = DataSettings.model_validate(
+        {
+            "global_batch_size": options.batch_size,
+            "lanes": min(48, options.batch_size),
+            "workers": options.workers,
+            "sources": {"train": {"shards": options.shards, "caption": caption}},
+        }
+    )
+    tokenizer = build_tokenizer(TokenizerSettings.model_validate({}), open_clip.get_tokenizer(MODEL), 77)
+    image = ImageSpec((options.size, options.size))
+    with training_loader(settings, world=World(), seed=0, tokenizer=tokenizer, image=image) as loader:
+        for batch in loader:
+            planes = (batch.pixels, batch.ids, batch.weights, batch.sources)
+            yield Batch(len(batch), sum(plane.numel() * plane.element_size() for plane in planes))
+
+
+def open_clip_train(options: Options) -> Iterator[Batch]:
+    """Batches of open_clip's trainer."""
+    from open_clip_train.data import get_wds_dataset
+    from open_clip_train.params import parse_args
+
+    flags = f"--dataset-type webdataset --dataset-resampled --train-num-samples 1000000000 --workers {options.workers}"
+    words = [*flags.split(), "--batch-size", str(options.batch_size), "--train-data", "::".join(options.captioned)]
+    args = parse_args(words)
+    args.world_size, args.distributed = 1, False
+    transform = open_clip.image_transform(options.size, is_train=True)
+    data = get_wds_dataset(args, transform, is_train=True, tokenizer=open_clip.get_tokenizer(MODEL))
+    yield from _tensors(data.dataloader)
+
+
+def webdataset(options: Options) -> Iterator[Batch]:
+    """Batches of webdataset's pipeline, arranged like open_clip's."""
+    transform, tokenize = open_clip.image_transform(options.size, is_train=True), open_clip.get_tokenizer(MODEL)
+
+    def usable(sample: dict[str, Any]) -> Any:
+        data = next(sample[suffix] for suffix in IMAGES if suffix in sample)
+        return transform(Image.open(io.BytesIO(data))), tokenize(sample["txt"].decode())[0]
+
+    data = wds.DataPipeline(
+        wds.ResampledShards(options.captioned),
+        wds.tarfile_to_samples(),
+        wds.shuffle(5000, initial=1000),
+        wds.map(usable),
+        wds.batched(options.batch_size),
+    )
+    yield from _tensors(wds.WebLoader(data, batch_size=None, num_workers=options.workers))
+
+
+def _tensors(loader: Any) -> Iterator[Batch]:
+    for images, texts in loader:
+        yield Batch(len(images), sum(t.numel() * t.element_size() for t in (images, texts)))
+
+
+def floor(options: Options) -> Iterator[Batch]:
+    """Counts of samples that processes made of bytes in memory."""
+    context = multiprocessing.get_context("fork")
+    queue: Any = context.SimpleQueue()
+    made = [
+        context.Process(target=_floor, args=(options, number, queue), daemon=True)
+        for number in range(max(1, options.workers))
+    ]
+    for process in made:
+        process.start()
+    try:
+        while True:
+            yield Batch(queue.get(), 0)
+    finally:
+        for process in made:
+            process.kill()
+            process.join()
+
+
+def _floor(options: Options, number: int, queue: Any) -> None:
+    from clipstream.batch import ImageSpec
+    from clipstream.data.fields import image_bytes
+    from clipstream.data.images import TrainTransform
+    from clipstream.data.order import Draws
+    from clipstream.data.settings import AugmentSettings
+    from clipstream.data.tarstream import Shard
+    from clipstream.errors import Dropped
+
+    torch.set_num_threads(1)
+    transform = TrainTransform(ImageSpec((options.size, options.size)), AugmentSettings(), "white")
+    pictures = []
+    for path in options.shards[number :: options.workers] or options.shards:
+        shard = Shard(path)
+        for ref in shard.index.samples:
+            try:
+                pictures.append(image_bytes(shard.load(ref, IMAGES), ";".join(IMAGES)))
+            except Dropped:
+                continue
+    count = 0
+    while True:
+        transform(pictures[count % len(pictures)], Draws(count))
+        count += 1
+        if count % 8 == 0:
+            queue.put(8)
+
+
+STREAMS: dict[str, Callable[[Options], Iterator[Batch]]] = {
+    "clipstream": clipstream,
+    "open_clip": open_clip_train,
+    "webdataset": webdataset,
+    "floor": floor,
+}
+
+
+def measure(name: str, options: Options) -> dict[str, float]:
+    """One measurement: rate, first batch, CPU, bytes and memory."""
+    began = time.perf_counter()
+    stream = STREAMS[name](options)
+    next(stream)
+    first = time.perf_counter() - began
+    for _ in range(SETTLING):
+        next(stream)
+    samples, size, busy, began = 0, 0, _cpu_seconds(), time.perf_counter()
+    while (took := time.perf_counter() - began) < options.seconds or not samples:
+        batch = next(stream)
+        samples += batch.samples
+        size += batch.size
+    busy = _cpu_seconds() - busy
+    dirty = [_private_dirty(process.pid) for process in multiprocessing.active_children() if process.pid]
+    stream.close()  # type: ignore[attr-defined]
+    return {
+        "samples_per_s": samples / took,
+        "first_batch_s": first,
+        "cpu_ms_per_sample": 1e3 * busy / samples,
+        "bytes_per_sample": size / samples,
+        "worker_dirty_mib": sum(dirty) / max(1, len(dirty)) / (1 << 20),
+    }
+
+
+def idle(workers: int) -> float:
+    """Private dirty memory, MiB, of a forked process that does nothing."""
+    context = multiprocessing.get_context("fork")
+    made = [context.Process(target=time.sleep, args=(60,), daemon=True) for _ in range(max(1, workers))]
+    for process in made:
+        process.start()
+    time.sleep(1)
+    dirty = [_private_dirty(process.pid) for process in made if process.pid]
+    for process in made:
+        process.kill()
+        process.join()
+    return sum(dirty) / len(dirty) / (1 << 20)
+
+
+def _cpu_seconds() -> float:
+    """Of this process and its living children."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    total = 0.0
+    for pid in (os.getpid(), *(process.pid for process in multiprocessing.active_children())):
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        total += (int(fields[11]) + int(fields[12])) / ticks
+    return total
+
+
+def _private_dirty(pid: int) -> int:
+    """Bytes that a process has written and shares with nobody."""
+    with open(f"/proc/{pid}/smaps_rollup") as file:
+        return sum(int(line.split()[1]) << 10 for line in file if line.startswith("Private_Dirty"))
+
+
+def main() -> None:
+    """Measure as often as asked."""
+    name, options = sys.argv[1], Options(**json.loads(sys.argv[2]))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    if name == "clipstream":
+        import clipstream.data.sources  # noqa: F401  # imports are not the first batch
+    elif name == "open_clip":
+        import open_clip_train.data  # noqa: F401
+    base = idle(options.workers)
+    for _ in sys.stdin:
+        found = measure(name, options)
+        found["worker_dirty_mib"] = max(0.0, found["worker_dirty_mib"] - base)
+        print(json.dumps(found), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
