@@ -16,6 +16,7 @@ from clipstream.config import load
 from clipstream.contradictions import validate_run
 from clipstream.tools.stage import OWN_FLAGS
 from clipstream.world import World
+from tests.clipbenchmark import fashion, write_benchmark
 from tests.evaluating import CONFIG
 from tests.pictures import make_shards
 from tests.ranks import ROOT
@@ -49,6 +50,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (home / where / f"{number:0{digits}d}.tar").symlink_to(made[number % 2])
     (home / "web").symlink_to("shards")
     (home / "animals.txt").write_text("cat\ndog\neel\n")
+    for split in ("test", "train"):
+        write_benchmark(home / "sets/cars", fashion(3), split=split)
     text = {**CONFIG["text_cfg"], "vocab_size": 49408}  # type: ignore[dict-item]
     (home / "my.yaml").write_text(
         "data: {sources: {train: {shards: 'shards/{00000..00099}.tar'}}}\ntrain: {steps: 5}\nmodel: {name: model.json}"
