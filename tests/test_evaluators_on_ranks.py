@@ -67,7 +67,7 @@ def evaluate(world: World, place: Path, parallel: str) -> list[dict[str, Any]]:
         examples=4,
     )
     weights = partial(layout.full_weights, world.device)
-    runner = EvalRunner(sections(place), context, lambda record: None, weights=weights)
+    runner = EvalRunner(sections(place), context, lambda record: None, weights={"trained": weights})
     runner.rehearse()
     records = runner(1, last=True)
     for record in records:

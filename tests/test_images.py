@@ -139,7 +139,7 @@ def test_crops_are_torchvisions(size: tuple[int, int], scale: tuple[float, float
 
 
 def decibels(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
-    return float(10 * np.log10(255**2 / np.mean((one.astype(float) - other) ** 2)))
+    return float(10 * np.log10(255**2 / max(1e-6, np.mean((one.astype(float) - other) ** 2))))
 
 
 @pytest.mark.parametrize("size", [(60, 50), (300, 260), (800, 500)])

@@ -17,6 +17,7 @@ import torch
 from clipstream.batch import Batch
 from clipstream.model.losses import ClipLoss
 from clipstream.model.settings import ClipLossSettings, LossSettings
+from clipstream.tools.index import make_indexes
 from clipstream.train import main
 from clipstream.training.shelf import find
 from clipstream.world import World
@@ -55,7 +56,7 @@ class Hashing(ClipLoss):
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with shards and a small model's configuration."""
     folder: Path = tmp_path_factory.mktemp("resume")
-    make_shards(folder / "pairs", [21, 17, 19, 5])
+    make_indexes(make_shards(folder / "pairs", [21, 17, 19, 5]), workers=1)
     make_shards(folder / "val", [11, 9], start=100)
     (folder / "model.json").write_text(json.dumps(MODEL))
     return folder
@@ -87,10 +88,11 @@ def kill_at(place: Path, name: str, argv: list[str], step: int, delay: float) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["resampled", "epoch"])
+@pytest.mark.parametrize("mode", ["resampled", "epoch", "indexed"])
 def test_ten_kills_change_no_bit_of_the_next_200_batches(mode: str, place: Path) -> None:
     whole, cut, total = f"whole-{mode}", f"cut-{mode}", 320
     assert main(hashed(place, whole, mode, steps=total)) == 0
+    assert len(set(batches(place, whole).values())) == total
     draw, step = random.Random(mode), 0
     for _ in range(10):
         step += draw.randint(3, 9)  # a pass over the data takes less than 3 steps

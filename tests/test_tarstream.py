@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clipstream.data.refs import SampleRef, SampleTable
 from clipstream.data.tarstream import Shard, ShardIndex, scan
 from clipstream.errors import Dropped
 from tests.tars import tar_bytes, write_tar
@@ -158,3 +160,28 @@ def test_real_shards_read_as_webdataset_reads_them() -> None:
             ours = {"__key__": ref.key, **shard.load(ref)}
             assert ours == {k: v for k, v in sample.items() if k not in ("__url__", "__local_path__")}
         assert scan(path) == shard.index
+
+
+@given(st.lists(st.tuples(st.text(st.characters(codec="utf-8")), st.dictionaries(st.sampled_from(["jpg", "txt", "é"]),
+       st.tuples(st.integers(0, 2**50), st.integers(0, 2**40))))))  # fmt: skip
+def test_a_table_gives_the_references_that_were_put_in(rows: list[tuple[str, dict[str, tuple[int, int]]]]) -> None:
+    refs = [SampleRef(*row) for row in rows]
+    table = SampleTable(refs)
+    assert len(table) == len(refs) and list(table) == refs == table and table[1:] == refs[1:]
+    assert [table[-i] for i in range(1, len(refs) + 1)] == refs[::-1]
+    assert [list(table[i].members) for i in range(len(refs))] == [list(ref.members) for ref in refs]
+    for beyond in (len(refs), -len(refs) - 1):
+        with pytest.raises(IndexError):
+            table[beyond]
+
+
+def test_an_open_shard_takes_little_memory(tmp_path: Path) -> None:
+    samples = [{"__key__": f"{i:09d}", "jpg": b"", "txt": b"", "json": b""} for i in range(3000)]
+    path = write_tar(tmp_path / "x.tar", samples)
+    tracemalloc.start()
+    try:
+        shard = Shard(path)
+        assert tracemalloc.get_traced_memory()[0] < 120 * len(samples)
+    finally:
+        tracemalloc.stop()
+    shard.close()

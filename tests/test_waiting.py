@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -50,7 +51,7 @@ def test_a_body_that_stalls_ends_the_run_by_worker_and_url(site: Unruly, shards:
     said = str(caught.value)
     assert limit <= took < limit + IN_TIME
     assert "--data.stall-timeout" in said and "worker 0 (pid " in said and "worker 1 (pid " in said
-    assert f"open {url} (" in said and "bytes came), for 3 s" in said
+    assert f"open {url} (" in said and re.search(r"bytes came\), for \d s", said)
 
 
 def test_a_body_that_stalls_is_a_broken_shard_after_the_last_try(site: Unruly, shards: list[str]) -> None:
@@ -79,12 +80,12 @@ def test_evaluations_have_the_same_patience(site: Unruly, shards: list[str]) -> 
 def test_a_long_wait_is_told_before_it_ends_the_run(
     site: Unruly, shards: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(loading, "WORRY", 1.0)
+    monkeypatch.setattr(loading, "WORRY", 0.5)
     url = stalling(site, shards[0])
-    with pytest.raises(DataError), loader(data(url, workers=1, stall_timeout=5.0)) as stream:
+    with pytest.raises(DataError), loader(data(url, workers=1, stall_timeout=4.0)) as stream:
         next(stream)
     said = capsys.readouterr().err
-    assert 2 <= said.count("waiting for batch 0 for ") <= 3, "after 1, 2 and 4 s"
+    assert 2 <= said.count("waiting for batch 0 for ") <= 4, "after half a second, one, two and four"
     assert f": open {url} (" in said
 
 

@@ -47,16 +47,20 @@ def settle(settings: DataSettings, world: World, tokenizer: Tokenizer, image: Im
     """The number in place of auto, the same on all ranks. Collective: rank 0 tries, on a GPU's machine."""
     lanes = min(len(lanes_of_rank(rank, world.size, int(settings.lanes))) for rank in range(world.size))
     if world.device == "cpu":
-        return Crew(min(without_trial(world), lanes), f"{cores()} cores, which train as well")
+        return Crew(min(without_trial(world), lanes), f"{_counted(cores(), 'core')}, which train as well")
     found: tuple[float, float] | None = None
     if world.is_main and not _has_remote(settings):
         found = tried(settings, tokenizer, image)
     rate, waiting = world.broadcast_object(found) or (0.0, 0.0)
     wanted = round(without_trial(world) / (1 - min(waiting, _MOST_WAITING)))
-    why = f"{cores()} cores for {world.local_size} rank{'s' * (world.local_size > 1)}"
+    why = f"{_counted(cores(), 'core')} for {_counted(world.local_size, 'rank')}"
     if rate:
         why += f"; one makes {rate:,.0f} samples/s, and reads for {waiting:.0%} of its time"
     return Crew(world.broadcast_object(min(wanted, lanes, MOST_AUTO_WORKERS)), why)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count > 1)}"
 
 
 def without_trial(world: World) -> int:

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from clipstream import durable
+from clipstream.data.refs import SampleRef, SampleTable
 from clipstream.data.shards import local_path, redact, scheme_of
-from clipstream.data.tarstream import BLOCK, Fault, SampleRef, ShardIndex
+from clipstream.data.tarstream import BLOCK, Fault, ShardIndex
 
 SUFFIX = ".index"
 MAGIC = b"clipstream-index 1 "
@@ -166,15 +167,15 @@ def _packed(samples: Sequence[SampleRef]) -> dict[str, Any]:
     return {"kinds": list(kinds), "samples": rows}
 
 
-def _unpacked(packed: dict[str, Any]) -> list[SampleRef]:
-    samples, expected = [], 0
+def _unpacked(packed: dict[str, Any]) -> SampleTable:
+    samples, expected = SampleTable(), 0
     for key, kind, *places in packed["samples"]:
         members = {}
         for i, suffix in enumerate(packed["kinds"][kind]):
             offset, size = expected + places[2 * i], places[2 * i + 1]
             members[suffix] = (offset, size)
             expected = _next(offset, size)
-        samples.append(SampleRef(key, members))
+        samples.append(key, members)
     return samples
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 from zlib import adler32
 
+from clipstream.data.refs import SampleRef as SampleRef  # whoever opens a shard gets these
+from clipstream.data.refs import SampleTable
 from clipstream.errors import Dropped
 
 BLOCK = 512
@@ -42,13 +44,6 @@ class Fault(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}"
-
-
-class SampleRef(NamedTuple):
-    """Where a sample's members lie: suffix in lower case -> (offset, size) in bytes."""
-
-    key: str
-    members: dict[str, tuple[int, int]]
 
 
 class ShardIndex(NamedTuple):
@@ -85,7 +80,7 @@ def scan(path: str | Path) -> ShardIndex:
 
 
 def _scan(fd: int) -> ShardIndex:
-    samples: list[SampleRef] = []
+    samples = SampleTable()
     key: str | None = None
     members: dict[str, tuple[int, int]] = {}
     doubles: dict[int, str] = {}
@@ -98,7 +93,7 @@ def _scan(fd: int) -> ShardIndex:
                 continue
             if name[:dot] != key:
                 if members:
-                    samples.append(SampleRef(str(key), members))
+                    samples.append(str(key), members)
                 key, members = name[:dot], {}
             suffix = suffixes.get(name[dot:])
             if suffix is None:
@@ -112,9 +107,9 @@ def _scan(fd: int) -> ShardIndex:
         if not broken.name or _key(broken.name) in (None, key):
             members = {}
     if members:
-        samples.append(SampleRef(str(key), members))
+        samples.append(str(key), members)
     if doubles:
-        samples = [ref for number, ref in enumerate(samples) if number not in doubles]
+        samples = SampleTable(ref for number, ref in enumerate(samples) if number not in doubles)
         first = next(iter(doubles.values()))
         fault = fault or Fault("duplicate_member", f"{len(doubles)} samples have a member twice, the first is {first}")
     if not samples and fault is None:
@@ -309,10 +304,11 @@ class Shard:
             found = {suffix: ref.members[suffix] for suffix in suffixes if suffix in ref.members}
         if not found:
             return {}
-        start = min(offset for offset, _ in found.values())
-        end = max(offset + size for offset, size in found.values())
+        start, end, wanted = sys.maxsize, 0, 0
+        for offset, size in found.values():
+            start, end, wanted = min(start, offset), max(end, offset + size), wanted + size
         # Members of a sample lie side by side: one read is cheaper than several, if it reads little for nothing.
-        if end - start - sum(size for _, size in found.values()) > MAX_GAP:
+        if end - start - wanted > MAX_GAP:
             return {suffix: self._read(ref.key, offset, size) for suffix, (offset, size) in found.items()}
         block = self._read(ref.key, start, end - start)
         return {suffix: block[offset - start : offset - start + size] for suffix, (offset, size) in found.items()}

@@ -29,20 +29,20 @@ from clipstream.data.transfer import end_commands
 from clipstream.errors import ClipstreamError
 
 _HEAD = struct.Struct("<dQH")  # when, bytes that came, length of the words
-_STATUS_BYTES = 1024
+_LONGEST = 1000  # bytes of the words
+_WHOLE = struct.Struct(f"{_HEAD.format}{_LONGEST}s")
 
 
 class Status:
     """A worker's last word on what it is doing, in shared memory, readable also when the worker hangs or is dead."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, _STATUS_BYTES)
+        self._memory = mmap.mmap(-1, _WHOLE.size)
 
     def set(self, stage: str, sample: str) -> None:
         """Say what is being done now."""
-        text = f"{stage} {sample}".encode(errors="backslashreplace")[: _STATUS_BYTES - _HEAD.size]
-        _HEAD.pack_into(self._memory, 0, time.monotonic(), 0, len(text))
-        self._memory[_HEAD.size : _HEAD.size + len(text)] = text
+        text = f"{stage} {sample}".encode(errors="backslashreplace")[:_LONGEST]
+        _WHOLE.pack_into(self._memory, 0, time.monotonic(), 0, len(text), text)
 
     def touch(self, size: int) -> None:
         """Say that what is being done goes on, and how many bytes have come."""

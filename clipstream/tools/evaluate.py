@@ -120,10 +120,9 @@ def locate(path: str | None, flags: Sequence[str] = ()) -> Subject:
     if not folder.is_dir():
         raise SettingsError(f"--checkpoint: there is no folder {folder}")
     if (folder / "checkpoints").is_dir() or folder.name.startswith("step_"):
-        # Every rank looks, and the moments are twice as large as the weights.
-        folder = (
-            shelf.find(folder, str(folder), files=(*WEIGHT_FILES, AVERAGED_FILE)) or folder
-        )  # never None where a path is given
+        # Every rank looks, and the moments, which nobody reads here, are twice as large as the weights.
+        read = (*WEIGHT_FILES, AVERAGED_FILE)
+        folder = shelf.find(folder, str(folder), files=read) or folder  # never None where a path is given
     elif not (folder / CONFIG_FILE).is_file():
         raise SettingsError(f"--checkpoint: {folder} is neither a run (checkpoints/) nor a checkpoint ({CONFIG_FILE})")
     run = folder.resolve().parent.parent
