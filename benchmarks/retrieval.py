@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from clipstream.evals.ranking import COLUMNS, ROWS, _Tile
+from clipstream.evals.ranking import COLUMNS, ROWS, Tile
 from clipstream.evals.retrieval import recalls
 from clipstream.world import World
 
@@ -51,7 +51,7 @@ def seconds_a_tile(images: torch.Tensor, texts: torch.Tensor, owners: torch.Tens
     found = []
     for _ in range(count):
         began = time.perf_counter()
-        _Tile(texts, images).count(*limits, *counts)
+        Tile(texts, images).count(*limits, *counts)
         found.append(time.perf_counter() - began)
     return statistics.median(found)
 

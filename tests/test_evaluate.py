@@ -23,7 +23,7 @@ from clipstream.evals.settings import RetrievalSettings
 from clipstream.evaluate import main
 from clipstream.model.settings import ModelSettings
 from clipstream.model.towers import build_towers
-from clipstream.report.progress import table
+from clipstream.report.progress import evaluation_line, table
 from clipstream.tools.evaluate import OWN_FLAGS, locate
 from clipstream.training.saving import Saver
 from clipstream.training.settings import CheckpointSettings
@@ -200,4 +200,14 @@ def test_the_table() -> None:
         "val         text_to_image_R@1  25.0%   12.5%\n"
         "val         n                      8\n"
         "val         seconds             1.5s"
+    )
+
+
+def test_losses_places_and_counts_are_no_shares() -> None:
+    record = {"step": 7, "eval": "val", "val_loss": 0.5, "text_to_image_median_rank": 1.0, "batches": 1, "top1": 1.0}
+    assert [line.split()[1:] for line in table([record]).splitlines()[1:]] == [
+        ["val_loss", "0.5"], ["text_to_image_median_rank", "1"], ["batches", "1"], ["top1", "100.0%"],
+    ]  # fmt: skip
+    assert evaluation_line(record) == (
+        "eval val at step 7:  val_loss 0.5  text_to_image_median_rank 1  batches 1  top1 100.0%"
     )

@@ -114,14 +114,15 @@ def test_settings_of_readme_are_right(folder: Path, monkeypatch: pytest.MonkeyPa
     assert blocks
     for number, block in enumerate(blocks):
         Path(f"{number}.yaml").write_text(block)
-        validate_run(load(["--config", f"{number}.yaml", "--steps", "9"]), World())
+        more = [] if "sources:" in block else ["--train-data", "shards/00000.tar"]
+        validate_run(load(["--config", f"{number}.yaml", "--steps", "9", *more]), World())
 
 
 def test_flags_that_readme_names_exist() -> None:
     from clipstream.shorts import BY_FLAG
 
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+(?![\w.-])", README))
-    others = {"--config", "--help", "--checkpoint", "--weights", "--into"}
+    others = {"--config", "--help", "--checkpoint", "--weights", "--output", "--into"}
     others |= {"--nodes", "--ntasks", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time", "--signal"}
     others |= {"--requeue", "--open-mode", "--wait"}  # Slurm's
     others |= {"--nnodes", "--nproc-per-node", "--max-restarts", "--rdzv-backend", "--rdzv-conf", "--rdzv-endpoint"}
