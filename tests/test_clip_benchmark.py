@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from functools import lru_cache
 from pathlib import Path
@@ -30,19 +29,23 @@ from tests.hubserver import serve
 from tests.pictures import ByteTokenizer
 from tests.ranks import run_ranks
 
-COUNT = int(os.environ.get("COUNT", 300))
+COUNT = 300
 CAPTIONS = ("{i:03d} {c}", "{c:.4} {i:03d}", "no {i:03d} {c}", "{i:03d}: a {c}")
 BUILT: dict[str, Any] = {"zero_shot": ZeroShot, "retrieval": Retrieval}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model that open_clip loads, too, whose features differ by far more than float32 rounds."""
+    """A small model that open_clip loads, too, whose guesses spread over all classes, by more than float32 rounds."""
     folder = tmp_path_factory.mktemp("model")
     config = folder / "tiny.json"
     # The last place of a text sees all of it; where the largest id is, as CLIP pools, most of these bytes would be cut.
     config.write_text(json.dumps({**CONFIG, "text_cfg": {**CONFIG["text_cfg"], "pool_type": "last"}}))  # type: ignore[dict-item]
-    build_towers(ModelSettings(name=str(config)), seed=4).save_pretrained(folder / "saved")
+    towers = build_towers(ModelSettings(name=str(config)), seed=4)
+    with torch.no_grad():
+        for weight in towers.clip.visual.parameters():
+            weight *= 5 if weight.ndim > 1 else 1
+    towers.save_pretrained(folder / "saved")
     return folder / "saved"
 
 
@@ -112,7 +115,7 @@ def test_equal_to_clip_benchmark_on_any_number_of_ranks(model: Path, sets: Any, 
             theirs = [expected["retrieval"][f"{what}_retrieval_recall@{k}"] for what in ("image", "text")]
             ours = [captions[f"{way}_R@{k}"] for way in ("text_to_image", "image_to_text")]
             assert ours == pytest.approx(theirs, abs=1e-6)
-    assert one["top1"] < one["top5"] < 1 and one["top1"] != one["mean_per_class_recall"]
+    assert 0.1 < one["top1"] < one["top5"] < 1 and one["top1"] != one["mean_per_class_recall"]
     assert several["chance_mAP"] < several["mAP"] < 0.9
     assert captions["image_to_text_R@1"] < captions["image_to_text_R@10"] < 0.9
 
@@ -130,6 +133,16 @@ def test_the_layout_over_http(tmp_path: Path) -> None:
         towers = loaded_tiny()
         settings = ZeroShotSettings.model_validate({"data": {"shards": f"benchmark:{root}"}})
         assert dict(ZeroShot(settings)(EvalContext(towers, ByteTokenizer(), World(), towers.image)))["n"] == 7
+
+
+def test_the_layout_in_a_bucket() -> None:
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    memory.pipe({"/sets/a/test/nshards.txt": b"2", "/sets/a/classnames.txt": b"cat\n dog \n\neel\n"})
+    found = of_source("benchmark:memory://sets/a")
+    assert found is not None and found.shards == [f"memory://sets/a/test/{n}.tar" for n in (0, 1)]
+    assert found.classes == ["cat", "dog", "", "eel"] and found.templates is None  # a blank line counts, as there
+    with pytest.raises(SettingsError, match=r"train/nshards\.txt is not there"):
+        expand("benchmark:memory://sets/a#train")
 
 
 def loaded_tiny() -> Towers:

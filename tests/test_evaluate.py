@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
@@ -16,15 +17,19 @@ import torch
 from clipstream.cli import own_flags
 from clipstream.config import Settings, dump
 from clipstream.errors import SettingsError
+from clipstream.evals.fingerprints import of_weights
 from clipstream.evals.retrieval import Retrieval
 from clipstream.evals.settings import RetrievalSettings
 from clipstream.evaluate import main
-from clipstream.report.progress import table
+from clipstream.model.settings import ModelSettings
+from clipstream.model.towers import build_towers
+from clipstream.report.progress import evaluation_line, table
 from clipstream.tools.evaluate import OWN_FLAGS, locate
 from clipstream.training.saving import Saver
 from clipstream.training.settings import CheckpointSettings
 from clipstream.world import World
-from tests.evaluating import context_of, tiny_towers
+from tests import hubtree
+from tests.evaluating import CONFIG, context_of, tiny_towers
 from tests.pictures import ByteTokenizer, make_shards
 from tests.ranks import TIMEOUT
 from tests.savers import damage
@@ -108,6 +113,43 @@ def test_any_folder_that_open_clip_reads(tmp_path: Path, capsys: pytest.CaptureF
     assert (record["step"], record["n"], record["checkpoint"]) == (0, 5, "model")
 
 
+def test_a_model_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By a configuration and open_clip's own checkpoint, and by a name on the Hub; figures as CSV."""
+    make_shards(tmp_path / "pairs", [5, 4])
+    common = ["--device", "cpu", "--workers", "0", "--run.threads", "1", "--out", f"{tmp_path}/out.csv"]
+    common += ["--val-data", f"{tmp_path}/pairs/*.tar", "--model.allow-mismatch"]
+    config = tmp_path / "tiny.json"
+    config.write_text(json.dumps(CONFIG))
+    clip = tiny_towers(3).clip
+    torch.save({"epoch": 1, "state_dict": {f"module.{k}": v for k, v in clip.state_dict().items()}}, tmp_path / "e.pt")
+    own = ["--model", str(config), "--pretrained", f"{tmp_path}/e.pt", "--tokenizer", BYTES["type"]]
+    assert main([*own, *common]) == 0
+    snapshot = hubtree.build(tmp_path / "hub")
+    hub = ["--model", f"hf-hub:{hubtree.REPO}", "--cache-dir", str(tmp_path / "hub")]
+    assert main([*hub, *common]) == 0
+    shown = capsys.readouterr().out
+    assert f"{config} {tmp_path}/e.pt on val" in shown and f"hf-hub:{hubtree.REPO} on val" in shown
+    with (tmp_path / "out.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["metric"] == "n"]
+    assert [row["value"] for row in rows] == ["9", "9"] and rows[0]["pretrained"] == f"{tmp_path}/e.pt"
+    saved = build_towers(ModelSettings(name=f"local-dir:{snapshot}"), seed=0)
+    expected = [of_weights(towers.state_dict()) for towers in (tiny_towers(3), saved)]
+    assert [row["weights"] for row in rows] == expected and rows[0]["pictures"] == rows[1]["pictures"] != ""
+    assert main(["--checkpoint", f"{tmp_path}/e.pt"]) == 2
+    assert "give --model NAME --pretrained FILE" in capsys.readouterr().err
+
+
+def test_what_fails_is_told_at_the_end_and_by_the_exit_code(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = ["--evals.bad", f"{{type: retrieval, data: {{shards: {run}/none.tar}}}}"]
+    kinds = ["--evals.kinds", "null", "--output", str(run / "some.jsonl")]
+    assert main(["--checkpoint", str(run), *kinds, *bad]) == 3
+    shown = capsys.readouterr()
+    assert "image_to_text_R@10" in shown.out and shown.err.count("evaluation 'bad' failed") == 1
+    assert shown.err.splitlines()[-1].startswith("error: evals.bad: ")
+    val, failed = lines(run / "some.jsonl")
+    assert val["n"] == 21 and failed["eval"] == "bad" and "none.tar is not there" in failed["error"]
+
+
 def test_a_run_stands_for_its_latest_checkpoint_and_best_for_its_best(run: Path) -> None:
     for path in (run, run / "checkpoints" / "best", run / "checkpoints" / "latest"):
         assert (locate(str(path)).step, locate(str(path)).run) == (7, run)
@@ -158,4 +200,14 @@ def test_the_table() -> None:
         "val         text_to_image_R@1  25.0%   12.5%\n"
         "val         n                      8\n"
         "val         seconds             1.5s"
+    )
+
+
+def test_losses_places_and_counts_are_no_shares() -> None:
+    record = {"step": 7, "eval": "val", "val_loss": 0.5, "text_to_image_median_rank": 1.0, "batches": 1, "top1": 1.0}
+    assert [line.split()[1:] for line in table([record]).splitlines()[1:]] == [
+        ["val_loss", "0.5"], ["text_to_image_median_rank", "1"], ["batches", "1"], ["top1", "100.0%"],
+    ]  # fmt: skip
+    assert evaluation_line(record) == (
+        "eval val at step 7:  val_loss 0.5  text_to_image_median_rank 1  batches 1  top1 100.0%"
     )

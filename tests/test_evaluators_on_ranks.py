@@ -1,4 +1,4 @@
-"""All evaluators under DDP and FSDP2 on several ranks give the figures of one process; padding is never counted."""
+"""All evaluators, on ranks with whole weights (DDP) or with shards (FSDP2), give the figures of one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from clipstream.data.settings import DataSettings
 from clipstream.evals.protocol import EvalContext, EvalRunner
@@ -55,8 +54,6 @@ def evaluate(world: World, place: Path, parallel: str) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     towers = build_towers(ModelSettings(name=f"{place}/model.json"), seed=0).double()
     layout = parallelize(towers, world, parallel=parallel, precision="fp64")
-    if parallel == "ddp" and world.size > 1:
-        DistributedDataParallel(towers)
     context = EvalContext.for_towers(
         layout.full,
         ByteTokenizer(),

@@ -16,6 +16,7 @@ from clipstream.config import load
 from clipstream.contradictions import validate_run
 from clipstream.tools.stage import OWN_FLAGS
 from clipstream.world import World
+from tests.clipbenchmark import fashion, write_benchmark
 from tests.evaluating import CONFIG
 from tests.pictures import make_shards
 from tests.ranks import ROOT
@@ -49,6 +50,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (home / where / f"{number:0{digits}d}.tar").symlink_to(made[number % 2])
     (home / "web").symlink_to("shards")
     (home / "animals.txt").write_text("cat\ndog\neel\n")
+    for split in ("test", "train"):
+        write_benchmark(home / "sets/cars", fashion(3), split=split)
     text = {**CONFIG["text_cfg"], "vocab_size": 49408}  # type: ignore[dict-item]
     (home / "my.yaml").write_text(
         "data: {sources: {train: {shards: 'shards/{00000..00099}.tar'}}}\ntrain: {steps: 5}\nmodel: {name: model.json}"
@@ -111,14 +114,15 @@ def test_settings_of_readme_are_right(folder: Path, monkeypatch: pytest.MonkeyPa
     assert blocks
     for number, block in enumerate(blocks):
         Path(f"{number}.yaml").write_text(block)
-        validate_run(load(["--config", f"{number}.yaml", "--steps", "9"]), World())
+        more = [] if "sources:" in block else ["--train-data", "shards/00000.tar"]
+        validate_run(load(["--config", f"{number}.yaml", "--steps", "9", *more]), World())
 
 
 def test_flags_that_readme_names_exist() -> None:
     from clipstream.shorts import BY_FLAG
 
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+(?![\w.-])", README))
-    others = {"--config", "--help", "--checkpoint", "--weights", "--into"}
+    others = {"--config", "--help", "--checkpoint", "--weights", "--output", "--into"}
     others |= {"--nodes", "--ntasks", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time", "--signal"}
     others |= {"--requeue", "--open-mode", "--wait"}  # Slurm's
     others |= {"--nnodes", "--nproc-per-node", "--max-restarts", "--rdzv-backend", "--rdzv-conf", "--rdzv-endpoint"}

@@ -128,7 +128,7 @@ def place_pairs(
         of_block = torch.zeros((2, len(block)), dtype=torch.int64, device=block.device)
         for top in range(0, len(texts), rows):
             part = slice(top, top + rows)
-            _Tile(texts[part], block).count(own[part], limits, of_texts[:, part], of_block)
+            Tile(texts[part], block).count(own[part], limits, of_texts[:, part], of_block)
         before = sum(held[: world.rank])
         of_images[:, some] = world.all_reduce_sum(of_block)[:, before : before + held[world.rank]]
     return Places(of_images[0], of_images[1], right), Places(of_texts[0], of_texts[1], of_texts[1].clamp(max=1))
@@ -139,7 +139,7 @@ def products(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return (one.double() * other.double()).sum(dim=1)
 
 
-class _Tile:
+class Tile:
     """The scores of some captions with some pictures.
 
     They are computed in float32, whose error is below `margin`; what comes nearer to a limit is computed in float64.
