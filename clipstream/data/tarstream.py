@@ -26,7 +26,7 @@ ZERO = bytes(BLOCK)
 ADLER = 65521
 BEHIND_ALL = "\0.end"  # a name with a key that no sample has: what lies before it is whole
 MAX_EXTRA = 1 << 20  # bytes of a PAX or long-name header; a larger one is damage
-MAX_GAP = 1 << 16  # bytes between wanted members that are read along rather than sought over
+TOGETHER = 1 << 13  # bytes within which a sample's members are read at once, and copied apart; else each by itself
 META = re.compile(r"__[^/]*__($|[./])")  # webdataset's own members, which are no samples
 
 
@@ -306,8 +306,8 @@ class Shard:
             return {}
         start = min(offset for offset, _ in found.values())
         end = max(offset + size for offset, size in found.values())
-        # Members of a sample lie side by side: one read is cheaper than several, if it reads little for nothing.
-        if end - start - sum(size for _, size in found.values()) > MAX_GAP:
+        # Members of a sample lie side by side. One call less is worth the copy of few bytes, and not that of a picture.
+        if end - start > TOGETHER:
             return {suffix: self._read(ref.key, offset, size) for suffix, (offset, size) in found.items()}
         block = self._read(ref.key, start, end - start)
         return {suffix: block[offset - start : offset - start + size] for suffix, (offset, size) in found.items()}
