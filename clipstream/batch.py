@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,16 +46,36 @@ class Batch:
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device, non_blocking=True)
 
-        return Batch(
+        return replace(
+            self,
             pixels=None if self.pixels is None else move(self.pixels),
             ids=move(self.ids),
             weights=move(self.weights),
-            keys=self.keys,
-            sources=self.sources,
-            step=self.step,
-            global_size=self.global_size,
+            sources=move(self.sources),
             features={name: move(tensor) for name, tensor in self.features.items()},
             pictures=None if self.pictures is None else move(self.pictures),
+        )
+
+    def moving(self) -> list[torch.Tensor]:
+        """The tensors that `to` moves."""
+        found = [self.pixels, self.ids, self.weights, self.sources, *self.features.values(), self.pictures]
+        return [tensor for tensor in found if tensor is not None]
+
+    def without_padding(self) -> Batch:
+        """The batch without its samples of weight 0."""
+        kept = self.weights > 0
+        if bool(kept.all()):
+            return self
+        return Batch(
+            pixels=None if self.pixels is None else self.pixels[kept],
+            ids=self.ids[kept],
+            weights=self.weights[kept],
+            keys=tuple(key for key, keep in zip(self.keys, kept.tolist(), strict=True) if keep),
+            sources=self.sources[kept],
+            step=self.step,
+            global_size=self.global_size,
+            features={name: rows[kept] for name, rows in self.features.items()},
+            pictures=None if self.pictures is None else self.pictures[kept],
         )
 
 

@@ -26,6 +26,7 @@ VERBS = {
     "check": "look into a data set: what would be used and dropped",
     "index": "note what each shard holds, for exact epochs",
     "bench": "measure how fast shards are read here, by stage and number of workers",
+    "stage": "copy shards to this machine ahead of a run",
     "compare": "show runs side by side in one HTML file",
 }
 

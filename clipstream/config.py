@@ -222,7 +222,7 @@ def _auto_lanes(settings: Settings, world: World) -> int:
     """48·2^k, to have at least ranks x workers; fewer where the batch is smaller, or fewer shards are dealt."""
     data = settings.data
     lanes = LANES
-    while lanes < world.size * max(1, data.workers):
+    while lanes < world.size * max(1, data.most_workers):
         lanes *= 2
     lanes = min(lanes, *data.batch_sizes)
     if not data.sampling.deals_shards:

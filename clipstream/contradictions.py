@@ -6,14 +6,16 @@ Never imports torch, changes no setting and writes nothing.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path as FilePath
 
 from clipstream.config import Settings, cadences
 from clipstream.data.settings import JsonCaption, SourceSettings
 from clipstream.data.shards import expand, scheme_of
 from clipstream.errors import SettingsError
-from clipstream.evals.prompts import OF_OPEN_CLIP, class_names, prompt_templates
-from clipstream.evals.settings import EvalSettings, ZeroShotSettings, eval_name
+from clipstream.evals.prompts import OF_OPEN_CLIP, class_names, class_spec, prompt_templates, template_spec
+from clipstream.evals.settings import EvalSettings, LabelledSettings, ZeroShotSettings, eval_name, sources_of
 from clipstream.folder import holds_a_run
 from clipstream.schema import Path
 from clipstream.wording import joined, problem
@@ -132,12 +134,11 @@ def _data_problems(settings: Settings) -> Found:
         (("data", "sources", name), source) for name, source in settings.data.sources.items()
     ]
     for name, evaluator in settings.evals.items():
-        if evaluator.data is not None:
-            read.append((("evals", name, "data"), evaluator.data))
-        elif evaluator.type in EvalSettings.builtin:
+        read += [(("evals", name, key), source) for key, source in sources_of(evaluator).items()]
+        if evaluator.data is None and evaluator.type in EvalSettings.builtin:
             text = f"the evaluator has no data: give --evals.{name}.data.shards, or remove it with --evals.{name} null"
             found.append((("evals", name), text))
-        if isinstance(evaluator, ZeroShotSettings):
+        if isinstance(evaluator, LabelledSettings):
             found += _prompt_problems(name, evaluator)
     for path, source in read:
         caption = source.caption
@@ -182,16 +183,22 @@ def _average_problems(settings: Settings) -> Found:
     return found
 
 
-def _prompt_problems(name: str, evaluator: ZeroShotSettings) -> Found:
+def _prompt_problems(name: str, evaluator: LabelledSettings) -> Found:
     found: Found = []
-    for key, read in (("classes", class_names), ("templates", prompt_templates)):
-        given = getattr(evaluator, key)
-        if given in OF_OPEN_CLIP:  # reading these imports torch
-            continue
+
+    def read(key: str, spec: Callable[[], str | list[str] | None], make: Callable[..., object]) -> None:
         try:
-            read(given)
+            given = spec()
+            if given is None and isinstance(evaluator, ZeroShotSettings):
+                raise SettingsError("missing: the class names: a list, a file with one a line, or imagenet")
+            if given is not None and given not in OF_OPEN_CLIP:  # reading these imports torch
+                make(given)
         except SettingsError as error:
             found.append((("evals", name, key), str(error).removeprefix(f"{key}: ")))
+
+    read("classes", partial(class_spec, evaluator), class_names)
+    if isinstance(evaluator, ZeroShotSettings):
+        read("templates", partial(template_spec, evaluator), prompt_templates)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Owns a run's folder as a whole: who may write to it, and whether it holds a run; never its files' content.
+"""Owns a folder as a whole: who may write to it, and whether it holds a run; never its files' content.
 
 Imports no torch: settings are checked against it.
 """
@@ -10,8 +10,8 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from clipstream.errors import SettingsError
@@ -40,21 +40,38 @@ def occupied(folder: Path) -> Iterator[None]:
     Raises:
         SettingsError: it cannot be made, or another process trains in it.
     """
+    advice = "wait for its end, or end it, or take another --name"
+    with held(folder, "--logs: the folder", lambda holder: f"{folder} is being trained by {holder}: {advice}"):
+        yield
+
+
+@contextmanager
+def held(folder: Path, called: str, busy: Callable[[str], str]) -> Iterator[None]:
+    """Make the folder, and keep other processes out as long as the context is open.
+
+    Args:
+        called: what the folder is, for messages.
+        busy: the message where another process is in it, which is named.
+
+    Raises:
+        SettingsError: the folder cannot be made, or another process is in it.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise SettingsError(f"--logs: the folder {folder} cannot be made: {error.strerror}") from error
+        raise SettingsError(f"{called} {folder} cannot be made: {error.strerror}") from error
     try:
-        _take(lock, folder)
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        _take(lock, busy)
+        with suppress(OSError):  # on a full disk nobody is told who it is
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         yield
     finally:
         os.close(lock)
 
 
-def _take(lock: int, folder: Path) -> None:
+def _take(lock: int, busy: Callable[[str], str]) -> None:
     limit = time.monotonic() + LAST_SECONDS
     while True:
         try:
@@ -62,10 +79,7 @@ def _take(lock: int, folder: Path) -> None:
         except BlockingIOError:
             holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
             if not _is_dead(holder) or time.monotonic() > limit:
-                raise SettingsError(
-                    f"{folder} is being trained by {holder or 'another process'}: wait for its end, or end it, or take "
-                    "another --name"
-                ) from None
+                raise SettingsError(busy(holder or "another process")) from None
             time.sleep(0.1)
         except OSError:
             return None  # a file system without locks

@@ -100,7 +100,7 @@ def _could_have(settings: Settings, lanes: int, world: World) -> bool:
     """Whether so many lanes go with the settings, where only the order's other settings can have changed."""
     if not world.size <= lanes <= min(settings.data.batch_sizes):
         return False
-    if settings.data.sampling.mode == "resampled":
+    if not settings.data.sampling.deals_shards:
         return True
     return all(len(opener.names) >= lanes for opener in openers(settings).values())
 

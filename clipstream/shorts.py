@@ -182,7 +182,7 @@ SHORTS = (
         _resampled,
         True,
     ),
-    Short("--workers", ("data.workers",), "INT", "reading processes a rank"),
+    Short("--workers", ("data.workers",), "INT", "reading processes a rank, or auto"),
     Short("--model", ("model.name",), "NAME", "open_clip's name, a JSON config, hf-hub:ORG/NAME or local-dir:PATH"),
     Short("--pretrained", ("model.pretrained",), "TAG", "a tag, a weights file, hf-hub:ORG/NAME or local-dir:PATH"),
     Short("--cache-dir", ("model.cache_dir",), "FOLDER", "the Hub's cache"),

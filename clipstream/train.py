@@ -27,12 +27,14 @@ from clipstream.world import World
 if TYPE_CHECKING:
     from clipstream.data.loader import Loader
     from clipstream.data.text import Tokenizer
+    from clipstream.evals.protocol import EvalRunner
     from clipstream.evals.settings import Weights
     from clipstream.model.towers import Towers
     from clipstream.report.outputs import Outputs
     from clipstream.training.loop import Trainer
     from clipstream.training.mirror import Mirror
     from clipstream.training.saving import Saver
+    from clipstream.training.sharding import FullTowers, ShardedTowers
     from clipstream.training.step import TrainStep
     from clipstream.training.stopping import StopSignals
 
@@ -84,6 +86,8 @@ def _train(settings: Settings, world: World, watch: FailureWatch, lanes: int | s
     state = None if found is None else checkpoint.read_state(found)
     settings = resuming.carried_over(settings, state, world, own_lanes=lanes != "auto")
     towers, tokenizer = _model(settings, world)
+    if settings.data.workers == "auto":
+        settings = _with_crew(settings, world, towers, tokenizer)
     if world.is_main:
         _say_what(settings, world, towers, found)
     with StopSignals() as signals, _loader(settings, world, towers, tokenizer, state) as loader:
@@ -124,6 +128,16 @@ def _model(settings: Settings, world: World) -> tuple[Towers, Tokenizer]:
     return towers, tokenizer
 
 
+def _with_crew(settings: Settings, world: World, towers: Towers, tokenizer: Tokenizer) -> Settings:
+    """The settings with a number of workers."""
+    from clipstream.data.crew import settle
+
+    crew = settle(settings.data, world, tokenizer, towers.image)
+    if world.is_main:
+        print(f"workers  {crew.workers} a rank: {crew.why}")
+    return settings.model_copy(update={"data": settings.data.model_copy(update={"workers": crew.workers})})
+
+
 def _loader(
     settings: Settings, world: World, towers: Towers, tokenizer: Tokenizer, state: dict[str, Any] | None
 ) -> Loader:
@@ -157,7 +171,6 @@ def _trainer(
 ) -> tuple[Trainer, Outputs, Saver]:
     """The trainer, at the checkpoint's position if there is one, and what is written for people."""
     from clipstream.data.text import readable
-    from clipstream.evals.protocol import EvalContext, EvalRunner
     from clipstream.report.outputs import Outputs
     from clipstream.training.batch_norm import synchronize_batch_norm
     from clipstream.training.loop import Trainer
@@ -173,14 +186,9 @@ def _trainer(
     step = _step(settings, world, towers, optimizer)
     state = None if found is None else _load(found, step)
     log, done = settings.log, None if state is None else int(state["step"])
-    context = EvalContext.for_towers(
-        layout.full, tokenizer, world, data=settings.data, precision=train.arithmetic, examples=log.pictures
-    )
-    outputs = Outputs(settings.run_folder, log, world, total=total, done=done)
-    weights: dict[Weights, Any] = {"trained": partial(layout.full_weights, world.device)}
-    if step.averages is not None:
-        weights["averaged"] = partial(layout.full_weights, world.device, instead=step.averages.tensors)
-    evaluate = EvalRunner(settings.evals, context, outputs.write, outputs.show, weights)
+    subject = {"run": settings.run.name, "model": settings.model.label}
+    outputs = Outputs(settings.run_folder, log, world, total=total, done=done, subject=subject)
+    evaluate = _evaluate(settings, world, layout, step, tokenizer, outputs)
     saver = _saver(settings, world, towers, step, mirror)
     saver.expect(evaluate.rehearse())
     outputs.begin()
@@ -204,6 +212,33 @@ def _trainer(
         show_every=log.pictures_every,
     )
     return trainer, outputs, saver
+
+
+def _evaluate(
+    settings: Settings,
+    world: World,
+    layout: FullTowers | ShardedTowers,
+    step: TrainStep,
+    tokenizer: Tokenizer,
+    outputs: Outputs,
+) -> EvalRunner:
+    """The evaluators, at work on the towers that train."""
+    from clipstream.evals.protocol import EvalContext, EvalRunner
+    from clipstream.model.losses import build_loss
+
+    context = EvalContext.for_towers(
+        layout.full,
+        tokenizer,
+        world,
+        data=settings.data,
+        precision=settings.train.arithmetic,
+        loss=build_loss(settings.loss, layout.full.loss_type),
+        examples=settings.log.pictures,
+    )
+    weights: dict[Weights, Any] = {"trained": partial(layout.full_weights, world.device)}
+    if step.averages is not None:
+        weights["averaged"] = partial(layout.full_weights, world.device, instead=step.averages.tensors)
+    return EvalRunner(settings.evals, context, outputs.write, outputs.show, weights, outputs.trace)
 
 
 def _step(settings: Settings, world: World, towers: Towers, optimizer: Any) -> TrainStep:
@@ -292,7 +327,7 @@ def _say_what(settings: Settings, world: World, towers: Towers, found: Path | No
     count = f"{towers.n_parameters:,} parameters"
     count += "" if trained == towers.n_parameters else f", {trained:,} of them trained"
     print(f"model    {settings.model.name}, {count}, {towers.loss_type} loss")
-    count_of_workers = min(data.workers, -(-int(data.lanes) // world.size))
+    count_of_workers = min(data.most_workers, -(-int(data.lanes) // world.size))
     workers = f"{count_of_workers} worker{'s' * (count_of_workers != 1)}"
     sizes = "".join(f", {size} from step {step}" for step, size in data.batch_schedule)
     print(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from clipstream import slurm
 from clipstream.errors import SettingsError
+from clipstream.meeting import meet
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +94,7 @@ class World:
             return
         import torch
         import torch.distributed as dist
+        from torch.distributed.rendezvous import rendezvous
 
         backend = "gloo"
         if self.device.startswith("cuda"):
@@ -100,8 +102,12 @@ class World:
             backend = "cpu:gloo,cuda:nccl"
         where = f"tcp://{self.address}" if self.address else "env://"
         try:
-            dist.init_process_group(backend, where, timeout=timeout, rank=self.rank, world_size=self.size)
-        except (dist.DistError, ValueError) as error:  # ValueError: no MASTER_ADDR
+            store, _, _ = next(rendezvous(where, self.rank, self.size, timeout=timeout))
+            store.set_timeout(timeout)
+            word = meet(store, self.rank, self.size, timeout)
+            attempt = dist.PrefixStore(word, store)  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=attempt, timeout=timeout, rank=self.rank, world_size=self.size)
+        except (RuntimeError, ValueError, TimeoutError) as error:  # ValueError: no MASTER_ADDR
             raise SettingsError(
                 f"the {self.size} ranks did not come together at {self.meeting_point} (--run.timeout is "
                 f"{timeout.total_seconds():g} s): are all of them started? MASTER_ADDR and MASTER_PORT name another "

@@ -109,7 +109,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def averaging(place: Path, name: str, *more: str, steps: int = 8) -> list[str]:
     """A run's command line with averages."""
     evaluator = ["--val-data", f"{place}/val/*.tar", "--evals.val.every", "4", "--evals.val.weights", "both"]
-    return flags(place, name, *EMA, *evaluator, "--lr", "1e-2", "--precision", "fp32", *more, steps=steps)
+    return flags(place, name, *EMA, *evaluator, "--lr", "1e-3", "--precision", "fp32", *more, steps=steps)
 
 
 @pytest.fixture(scope="module")

@@ -151,10 +151,15 @@ def test_another_length_displaces_the_old_one(tmp_path: Path) -> None:
 
 
 def test_epoch_mode_deals_shards_to_lanes(tmp_path: Path) -> None:
-    argv = ["--train-data", "{0..3}.tar", "--steps=1", "--dataset-resampled=false", "--data.lanes"]
-    assert resolve(load([*argv, "4"]), World()).data.lanes == 4
-    with pytest.raises(SettingsError, match=r"5 lanes cannot be dealt .* 4 shards of 'train'"):
-        resolve(load([*argv, "5"]), World())
+    argv = ["--train-data", "{0..3}.tar", "--steps=1"]
+    epoch = [*argv, "--dataset-resampled=false", "--data.lanes"]
+    assert resolve(load([*epoch, "4"]), World()).data.lanes == 4
+    with pytest.raises(SettingsError, match=r"5 lanes cannot be dealt .* 4 shards of 'train' in the mode 'epoch': set"):
+        resolve(load([*epoch, "5"]), World())
+    with pytest.raises(
+        SettingsError, match=r"4 shards of 'train' in the mode 'resampled' with shards: split: set it to"
+    ):
+        resolve(load([*argv, "--data.sampling.shards=split", "--data.lanes=5"]), World())
 
 
 def test_own_parts_bring_their_settings(tmp_path: Path) -> None:
@@ -189,7 +194,6 @@ def test_every_error_at_once_with_its_place(tmp_path: Path) -> None:
         f"{file}:15: loss.type: type 'siglp' is not one of auto, clip, siglip, nor a 'package.module:Name'; "
         "did you mean 'siglip'?",
         f"{file}:17: evals.z.every: expected at least 0, not -1",
-        f"{file}:17: evals.z.classes: missing: this key has no default",
         f"{file}:18: train.epoch_sample: there is no such key; did you mean 'epoch_samples'?",
         "--precision: train.precision: 'fp46' is not one of auto, fp32, bf16, fp16, pure_bf16, fp64; "
         "did you mean 'fp64'?",
@@ -302,6 +306,8 @@ def test_an_existing_run_is_not_written_over(tmp_path: Path) -> None:
         (1, ["--batch-size=64", "--data.batch-schedule=[[3, 20], [9, 80]]"], 20),
         (1, ["--data.lanes=7"], 7),
         (2, ["--dataset-resampled=false"], 5),
+        (2, ["--data.sampling.shards=split"], 5),
+        (2, ["--data.sampling.shards=split", "--data.sampling.mode=indexed"], 48),
     ],
 )
 def test_lanes(tmp_path: Path, ranks: int, argv: list[str], lanes: int) -> None:

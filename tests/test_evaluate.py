@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from clipstream.world import World
 from tests.evaluating import context_of, tiny_towers
 from tests.pictures import ByteTokenizer, make_shards
 from tests.ranks import TIMEOUT
+from tests.savers import damage
 
 OWN = Path(__file__).parent.parent
 BYTES = {"type": "tests.test_evaluate:Bytes"}
@@ -109,6 +111,17 @@ def test_any_folder_that_open_clip_reads(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_run_stands_for_its_latest_checkpoint_and_best_for_its_best(run: Path) -> None:
     for path in (run, run / "checkpoints" / "best", run / "checkpoints" / "latest"):
         assert (locate(str(path)).step, locate(str(path)).run) == (7, run)
+
+
+def test_damaged_weights_are_no_model_and_damaged_moments_do_not_matter(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    folder = copy / "checkpoints" / "step_00000007"
+    damage(folder / "optimizer.safetensors")
+    assert locate(str(copy)).step == 7
+    damage(folder / "open_clip_model.safetensors")
+    with pytest.raises(SettingsError, match="damaged: open_clip_model"):
+        locate(str(folder))
 
 
 def test_what_is_wrong_is_told(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ from tests.ranks import TIMEOUT, end_ranks
 from tests.test_train import MODEL, flags, train_on
 
 MESSAGE = "source 'train': no caption\n  members seen: json, png"
+FAULTY = "{type: 'tests.test_failure:Faulty', every: 1, on_error: raise}"
 
 
 def nothing(world: World) -> int:
@@ -184,8 +185,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("ranks", "where", "more", "code", "failing", "told"),
     [
-        (2, "evaluation", ["--evals.mine", "{type: 'tests.test_failure:Faulty', every: 1}"], 1, 1, "of my own making"),
-        (3, "evaluation", ["--evals.mine", "{type: 'tests.test_failure:Faulty', every: 1}"], 1, 2, "of my own making"),
+        (2, "evaluation", ["--evals.mine", FAULTY], 1, 1, "of my own making"),
+        (3, "evaluation", ["--evals.mine", FAULTY], 1, 2, "of my own making"),
         (2, "saving", ["--resume", "auto"], 1, 0, "checkpoints"),
         (3, "saving", ["--resume", "auto"], 1, 0, "checkpoints"),
         (2, "worker", ["--data.sources.train.transform", "tests.test_failure:deadly"], 3, 1, "killed by SIGKILL"),

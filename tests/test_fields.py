@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clipstream.data.fields import LabelField, build_caption, build_transform, image_bytes, split_keys
+from clipstream.data.fields import build_caption, build_transform, image_bytes, split_keys
 from clipstream.data.order import Draws
 from clipstream.data.settings import CaptionSettings
 from clipstream.errors import Dropped, SettingsError
@@ -176,25 +176,3 @@ def test_a_users_transform() -> None:
     for path, word in wrong.items():
         with pytest.raises(SettingsError, match=word):
             build_transform(path)
-
-
-@pytest.mark.parametrize(
-    ("label", "members", "expected"),
-    [
-        ("cls", {"cls": b" 3\n"}, "3"),
-        ("CLS;label", {"label": "tabby cat"}, "tabby cat"),
-        ("json:a.class", {"json": b'{"a": {"class": 4}}'}, "4"),
-        ("json:a", {"json": b'{"a": "cat"}'}, "cat"),
-        ("json:a", {"json": b'{"a": true}'}, "no_label"),
-        ("json:a", {"json": b'{"a": 1.5}'}, "no_label"),
-        ("json:a", {"json": b"[]"}, "json_not_object"),
-        ("json:a", {}, "no_label"),
-        ("cls", {"cls": b" "}, "no_label"),
-        ("cls", {}, "no_label"),
-    ],
-)
-def test_labels(label: str, members: dict[str, Any], expected: str) -> None:
-    try:
-        assert LabelField(label)(raw(**members), None) == expected
-    except Dropped as drop:
-        assert drop.reason == expected

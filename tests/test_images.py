@@ -18,7 +18,8 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import functional as TF
 
 from clipstream.batch import ImageSpec
-from clipstream.data.images import EvalTransform, TrainTransform, crop_box
+from clipstream.data.crops import TrainTransform, crop_box
+from clipstream.data.images import EvalTransform
 from clipstream.data.jitter import ColourJitter, _turned
 from clipstream.data.order import Draws
 from clipstream.data.settings import AugmentSettings
@@ -138,7 +139,7 @@ def test_crops_are_torchvisions(size: tuple[int, int], scale: tuple[float, float
 
 
 def decibels(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
-    return float(10 * np.log10(255**2 / np.mean((one.astype(float) - other) ** 2)))
+    return float(10 * np.log10(255**2 / max(1e-6, np.mean((one.astype(float) - other) ** 2))))
 
 
 @pytest.mark.parametrize("size", [(60, 50), (300, 260), (800, 500)])

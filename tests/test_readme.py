@@ -11,9 +11,10 @@ from pathlib import Path
 import open_clip
 import pytest
 
-from clipstream import check, compare, evaluate, train
+from clipstream import check, compare, evaluate, index, stage, train
 from clipstream.config import load
 from clipstream.contradictions import validate_run
+from clipstream.tools.stage import OWN_FLAGS
 from clipstream.world import World
 from tests.evaluating import CONFIG
 from tests.pictures import make_shards
@@ -24,6 +25,8 @@ MAINS: dict[str, Callable[[list[str]], int]] = {
     "check": check.main,
     "compare": compare.main,
     "evaluate": evaluate.main,
+    "index": index.main,
+    "stage": stage.main,
     "train": train.main,
 }
 SMALL = "--model model.json --steps 2 --warmup 1 --batch-size 8 --workers 1 --log.every 1 --name NAME"
@@ -47,14 +50,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "web").symlink_to("shards")
     (home / "animals.txt").write_text("cat\ndog\neel\n")
     text = {**CONFIG["text_cfg"], "vocab_size": 49408}  # type: ignore[dict-item]
+    (home / "my.yaml").write_text(
+        "data: {sources: {train: {shards: 'shards/{00000..00099}.tar'}}}\ntrain: {steps: 5}\nmodel: {name: model.json}"
+    )
     (home / "model.json").write_text(json.dumps({**CONFIG, "text_cfg": text}))
     return home
 
 
 def test_the_commands_of_the_first_day_run_in_their_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    runs = [words for words in commands() if words[0] == "python"]
-    assert [words[2].rpartition(".")[2] for words in runs] == ["check", "train", "train", "compare", "evaluate"]
+    runs = [words for words in commands() if words[0] == "python" and "my.yaml" not in words]
+    assert [words[2].rpartition(".")[2] for words in runs] == [
+        "check",
+        "train",
+        "train",
+        "index",
+        "compare",
+        "evaluate",
+    ]
     first = True
     for words in runs:
         verb, flags = words[2].rpartition(".")[2], words[3:]
@@ -75,15 +88,21 @@ def test_the_commands_of_the_first_day_run_in_their_order(folder: Path, monkeypa
 
 def test_commands_of_many_ranks_are_right(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    Path("my.yaml").write_text(
-        "data: {sources: {train: {shards: 'shards/{00000..00099}.tar'}}}\ntrain: {steps: 5}\nmodel: {name: model.json}"
-    )
-    torchruns = [words for words in commands() if "torchrun" in words]
+    torchruns = [words for words in commands() if words[0] == "torchrun"]  # Slurm's scripts are run elsewhere
     assert len(torchruns) == 2
     for words in torchruns:
         ranks = int(words[words.index("--nproc-per-node") + 1])
         flags = words[words.index("clipstream.train") + 1 :]
         validate_run(load(flags, ranks=ranks), World(size=ranks))
+
+
+def test_commands_of_copied_shards_are_right(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    copy, training = (words for words in commands() if words[0] == "python" and "my.yaml" in words)
+    assert MAINS["stage"](copy[3:]) == 0
+    settings = load(training[3:])
+    validate_run(settings, World())
+    assert settings.data.sources["train"].shards == [f"{folder}/fast/mine/sources/train/{{00000..00099}}.tar"]
 
 
 def test_settings_of_readme_are_right(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +118,10 @@ def test_flags_that_readme_names_exist() -> None:
     from clipstream.shorts import BY_FLAG
 
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+(?![\w.-])", README))
-    others = {"--config", "--help", "--checkpoint", "--nodes", "--requeue", "--signal", "--nnodes", "--rdzv-backend"}
-    others |= {"--ntasks-per-node", "--gpus-per-node", "--nproc-per-node", "--rdzv-endpoint"}
+    others = {"--config", "--help", "--checkpoint", "--weights", "--into"}
+    others |= {"--nodes", "--ntasks", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time", "--signal"}
+    others |= {"--requeue", "--open-mode", "--wait"}  # Slurm's
+    others |= {"--nnodes", "--nproc-per-node", "--max-restarts", "--rdzv-backend", "--rdzv-conf", "--rdzv-endpoint"}
+    others |= {"--rdzv-id", "--shutdown-timeout", "--signals-to-handle"}  # torchrun's
     of_open_clip = {"--local-loss", "--gather-with-grad", "--lock-image-freeze-bn-stats"}  # in the table, as theirs
-    assert named - set(BY_FLAG) - others - of_open_clip == set()
+    assert named - set(BY_FLAG) - set(OWN_FLAGS) - others - of_open_clip == set()

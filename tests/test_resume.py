@@ -17,14 +17,15 @@ import torch
 from clipstream.batch import Batch
 from clipstream.model.losses import ClipLoss
 from clipstream.model.settings import ClipLossSettings, LossSettings
+from clipstream.tools.index import make_indexes
 from clipstream.train import main
 from clipstream.training.shelf import find
 from clipstream.world import World
 from tests.evaluating import CONFIG
 from tests.pictures import make_shards
-from tests.ranks import TIMEOUT
+from tests.ranks import TIMEOUT, end_ranks
 from tests.savers import damage, fill, names, small_disk
-from tests.test_train import MODEL, flags, lines, same_weights, start, wait_for_step, weights
+from tests.test_train import MODEL, flags, lines, same_weights, start, train_on, wait_for_step, weights
 
 HASHING = "tests.test_resume:Hashing"
 
@@ -55,7 +56,7 @@ class Hashing(ClipLoss):
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with shards and a small model's configuration."""
     folder: Path = tmp_path_factory.mktemp("resume")
-    make_shards(folder / "pairs", [21, 17, 19, 5])
+    make_indexes(make_shards(folder / "pairs", [21, 17, 19, 5]), workers=1)
     make_shards(folder / "val", [11, 9], start=100)
     (folder / "model.json").write_text(json.dumps(MODEL))
     return folder
@@ -87,10 +88,11 @@ def kill_at(place: Path, name: str, argv: list[str], step: int, delay: float) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["resampled", "epoch"])
+@pytest.mark.parametrize("mode", ["resampled", "epoch", "indexed"])
 def test_ten_kills_change_no_bit_of_the_next_200_batches(mode: str, place: Path) -> None:
     whole, cut, total = f"whole-{mode}", f"cut-{mode}", 320
     assert main(hashed(place, whole, mode, steps=total)) == 0
+    assert len(set(batches(place, whole).values())) == total
     draw, step = random.Random(mode), 0
     for _ in range(10):
         step += draw.randint(3, 9)  # a pass over the data takes less than 3 steps
@@ -154,6 +156,16 @@ def test_changed_settings_want_approximate(place: Path, capsys: pytest.CaptureFi
     assert "from step 4 on, the data begin anew" in capsys.readouterr().err
     assert [(line["step"], line["samples"]) for line in lines(place, "changed")][3:] == [(4, 96), (5, 116), (6, 136)]
     assert main([*again, "--steps", "7"]) == 0, "the flag is no part of the settings"
+
+
+def test_a_save_that_fails_ends_all_ranks_with_its_message(place: Path) -> None:
+    folder = place / "runs" / "unwritable"
+    folder.mkdir(parents=True)
+    (folder / "checkpoints").touch()
+    ends = end_ranks(2, train_on, flags(place, "unwritable", "--resume", "auto", steps=100_000))
+    assert [end.code for end in ends] == [1, 1], ends
+    assert all("error: rank 0: the checkpoint could not be written: " in end.stderr for end in ends), ends
+    assert lines(place, "unwritable")[-1]["step"] < 200
 
 
 def test_a_metric_that_is_never_given_is_told_before_the_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

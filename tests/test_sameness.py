@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from clipstream.data.loader import DataState, Loader
+from clipstream.data.opening import Opener
 from clipstream.data.sameness import former_hash
 from clipstream.data.settings import DataSettings
 from clipstream.data.sources import training_loader
@@ -114,11 +115,16 @@ def test_another_tokenizer_alone_leaves_the_data_where_they_were(shards: list[st
 
 def test_a_checkpoint_that_noted_only_a_hash(shards: list[str]) -> None:
     settings = data(shards)
-    start = {**state_after(settings, 3), "plan": former_hash(settings, 3, {"train": shards})}
+    start = {**state_after(settings, 3), "plan": former_hash(settings, 3, [Opener(settings.sources["train"], None)])}
     del start["salt"]
     assert keys_of(settings, 5, start) == keys_of(settings, 8)[36:]
     with pytest.raises(SettingsError, match="it did not note which"):
         loader(data(shards, global_batch_size=16), start)
+
+
+def test_that_hash_is_still_the_one_that_was_noted() -> None:
+    settings = data([*(f"pipe:aws s3 cp s3://b/{n}.tar -" for n in range(2)), "https://h/2.tar.gz?sig=A"])
+    assert former_hash(settings, 3, [Opener(settings.sources["train"], None)]) == "8f8b90cc324dd699"
 
 
 @pytest.mark.parametrize("mode", ["resampled", "epoch"])

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from clipstream import durable
 from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.training.checkpoint import OPTIMIZER, WEIGHTS, load, read_state
+from clipstream.training.optim import build_optimizer
 from clipstream.training.saving import Saver
-from clipstream.training.settings import CheckpointSettings
+from clipstream.training.settings import CheckpointSettings, OptimSettings
 from clipstream.training.shelf import BEST, find, marker_of
 from clipstream.training.snapshot import Snapshot
 from clipstream.training.step import TrainStep
@@ -24,7 +25,7 @@ from clipstream.training.tensors import TensorFile, metadata, read
 from clipstream.world import World
 from tests.ranks import python, run_ranks
 from tests.savers import fill, names, parts, saver_of, small_disk, write
-from tests.test_step import LOSSES, make_batch
+from tests.test_step import LOSSES, TinyTowers, make_batch
 
 
 class Gate:
@@ -47,11 +48,15 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return Gate(monkeypatch)
 
 
-def test_training_goes_on_and_the_save_is_of_its_step(gate: Gate, tmp_path: Path) -> None:
-    model, optimizer = parts()
-    step = TrainStep(model, LOSSES["clip"], optimizer, World())
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_training_goes_on_and_the_save_is_of_its_step(device: str, gate: Gate, tmp_path: Path) -> None:
+    if device != "cpu" and not torch.cuda.is_available():
+        pytest.skip("there is no GPU here")
+    model, world = TinyTowers(dropout=0.2).to(device), World(device=device)
+    optimizer = build_optimizer(model, OptimSettings(lr=0.01), batch_norm=False)
+    step = TrainStep(model, LOSSES["clip"], optimizer, world)
     step(make_batch(0), lr=0.01)
-    saver = saver_of(tmp_path, model=(model, optimizer))
+    saver = saver_of(tmp_path, world, model=(model, optimizer))
     before = {name: tensor.clone() for name, tensor in model.clip.state_dict().items()}
     saver.save(1, {})
     assert gate.reached.wait(60)
@@ -62,8 +67,8 @@ def test_training_goes_on_and_the_save_is_of_its_step(gate: Gate, tmp_path: Path
     gate.open.set()
     assert saver.finish()
     saved = load_file(tmp_path / "step_00000001" / WEIGHTS)
-    assert all(torch.equal(saved[name], tensor) for name, tensor in before.items())
-    assert any(not torch.equal(saved[name], tensor) for name, tensor in model.clip.state_dict().items())
+    assert all(torch.equal(saved[name], tensor.cpu()) for name, tensor in before.items())
+    assert any(not torch.equal(saved[name], tensor.cpu()) for name, tensor in model.clip.state_dict().items())
 
 
 def test_one_save_at_a_time(gate: Gate, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.data.shards import expand, redact
+from clipstream.data.shards import expand, redact, stable_name
 from clipstream.errors import SettingsError
 
 
@@ -95,3 +95,22 @@ def test_commands_are_refused_where_webdataset_refuses_them(monkeypatch: pytest.
             expand("/d/a.tar::pipe:cat b.tar")
     else:
         assert expand("pipe:cat b.tar") == ["pipe:cat b.tar"]
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("a/00.tar", "00.tar"),
+        ("https://h/a/00.tar?sig=abc", "00.tar"),
+        ("s3://b/a/00.tar.gz", "00.tar"),
+        ("a/00.tgz", "00.tar"),
+        ("pipe:aws s3 cp s3://b/a/00.tar -", "00.tar"),
+        ("pipe:curl -s 'https://h/a/00.tar.zst?sig=abc' | zstd -dc", "00.tar"),
+        ("pipe:curl -s https://h/00.tar | sed s/a/b/", "00.tar"),
+        ("a/my shard.v1.tar", "my shard.v1.tar"),
+        ("a.tar/pairs.csv#0-999", "pairs.csv#0-999"),
+        ("https://h/get?id=3", "get"),
+    ],
+)
+def test_stable_names(url: str, name: str) -> None:
+    assert stable_name(url) == name

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clipstream.data import images, opening, tarstream, walk
+from clipstream.data import crops, opening, tarstream, walk
 from clipstream.data.stages import IDLE, StageTimes, Stopwatch, merged
 from clipstream.report.settings import LogSettings
 from clipstream.report.starving import PATIENCE, Starving
@@ -49,9 +49,9 @@ def test_a_stage_lasts_until_the_next() -> None:
     assert not watch.take().seconds
 
 
-def slowed(function: Callable[..., Any]) -> Callable[..., Any]:
+def slowed(function: Callable[..., Any], delay: float) -> Callable[..., Any]:
     def slow(*args: Any, **more: Any) -> Any:
-        time.sleep(DELAY)
+        time.sleep(delay)
         return function(*args, **more)
 
     return slow
@@ -67,7 +67,7 @@ PLACES = {
     "open": (opening.Opener, "open"),
     "order": (walk.WindowWalk, "take"),
     "read": (tarstream.Shard, "load"),
-    "decode": (images.TrainTransform, "__call__"),
+    "decode": (crops.TrainTransform, "__call__"),
     "tokenize": (ByteTokenizer, "encode"),
 }
 
@@ -78,18 +78,19 @@ def test_a_delay_is_found_in_its_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, workers: int
 ) -> None:
     shards = make_shards(tmp_path, [3] * 12)
+    delay = DELAY * 12 if stage == "tokenize" else DELAY  # of a batch, of a sample
     source: dict[str, Any] = {"shards": shards}
     if stage == "transform":
         source["transform"] = f"{__name__}:slow_transform"
     else:
         place, name = PLACES[stage]
-        monkeypatch.setattr(place, name, slowed(getattr(place, name)))
+        monkeypatch.setattr(place, name, slowed(getattr(place, name), delay))
     with loader(data(None, workers=workers, global_batch_size=12, sources={"train": source})) as stream:
         for _ in range(6):
             next(stream)
         times = stream.take_times()
     assert times.longest() == stage
-    assert 0.9 * DELAY < times.quantile(stage, 0.5) < 20 * DELAY  # a busy machine sleeps for longer than it is told
+    assert 0.9 * delay < times.quantile(stage, 0.5) < 20 * delay  # a busy machine sleeps for longer than it is told
 
 
 def line(step: int, wait: float, seconds: float = 20.0) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clipstream.data.fields import LabelField, build_caption
+from clipstream.data.fields import build_caption
 from clipstream.data.order import Draws
 from clipstream.data.settings import CaptionSettings
+from clipstream.data.targets import LabelField
 from clipstream.errors import Dropped
 from clipstream.testing import (
     check_caption_extractor,

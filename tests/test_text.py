@@ -1,4 +1,4 @@
-"""Token ids equal to open_clip's for every kind of tokenizer; labels to class numbers; errors that name the files."""
+"""Token ids equal to open_clip's for every kind of tokenizer; errors that name the files."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ from clipstream.data.settings import TokenizerSettings
 from clipstream.data.text import (
     BpeTokenizer,
     HuggingFaceTokenizer,
-    LabelEncoder,
     OpenClipTokenizer,
     build_tokenizer,
     readable,
     wrap,
 )
-from clipstream.errors import DataError, SettingsError
+from clipstream.errors import SettingsError
 from clipstream.testing import check_tokenizer
 from tests.ranks import TIMEOUT
 
@@ -42,6 +41,7 @@ TEXTS = [
     "人工知能は新しい電気だ 🐼🐼 \x1b[31mred\x1b[0m don't we'll",
     "<start_of_text> inside <end_of_text> 1234567 $$$ ---",
     "every word " * 100,
+    "Long, don't you think? " * 100,
 ]
 
 
@@ -249,13 +249,3 @@ class Nothing:
 
     def __init__(self, settings: TokenizerSettings) -> None:
         del settings
-
-
-def test_labels_become_class_numbers() -> None:
-    encoder = LabelEncoder(["tabby cat", "Dog", "crane", "crane", "1"])
-    ids = encoder.encode(["0", " DOG", "1", "Tabby Cat", "3"])
-    assert ids.tolist() == [[0], [1], [1], [0], [3]] and ids.dtype == np.int32
-    assert encoder.encode([]).shape == (0, 1) and encoder.decode([2]) == "crane"
-    for label, why in [("5", "no class"), ("-1", "no class"), ("cat", "no class"), ("crane", "the name of 2 classes")]:
-        with pytest.raises(DataError, match=f"'{label}' is {why}"):
-            encoder.index(label)

@@ -6,6 +6,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -147,6 +148,15 @@ def test_a_resumed_run_keeps_the_arithmetic_that_was_settled(place: Path) -> Non
     assert main(flags(place, "kept", "--precision", "fp64", steps=2)) == 0
     assert main(flags(place, "kept", "--resume", "latest", steps=3)) == 0
     assert yaml.safe_load(config.read_text())["train"]["precision"] == "fp64"
+
+
+def test_the_number_of_workers_that_was_settled_is_said_and_written(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags(place, "crewed", "--workers", "auto", steps=1)) == 0
+    found = re.search(r"^workers  (\d) a rank: \d+ cores?, which train as well$", capfd.readouterr().out, re.M)
+    assert found is not None
+    assert yaml.safe_load((place / "runs/crewed/config.yaml").read_text())["data"]["workers"] == int(found[1])
 
 
 def settled(world: World, narrow: list[bool]) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
 from clipstream.errors import SettingsError
+from clipstream.meeting import meet
 from clipstream.slurm import FIRST_PORT, PORTS, first_node
 from clipstream.world import World
 from tests.ranks import end_ranks
@@ -102,6 +106,27 @@ def test_variables_that_no_launcher_sets(env: dict[str, str], told: str) -> None
     with pytest.raises(SettingsError) as caught:
         World.from_env("cpu", env)
     assert told in str(caught.value)
+
+
+def test_ranks_meet_in_a_store_that_holds_what_was_left_there() -> None:
+    """Five attempts with more and fewer ranks, which come at different times; the last one is short of a rank."""
+    store = HashStore()
+    words = []
+    for size, late in [(3, 0), (3, 2), (2, 1), (5, 4), (4, 0)]:
+
+        def come(rank: int, size: int = size, late: int = late) -> str:
+            time.sleep(0.2 * (rank == late) + 0.01 * rank)
+            return meet(store, rank, size, timedelta(seconds=60))
+
+        with ThreadPoolExecutor(size) as pool:
+            found = list(pool.map(come, range(size)))
+        assert found == [found[0]] * size
+        words.append(found[0])
+    assert len(set(words)) == len(words)
+    with pytest.raises(TimeoutError, match="2 of 2 other ranks did not come"):
+        meet(store, 0, 3, timedelta(seconds=0.1))
+    with pytest.raises(TimeoutError, match="rank 0 did not answer"):
+        meet(store, 1, 3, timedelta(seconds=0.1))
 
 
 def lonely(world: World, address: str) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.config import Settings, load
+from clipstream.config import Settings, load, with_known_epoch
 from clipstream.contradictions import validate_run
 from clipstream.errors import SettingsError
 from clipstream.model.pretrained import preflight
@@ -18,6 +18,7 @@ from clipstream.world import World
 from tests.ranks import TIMEOUT
 
 EVAL = "--evals.e={type: zero_shot, classes: [a, b], data: {shards: a.tar}}"
+INDEXED = "--train-data=synthetic: --data.sampling.mode=indexed"
 # (flags, what stands in the error)
 TABLE = [
     ("--run.seed=x", "--run.seed: expected a whole number, not 'x'"),
@@ -53,7 +54,7 @@ TABLE = [
     ("--data.global-batch-size=2 --data.lanes=3", "3 lanes, but a global batch has 2 samples"),
     ("--data.lanes=0", "expected 'auto' or at least 1, not 0"),
     ("--data.lanes=many", "expected 'auto' or a whole number, not 'many'"),
-    ("--workers=-1", "--workers: data.workers: expected at least 0"),
+    ("--workers=-1", "--workers: data.workers: expected 'auto' or at least 0, not -1"),
     ("--data.prefetch=0", "--data.prefetch: expected at least 1"),
     ("--train-data=no/such/*.tar", "--train-data: data.sources.train.shards: no file matches no/such/*.tar"),
     ("--train-data=/usr", "--train-data: data.sources.train.shards: /usr is a folder: name its shards"),
@@ -76,6 +77,23 @@ TABLE = [
     ("--data.sources.train.background=notacolour", "'notacolour' is no colour: use a name such as white"),
     ("--data.sampling.mode=random", "'random' is not one of resampled, epoch, indexed"),
     ("--dataset-resampled=perhaps", "'perhaps' is not one of resampled, epoch, indexed"),
+    ("--data.sampling.shards=own", "'own' is not one of shared, split"),
+    ("--data.sampling.tail=fill", "'fill' is not one of drop, pad, wrap"),
+    ("--data.sampling.tail=pad", "--data.sampling.tail: the mode 'resampled' has no tail: leave it out, or set"),
+    (
+        "--data.sampling.mode=epoch --data.sampling.replacement=false",
+        "--data.sampling.replacement: only the mode 'resampled' draws with replacement, and the mode is 'epoch'",
+    ),
+    ("--data.sampling.mode=indexed", "data.sources.train.shards: 1 of 1 shards are not there, e.g. a.tar"),
+    (
+        "--data.sampling.mode=indexed --train-data=http://me:word@host/{0..9}.tar",
+        "Make them by\n  python -m clipstream.index 'http://***@host/{0..9}.tar' --into FOLDER, and name that folder "
+        "by --data.sources.train.index",
+    ),
+    (f"{INDEXED} --data.batch-schedule=[[5, 9]]", "the mode 'indexed' needs batches of one size"),
+    (f"{INDEXED} --train-num-samples=9", "--train-num-samples: train.epoch_samples: the mode 'indexed' knows how long"),
+    (f"{INDEXED} --data.global-batch-size=100001", "an epoch has 100,000 samples, less than one batch of 100001"),
+    ("--data.sampling.mode=indexed --data.sources.train.index=/no/such.json", "/no/such.json is no wids index"),
     ("--data.shuffle.window=0", "--data.shuffle.window: expected at least 1"),
     ("--data.shuffle.shards=0", "--data.shuffle.shards: expected at least 1"),
     ("--data.augment.scale=[0.9, 0.5]", "min and max must be positive and in order"),
@@ -131,6 +149,19 @@ TABLE = [
     ("--train.compile=9", "expected true or false, not 9"),
     ("--checkpoint.every=-1", "--checkpoint.every: expected at least 0"),
     ("--checkpoint.keep-last=0", "--checkpoint.keep-last: expected at least 1"),
+    ("--checkpoint.keep-every=0", "--checkpoint.keep-every: expected at least 1"),
+    ("--checkpoint.keep-best=top1", "write EVALUATOR/METRIC as in metrics.jsonl"),
+    ("--checkpoint.keep-best=val/", "write EVALUATOR/METRIC as in metrics.jsonl"),
+    ("--checkpoint.keep-best=val/top1", "--checkpoint.keep-best: there is no evaluator 'val' (there is none)"),
+    (f"{EVAL} --checkpoint.keep-best=val/top1", "there is no evaluator 'val' (there is e)"),
+    ("--checkpoint.keep-best-by=most", "'most' is not one of auto, max, min"),
+    ("--remote-sync=nosuch://bucket/runs", "the backend of nosuch:// is not installed"),
+    ("--remote-sync=s3://${NO_SUCH_BUCKET}/runs", "${NO_SUCH_BUCKET} is named, and neither NO_SUCH_BUCKET nor"),
+    (
+        "--resume=nosuch://bucket/runs/a",
+        "--resume: checkpoint.resume: nosuch://bucket/runs/a: the backend of nosuch://",
+    ),
+    ("--resume-approximate=perhaps", "expected true or false, not 'perhaps'"),
     ("--resume=/no/such", "--resume: checkpoint.resume: there is no /no/such"),
     ("--resume=latest", "latest of which run? Give its --name"),
     ("--evals.e.type=zeroshot", "did you mean 'zero_shot'?"),
@@ -142,6 +173,24 @@ TABLE = [
     (f"{EVAL} --evals.e.every=-1", "--evals.e.every: expected at least 0"),
     (f"{EVAL} --evals.e.batch-size=0", "--evals.e.batch-size: expected at least 1"),
     (f"{EVAL} --evals.e.label=", "evals.e.label: expected text that is not empty"),
+    (f"{EVAL} --evals.e.labels=many", "'many' is not one of one, list, multi_hot"),
+    (f"{EVAL} --evals.e.on-error=ignore", "'ignore' is not one of report, raise"),
+    ("--val-data=benchmark:/no/such", "test/nshards.txt is not there; CLIP_benchmark's layout is ROOT/test"),
+    ("--val-data=benchmark:", "names no data set: write benchmark:ROOT"),
+    ("--evals.e={type: zero_shot, data: {shards: 'benchmark:/no/such'}}", "evals.e.classes: missing: the class names"),
+    ("--evals.e={type: retrieval, data: {shards: a.tar}, captions: two}", "'two' is not one of one, all"),
+    ("--evals.e={type: retrieval, data: {shards: a.tar}, max_captions: 0}", "expected at least 1, not 0"),
+    ("--evals.e={type: loss, data: {shards: a.tar}, global_batch_size: 1}", "expected at least 2, not 1"),
+    ("--evals.e={type: loss}", "the evaluator has no data: give --evals.e.data.shards"),
+    ("--evals.e={type: knn, data: {shards: a.tar}}", "evals.e.train: missing"),
+    ("--evals.e={type: knn, data: {shards: a.tar}, train: {shards: no/such/*.tar}}", "no file matches no/such/*.tar"),
+    ("--evals.e={type: knn, data: {shards: a.tar}, train: {shards: a.tar}, k: 0}", "expected at least 1, not 0"),
+    ("--evals.e={type: knn, data: {shards: a.tar}, train: {shards: a.tar}, votes: x}", "not one of uniform, softmax"),
+    ("--evals.e={type: linear_probe, data: {shards: a.tar}, train: {shards: a.tar}, c: 0}", "a number above 0, not 0"),
+    (
+        "--evals.e={type: linear_probe, data: {shards: a.tar}, train: {shards: a.tar}, classes: no.txt}",
+        "evals.e.classes: cannot read the file 'no.txt'",
+    ),
     ("--log.every=0", "--log.every: expected at least 1"),
     ("--log.progress=fancy", "'fancy' is not one of auto, bar, lines, none"),
     ("--log.tensorboard=2", "expected true or false, not 2"),
@@ -154,6 +203,7 @@ def start(line: str) -> Settings:
     """What a run with these flags does before it imports torch, less its look at the network."""
     flags = [f"--{flag}" for flag in f" {line}".split(" --")[1:]]
     settings = load(["--train-data=a.tar", "--steps=10", *flags], ranks=1)
+    settings = with_known_epoch(settings)
     validate_run(settings, World())
     preflight(settings.model, settings.tokenizer, loss_type=chosen_loss_type(settings.loss), ask=False)
     return settings

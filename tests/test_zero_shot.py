@@ -95,6 +95,46 @@ def test_fewer_prompts_than_ranks() -> None:
         assert np.array(rows) == pytest.approx(alone, abs=1e-6)
 
 
+def encoded(world: World, folder: str) -> tuple[list[int], list[dict[str, float]]]:
+    """Texts that the tower encoded in each evaluation, and the figures: twice, with other weights, and as before."""
+    towers, counts = tiny_towers(7), [0]
+
+    def count(_: Any, given: tuple[torch.Tensor, ...]) -> None:
+        counts[-1] += len(given[0])
+
+    handle = towers.clip.transformer.register_forward_pre_hook(count)
+    context = EvalContext(towers, ByteTokenizer(), world, towers.image)
+    runner = EvalRunner({"one": settings_of(folder), "two": settings_of(folder)}, context, lambda record: None)
+    records, weight = [], towers.clip.token_embedding.weight
+    first = weight.detach().clone()
+    for numbers in (first, first, first + 1, first):
+        with torch.no_grad():
+            weight.copy_(numbers)
+        counts.append(0)
+        records.append(runner(1, last=True)[1])
+        records[-1].pop("seconds")
+    handle.remove()
+    return counts[1:], records
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_texts_are_encoded_once_for_the_same_weights(pictures: Path, size: int) -> None:
+    """Over all ranks, for all evaluators with the same prompts; the weights of before are still known."""
+    results = run_ranks(size, encoded, str(pictures))
+    prompts = len(CLASSES) * len(TEMPLATES)
+    assert [sum(counts[turn] for counts, _ in results) for turn in range(4)] == [prompts, 0, prompts, 0]
+    for _, (one, again, _, last) in results:
+        assert one == again == last
+
+
+def test_the_classifiers_that_are_kept_are_few(pictures: Path) -> None:
+    context = context_of(World())
+    made = []
+    for turn in (*range(10), 9, 0):
+        context.remember([str(turn)], lambda turn=turn: made.append(turn) or torch.zeros(1))  # type: ignore[misc]
+    assert made == [*range(10), 0]
+
+
 def test_few_classes_and_classes_without_pictures() -> None:
     tally = torch.tensor([[3.0, 4, 4], [0, 2, 2], [0, 0, 0]], dtype=torch.float64)
     assert dict(figures(tally)) == pytest.approx(
@@ -195,7 +235,7 @@ def test_dropped_pictures_are_told_and_errors_name_the_evaluator(tmp_path: Path)
     both = {"all": RetrievalSettings(data=SourceSettings(shards=[f"{tmp_path}/{x}/*.tar" for x in ("good", "bad")]))}
     (record,) = EvalRunner(both, context_of(World()), lambda record: None)(1, last=True)
     assert (record["n"], record["dropped"]) == (4, 3)
-    bad = {"val": RetrievalSettings(data=SourceSettings(shards=f"{tmp_path}/bad/*.tar"))}
+    bad = {"val": RetrievalSettings(data=SourceSettings(shards=f"{tmp_path}/bad/*.tar"), on_error="raise")}
     with pytest.raises(DataError, match=r"^evals\.val: "):
         EvalRunner(bad, context_of(World()), lambda record: None)(1, last=True)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from clipstream.data.shards import redact
-from clipstream.data.transfer import CHUNK, ShardError, Watch, disk_error, pause
+from clipstream.data.transfer import CHUNK, About, ShardError, Watch, disk_error, pause
 from clipstream.errors import ClipstreamError
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
@@ -75,8 +75,8 @@ def fetch(url: str, scheme: str, part: Path, *, retries: int, backoff: float, wa
         pause(attempt, backoff)
 
 
-def version(url: str, timeout: float) -> str | None:
-    """What changes when the file does; None where the bucket does not say. Time limits are the backend's, as above.
+def about(url: str) -> About:
+    """What the bucket says of a file. Time limits are the backend's, as above.
 
     Raises:
         ShardError: `unreachable`: every backend has errors of its own; they are told when the file is fetched.
@@ -85,9 +85,10 @@ def version(url: str, timeout: float) -> str | None:
 
     try:
         system, path = url_to_fs(url)
-        return str(system.ukey(path))
+        size = system.info(path).get("size")
+        return About(str(system.ukey(path)), None if size is None else int(size))
     except (ImportError, ValueError, *_GONE):
-        return None
+        return About(None, None)
     except Exception as error:
         raise ShardError("unreachable", redact(url)) from error
 

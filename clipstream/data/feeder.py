@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -59,7 +60,7 @@ class Reader:
     image: ImageTransform
     transform: SampleTransform | None
 
-    @property
+    @cached_property
     def members(self) -> tuple[str, ...] | None:
         """Suffixes of the members that are read; None for all."""
         if self.transform is not None or self.caption.members is None:

@@ -1,4 +1,4 @@
-"""Owns what is taken out of a raw sample: the image's bytes, the caption, a label, and the user's own code on the way.
+"""Owns what is taken out of a raw sample: the image's bytes, the caption, and the user's own code on the way.
 
 A raw sample is a mapping: `__key__` and `__url__` (str) and the members by suffix (bytes). Whatever a sample lacks, or
 a user's own code raises on it, becomes `Dropped` with a reason. It never decodes a picture and never makes token ids.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 RawSample = Mapping[str, Any]
 SampleTransform = Callable[[RawSample], RawSample]
 
-_ABSENT = object()
+ABSENT = object()
 
 
 class CaptionExtractor(Protocol):
@@ -61,10 +61,10 @@ def image_bytes(sample: RawSample, keys: str) -> bytes:
         Dropped: `no_image`.
     """
     suffixes = split_keys(keys)
-    value = _member(sample, suffixes)
+    value = member_of(sample, suffixes)
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value)
-    raise Dropped("no_image", _missing(suffixes) if value is _ABSENT else f"{type(value).__name__} instead of bytes")
+    raise Dropped("no_image", _missing(suffixes) if value is ABSENT else f"{type(value).__name__} instead of bytes")
 
 
 def build_caption(settings: CaptionSettings) -> CaptionExtractor:
@@ -108,7 +108,7 @@ class TextField:
         Raises:
             Dropped: `no_caption`, `caption_not_utf8` or `empty_caption`.
         """
-        return _usable(_text(sample, self.members, "no_caption"))
+        return usable_text(text_of(sample, self.members, "no_caption"))
 
 
 class JsonField:
@@ -140,18 +140,40 @@ class JsonField:
             Dropped: `no_caption`, `json_invalid`, `json_not_object`, `caption_not_utf8` or `empty_caption`.
         """
         try:
-            return _usable(self._choose(_json_object(sample, self._json, "no_caption"), draws))
+            return usable_text(self._choose(object_of(sample, self._json, "no_caption"), draws))
         except Dropped:
-            # The JSON member's own fault is the better reason where the fallback is absent too.
-            if not self._fallback or _member(sample, self._fallback) is _ABSENT:
+            if not self._falls_back(sample):
                 raise
-        return _usable(_text(sample, self._fallback, "no_caption"))
+        return usable_text(text_of(sample, self._fallback, "no_caption"))
+
+    def every(self, sample: RawSample) -> list[str]:
+        """All strings of the first path that has text, or else the lines of the fallback. Raises Dropped likewise."""
+        try:
+            return self._found(object_of(sample, self._json, "no_caption"), None)[0][0]
+        except Dropped:
+            if not self._falls_back(sample):
+                raise
+        return text_of(sample, self._fallback, "no_caption").splitlines()
+
+    def _falls_back(self, sample: RawSample) -> bool:
+        """Where the fallback is absent too, the JSON member's own fault is the better reason."""
+        return bool(self._fallback) and member_of(sample, self._fallback) is not ABSENT
 
     def _choose(self, value: dict[str, Any], draws: Draws | None) -> str:
+        found = self._found(value, draws)
+        texts = found[0][0]
+        if draws is None:
+            return texts[0]
+        if len(found) > 1:
+            texts = _weighted(found, draws.uniform())
+        return texts[draws.integer(len(texts))] if len(texts) > 1 else texts[0]
+
+    def _found(self, value: dict[str, Any], draws: Draws | None) -> list[tuple[list[str], float]]:
+        """The texts to choose from, with their weights: of all paths where one is drawn, else of the first."""
         empty = False
         found: list[tuple[list[str], float]] = []
         for parts, weight in self._choices:
-            texts = _strings(_at(value, parts))
+            texts = _strings(value_at(value, parts))
             usable = [text for text in texts if text.strip()]
             empty |= len(usable) < len(texts)
             if usable:
@@ -160,42 +182,7 @@ class JsonField:
                     break
         if not found:
             raise Dropped("empty_caption" if empty else "no_caption", f"no text at {self._wanted}")
-        texts = found[0][0]
-        if draws is None:
-            return texts[0]
-        if len(found) > 1:
-            texts = _weighted(found, draws.uniform())
-        return texts[draws.integer(len(texts))] if len(texts) > 1 else texts[0]
-
-
-class LabelField:
-    """The label of a sample for classification, as text: a number or the name of a class.
-
-    It has the caption extractors' protocol; `text.LabelEncoder` makes class numbers of what it gives.
-    """
-
-    def __init__(self, label: str) -> None:
-        """Args: label: suffixes of the member with the class (`cls`), or `json:PATH` into the JSON member."""
-        kind, colon, path = label.partition(":")
-        self._path = path.split(".") if colon and kind.strip().lower() == "json" else None
-        self.members = ("json",) if self._path is not None else split_keys(label)
-
-    def __call__(self, sample: RawSample, draws: Draws | None) -> str:
-        """The label, stripped.
-
-        Raises:
-            Dropped: `no_label`, `json_invalid`, `json_not_object` or `caption_not_utf8`.
-        """
-        if self._path is None:
-            label = _text(sample, self.members, "no_label")
-        else:
-            value = _at(_json_object(sample, self.members, "no_label"), self._path)
-            # True is an int for Python, but no class.
-            is_label = isinstance(value, (str, int)) and not isinstance(value, bool)
-            label = str(value).strip() if is_label else ""
-        if not label:
-            raise Dropped("no_label", "the label is empty, or neither a whole number nor text")
-        return label
+        return found
 
 
 class _OwnExtractor:
@@ -216,7 +203,7 @@ class _OwnExtractor:
             raise Dropped("extractor_error", repr(error)) from error
         if not isinstance(caption, str):
             raise Dropped("extractor_error", f"it gave {type(caption).__name__}, not str")
-        return _usable(caption)
+        return usable_text(caption)
 
 
 class _OwnTransform:
@@ -242,8 +229,8 @@ class _OwnTransform:
         return changed
 
 
-def _member(sample: RawSample, suffixes: Sequence[str]) -> Any:
-    """The first present member, or _ABSENT. A user's transform may have named members in capitals."""
+def member_of(sample: RawSample, suffixes: Sequence[str]) -> Any:
+    """The first present member, or ABSENT. A user's transform may have named members in capitals."""
     for suffix in suffixes:
         if suffix in sample:
             return sample[suffix]
@@ -251,12 +238,12 @@ def _member(sample: RawSample, suffixes: Sequence[str]) -> Any:
     for suffix in suffixes:
         if suffix in lowered:
             return sample[lowered[suffix]]
-    return _ABSENT
+    return ABSENT
 
 
-def _text(sample: RawSample, suffixes: tuple[str, ...], absent: str) -> str:
+def text_of(sample: RawSample, suffixes: tuple[str, ...], absent: str) -> str:
     """The stripped text of a member; a byte order mark is no text."""
-    value = _member(sample, suffixes)
+    value = member_of(sample, suffixes)
     if isinstance(value, str):
         return value.strip()
     if not isinstance(value, (bytes, bytearray, memoryview)):
@@ -267,10 +254,10 @@ def _text(sample: RawSample, suffixes: tuple[str, ...], absent: str) -> str:
         raise Dropped("caption_not_utf8", str(error)) from error
 
 
-def _json_object(sample: RawSample, suffixes: tuple[str, ...], absent: str) -> dict[str, Any]:
+def object_of(sample: RawSample, suffixes: tuple[str, ...], absent: str) -> dict[str, Any]:
     """The object of a JSON member."""
-    value = _member(sample, suffixes)
-    if value is _ABSENT:
+    value = member_of(sample, suffixes)
+    if value is ABSENT:
         _refuse(value, suffixes, absent)
     return json_object(value)
 
@@ -292,14 +279,14 @@ def json_object(value: Any) -> dict[str, Any]:
 
 
 def _refuse(value: Any, suffixes: tuple[str, ...], reason: str) -> NoReturn:
-    raise Dropped(reason, _missing(suffixes) if value is _ABSENT else f"{type(value).__name__} instead of text")
+    raise Dropped(reason, _missing(suffixes) if value is ABSENT else f"{type(value).__name__} instead of text")
 
 
 def _missing(suffixes: tuple[str, ...]) -> str:
     return "no member " + " or ".join(f".{suffix}" for suffix in suffixes)
 
 
-def _usable(caption: str) -> str:
+def usable_text(caption: str) -> str:
     """The stripped caption, if a tokenizer can read it: JSON's escapes can hold halves of characters."""
     caption = caption.strip()
     if not caption:
@@ -311,28 +298,28 @@ def _usable(caption: str) -> str:
     return caption
 
 
-def _at(value: Any, parts: Sequence[str]) -> Any:
-    """What lies at a path of names and list positions, or _ABSENT."""
+def value_at(value: Any, parts: Sequence[str]) -> Any:
+    """What lies at a path of names and list positions, or ABSENT."""
     if not parts:
         return value
     if isinstance(value, list):
         position = int(parts[0]) if parts[0].isdecimal() else len(value)
-        return _at(value[position], parts[1:]) if position < len(value) else _ABSENT
+        return value_at(value[position], parts[1:]) if position < len(value) else ABSENT
     if not isinstance(value, dict):
-        return _ABSENT
+        return ABSENT
     # A name with dots in it was split with the path: its longer forms are tried after the plain one.
     for end in range(1, len(parts) + 1):
-        found = _at(_named(value, ".".join(parts[:end])), parts[end:])
-        if found is not _ABSENT:
+        found = value_at(_named(value, ".".join(parts[:end])), parts[end:])
+        if found is not ABSENT:
             return found
-    return _ABSENT
+    return ABSENT
 
 
 def _named(value: dict[str, Any], name: str) -> Any:
     if name in value:
         return value[name]
     lowered = name.lower()
-    return next((inner for other, inner in value.items() if other.lower() == lowered), _ABSENT)
+    return next((inner for other, inner in value.items() if other.lower() == lowered), ABSENT)
 
 
 def _strings(value: Any) -> list[str]:

@@ -16,6 +16,7 @@ from clipstream.data.profile import Profile
 from clipstream.errors import DataError
 
 FIRST_SAMPLES = 2000  # read without one that is usable: the run ends
+FIRST_PLACES = 200  # likewise where bad samples keep their places, and empty batches are trained on meanwhile
 FIRST_SHARDS = 20  # tried (or all, where there are fewer) before their failures count
 FIRST_SILENT = 4  # tried, where nothing answers: each may have cost many seconds
 PROFILED = 64  # dropped samples whose members are looked into for the advice
@@ -160,6 +161,7 @@ class Budget:
         max_shard_failures: share of the tried shards, 0 to 1.
         max_sample_failures: share of the read samples, 0 to 1.
         on_shard_error: 'raise' where the first broken shard ends the run.
+        first_samples: that may be read without one that is usable.
     """
 
     total_shards: dict[str, int]
@@ -167,6 +169,7 @@ class Budget:
     max_shard_failures: float
     max_sample_failures: float
     on_shard_error: str = "skip"
+    first_samples: int = FIRST_SAMPLES
 
     def check(self, health: Health) -> None:
         """Raise DataError where a source gives nothing, or fails more often than the settings allow."""
@@ -178,7 +181,7 @@ class Budget:
             silent = len(h.shards) >= min(total, FIRST_SILENT) and all(map(_is_silence, h.faults.values()))
             if (enough or silent) and h.shards and len(h.unopened) == len(h.shards):
                 raise DataError(f"source {name!r}: none of the {_tried(h, total)} could be read{_faults(h)}")
-            if h.used == 0 and h.read >= FIRST_SAMPLES:
+            if h.used == 0 and h.read >= self.first_samples:
                 raise DataError(self.nothing_usable(name, h))
             if enough and len(h.faults) > math.ceil(self.max_shard_failures * len(h.shards)):
                 raise DataError(

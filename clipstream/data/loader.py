@@ -1,8 +1,9 @@
 """Owns a rank's stream of batches: its slabs, its workers, what was prefetched and what was consumed.
 
 The loader asks its workers for batch t as soon as slab t modulo depth is free; a batch is whole when every worker has
-reported its part. It hands batches out in order, keeps the lanes' states of the last one handed out (never of what was
-prefetched), checks the health, and turns a dead or stalled worker into a DataError. It never looks into a sample.
+reported its part. To a GPU a batch is copied while the step before it runs, if it is whole by then. The loader hands
+batches out in order, keeps the lanes' states of the last one handed out (never of what was prefetched), checks the
+health, and turns a dead or stalled worker into a DataError. It never looks into a sample.
 
 With workers = 0 the training process fills the slab itself, when the batch is asked for.
 """
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 
 from clipstream.batch import Batch
+from clipstream.data.copies import copies_to
 from clipstream.data.feeder import Feeder, Part
 from clipstream.data.health import Budget, Health
 from clipstream.data.order import Slots
@@ -57,7 +59,7 @@ class LoaderPlan:
         order: what fixes the order of samples, by the setting's name.
         on_close: called when the workers have ended.
         ends: whether the stream ends (evaluation).
-        pin: whether slabs are registered as pinned memory.
+        device: torch's name of what batches are copied to.
         tail: what the tail of an epoch that ends with batch number `step` of the order does, by source; for one rank to
             count.
         salt: how often the order began anew under other settings.
@@ -76,7 +78,7 @@ class LoaderPlan:
     order: dict[str, Any]
     on_close: Callable[[], None]
     ends: bool = False
-    pin: bool = False
+    device: str = "cpu"
     tail: Callable[[int], dict[str, dict[str, int]]] | None = None
     salt: int = 0
     began: int = 0
@@ -85,7 +87,7 @@ class LoaderPlan:
 class Loader:
     """Iterator over a rank's batches.
 
-    A batch's tensors are views of its slab, valid until the next batch is asked for.
+    On the CPU a batch's tensors are views of its slab, valid until the next batch is asked for.
 
     Attributes:
         health: counts of this rank since the start.
@@ -104,16 +106,15 @@ class Loader:
         self._parts: dict[int, list[Part]] = {}
         self._faults_told = 0
         self._ring = SlabRing(plan.shape, plan.depth if plan.workers else 1)
-        if plan.pin:
-            _register_pinned(self._ring)
+        self._copies = copies_to(plan.device, self._ring)
+        self._ahead: tuple[list[Part], Batch] | None = None  # the batch that is handed out next, on its way to the GPU
         self._workers: list[Worker] = []
         self._closed = threading.Event()
         self._feeder: Feeder | None = None
         if plan.workers:
             for number in range(plan.workers):
                 self._workers.append(Worker.start(_bind(plan.make_feeder, number), self._ring))
-            for _ in range(plan.depth):
-                self._ask()
+            self._refill()
             threading.Thread(target=self._watch, args=(list(self._workers),), daemon=True).start()
         else:
             self._feeder = plan.make_feeder(0, self._merge_and_check, Status())
@@ -123,19 +124,23 @@ class Loader:
 
     def __next__(self) -> Batch:
         began = time.perf_counter()
-        if self._feeder is not None:
-            parts = [self._feeder.fill(self._step, self._ring[self._step])]
-            self._feeder.trace(IDLE, "")
-            self.times.merge(parts[0].times)
-            self._merge_and_check(parts[0].health)
-        else:
-            if self._asked < self._step + self.plan.depth:
-                self._ask()  # the slab of the batch before is free now
-            parts = self._collect(self._step)
+        parts, batch = self._ahead or self._made(self._collect(self._step))
+        self._ahead = None
         self.wait_seconds += time.perf_counter() - began
         if self.plan.ends and all(part.ended for part in parts):
             raise StopIteration
-        return self._hand_out(parts)
+        for part in parts:
+            self._lanes.update({str(lane): state for lane, state in part.lanes.items()})
+        if self.plan.tail is not None:
+            for name, counts in self.plan.tail(self._step - self.plan.began).items():
+                self.health.sources[name].tail.update(counts)
+        self._step += 1
+        batch = self._copies.finish(batch)
+        if self._copies.ahead and self._workers:
+            self._refill()
+            if self._receive_all(timeout=0):
+                self._ahead = self._made(self._parts.pop(self._step))
+        return batch
 
     def state(self) -> DataState:
         """This rank's part of the data's state, after the last batch that was handed out."""
@@ -173,26 +178,30 @@ class Loader:
     ) -> None:
         self.close()
 
-    def _ask(self) -> None:
-        for worker in self._workers:
-            # The death of a worker is told, with the reason, when its part is collected.
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                worker.connection.send(self._asked)
-            worker.asked_last = self._asked
-        self._asked += 1
+    def _refill(self) -> None:
+        """Ask for the next batches, as far as their slabs are free; for the one that is handed out next in any case."""
+        while self._asked < self._step + self.plan.depth:
+            if self._copies.reading(self._asked - self.plan.depth, wait=self._asked == self._step):
+                return
+            for worker in self._workers:
+                # The death of a worker is told, with the reason, when its part is collected.
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    worker.connection.send(self._asked)
+                worker.asked_last = self._asked
+            self._asked += 1
 
     def _collect(self, step: int) -> list[Part]:
-        """Wait until every worker has filled its part of batch `step`."""
+        """The parts of batch `step`, when it is whole."""
+        if self._feeder is not None:
+            self._copies.reading(step - 1, wait=True)  # there is one slab
+            part = self._feeder.fill(step, self._ring[step])
+            self._feeder.trace(IDLE, "")
+            self.times.merge(part.times)
+            self._merge_and_check(part.health)
+            return [part]
+        self._refill()
         began, worry = time.monotonic(), WORRY
-        while True:
-            whole = len(self._parts.get(step, ())) == len(self._workers)
-            # All that workers say is heard also when nothing is waited for: a death is news before the parts run out.
-            ready = wait([worker.connection for worker in self._workers], timeout=0.0 if whole else 1.0)
-            if whole and not ready:
-                return self._parts.pop(step)
-            for number, worker in enumerate(self._workers):
-                if worker.connection in ready:
-                    self._receive(number, worker)
+        while not self._receive_all(timeout=1.0):
             owing = [worker for worker in self._workers if worker.asked_last >= step > worker.filled_last]
             if any(self._hangs(worker, began) for worker in owing):
                 limit = f"{self.plan.stall_timeout:.0f} s (--data.stall-timeout)"
@@ -201,6 +210,17 @@ class Loader:
                 worry *= 2
                 waited = f"{time.monotonic() - began:.0f} s"
                 print(f"waiting for batch {step} for {waited}:\n{self._doing()}", file=sys.stderr, flush=True)
+        return self._parts.pop(step)
+
+    def _receive_all(self, timeout: float) -> bool:
+        """Take what workers have sent, or send within `timeout` s; whether the next batch is whole."""
+        whole = len(self._parts.get(self._step, ())) == len(self._workers)
+        # Looked at also when nothing is waited for: the death of a worker is news before its parts run out.
+        wait([worker.connection for worker in self._workers], timeout=0.0 if whole else timeout)
+        for number, worker in enumerate(self._workers):
+            while worker.connection.poll():  # a death stands behind all that was filled before it
+                self._receive(number, worker)
+        return len(self._parts.get(self._step, ())) == len(self._workers)
 
     def _watch(self, workers: list[Worker]) -> None:
         """The thread: names a worker that was killed while the caller is at something else for long."""
@@ -261,18 +281,11 @@ class Loader:
         lines += [f"  source {name!r}: {health.funnel()}" for name, health in self.health.sources.items()]
         return "\n".join(lines)
 
-    def _hand_out(self, parts: list[Part]) -> Batch:
-        slab = self._ring[self._step]
-        keys: dict[int, str] = {}
-        for part in parts:
-            keys.update(part.keys)
-            self._lanes.update({str(lane): state for lane, state in part.lanes.items()})
-        batch = _batch(slab, keys, self._step, self.plan.slots)
-        if self.plan.tail is not None:
-            for name, counts in self.plan.tail(self._step - self.plan.began).items():
-                self.health.sources[name].tail.update(counts)
-        self._step += 1
-        return batch
+    def _made(self, parts: list[Part]) -> tuple[list[Part], Batch]:
+        """The parts, and their batch on its way to the device."""
+        keys = {slot: key for part in parts for slot, key in part.keys.items()}
+        step = parts[0].step
+        return parts, self._copies.start(_batch(self._ring[step], keys, step, self.plan.slots))
 
 
 def merge_states(states: list[DataState]) -> DataState:
@@ -305,12 +318,3 @@ def _bind(make_feeder: MakeFeeder, number: int) -> Callable[[Callable[[Any], Non
         return make_feeder(number, report, status)
 
     return make
-
-
-def _register_pinned(ring: SlabRing) -> None:
-    """Let CUDA copy from the slabs without a copy of its own in between."""
-    memory = np.frombuffer(ring.memory, dtype=np.uint8)
-    runtime: Any = torch.cuda.cudart  # untyped in torch
-    code = runtime().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
-    if int(code) != 0:
-        raise RuntimeError(f"cudaHostRegister of {memory.nbytes} bytes failed with code {int(code)}")

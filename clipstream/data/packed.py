@@ -1,6 +1,6 @@
 """Owns packed files: what a file is packed with, told from its first bytes, and the way to the bytes inside.
 
-A packed file is whole or nothing: its checksum is of all that is in it, so that nothing of a broken one is known to be
+A packed file is whole or nothing: its checksum is of all that is in it, so nothing of a broken one is known to be
 right.
 """
 

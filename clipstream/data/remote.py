@@ -20,20 +20,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from clipstream.data import buckets, keeping
+from clipstream.data import keeping
+from clipstream.data.fetching import Fetcher
 from clipstream.data.keeping import GROWTH, Room, is_whole, let_go, own_folder, remove_folder, remove_unused
-from clipstream.data.packed import packed_version, packing, unpack
-from clipstream.data.shards import local_path, redact, scheme_of
-from clipstream.data.transfer import (
-    ShardError,
-    disk_error,
-    fetch_gopen,
-    fetch_http,
-    has_own_handler,
-    host_of,
-    http_version,
-    run_pipe,
-)
+from clipstream.data.packed import packed_version, unpack
+from clipstream.data.shards import local_path, redact
+from clipstream.data.transfer import ShardError, disk_error
 from clipstream.errors import SettingsError
 
 __all__ = ["ShardError", "ShardStore"]
@@ -56,8 +48,7 @@ class _Coming:
     """A spool on its way, whose room is reserved as it grows."""
 
     def __init__(self, store: ShardStore, target: Path) -> None:
-        self._store, self._target, self._reserved = store, target, 0
-        self._size = 0
+        self._store, self._target, self._reserved, self._size = store, target, 0, 0
 
     def expect(self, size: int) -> None:
         """See Watch."""
@@ -99,6 +90,7 @@ class ShardStore:
         backoff: seconds before the first retry; doubled each time.
 
     Attributes:
+        fetcher: brings them.
         alive: called with the bytes that have come, as they come, so that a long transfer is told from one that hangs;
             only for transfers of the main thread, which waits for them.
 
@@ -116,7 +108,7 @@ class ShardStore:
         retries: int = 3,
         backoff: float = 0.5,
     ) -> None:
-        self.timeout, self.retries, self.backoff = timeout, retries, backoff
+        self.fetcher = Fetcher(timeout=timeout, retries=retries, backoff=backoff)
         self.temporary = cache is None
         if cache is None:
             self.folder, lock = own_folder()
@@ -137,8 +129,6 @@ class ShardStore:
         self._uses: dict[str, _Use] = {}
         self._threads = threading.Lock()
         self._pid = os.getpid()
-        self._answered: set[str] = set()
-        self._silent: set[str] = set()
         self.alive: Alive = _nothing
 
     def local(self, url: str) -> Path:
@@ -153,14 +143,12 @@ class ShardStore:
             if version is None:
                 return path
             return self.spooled(url, f"{path}:{version}", lambda part, coming: unpack(path, part, coming.came))
-        scheme = scheme_of(url) or ""
         return self.spooled(
-            url, url, lambda part, coming: self._fetch(url, scheme, part, coming), version=self._version(url, scheme)
+            url, url, lambda part, coming: self.fetcher.fetch(url, part, coming), version=self._version(url)
         )
 
     def bring(self, url: str) -> bool:
-        """Have a shard here ahead of its use; whether it is held now, to be released. Where room is limited, it is not:
-        what is in use goes before it.
+        """Have a shard here ahead of its use; whether it is held now, to be released: not where room is limited.
 
         Raises:
             ShardError, SettingsError: as `local`; also where room is taken for now.
@@ -171,10 +159,8 @@ class ShardStore:
         return not self.room.limited
 
     def release(self, url: str, *, keep: bool = True) -> None:
-        """Say that this process reads the shard no more: a spool in a temporary folder goes with its last user.
-
-        Args:
-            keep: false where it was of no use: then a kept one goes, too.
+        """Say that this process reads the shard no more: a spool in a temporary folder goes with its last user, and so
+        does a kept one that was of no use (`keep` is false).
         """
         self._check_process()
         with self._threads:
@@ -219,17 +205,9 @@ class ShardStore:
         second = "" if version is None else f"{hashlib.sha256(version.encode()).hexdigest()[:8]}-"
         return self.folder / f"{first}-{second}{stem}.tar"
 
-    def _version(self, url: str, scheme: str) -> str | None:
+    def _version(self, url: str) -> str | None:
         """What a kept shard is compared with; a temporary one is always fetched anew."""
-        if self.temporary or url in self._uses:
-            return None
-        if (host := host_of(url)) in self._silent:
-            return None
-        try:
-            return version_of(url, scheme, self.timeout)
-        except ShardError:
-            self._note_silence(host)
-            return None
+        return None if self.temporary or url in self._uses else self.fetcher.about(url).version
 
     def spooled(self, url: str, identity: str, fill: Fill, *, version: str | None = None) -> Path:
         """The local file that `fill` makes, by the one process that is first; the others wait for it.
@@ -333,37 +311,6 @@ class ShardStore:
             part.unlink(missing_ok=True)
             self.room.settle(target)
 
-    def _fetch(self, url: str, scheme: str, part: Path, coming: _Coming) -> None:
-        if scheme == "pipe":
-            run_pipe(url[len("pipe:") :], part, timeout=self.timeout, watch=coming)
-        elif scheme in ("http", "https") and not has_own_handler(scheme):
-            retries = 0 if (host := host_of(url)) in self._silent else self.retries
-            try:
-                fetch_http(url, part, timeout=self.timeout, retries=retries, backoff=self.backoff, watch=coming)
-            except ShardError as error:
-                if error.reason in ("timeout", "unreachable"):
-                    self._note_silence(host)
-                raise
-            self._answered.add(host)
-            self._silent.discard(host)
-        elif buckets.knows(scheme) and not has_own_handler(scheme):
-            buckets.fetch(url, scheme, part, retries=self.retries, backoff=self.backoff, watch=coming)
-        else:
-            fetch_gopen(url, scheme, part, watch=coming)
-        if packing(part) is not None:
-            unpacked = part.with_suffix(".unpacked.part")
-            size = part.stat().st_size
-            try:
-                unpack(part, unpacked, lambda more: coming.came(size + more))
-                unpacked.replace(part)
-            finally:
-                unpacked.unlink(missing_ok=True)
-
-    def _note_silence(self, host: str) -> None:
-        """A host that never answered is not waited for at length again and again."""
-        if host not in self._answered:
-            self._silent.add(host)
-
     def tell(self, size: int) -> None:
         """A transfer gets on."""
         if _is_waited_for():
@@ -385,19 +332,6 @@ class ShardStore:
 def _is_waited_for() -> bool:
     """Whether this is the thread that reads; others fetch ahead."""
     return threading.current_thread() is threading.main_thread()
-
-
-def version_of(url: str, scheme: str, timeout: float) -> str | None:
-    """What changes when a remote shard does; None where nothing tells.
-
-    Raises:
-        ShardError: nothing answers.
-    """
-    if has_own_handler(scheme):
-        return None
-    if scheme in ("http", "https"):
-        return http_version(url, timeout)
-    return buckets.version(url, timeout) if buckets.knows(scheme) else None
 
 
 def _nothing(size: int) -> None:

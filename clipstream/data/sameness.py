@@ -12,7 +12,7 @@ from typing import Any
 
 from clipstream.data.opening import Opener
 from clipstream.data.settings import DataSettings
-from clipstream.data.shards import redact
+from clipstream.data.shards import redact, stable_name
 from clipstream.data.text import Tokenizer
 
 ORDER = 2  # what the order of samples is computed by; another number is another order
@@ -87,7 +87,7 @@ def former_hash(settings: DataSettings, seed: int, openers: Sequence[Opener]) ->
     names, sampling = sorted(settings.sources), settings.sampling
     fixed = [
         ORDER, seed, settings.global_batch_size, settings.lanes, sampling.mode, settings.shuffle.window,
-        settings.shuffle.shards, names, [_stable_names(opener.names) for opener in openers],
+        settings.shuffle.shards, names, [_former_names(opener.names) for opener in openers],
         [settings.sources[name].weight for name in names],
         *([settings.batch_schedule] if settings.batch_schedule else []),
         # There was no such choice then.
@@ -108,8 +108,16 @@ def _identity(tokenizer: Tokenizer) -> str:
 
 
 def _stable_names(urls: list[str]) -> list[str]:
-    """Shards by names that stay when their folder moves or a signature in their URL is renewed."""
-    names = [redact(url).partition("?")[0].rsplit("/", 1)[-1] for url in urls]
+    """Shards by names that stay when they are copied elsewhere or a signature in their URL is renewed."""
+    return _told_apart([stable_name(url) for url in urls], urls)
+
+
+def _former_names(urls: list[str]) -> list[str]:
+    """As former versions had them: of commands and packed files, with all that stands behind the last slash."""
+    return _told_apart([redact(url).partition("?")[0].rpartition("/")[2] for url in urls], urls)
+
+
+def _told_apart(names: list[str], urls: list[str]) -> list[str]:
     return names if len(set(names)) == len(set(urls)) else [redact(url) for url in urls]
 
 

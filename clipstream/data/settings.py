@@ -11,6 +11,7 @@ from clipstream.plugins import load_function
 from clipstream.section import PluginSection, Section
 
 Share = Annotated[float, Field(ge=0, le=1)]
+MOST_AUTO_WORKERS = 16  # a rank; there are lanes for as many before it is known how many there will be
 
 
 class TokenizerSettings(PluginSection):
@@ -98,8 +99,8 @@ class SourceSettings(Section):
 
     shards: str | list[str] = Field(
         description="tars: braces, lists, '::', globs, pipe:, http(s):, s3:, gs:, az:, hf:; manifests: .csv, .tsv, "
-        ".jsonl, .json and .parquet; folder:PATH (one folder a class); scenes:SPLIT (the embedded data); synthetic: "
-        "(speed tests)"
+        ".jsonl, .json and .parquet; folder:PATH (one folder a class); benchmark:ROOT (CLIP_benchmark's layout); "
+        "scenes:SPLIT (the embedded data); synthetic: (speed tests)"
     )
     weight: float = Field(1.0, gt=0, description="share of the samples, relative to the other sources' weights")
     image_key: str = Field(
@@ -260,12 +261,21 @@ class DataSettings(Section):
     lanes: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         "auto", description="virtual lanes of the run; the order of samples depends on them, not on ranks or workers"
     )
-    workers: int = Field(2, ge=0, description="reading processes a rank; 0 reads in the training process")
+    workers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
+        "auto",
+        description="reading processes a rank; 0 reads in the training process; auto: what the cores allow, by a short "
+        "measurement at the start",
+    )
     prefetch: int = Field(3, ge=1, description="batches of a rank that are filled ahead, each in its slab")
     sources: dict[str, SourceSettings] = Field(default_factory=dict, description="named sources, mixed by weight")
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
     shuffle: ShuffleSettings = Field(default_factory=ShuffleSettings)
     augment: AugmentSettings = Field(default_factory=AugmentSettings)
+    decoder: Literal["fast", "exact"] = Field(
+        "fast",
+        description="fast: training pictures are decoded no larger than their crops need; exact: open_clip's pixels, "
+        "bit for bit; evaluation is always exact",
+    )
     cache: str | None = Field(None, description="folder for spooled remote shards; a temporary one unless set")
     cache_gib: float | None = Field(
         None,
@@ -295,6 +305,11 @@ class DataSettings(Section):
         if steps != sorted(set(steps)):
             raise ValueError("its steps must rise from entry to entry")
         return value
+
+    @property
+    def most_workers(self) -> int:
+        """Reading processes that a rank may come to have."""
+        return MOST_AUTO_WORKERS if self.workers == "auto" else self.workers
 
     @property
     def batch_changes(self) -> list[int]:

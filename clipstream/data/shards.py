@@ -1,4 +1,7 @@
-"""Owns the way from what a user names to a list of shards; never opens one, and never lists a remote folder."""
+"""Owns the way from what a user names to a list of shards; never opens one, and never lists a remote folder.
+
+A data set that says itself how many shards it has (`benchmark:`) is asked.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,14 @@ import braceexpand
 from clipstream.errors import SettingsError
 
 SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):")
-NO_SLASHES = ("pipe", "file", "scenes", "synthetic", "folder", "imagenet")  # schemes that need no // behind them
+NO_SLASHES = ("pipe", "file", "scenes", "synthetic", "folder", "imagenet", "benchmark")  # need no //
 # Behind a pipe: command, '::' separates shards only where another one clearly begins: commands may hold '::' too.
-NEXT_SHARD = re.compile(r"::(?=pipe:|(?:scenes|synthetic|folder|imagenet):|[a-zA-Z][a-zA-Z0-9+.-]+://)")
+NEXT_SHARD = re.compile(r"::(?=pipe:|(?:scenes|synthetic|folder|imagenet|benchmark):|[a-zA-Z][a-zA-Z0-9+.-]+://)")
 # Of a command's braces only {00..99} and {a,b} are shards; awk '{print $1, $2}' and ${HOME} are the shell's.
 PIPE_BRACES = re.compile(r"""(?<!\$)(\{[^\s{}$'":]*(?:\.\.|,)[^\s{}$'":]*\})""")
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 USER_INFO = re.compile(r"(?<=://)[^/@\s'\"]+@")
+TAR = re.compile(r"([^\s/'\"|<>=]+)\.(?:tar|tgz)\b")
 SECRET_NAME = (
     r"[\w-]*(?:token|secret|passwo?r?d|signature|credential|api-?_?key|access-?_?key\w*|cookie|bearer)[\w-]*"
     r"|sig|key|auth"
@@ -37,16 +41,15 @@ def expand(spec: str | list[str]) -> list[str]:
     """The shards that a specification names, in its order, duplicates kept.
 
     Braces and `::` as webdataset has them, lists, globs and `~` for local paths (sorted), `pipe:` commands, URLs,
-    `scenes:SPLIT` (the embedded data, made when they are not there), `synthetic:`, `folder:PATH`. `${NAME}` is taken
-    from the environment, or from WDS_NAME as webdataset does; in a `pipe:` command it is left to the shell. A single
-    local file need not be there: it is counted when it is opened.
+    `scenes:SPLIT` (the embedded data, made when they are not there), `synthetic:`, `folder:PATH`, `benchmark:ROOT`
+    (CLIP_benchmark's layout). `${NAME}` is taken from the environment, or from WDS_NAME as webdataset does; in a
+    `pipe:` command it is left to the shell. A single local file need not be there: it is counted when it is opened.
 
     Raises:
         SettingsError: a glob matches nothing, a local folder is named, a variable is not set, nothing is named, or
             a command is, where WDS_SECURE forbids them.
     """
-    parts = [part for item in ([spec] if isinstance(spec, str) else spec) for part in _split(item.strip())]
-    shards = list(itertools.chain.from_iterable(_expand_one(part) for part in parts))
+    shards = list(itertools.chain.from_iterable(_expand_one(part) for part in parts_of(spec)))
     if not shards:
         raise SettingsError(f"{spec!r} names no shard")
     return shards
@@ -73,6 +76,24 @@ def redact(url: str) -> str:
     url = AUTH_HEADER.sub(r"\1***", url)
     url = USER_FLAG.sub(r"\1***", url)
     return SECRET_VALUE.sub(r"\1***", url)
+
+
+def stable_name(url: str) -> str:
+    """A shard's name, which stays when its folder moves, when it is unpacked, or when it is copied out of a `pipe:`.
+
+    The last part of the path; of what holds the name of a tar, that name, ending in .tar.
+    """
+    bare = redact(url).partition("?")[0]
+    name = bare.rpartition("/")[2]
+    if name.endswith(".tar"):
+        return name
+    found = TAR.findall(bare if bare.startswith("pipe:") else name)
+    return f"{found[-1]}.tar" if found else name
+
+
+def parts_of(spec: str | list[str]) -> list[str]:
+    """The parts of a specification, cut at its `::`, each still with its braces, globs and variables."""
+    return [part for item in ([spec] if isinstance(spec, str) else spec) for part in _split(item.strip())]
 
 
 def _split(spec: str) -> list[str]:
@@ -109,6 +130,10 @@ def _expand_one(part: str) -> Iterable[str]:
         from clipstream.data import folders
 
         return folders.names(part)
+    if scheme == "benchmark":
+        from clipstream.data import benchmark
+
+        return benchmark.named(part).shards
     try:
         expanded = list(braceexpand.braceexpand(part))
     except ValueError as error:

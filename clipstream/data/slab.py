@@ -78,6 +78,10 @@ class SlabRing:
     def __getitem__(self, step: int) -> Slab:
         return self.slabs[step % len(self.slabs)]
 
+    def bytes(self) -> np.ndarray[Any, Any]:
+        """All of the memory, uint8."""
+        return np.frombuffer(self.memory, dtype=np.uint8)
+
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN

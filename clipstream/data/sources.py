@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clipstream.batch import ImageSpec
+from clipstream.data.crops import TrainTransform
 from clipstream.data.feeder import Feeder, Lane, Reader
 from clipstream.data.fields import CaptionExtractor, build_caption, build_transform
-from clipstream.data.health import Budget, Health
-from clipstream.data.images import EvalTransform, TrainTransform
+from clipstream.data.health import FIRST_PLACES, FIRST_SAMPLES, Budget, Health
+from clipstream.data.images import EvalTransform
 from clipstream.data.keeping import GIB
 from clipstream.data.loader import DataState, Loader, LoaderPlan
 from clipstream.data.opening import Opener, is_remote
@@ -110,15 +111,15 @@ def training_loader(
     """The endless stream of this rank's parts of the global batches.
 
     Args:
-        settings: with `lanes` resolved.
+        settings: with `lanes` and `workers` resolved.
         start: the run's data state (all ranks' lanes) to go on from.
         approximate: where `start` belongs to another order of samples, begin another one at its step, and say so.
 
     Raises:
         SettingsError: no sample for this rank, or `start` belongs to another order of samples.
     """
-    lanes = settings.lanes
-    assert isinstance(lanes, int), "resolve the settings first"
+    lanes, workers = settings.lanes, settings.workers
+    assert isinstance(lanes, int) and isinstance(workers, int), "resolve the settings first"
     names = sorted(settings.sources)
     store = _store(settings, lanes, world)
     openers = _openers(settings, store)
@@ -138,7 +139,7 @@ def training_loader(
         make_walk=_window_walks(order, saved),
         slots=slots,
         drawn={lane: int(state["drawn"]) for lane, state in saved.items()},
-        workers=min(settings.workers, len(slots.lanes)),
+        workers=min(workers, len(slots.lanes)),
         tokenizer=tokenizer,
         store=store,
         traced=settings.trace if world.is_main else 0,
@@ -152,7 +153,7 @@ def training_loader(
         lanes_total=lanes,
         order=identity,
         **anew,
-        pin=world.device.startswith("cuda"),
+        device=world.device,
         tail=order.tail if world.is_main else None,
     )
     return Loader(plan, start and {**start, "lanes": {str(lane): state for lane, state in saved.items()}})
@@ -248,6 +249,7 @@ def evaluation_loader(
     cache: str | None = None,
     cache_gib: float | None = None,
     stall_timeout: float = 300.0,
+    transfer_timeout: float = 60.0,
 ) -> Loader:
     """This rank's part of every sample of `source`, once, in batches of at most `batch_size`; then it ends.
 
@@ -266,7 +268,7 @@ def evaluation_loader(
     per_rank = max(1, workers)
     batch_size = max(batch_size, per_rank)
     lanes = world.size * per_rank
-    store = ShardStore(cache, limit=_limit(cache_gib))
+    store = ShardStore(cache, limit=_limit(cache_gib), timeout=transfer_timeout)
     opener = Opener(source, store, cache=cache, place=place)
     _all_there(opener, place)
 
@@ -301,7 +303,8 @@ def _all_there(opener: Opener, place: str) -> None:
 def _training_reader(name: str, settings: DataSettings, image: ImageSpec) -> Reader:
     source = settings.sources[name]
     upright = source.orientation != "stored"
-    return _reader(name, source, TrainTransform(image, settings.augment, source.background, upright))
+    transform = TrainTransform(image, settings.augment, source.background, upright, settings.decoder)
+    return _reader(name, source, transform)
 
 
 def _reader(
@@ -316,4 +319,6 @@ def _budget(settings: DataSettings, urls: dict[str, list[str]]) -> Budget:
         name: (source.image_key, source.caption, f"data.sources.{name}") for name, source in settings.sources.items()
     }
     totals = {name: len(set(shards)) for name, shards in urls.items()}
-    return Budget(totals, hints, settings.max_shard_failures, settings.max_sample_failures, settings.on_shard_error)
+    first = FIRST_PLACES if settings.sampling.mode == "indexed" else FIRST_SAMPLES
+    shares = settings.max_shard_failures, settings.max_sample_failures
+    return Budget(totals, hints, *shares, settings.on_shard_error, first)

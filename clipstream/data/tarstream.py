@@ -304,8 +304,9 @@ class Shard:
             found = {suffix: ref.members[suffix] for suffix in suffixes if suffix in ref.members}
         if not found:
             return {}
-        start = min(offset for offset, _ in found.values())
-        end = max(offset + size for offset, size in found.values())
+        start, end = sys.maxsize, 0
+        for offset, size in found.values():
+            start, end = min(start, offset), max(end, offset + size)
         # Members of a sample lie side by side. One call less is worth the copy of few bytes, and not that of a picture.
         if end - start > TOGETHER:
             return {suffix: self._read(ref.key, offset, size) for suffix, (offset, size) in found.items()}

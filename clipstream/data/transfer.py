@@ -1,4 +1,4 @@
-"""Owns the ways bytes come from elsewhere into a local file: http(s), shell commands, webdataset's registered schemes.
+"""Owns the ways bytes come from elsewhere into a local file: http(s) and shell commands.
 
 Each writes the whole of it or raises `ShardError`; what a partial transfer left in the file is the caller's to remove.
 """
@@ -9,27 +9,24 @@ import base64
 import contextlib
 import errno
 import http.client
-import importlib
 import os
 import random
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from email.message import Message
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 from urllib.error import HTTPError, URLError
 from urllib.parse import unquote, urlsplit, urlunsplit
 from urllib.request import HTTPHandler, HTTPSHandler, Request, build_opener
 
 from clipstream.data.shards import redact
 from clipstream.data.tarstream import scan
-from clipstream.errors import ClipstreamError
 
 CHUNK = 1 << 20
 CONNECT_SECONDS = 10.0  # a host that does not answer within these is down, or behind a firewall
@@ -62,6 +59,13 @@ def disk_error(path: str | Path, error: OSError) -> ShardError:
 
 class TransferEnded(Exception):
     """A transfer that was given up because nobody wants it any more; it says nothing about the shard."""
+
+
+class About(NamedTuple):
+    """What a source says of a file: what changes when the file does, and its bytes; None for what it does not say."""
+
+    version: str | None
+    size: int | None
 
 
 class Watch(Protocol):
@@ -199,8 +203,8 @@ def fetch_http(url: str, part: Path, *, timeout: float, retries: int, backoff: f
             pause(attempt, backoff)
 
 
-def http_version(url: str, timeout: float) -> str | None:
-    """What changes when the file does: its ETag, or else its date; None where the server does not say.
+def http_about(url: str, timeout: float) -> About:
+    """What the server says of a file: its ETag, or else its date, and its length.
 
     Raises:
         ShardError: `timeout`, where it says nothing at all.
@@ -208,13 +212,12 @@ def http_version(url: str, timeout: float) -> str | None:
     try:
         request = _request(url, method="HEAD")
         with build_opener(_Http, _Https).open(request, timeout=timeout) as response:
-            headers = response.headers
-            found: str | None = headers["ETag"] or headers["Last-Modified"]
-            return found
+            length = response.headers["Content-Length"]
+            return About(response.headers["ETag"] or response.headers["Last-Modified"], int(length) if length else None)
     except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(getattr(error, "reason", error), TimeoutError):
             raise ShardError("timeout", redact(url)) from error
-        return None
+        return About(None, None)
 
 
 def host_of(url: str) -> str:
@@ -360,40 +363,3 @@ def _wait_while_growing(pid: int, file: int, timeout: float, watch: Watch) -> bo
         time.sleep(pause)
         pause = min(0.02, pause * 2)
     return True
-
-
-def fetch_gopen(url: str, scheme: str, part: Path, *, watch: Watch) -> None:
-    """Copy what webdataset's handler of the scheme gives; of a command behind it only exit status 0 counts.
-
-    It has no time limit of its own: a handler that hangs is found by the loader's, where `watch` is not called.
-
-    Raises:
-        ShardError: no handler for the scheme, or it fails.
-    """
-    # Late, because webdataset imports torch.
-    module = importlib.import_module("webdataset.gopen")
-    schemes: dict[str, Any] = module.gopen_schemes
-    if scheme not in schemes:
-        hint = "use pipe:COMMAND, or register one in webdataset.gopen.gopen_schemes"
-        raise ShardError("unknown_scheme", f"{redact(url)}: no handler for {scheme}://; {hint}")
-    try:
-        stream = module.gopen(url, "rb")
-        with open(part, "wb") as file:
-            while data := stream.read(CHUNK):
-                file.write(data)
-                watch.came(file.tell())
-        stream.close()
-        child = getattr(stream, "proc", None)
-    except ClipstreamError:
-        raise
-    except Exception as error:  # a user's handler may raise anything
-        raise ShardError("unreachable", f"{redact(url)}: {type(error).__name__}: {redact(str(error))}") from error
-    if child is not None and child.returncode != 0:
-        raise ShardError("pipe_failed", f"{redact(url)}: exit status {child.returncode}")
-
-
-def has_own_handler(scheme: str) -> bool:
-    """Whether a user put a handler of their own in place of webdataset's for a scheme."""
-    module = sys.modules.get("webdataset.gopen")  # not imported: nobody can have registered one
-    handler = None if module is None else module.gopen_schemes.get(scheme)
-    return handler is not None and getattr(handler, "__module__", "") != "webdataset.gopen"

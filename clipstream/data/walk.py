@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 from typing import Protocol
 
 from clipstream.data.health import SourceHealth
@@ -41,10 +41,10 @@ class Taken:
     url: str
     draws_key: int | None
 
-    @property
+    @cached_property
     def name(self) -> str:
         """'SHARD_BASENAME/KEY'."""
-        return f"{Path(self.url).name}/{self.ref.key}"
+        return f"{self.url.rstrip('/').rpartition('/')[2]}/{self.ref.key}"
 
 
 class AbsentShard:

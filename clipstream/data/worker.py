@@ -7,7 +7,6 @@ first, and ends them), and end, with the commands that they run, when the parent
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import mmap
 import multiprocessing
@@ -15,7 +14,6 @@ import os
 import signal
 import struct
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -23,15 +21,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from clipstream.data.ending import END, Ended, end, end_with, listen
 from clipstream.data.feeder import Feeder
 from clipstream.data.slab import SlabRing
 from clipstream.data.stages import IDLE
 from clipstream.data.transfer import end_commands
 from clipstream.errors import ClipstreamError
 
-_PR_SET_PDEATHSIG = 1
-END = signal.SIGUSR2  # ends a worker at once, and with it the commands behind `pipe:`
-_LAST_SECONDS = 2  # for it to clean up
 _HEAD = struct.Struct("<dQH")  # when, bytes that came, length of the words
 _LONGEST = 1000  # bytes of the words
 _WHOLE = struct.Struct(f"{_HEAD.format}{_LONGEST}s")
@@ -96,13 +92,7 @@ class Worker:
     def stop(self) -> None:
         """End the process, and the commands that it runs, and wait for it."""
         self.connection.close()
-        self.process.join(timeout=0.2)
-        if self.process.is_alive() and self.process.pid is not None:
-            os.kill(self.process.pid, END)
-            self.process.join(timeout=_LAST_SECONDS + 1)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
+        end(self.process, patience=0.2)
 
     def killed(self) -> str:
         """How a signal ended the process, in words; '' where none did. It may be asked from any thread."""
@@ -128,37 +118,11 @@ class Worker:
         return f"ended with code {code} while it was at: {doing}"
 
 
-class _Ended(BaseException):
-    """Raised in a worker wherever it is, when it is to end."""
-
-
-def _end(*_: object) -> None:
-    signal.signal(END, signal.SIG_IGN)
-    signal.alarm(_LAST_SECONDS)  # whose default is death, should the cleaning hang
-    raise _Ended
-
-
-def end_with(parent: int) -> None:
-    """Have `END` sent to this process when its parent dies."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, END)
-        if os.getppid() != parent:
-            raise _Ended  # it died before the request was in force
-    else:
-        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-
-
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os.kill(os.getpid(), END)
-
-
 def _main(*args: Any) -> None:
     """A worker's life. Its end may be asked for at any moment, also while it ends by itself."""
     try:
         _work(*args)
-    except (_Ended, BrokenPipeError, ConnectionResetError):
+    except (Ended, BrokenPipeError, ConnectionResetError):
         end_commands()
     signal.signal(END, signal.SIG_IGN)
 
@@ -172,21 +136,19 @@ def _work(
     parent: int,
 ) -> None:
     """Wait for a batch number, fill it, report."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    parents_end.close()
-    gc.freeze()  # or the collector writes to all that was inherited, which is the parent's memory until then
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)
     try:
-        signal.signal(END, _end)
+        listen()
         end_with(parent)
+        parents_end.close()
+        gc.freeze()  # or the collector writes to all that was inherited, which is the parent's memory until then
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(1)
         feeder = make_feeder(connection.send, status)
         while True:
             step = connection.recv()
             connection.send(feeder.fill(step, ring[step]))
             feeder.trace(IDLE, "")
-    except (_Ended, EOFError, BrokenPipeError, ConnectionResetError):
+    except (Ended, EOFError, BrokenPipeError, ConnectionResetError):
         return  # the loader was closed, or the parent died
     except ClipstreamError as error:
         connection.send(error)

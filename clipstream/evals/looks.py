@@ -10,12 +10,13 @@ from collections.abc import Sequence
 import torch
 
 from clipstream.batch import Batch
-from clipstream.evals.protocol import EvalContext
-from clipstream.evals.ranking import place
+from clipstream.evals.context import EvalContext
+from clipstream.evals.ranking import products, stand
 from clipstream.example import Example
 
 KEPT = 512  # pictures; of 224 pixels some 77 MB
 GUESSES = 3
+AT_ONCE = 1 << 16  # captions whose scores with the kept pictures exist together: 128 MiB
 
 
 class Kept:
@@ -48,35 +49,52 @@ class Kept:
 
 
 def show_retrieval(
-    context: EvalContext, kept: Kept, images: torch.Tensor, texts: torch.Tensor, ids: torch.Tensor
+    context: EvalContext,
+    kept: Kept,
+    images: torch.Tensor,
+    texts: torch.Tensor,
+    owners: torch.Tensor,
+    ids: torch.Tensor,
 ) -> None:
     """Show the kept pictures whose own caption is found best, and worst, among all captions.
 
     Args:
         context: takes the examples. Every rank calls this.
         kept: rank 0's pictures, the first rows of its features.
-        images, texts: this rank's features [n, D].
-        ids: int [n, T], this rank's captions.
+        images: this rank's features [n, D].
+        texts: this rank's features [m, D].
+        owners: int64 [m], rows of `images` that the captions belong to.
+        ids: int [m, T], this rank's captions.
     """
-    everyones, captions = context.world.gather_rows(texts), context.world.gather_rows(ids)
+    world = context.world
+    queries = world.gather_rows(images[: len(kept)])
+    if not len(queries):
+        return
+    own = queries.new_full((len(queries),), -torch.inf, dtype=torch.float64)
+    mine = owners < len(kept)  # this is rank 0, or none
+    own = own.scatter_reduce(0, owners[mine], products(texts[mine], images[owners[mine]]), "amax")
+    own = world.broadcast_object(own.cpu()).to(queries.device)
+    ahead, level = world.all_reduce_sum(torch.stack(stand(queries, texts, own)))
+    parts = [(some @ queries.T).topk(min(GUESSES, len(some)), dim=0) for some in torch.split(texts, AT_ONCE)]
+    values = world.gather_rows(torch.cat([part.values for part in parts]))
+    found = [AT_ONCE * number + part.indices for number, part in enumerate(parts)]
+    captions = world.gather_rows(ids[torch.cat(found)])
+    total = sum(world.gather_objects(len(texts)))
     if not len(kept):
         return
-    queries, right = images[: len(kept)], torch.arange(len(kept), device=images.device)
-    ahead, level = place(queries, everyones, right)
-    own = (queries * everyones[: len(kept)]).sum(dim=1)  # this is rank 0: its captions are the first
+    values, best = values.topk(min(GUESSES, len(values)), dim=0)
     order = sorted(range(len(kept)), key=lambda i: (int(ahead[i] + level[i]), -float(own[i])))
     half = min(context.examples_wanted // 2, len(order) // 2)
-    best, worst = order[:half], order[::-1][:half]
-    for group, chosen in (("best", best), ("worst", worst)):
+    for group, chosen in (("best", order[:half]), ("worst", order[::-1][:half])):
         for i in chosen:
-            values, found = (everyones @ queries[i]).topk(min(GUESSES, len(everyones)))
-            guesses = [(context.decode(captions[j]), v) for j, v in zip(found.tolist(), values.tolist(), strict=True)]
+            guesses = [
+                (context.decode(captions[j, i]), v) for j, v in zip(best[:, i], values[:, i].tolist(), strict=True)
+            ]
             first, last = int(ahead[i]) + 1, int(ahead[i] + level[i])
+            text = context.decode(kept.ids[i][: context.tokenizer.context_length])
             places = f"{first} to {last} (equal scores)" if last > first else f"{first}"
-            note = f"its caption is in place {places} of {len(everyones)}"
-            context.show(
-                Example(kept.pixels[i], context.decode(kept.ids[i]), kept.keys[i], tuple(guesses), group, note)
-            )
+            note = f"its caption is in place {places} of {total}"
+            context.show(Example(kept.pixels[i], text, kept.keys[i], tuple(guesses), group, note))
 
 
 def show_classes(

@@ -8,10 +8,41 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from clipstream.data.benchmark import Benchmark, of_source
 from clipstream.errors import SettingsError
+from clipstream.evals.settings import LabelledSettings, ZeroShotSettings
 
 Template = Callable[[str], str]
 OF_OPEN_CLIP = ("imagenet", "openai", "simple")
+
+
+def benchmark_of(settings: LabelledSettings) -> Benchmark | None:
+    """The data set in CLIP_benchmark's layout that an evaluator tests on, if it does.
+
+    Raises:
+        SettingsError: its address is wrong.
+    """
+    return None if settings.data is None else of_source(settings.data.shards)
+
+
+def class_spec(settings: LabelledSettings) -> str | list[str] | None:
+    """The setting for `class_names`: the evaluator's own, or else its benchmark's names; None where neither is there.
+
+    Raises:
+        SettingsError: the names of the benchmark cannot be read.
+    """
+    if settings.classes is not None:
+        return settings.classes
+    benchmark = benchmark_of(settings)
+    return None if benchmark is None else benchmark.classes
+
+
+def template_spec(settings: ZeroShotSettings) -> str | list[str]:
+    """The setting for `prompt_templates`: the evaluator's own, or else its benchmark's, or else openai. Raises so."""
+    if settings.templates is not None:
+        return settings.templates
+    benchmark = benchmark_of(settings)
+    return (None if benchmark is None else benchmark.templates) or "openai"
 
 
 def class_names(spec: str | Sequence[str]) -> list[str]:

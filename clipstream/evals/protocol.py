@@ -8,197 +8,26 @@ modes are put back, and no gradient is touched.
 
 from __future__ import annotations
 
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
-import torch
-from torch import nn
-
-from clipstream.batch import Batch, ImageSpec
-from clipstream.data.fields import CaptionExtractor
-from clipstream.data.settings import DataSettings, SourceSettings
-from clipstream.data.sources import evaluation_loader
-from clipstream.data.text import Tokenizer, readable
-from clipstream.errors import DataError, SettingsError
+from clipstream.data.settings import SourceSettings
+from clipstream.errors import ClipstreamError, DataError, SettingsError
+from clipstream.evals.agreement import AgreeingWorld, Failed, Failure, Torn
+from clipstream.evals.context import Encoder, EvalContext, Rehearsal, evaluating
 from clipstream.evals.settings import EvalSettings, Weights, eval_name
 from clipstream.example import Example
 from clipstream.plugins import load_plugin
 from clipstream.training.passes import is_out_of_memory
-from clipstream.training.precision import Precision, autocast, same_randomness
-from clipstream.world import World
+from clipstream.training.precision import same_randomness
+
+__all__ = ["Encoder", "EvalContext", "EvalRunner", "Evaluator", "Record", "build_evaluators", "evaluating", "source_of"]
 
 Record = dict[str, Any]
-
-
-class Encoder(Protocol):
-    """What evaluators need of the towers: `clipstream.model.towers.Towers` is one.
-
-    Attributes:
-        image: how pictures become its pixels.
-    """
-
-    image: ImageSpec
-
-    def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
-        """uint8 [n, 3, H, W] -> L2-normalised [n, D]."""
-
-    def encode_text(self, ids: torch.Tensor) -> torch.Tensor:
-        """int [n, T] -> L2-normalised [n, D]."""
-
-    def modules(self) -> Iterator[nn.Module]:
-        """All modules, as nn.Module has it."""
-
-
-@dataclass
-class EvalContext:
-    """What an evaluator works with, on one rank.
-
-    Attributes:
-        towers: the model, without DDP's wrapper.
-        tokenizer: of the model's texts.
-        world: this rank among the others.
-        image: how pictures become pixels.
-        workers: reading processes a rank.
-        precision: 'fp32', 'bf16' (autocast) or 'fp64', as in training.
-        cache: folder for spooled remote shards; None for a temporary one an evaluation.
-        cache_gib: what it may hold; None for no limit.
-        stall_timeout: seconds without a batch before an evaluation ends.
-        examples_wanted: pictures with words that an evaluation should show to people; 0 for none.
-        name: of the evaluator that runs, for messages.
-        dropped: samples that `batches` could not use on this rank, since the start.
-        complaint: why this rank could use nothing of the last source that it read; '' where it could.
-        examples: what the evaluator that runs has shown; rank 0's alone are looked at.
-    """
-
-    towers: Encoder
-    tokenizer: Tokenizer
-    world: World
-    image: ImageSpec
-    workers: int = 0
-    precision: Precision = "fp32"
-    cache: str | None = None
-    cache_gib: float | None = None
-    stall_timeout: float = 300.0
-    examples_wanted: int = 0
-    name: str = "NAME"
-    dropped: int = field(default=0, init=False)
-    complaint: str = field(default="", init=False)
-    examples: list[Example] = field(default_factory=list, init=False)
-
-    AT_MOST: ClassVar[int | None] = None  # samples of a source, whatever the evaluator asks for
-
-    @classmethod
-    def for_towers(
-        cls,
-        towers: Encoder,
-        tokenizer: Tokenizer,
-        world: World,
-        *,
-        data: DataSettings,
-        precision: Precision,
-        examples: int = 0,
-    ) -> EvalContext:
-        """The context that reads as the run's settings say."""
-        return cls(
-            towers,
-            tokenizer,
-            world,
-            towers.image,
-            workers=data.workers,
-            precision=precision,
-            cache=data.cache,
-            cache_gib=data.cache_gib,
-            stall_timeout=data.stall_timeout,
-            examples_wanted=examples,
-        )
-
-    def batches(
-        self,
-        source: SourceSettings,
-        batch_size: int,
-        *,
-        target: CaptionExtractor | None = None,
-        tokenizer: Tokenizer | None = None,
-        max_samples: int | None = None,
-    ) -> Iterator[Batch]:
-        """This rank's part of a source: every sample once over all ranks, those of weight 0 left out.
-
-        Args:
-            source: what to read.
-            batch_size: samples a batch on this rank, at most.
-            target: what `ids` are made of; the source's caption unless set.
-            tokenizer: what makes `ids` of it; the model's unless set.
-            max_samples: only the first so many samples of the source.
-
-        Where no rank gets a batch, the evaluator has to say so: with `unusable`.
-
-        Raises:
-            DataError: a shard is missing or broken, or the first 2,000 samples of this rank give nothing.
-        """
-        loader = evaluation_loader(
-            source,
-            batch_size=batch_size,
-            world=self.world,
-            tokenizer=tokenizer or self.tokenizer,
-            image=self.image,
-            workers=self.workers,
-            target=target,
-            max_samples=min((n for n in (self.AT_MOST, max_samples) if n), default=None),
-            place=f"evals.{self.name}.data",
-            cache=self.cache,
-            cache_gib=self.cache_gib,
-            stall_timeout=self.stall_timeout,
-        )
-        with loader:
-            for batch in loader:
-                yield _without_padding(batch)
-            self.dropped += sum(source.dropped.total() for source in loader.health.sources.values())
-            self.complaint = loader.complaint()
-
-    def unusable(self, what: str) -> DataError:
-        """The error of a source that gave no rank anything usable, with what this rank saw of it."""
-        return DataError(f"the source has no usable {what}" + (f": {self.complaint}" if self.complaint else ""))
-
-    def show(self, example: Example) -> None:
-        """Show a picture with words to people; never more than `examples_wanted` are kept."""
-        if len(self.examples) < self.examples_wanted:
-            self.examples.append(example)
-
-    def decode(self, ids: torch.Tensor) -> str:
-        """The text of ids [T], as the model sees it."""
-        return readable(self.tokenizer, ids.tolist())
-
-    def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
-        """uint8 [n, 3, H, W] -> L2-normalised float32 [n, D] on the world's device, without gradient."""
-        return self._encode(self.towers.encode_image, pixels)
-
-    def encode_text(self, ids: torch.Tensor) -> torch.Tensor:
-        """int [n, T] -> L2-normalised float32 [n, D] on the world's device, without gradient."""
-        return self._encode(self.towers.encode_text, ids)
-
-    def encode_prompts(self, prompts: Sequence[str], batch_size: int = 256) -> torch.Tensor:
-        """Texts [n] -> L2-normalised float32 [n, D] on every rank; each rank encodes its share of them.
-
-        Every rank calls this, with the same texts (at least one).
-        """
-        rank, size = self.world.rank, self.world.size
-        mine = prompts[len(prompts) * rank // size : len(prompts) * (rank + 1) // size]
-        # A rank without a share encodes one text all the same: only so it knows D.
-        parts = [
-            self.encode_text(torch.from_numpy(self.tokenizer.encode(some)))
-            for some in _chunks(mine or prompts[:1], batch_size)
-        ]
-        return self.world.gather_rows(torch.cat(parts)[: len(mine)])
-
-    def _encode(self, encode: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-        device = self.world.device
-        # no_grad, not inference_mode: a tensor that a tower keeps for later (a mask, a table of positions) has to
-        # work in the next training step.
-        with evaluating(self.towers), torch.no_grad(), autocast(device, self.precision):
-            return encode(rows.to(device, non_blocking=True)).float()
 
 
 class Evaluator(Protocol):
@@ -225,10 +54,19 @@ def build_evaluators(settings: Mapping[str, EvalSettings]) -> dict[str, Evaluato
     Raises:
         SettingsError: a class is not found, or a file that the settings name is not there or wrong.
     """
+    from clipstream.evals.frozen import Neighbours
+    from clipstream.evals.linear_probe import LinearProbe
+    from clipstream.evals.loss import ValidationLoss
     from clipstream.evals.retrieval import Retrieval
     from clipstream.evals.zero_shot import ZeroShot
 
-    builtin: dict[str, Callable[[Any], Evaluator]] = {"retrieval": Retrieval, "zero_shot": ZeroShot}
+    builtin: dict[str, Callable[[Any], Evaluator]] = {
+        "retrieval": Retrieval,
+        "zero_shot": ZeroShot,
+        "loss": ValidationLoss,
+        "linear_probe": LinearProbe,
+        "knn": Neighbours,
+    }
     evaluators = {}
     for name, section in settings.items():
         try:
@@ -247,10 +85,14 @@ class EvalRunner:
         context: what they work with.
         emit: takes the record of each evaluation; called on rank 0 only.
         show: called as show(step, name, examples) before that, where an evaluator has shown some; on rank 0 only.
-        weights: of each kind that the settings ask for, gives the context in which the context's towers have them;
-            entered where something is due.
+        weights: gives the context in which the towers have weights of this kind; entered where something is due.
+        trace: called as trace(record, about) with what an evaluation was made with, so that its figures can be traced:
+            weights, data, settings, precision, ranks; on rank 0 only.
 
-    An error of an evaluator ends the run.
+    Attributes:
+        failures: of evaluations that failed, in their order.
+
+    An evaluation that fails on some rank ends on all of them, and is told. It ends the run where its settings say so.
     """
 
     def __init__(
@@ -260,13 +102,16 @@ class EvalRunner:
         emit: Callable[[Record], None],
         show: Callable[[int, str, Sequence[Example]], None] | None = None,
         weights: Mapping[Weights, Callable[[], AbstractContextManager[object]]] | None = None,
+        trace: Callable[[Record, Record], None] | None = None,
     ) -> None:
-        self.settings = settings
-        self.context = context
-        self.emit = emit
-        self.show = show
-        self.weights = weights or {"trained": nullcontext}
+        self.settings, self.context = settings, context
+        self.emit, self.show, self.trace = emit, show, trace
+        asked = {kind for section in settings.values() for kind in section.kinds}
+        self.weights = {kind: enter for kind, enter in (weights or {"trained": nullcontext}).items() if kind in asked}
+        self.failures: list[Failure] = []
         self.evaluators = build_evaluators(settings)
+        self.world = context.world
+        context.world = self.agreeing = AgreeingWorld.of(context.world)
 
     def due(self, step: int, last: bool = False) -> list[str]:
         """Names of the evaluators to run after `step` steps; all of them after the last one."""
@@ -296,32 +141,31 @@ class EvalRunner:
         """Run what is due; on every rank, at the same step.
 
         Returns:
-            A record an evaluation: step, eval (its name, and with averaged weights `_averaged`), its metrics, dropped
-            (samples of its data that could not be used, over all ranks) and seconds.
+            A record an evaluation: step, eval (see `eval_name`), its metrics, dropped (samples that could not be used,
+            over all ranks) and seconds. One that failed has `error` (what went wrong) in place of metrics.
 
         Raises:
-            ClipstreamError: what the evaluator or its data raised.
+            ClipstreamError: what the evaluator or its data raised, where its settings say so.
         """
-        records: list[Record] = []
-        due = self.due(step, last)
+        records = []
         for kind, weights in self.weights.items():
-            names = [name for name in due if kind in self.settings[name].kinds]
+            names = [name for name in self.due(step, last) if kind in self.settings[name].kinds]
             with weights() if names else nullcontext():
                 for name in names:
-                    records.append(self._run(step, name, eval_name(name, kind)))
+                    record = self._run(step, name, eval_name(name, kind))
+                    records.append(record)
                     if self.context.world.is_main:
                         if self.show is not None and self.context.examples:
-                            self.show(step, records[-1]["eval"], self.context.examples)
-                        self.emit(records[-1])
+                            self.show(step, record["eval"], self.context.examples)
+                        self.emit(record)
         return records
 
     def _have_room(self) -> None:
         """Take the weights out once, which sharded ones need memory for."""
         try:
-            for kind, weights in self.weights.items():
-                if any(kind in section.kinds for section in self.settings.values()):
-                    with weights():
-                        pass
+            for weights in self.weights.values():
+                with weights():
+                    pass
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -334,34 +178,71 @@ class EvalRunner:
         context = self.context
         context.name, context.examples = name, []
         began, dropped = time.perf_counter(), context.dropped
-        with _named(name), evaluating(context.towers), same_randomness(context.world.device):
-            metrics = dict(self.evaluators[name](context))
+        context.weights, context.readings = context.fingerprint(), []
+        metrics = self._metrics(name)
         dropped = sum(context.world.gather_objects(context.dropped - dropped))
         seconds = round(time.perf_counter() - began, 3)
-        return {"step": step, "eval": called, **metrics, "dropped": dropped, "seconds": seconds}
+        record = {"step": step, "eval": called, **metrics, "dropped": dropped, "seconds": seconds}
+        about = self._about(name)
+        if self.trace is not None and self.world.is_main:
+            self.trace(record, about)
+        context.weights = None
+        return record
+
+    def _metrics(self, name: str) -> Record:
+        """What an evaluator yields, or {'error': what went wrong}; the same on all ranks."""
+        context = self.context
+        try:
+            try:
+                with _named(name), evaluating(context.towers), same_randomness(context.world.device):
+                    metrics = dict(self.evaluators[name](context))
+            except (Failed, Torn):
+                raise
+            except Exception as error:
+                if self.settings[name].on_error == "raise":
+                    raise
+                if not isinstance(error, ClipstreamError):
+                    traceback.print_exception(error)
+                self.agreeing.settle(Failure.of(error, self.world.rank))
+            self.agreeing.settle()
+            return metrics
+        except Torn as torn:
+            raise torn.__cause__ or torn from None
+        except Failed as failed:
+            _end_frames(failed)
+            return self._failed(name, failed.failure)
+
+    def _failed(self, name: str, failure: Failure) -> Record:
+        self.failures.append(failure)
+        if self.world.is_main:
+            who = f" on rank {failure.rank}" if self.world.size > 1 else ""
+            print(
+                f"warning: {failure.message}\nevaluation {name!r} failed{who} and gives no figures; "
+                f"--evals.{name}.on-error raise ends the run instead",
+                file=sys.stderr,
+                flush=True,
+            )
+        return {"error": failure.message}
+
+    def _about(self, name: str) -> Record:
+        """What the evaluation was made with. Collective."""
+        context = self.context
+        parts = self.world.gather_objects(context.readings)
+        same = min(map(len, parts))  # a rank on which it failed has read less
+        return {
+            "weights": context.weights,
+            "data": [context.readings[i].with_others([readings[i] for readings in parts]) for i in range(same)],
+            "settings": self.settings[name].model_dump(mode="json"),
+            "precision": context.precision,
+            "ranks": self.world.size,
+        }
 
 
-class Rehearsal(EvalContext):
-    """A context of few samples, whose features are constant: what an evaluator reads is real, what it yields is not."""
-
-    AT_MOST: ClassVar[int | None] = 64
-    WIDTH: ClassVar[int] = 8
-
-    @classmethod
-    def of(cls, context: EvalContext, name: str) -> Rehearsal:
-        """The rehearsal of an evaluation in this context."""
-        kept = {item.name: getattr(context, item.name) for item in fields(context) if item.init}
-        return cls(**{**kept, "workers": 0, "examples_wanted": 0, "name": name})
-
-    def encode_prompts(self, prompts: Sequence[str], batch_size: int = 256) -> torch.Tensor:
-        """Made-up features [n, WIDTH]; nothing is tokenized."""
-        return self._unit(len(prompts))
-
-    def _encode(self, encode: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-        return self._unit(len(rows))
-
-    def _unit(self, count: int) -> torch.Tensor:
-        return torch.full((count, self.WIDTH), self.WIDTH**-0.5, device=self.world.device)
+def _end_frames(error: BaseException | None) -> None:
+    """Drop what the frames of an error hold: generators, and with them their data workers."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 @contextmanager
@@ -371,38 +252,3 @@ def _named(name: str) -> Iterator[None]:
         yield
     except (DataError, SettingsError) as error:
         raise type(error)(f"evals.{name}: {error}") from error
-
-
-@contextmanager
-def evaluating(towers: Encoder) -> Iterator[None]:
-    """The towers in eval mode; afterwards each module has its former mode (a frozen tower may have been in another)."""
-    training = [module for module in towers.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def _without_padding(batch: Batch) -> Batch:
-    kept = batch.weights > 0
-    if bool(kept.all()):
-        return batch
-    return Batch(
-        pixels=None if batch.pixels is None else batch.pixels[kept],
-        ids=batch.ids[kept],
-        weights=batch.weights[kept],
-        keys=tuple(key for key, keep in zip(batch.keys, kept.tolist(), strict=True) if keep),
-        sources=batch.sources[kept],
-        pictures=None if batch.pictures is None else batch.pictures[kept],
-        step=batch.step,
-        global_size=batch.global_size,
-        features={name: rows[kept] for name, rows in batch.features.items()},
-    )
-
-
-def _chunks(texts: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-    for start in range(0, len(texts), size):
-        yield texts[start : start + size]

@@ -15,7 +15,7 @@ Weights = Literal["trained", "averaged"]
 class EvalSettings(PluginSection):
     """One evaluator: every `every` steps and at the end. `type` may be a user's own `package.module:Name`."""
 
-    type: str = Field("retrieval", description="retrieval, zero_shot, or package.module:Name")
+    type: str = Field("retrieval", description="retrieval, zero_shot, loss, linear_probe, knn, or package.module:Name")
     every: int = Field(0, ge=0, description="steps between evaluations; 0 evaluates at the end only")
     every_epochs: float | None = Field(None, gt=0, description="epochs between evaluations, in place of every")
     data: SourceSettings | None = Field(None, description="the source that is evaluated")
@@ -29,24 +29,50 @@ class EvalSettings(PluginSection):
         """The kinds of weights that it evaluates."""
         return ("trained", "averaged") if self.weights == "both" else (self.weights,)
 
+    on_error: Literal["report", "raise"] = Field(
+        "report", description="report: an evaluation that fails is told and the run goes on; raise: it ends the run"
+    )
+
 
 class RetrievalSettings(EvalSettings):
-    """Image-text retrieval, R@1/5/10 both ways, over all pairs of `data`."""
+    """Image-text retrieval, R@1/5/10 and median rank both ways, over all pictures and captions of `data`."""
 
     type: Literal["retrieval"] = "retrieval"
-    max_samples: int | None = Field(None, ge=1, description="evaluate the first so many pairs only")
+    captions: Literal["one", "all"] | None = Field(
+        None,
+        description="all: each line of the text member, and each string of a JSON list, is a caption of the picture; "
+        "one unless set, and all in CLIP_benchmark's layout",
+    )
+    max_captions: int = Field(32, ge=1, description="captions that a picture may have, where all are taken")
+    max_samples: int | None = Field(None, ge=1, description="evaluate the first so many pictures only")
 
 
-class ZeroShotSettings(EvalSettings):
+class LabelledSettings(EvalSettings):
+    """What evaluators of labelled pictures have in common."""
+
+    label: str = Field(
+        "cls;npy",
+        min_length=1,
+        description="members with the class (number or name; npy: an array), or json:PATH into the JSON member",
+    )
+    classes: str | list[str] | None = Field(
+        None, description="class names: a list, a file with one a line, or imagenet; a benchmark: source has its own"
+    )
+
+
+class ZeroShotSettings(LabelledSettings):
     """Zero-shot classification of `data`: a member (`cls`) or a JSON field has the label, prompts the classes."""
 
     type: Literal["zero_shot"] = "zero_shot"
-    label: str = Field(
-        "cls", min_length=1, description="member with the class (number or name), or json:PATH into the JSON member"
+    labels: Literal["one", "list", "multi_hot"] | None = Field(
+        None,
+        description="of a picture: one; list: all that apply; multi_hot: a 0 or 1 for each class; one unless set, or "
+        "as a benchmark: source has them",
     )
-    classes: str | list[str] = Field(description="class names: a list, a file with one a line, or imagenet")
-    templates: str | list[str] = Field(
-        "openai", description="prompts with {c} or {}: a list, a file, openai (80), simple (7) or plain (1)"
+    templates: str | list[str] | None = Field(
+        None,
+        description="prompts with {c} or {}: a list, a file, openai (80), simple (7) or plain (1); openai unless set, "
+        "or those of a benchmark: source",
     )
 
 
@@ -55,6 +81,51 @@ def eval_name(name: str, weights: Weights) -> str:
     return name if weights == "trained" else f"{name}_averaged"
 
 
-EvalSettings.builtin = {"retrieval": RetrievalSettings, "zero_shot": ZeroShotSettings}
+class LossEvalSettings(EvalSettings):
+    """The loss that is trained, on `data`, in fixed batches of the training's global size."""
+
+    type: Literal["loss"] = "loss"
+    global_batch_size: int | None = Field(None, ge=2, description="pairs of a batch; the training's unless set")
+    max_samples: int | None = Field(None, ge=1, description="evaluate on the first so many pairs only")
+
+
+class FrozenSettings(LabelledSettings):
+    """What evaluators have in common that learn from the features of labelled pictures."""
+
+    train: SourceSettings = Field(description="the source that is learnt from; data is what is tested")
+
+
+class LinearProbeSettings(FrozenSettings):
+    """Logistic regression on the features of `train`, tested on `data`."""
+
+    type: Literal["linear_probe"] = "linear_probe"
+    c: float = Field(0.316, gt=0, description="inverse strength of the L2 penalty, scikit-learn's C")
+    max_iterations: int = Field(1000, ge=1, description="of L-BFGS, at most")
+
+
+class NeighboursSettings(FrozenSettings):
+    """The vote of the k nearest pictures of `train` on those of `data`."""
+
+    type: Literal["knn"] = "knn"
+    k: int = Field(20, ge=1, description="neighbours")
+    votes: Literal["uniform", "softmax"] = Field(
+        "softmax", description="weights of the neighbours' votes: all alike, or exp(cosine / temperature)"
+    )
+    temperature: float = Field(0.07, gt=0, description="of the softmax")
+
+
+def sources_of(settings: EvalSettings) -> dict[str, SourceSettings]:
+    """The sources that an evaluator reads, by their keys."""
+    values = {key: getattr(settings, key) for key in type(settings).model_fields}
+    return {key: value for key, value in values.items() if isinstance(value, SourceSettings)}
+
+
+EvalSettings.builtin = {
+    "retrieval": RetrievalSettings,
+    "zero_shot": ZeroShotSettings,
+    "loss": LossEvalSettings,
+    "linear_probe": LinearProbeSettings,
+    "knn": NeighboursSettings,
+}
 
 EvalField = SerializeAsAny[EvalSettings]

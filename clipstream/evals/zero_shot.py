@@ -1,7 +1,7 @@
 """Owns zero-shot classification: prompts make a classifier, labelled pictures are counted against it.
 
 The classifier is CLIP's (arXiv:2103.00020, section 3.1.4): each prompt's feature is normalised, the mean over a class's
-prompts is normalised again. Ties: see `ranking`.
+prompts is normalised again. Ties: see `ranking`, and `average_precision` for pictures with several labels.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from clipstream.data.fields import LabelField
-from clipstream.data.text import LabelEncoder
+from clipstream.evals.average_precision import mean_average_precision
+from clipstream.evals.context import EvalContext
+from clipstream.evals.labels import Labelling, figures
 from clipstream.evals.looks import Kept, show_classes
-from clipstream.evals.prompts import Template, class_names, prompt_templates
-from clipstream.evals.protocol import EvalContext, source_of
-from clipstream.evals.ranking import hits, place
+from clipstream.evals.prompts import Template, prompt_templates, template_spec
+from clipstream.evals.protocol import source_of
+from clipstream.evals.ranking import place
 from clipstream.evals.settings import ZeroShotSettings
 
 PROMPTS_AT_ONCE = 8192  # over all ranks; bounds what is gathered
@@ -25,7 +26,7 @@ class ZeroShot:
     """Yields top1, top5 (top C with C < 5 classes), mean_per_class_recall, n (pictures) and chance (1/C).
 
     mean_per_class_recall is the mean of top1 over the classes that the data have, as scikit-learn's
-    balanced_accuracy_score.
+    balanced_accuracy_score. Of pictures with several labels it yields mAP, n and chance_mAP instead.
 
     Raises:
         SettingsError: no data are set, or a file of names or templates is not there or wrong.
@@ -34,8 +35,9 @@ class ZeroShot:
     def __init__(self, settings: ZeroShotSettings) -> None:
         self.settings = settings
         self.source = source_of(settings)
-        self.classes = class_names(settings.classes)
-        self.templates = prompt_templates(settings.templates)
+        self.labelling = Labelling.of(settings)
+        self.classes = self.labelling.named
+        self.templates = prompt_templates(template_spec(settings))
 
     def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
         """Evaluate on all ranks; the values are 0 to 1, but for n.
@@ -43,13 +45,14 @@ class ZeroShot:
         Raises:
             DataError: no usable picture, or a label outside the classes.
         """
-        settings, count = self.settings, len(self.classes)
         classifier = text_classifier(context, self.classes, self.templates)
-        tally = torch.zeros((count, 3), dtype=torch.float64, device=classifier.device)  # top1, top5, n by class
-        target = LabelField(settings.label)
-        encoder = LabelEncoder(self.classes)
+        yield from (self._one if self.labelling.labels == "one" else self._several)(context, classifier)
+
+    def _one(self, context: EvalContext, classifier: torch.Tensor) -> Iterator[tuple[str, float]]:
+        """The metrics of pictures with one label each."""
+        tally = torch.zeros((len(classifier), 3), dtype=torch.float64, device=classifier.device)
         kept, first = Kept(context), []
-        for batch in context.batches(self.source, settings.batch_size, target=target, tokenizer=encoder):
+        for batch in self.labelling.batches(context, self.source, self.settings.batch_size):
             assert batch.pixels is not None, "an evaluation source gives pixels"
             labels = batch.ids[:, 0].to(classifier.device, torch.int64)
             images = context.encode_image(batch.pixels)
@@ -61,6 +64,23 @@ class ZeroShot:
             raise context.unusable("picture with a label")
         show_classes(context, kept, first, classifier, self.classes)
         yield from figures(tally)
+
+    def _several(self, context: EvalContext, classifier: torch.Tensor) -> Iterator[tuple[str, float]]:
+        """The metrics of pictures with several labels each."""
+        images = [classifier[:0]]
+        labels = [torch.zeros((0, len(classifier)), dtype=torch.bool)]
+        for batch in self.labelling.batches(context, self.source, self.settings.batch_size):
+            assert batch.pixels is not None, "an evaluation source gives pixels"
+            images.append(context.encode_image(batch.pixels))
+            labels.append(batch.ids.bool())
+        total = sum(context.world.gather_objects(sum(map(len, images))))
+        if not total:
+            raise context.unusable("picture with labels")
+        there = torch.cat(labels).to(classifier.device)
+        share = context.world.all_reduce_sum(there.sum(dtype=torch.float64))
+        yield "mAP", mean_average_precision(torch.cat(images), classifier, there, context.world)
+        yield "n", total
+        yield "chance_mAP", float(share) / (total * len(classifier))
 
 
 def score(images: torch.Tensor, classifier: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -74,29 +94,24 @@ def score(images: torch.Tensor, classifier: torch.Tensor, labels: torch.Tensor) 
     Returns:
         float64 [n, 3].
     """
-    ahead, level = place(images, classifier, labels)
-    top1, top5 = hits(ahead, level, 1), hits(ahead, level, 5)
+    places = place(images, classifier, labels)
+    top1, top5 = places.hits(1), places.hits(5)
     return torch.stack([top1, top5, torch.ones_like(top1)], dim=1)
 
 
-def figures(tally: torch.Tensor) -> Iterator[tuple[str, float]]:
-    """The metrics of a whole data set, from its sums by class: float64 [C, 3] of top1, top5 and n; one at least."""
-    top1, top5, n = tally.cpu().unbind(dim=1)
-    total = int(n.sum())
-    present = n > 0
-    yield "top1", float(top1.sum()) / total
-    yield "top5", float(top5.sum()) / total
-    yield "mean_per_class_recall", float((top1[present] / n[present]).mean())
-    yield "n", total
-    yield "chance", 1 / len(n)
-
-
 def text_classifier(context: EvalContext, classes: Sequence[str], templates: Sequence[Template]) -> torch.Tensor:
-    """The classifier of C classes, float32 [C, D] with rows of length 1, on every rank; ranks share the encoding."""
-    step = max(1, PROMPTS_AT_ONCE // len(templates))
-    rows = []
-    for start in range(0, len(classes), step):
-        some = classes[start : start + step]
-        features = context.encode_prompts([template(name) for name in some for template in templates])
-        rows.append(features.view(len(some), len(templates), -1).mean(dim=1))
-    return torch.nn.functional.normalize(torch.cat(rows), dim=1)
+    """The classifier of C classes, float32 [C, D] with rows of length 1, on every rank; ranks share the encoding.
+
+    It is made once for the present weights (see `EvalContext.remember`).
+    """
+    prompts = [template(name) for name in classes for template in templates]
+
+    def make() -> torch.Tensor:
+        step = max(1, PROMPTS_AT_ONCE // len(templates)) * len(templates)
+        rows = []
+        for start in range(0, len(prompts), step):
+            features = context.encode_prompts(prompts[start : start + step])
+            rows.append(features.view(-1, len(templates), features.shape[1]).mean(dim=1))
+        return torch.nn.functional.normalize(torch.cat(rows), dim=1)
+
+    return context.remember([str(len(templates)), *prompts], make)

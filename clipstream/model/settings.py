@@ -50,6 +50,11 @@ class ModelSettings(Section):
         False, description="let a model train with a loss or tokenizer that its weights were not made for"
     )
 
+    @property
+    def label(self) -> dict[str, str | None]:
+        """What the model is called, for figures: its name, and what its weights began as."""
+        return {"name": self.name, "pretrained": self.pretrained}
+
 
 class LossSettings(PluginSection):
     """The contrastive loss. `type` may be a user's own `package.module:Name`."""

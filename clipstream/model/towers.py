@@ -86,14 +86,13 @@ class Towers(nn.Module):
 
     def forward(self, pixels: torch.Tensor, ids: torch.Tensor) -> Features:
         """uint8 [n, 3, H, W] and int [n, T] -> Features. Every trainable parameter takes part, as DDP wants it."""
+        return Features(self.encode_image(pixels), self.encode_text(ids), *self.scalars())
+
+    def scalars(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """exp(logit_scale), and the logits' bias where the model has one."""
         bias = self.clip.logit_bias
-        return Features(
-            image=self.encode_image(pixels),
-            text=self.encode_text(ids),
-            # Sums, of one number: a view of it would be a parameter that FSDP has no hold on.
-            logit_scale=self.clip.logit_scale.exp().sum(),
-            logit_bias=None if bias is None else bias.sum(),
-        )
+        # Sums, of one number: a view of it would be a parameter that FSDP has no hold on.
+        return self.clip.logit_scale.exp().sum(), None if bias is None else bias.sum()
 
     def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
         """uint8 [n, 3, H, W] -> L2-normalised [n, D]; the same arithmetic as torchvision's ToTensor and Normalize."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from clipstream import durable
 from clipstream.example import Example
 from clipstream.report.album import Album, Shows
+from clipstream.report.figures import FiguresFile, traced
 from clipstream.report.page import Report
 from clipstream.report.progress import Progress
 from clipstream.report.settings import LogSettings
@@ -34,10 +35,20 @@ class Outputs:
         world: this rank; others than rank 0 write nothing.
         total: steps of the run.
         done: steps before this process, of a resumed run: what was written after them is cut off; None starts anew.
+        subject: what trains, for the files of figures: run, model.
     """
 
-    def __init__(self, folder: Path, settings: LogSettings, world: World, *, total: int, done: int | None) -> None:
-        self._world, self._pictures, self._done = world, settings.pictures, done or 0
+    def __init__(
+        self,
+        folder: Path,
+        settings: LogSettings,
+        world: World,
+        *,
+        total: int,
+        done: int | None,
+        subject: Record | None = None,
+    ) -> None:
+        self._world, self._pictures, self._done, self._subject = world, settings.pictures, done or 0, subject or {}
         self._sinks: list[Any] = []
         self._shows: list[Shows] = []
         self._full: set[str] = set()  # sinks that a full disk keeps from writing
@@ -46,6 +57,7 @@ class Outputs:
         ended = done is not None and done >= total
         self._sinks.append(MetricsFile(folder, done, ended=ended))
         self._sinks += [QuarantineFile(folder, done), NonfiniteFile(folder, done)]
+        self._figures = FiguresFile(folder, done, ended=ended)
         self._shows.append(Album(folder))
         if settings.tensorboard:
             board = TensorBoard(folder, done)
@@ -65,6 +77,10 @@ class Outputs:
         for sink in self._sinks:
             self._spare(sink, partial(sink.write, record))
 
+    def trace(self, record: Record, about: Record) -> None:
+        """Add an evaluation to the files of figures, with what it was made with; on rank 0 only."""
+        self._figures.add(traced(record, about, self._subject))
+
     def show(self, step: int, name: str, examples: Sequence[Example]) -> None:
         """Keep examples in place of the name's earlier ones. What cannot be kept is told, and never ends a run."""
         for shows in self._shows:
@@ -83,8 +99,9 @@ class Outputs:
         """
         count = self._pictures
         if self._shows and count and batch.pixels is not None:
-            texts = [decode(ids) for ids in batch.ids[:count].tolist()]
-            self.show(step, "train", list(map(Example, batch.pixels[:count], texts, batch.keys)))
+            there = batch.weights.nonzero().flatten().tolist()[:count]  # and not what holds a place
+            texts = [decode(ids) for ids in batch.ids[there].tolist()]
+            self.show(step, "train", list(map(Example, batch.pixels[there], texts, [batch.keys[i] for i in there])))
 
     def close(self) -> None:
         """Write out what is left, everywhere."""

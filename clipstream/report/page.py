@@ -11,7 +11,7 @@ from typing import Any
 
 from clipstream import __version__, durable
 from clipstream.report.charts import COLOURS, Chart, Series, short
-from clipstream.report.progress import chance_of, duration, milliseconds, percent
+from clipstream.report.progress import chance_of, duration, is_share, milliseconds, percent
 from clipstream.report.reading import Points, Run, read_run
 from clipstream.report.sinks import Record
 
@@ -30,7 +30,7 @@ MEANING = {  # in the order of the page; others follow
 RARE = ("skipped",)  # not shown where nothing happened
 SHARES = ("data_wait", "overflow_rate")
 MOST_OFTEN = 60.0  # seconds between two reports of a run that goes on
-COUNTS = ("n", "dropped", "seconds")
+COUNTS = ("n", "dropped", "seconds", "captions", "n_train", "batch_size", "batches", "left_out")
 
 
 class Report:
@@ -134,7 +134,7 @@ def _evaluations(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, An
             if metric.startswith("chance") or metric in COUNTS:
                 continue
             lines = [metrics.get(metric, []) for metrics in of_runs]
-            share = all(0 <= y <= 1 for points in lines for _, y in points)
+            share = all(is_share(metric, float(y)) for points in lines for _, y in points)
             chance = chance_of(last, metric)
             said = "" if chance is None else percent(chance)
             rows.append({"metric": metric, "chance": said, "cells": [_cell(points, share) for points in lines]})

@@ -117,6 +117,8 @@ class Progress:
 
 def evaluation_line(record: Record) -> str:
     """An evaluation for reading: shares in percent, with the level of chance beside the metrics that have one."""
+    if "error" in record:
+        return f"eval {record['eval']} at step {record['step']}: failed: {str(record['error']).splitlines()[0]}"
     skipped = ("step", "eval", "seconds", "n", "dropped")
     parts = []
     for name, value in record.items():
@@ -124,8 +126,7 @@ def evaluation_line(record: Record) -> str:
             continue
         chance = chance_of(record, name)
         beside = "" if chance is None else f" (chance {percent(chance)})"
-        share = isinstance(value, (int, float)) and 0 <= value <= 1
-        parts.append(f"{name} {percent(value) if share else _number(value, '.4g')}{beside}")
+        parts.append(f"{name} {percent(value) if is_share(name, value) else _number(value, '.4g')}{beside}")
     if "n" in record:
         parts.append(f"n {record['n']}")
     if record.get("dropped"):
@@ -154,12 +155,17 @@ def table(records: Sequence[Record]) -> str:
             if name in ("step", "eval") or name.startswith("chance"):
                 continue
             chance = chance_of(record, name)
-            count = isinstance(value, int) or not 0 <= value <= 1
-            shown = duration(value) if name == "seconds" else f"{value:g}" if count else percent(value)
+            number = percent(value) if is_share(name, value) else f"{value:g}"
+            shown = duration(value) if name == "seconds" else number
             rows.append((record["eval"], name, shown, "" if chance is None else percent(chance)))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}" for a, b, c, d in rows]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def is_share(metric: str, value: Any) -> bool:
+    """Whether a metric is shown in percent: a number from 0 to 1 that is no count, no loss and no place."""
+    return isinstance(value, float) and 0 <= value <= 1 and not metric.endswith(("loss", "rank"))
 
 
 def chance_of(record: Mapping[str, Any], metric: str) -> float | None:

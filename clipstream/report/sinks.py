@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,18 +39,26 @@ class JsonLines:
         resume_step: the checkpoint's step of a resumed run: later lines, and a line that a kill tore, are cut off.
             None starts the file anew.
         ended: whether that step is the run's last, after which it evaluates again: those lines are cut off, too.
+        keep: which lines stay all the same.
 
     Attributes:
         count: lines in it.
     """
 
-    def __init__(self, path: Path, resume_step: int | None = None, *, ended: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        resume_step: int | None = None,
+        *,
+        ended: bool = False,
+        keep: Callable[[Record], bool] = lambda record: False,
+    ) -> None:
         self.path = path
         kept = []
         if resume_step is not None and self.path.exists():
             for line, record in lines(self.path):
                 step = record.get("step", 0)
-                if step < resume_step or (step == resume_step and (not ended or "loss" in record)):
+                if step < resume_step or (step == resume_step and (not ended or "loss" in record)) or keep(record):
                     kept.append(line)
         if self.path.exists():
             durable.replace(self.path, b"".join(kept))

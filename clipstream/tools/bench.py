@@ -7,7 +7,6 @@ model only for the size of its pictures and its tokenizer.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from clipstream.errors import SettingsError
 from clipstream.model.pretrained import preflight
 from clipstream.report.progress import duration, milliseconds, percent
 from clipstream.report.sinks import json_line
+from clipstream.tools.pool import cores
 from clipstream.world import World
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def bench(argv: Sequence[str]) -> int:
         found.append(measure(settings.data, count, seconds, tokenizer, image, settings.run.seed))
     _show(found, console)
     best = max(found, key=lambda one: one.rate)
-    for line in needs(best, gpus, rates, _cores()):
+    for line in needs(best, gpus, rates, cores()):
         console.print(line)
     if "--output" in own:
         with Path(own["--output"]).open("a", encoding="utf-8") as file:
@@ -190,8 +190,8 @@ def _record(one: Measured) -> dict[str, object]:
 
 def _counts(given: str | None, lanes: int) -> list[int]:
     if given is None:
-        cores = _cores()
-        return [count for count in (2**k for k in range(cores.bit_length())) if count <= min(cores, lanes)]
+        most = cores()
+        return [count for count in (2**k for k in range(most.bit_length())) if count <= min(most, lanes)]
     try:
         counts = sorted({int(part) for part in given.split(",")})
     except ValueError:
@@ -209,7 +209,3 @@ def _number(own: dict[str, str], flag: str, default: float) -> float:
     if not (0 < value < math.inf) and flag in own:
         raise SettingsError(f"{flag}: give a number above 0, not {own[flag]!r}")
     return value
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Owns the evaluation of a checkpoint outside training: where it lies, its settings, the table and the figures' file.
+"""Owns the evaluation of a checkpoint outside training: where it lies, its settings, the table, the files of figures.
 
 Never trains, and never changes a checkpoint or the run's own metrics. Torch is imported when the settings are known to
 be right.
@@ -6,34 +6,35 @@ be right.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from clipstream.cli import own_flags
 from clipstream.config import Settings, load
 from clipstream.errors import SettingsError
-from clipstream.evals.settings import Weights, eval_name
+from clipstream.evals.settings import Weights
 from clipstream.failure import FailureWatch
 from clipstream.model.catalogue import LOCAL
-from clipstream.model.pretrained import AVERAGED_FILE, CONFIG_FILE, preflight
+from clipstream.model.pretrained import AVERAGED_FILE, CONFIG_FILE, WEIGHT_FILES, preflight
 from clipstream.model.settings import ModelSettings
+from clipstream.report.figures import FIGURES_FILE, TABLE_FILE, add, traced
 from clipstream.report.progress import table
-from clipstream.report.sinks import json_line
 from clipstream.training import shelf
 from clipstream.world import World
 
 if TYPE_CHECKING:
-    from clipstream.evals.protocol import EvalContext
+    from clipstream.evals.protocol import EvalContext, EvalRunner
 
-RESULTS_FILE = "evaluations.jsonl"
 OWN_FLAGS = {
     "--checkpoint": "a run's folder (its latest checkpoint), a checkpoint's, or RUN/checkpoints/best; without it, the "
     "model of the settings",
     "--weights": "trained (the default), or averaged: a checkpoint's averaged weights, of a run with train.ema",
-    "--output": f"file that gets a JSON line an evaluation; {RESULTS_FILE} in the run's folder unless given",
+    "--output": "file that the figures are added to: NAME.csv a line a figure, any other name a JSON line an "
+    f"evaluation; {FIGURES_FILE} and {TABLE_FILE} in the run's folder unless given",
 }
 
 NAMING_FLAGS = ("--model", "--model.name", "--pretrained", "--model.pretrained")
@@ -62,7 +63,7 @@ def evaluate(argv: Sequence[str]) -> int:
     Raises:
         SettingsError: wrong settings, no such checkpoint, or nothing to evaluate on.
     """
-    own, flags = own_flags(argv, OWN_FLAGS)
+    own, flags = own_flags([re.sub(r"^--out(?==|$)", "--output", token) for token in argv], OWN_FLAGS)
     weights = _chosen_weights(own.get("--weights", "trained"))
     subject = locate(own.get("--checkpoint"), flags)
     trained = [] if subject.run is None else ["--config", str(subject.run / "config.yaml")]
@@ -72,23 +73,27 @@ def evaluate(argv: Sequence[str]) -> int:
             "nothing to evaluate on: give --checkpoint RUN, --val-data SHARDS, or --config with a section evals"
         )
     model = settings.model
-    if subject.checkpoint is not None:
+    if subject.checkpoint is None:
+        if weights == "averaged":
+            raise SettingsError("--weights averaged: of which checkpoint? Give --checkpoint RUN as well")
+        subject = replace(subject, label=" ".join(part for part in model.label.values() if part))
+    else:
         # A run's own tokenizer fits its weights, whatever it is.
         known = bool(trained) and load(trained).tokenizer == settings.tokenizer
         model = _model_in(subject.checkpoint, model, known, weights)
-    elif weights == "averaged":
-        raise SettingsError("--weights averaged: of which checkpoint? Give --checkpoint RUN as well")
     preflight(model, settings.tokenizer, ask=World.from_env().local_rank == 0)
-    output = own.get("--output") or (None if subject.run is None else str(subject.run / RESULTS_FILE))
+    outputs = _outputs(own.get("--output"), subject)
     from clipstream.session import run_ranks
 
     def body(world: World, watch: FailureWatch) -> None:
-        records = _records(settings, model, subject, world, weights)
+        runner = _runner(settings, model, subject, world, outputs, weights)
+        records = runner(subject.step, last=True)
         if world.is_main:
-            print(table(records))
-            if output is not None:
-                _append(Path(output), records, settings, subject, weights)
-                print(f"written to {output}")
+            print(table([record for record in records if "error" not in record]))
+            if outputs:
+                print(f"written to {' and '.join(map(str, outputs))}")
+        for failure in runner.failures:  # the first: what ends the process must not be lost among figures
+            raise failure.kind(failure.message)
 
     return run_ranks(settings.run, body)
 
@@ -100,17 +105,24 @@ def locate(path: str | None, flags: Sequence[str] = ()) -> Subject:
         SettingsError: there is no checkpoint, or `flags` name another model as well.
     """
     if path is None:
-        return Subject("model of the settings")
+        return Subject("")
     named = [flag for flag in flags if flag.partition("=")[0] in NAMING_FLAGS]
     if named:
         raise SettingsError(f"{named[0]} and --checkpoint both name a model: give one of them")
     folder = Path(path).expanduser()
     if folder.is_file():
+        if folder.name not in (shelf.LATEST, shelf.BEST):
+            raise SettingsError(
+                f"--checkpoint: {folder} is a file, which does not say of which model: give --model NAME "
+                "--pretrained FILE"
+            )
         folder = shelf.pointed(folder) or folder
     if not folder.is_dir():
         raise SettingsError(f"--checkpoint: there is no folder {folder}")
     if (folder / "checkpoints").is_dir() or folder.name.startswith("step_"):
-        folder = shelf.find(folder, str(folder)) or folder  # never None where a path is given
+        # Every rank looks, and the moments, which nobody reads here, are twice as large as the weights.
+        read = (*WEIGHT_FILES, AVERAGED_FILE)
+        folder = shelf.find(folder, str(folder), files=read) or folder  # never None where a path is given
     elif not (folder / CONFIG_FILE).is_file():
         raise SettingsError(f"--checkpoint: {folder} is neither a run (checkpoints/) nor a checkpoint ({CONFIG_FILE})")
     run = folder.resolve().parent.parent
@@ -152,9 +164,16 @@ def _model_in(checkpoint: Path, model: ModelSettings, tokenizer_fits: bool, weig
     )
 
 
-def _records(
-    settings: Settings, model: ModelSettings, subject: Subject, world: World, weights: Weights
-) -> list[dict[str, Any]]:
+def _outputs(told: str | None, subject: Subject) -> list[Path]:
+    """The files that get the figures."""
+    if told is not None:
+        return [Path(told).expanduser()]
+    return [] if subject.run is None else [subject.run / FIGURES_FILE, subject.run / TABLE_FILE]
+
+
+def _runner(
+    settings: Settings, model: ModelSettings, subject: Subject, world: World, outputs: Sequence[Path], weights: Weights
+) -> EvalRunner:
     from clipstream.evals.protocol import EvalRunner
     from clipstream.model.pretrained import fetch
 
@@ -162,14 +181,24 @@ def _records(
     context = _context(settings, model, world)
     if world.is_main:
         print(f"{subject.label} on {', '.join(settings.evals)}, {world.size} x {world.device}", flush=True)
+    about = {
+        "run": None if subject.run is None else subject.run.name,
+        "checkpoint": subject.label,
+        "model": (model if subject.run is None else settings.model).label,
+    }
+
+    def trace(record: dict[str, Any], made_with: dict[str, Any]) -> None:
+        for path in outputs:
+            add(path, traced(record, made_with, about))
+
     sections = {name: section.model_copy(update={"weights": weights}) for name, section in settings.evals.items()}
-    run = EvalRunner(sections, context, lambda record: None, weights={weights: nullcontext})
-    return run(subject.step, last=True)
+    return EvalRunner(sections, context, lambda record: None, weights={weights: nullcontext}, trace=trace)
 
 
 def _context(settings: Settings, model: ModelSettings, world: World) -> EvalContext:
     from clipstream.data.text import build_tokenizer
     from clipstream.evals.protocol import EvalContext
+    from clipstream.model.losses import build_loss
     from clipstream.model.towers import build_towers
     from clipstream.training.precision import check_device, prepare, settle
 
@@ -181,16 +210,5 @@ def _context(settings: Settings, model: ModelSettings, world: World) -> EvalCont
     tokenizer = build_tokenizer(
         settings.tokenizer, towers.open_clip_tokenizer(), towers.context_length, cache_dir=model.cache_dir
     )
-    return EvalContext.for_towers(towers, tokenizer, world, data=settings.data, precision=precision)
-
-
-def _append(
-    path: Path, records: Sequence[dict[str, Any]], settings: Settings, subject: Subject, weights: Weights
-) -> None:
-    """Add a JSON line an evaluation: its figures, what was evaluated, and the evaluator's settings."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    by_name = {eval_name(name, weights): section for name, section in settings.evals.items()}
-    with path.open("a", encoding="utf-8") as file:
-        for record in records:
-            section = by_name[record["eval"]].model_dump(mode="json")
-            file.write(json_line({**record, "checkpoint": subject.label, "settings": section}))
+    loss = build_loss(settings.loss, towers.loss_type)
+    return EvalContext.for_towers(towers, tokenizer, world, data=settings.data, precision=precision, loss=loss)

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from clipstream.data import folders, index
+from clipstream.data.ending import END, end_with
+from clipstream.data.fetching import about
 from clipstream.data.manifest import kind_of
-from clipstream.data.remote import ShardError, ShardStore, version_of
+from clipstream.data.remote import ShardError, ShardStore
 from clipstream.data.shards import expand, local_path, redact, scheme_of
 from clipstream.data.tarstream import scan
 from clipstream.data.transfer import end_commands
-from clipstream.data.worker import END, end_with
 from clipstream.errors import DataError, SettingsError
 
 SAY_SECONDS = 5.0
@@ -70,7 +71,7 @@ class Indexer:
             if local is not None:
                 of = index.identity_of(local)
             else:  # before it is fetched: what comes in between is found stale, and not the other way round
-                of = index.Identity(version=version_of(url, scheme_of(url) or "", self.store.timeout))
+                of = index.Identity(version=about(url, self.store.fetcher.timeout).version)
             if not self.again and (head := _fresh(place, of)) is not None:
                 return Outcome(url, head.samples, fault="" if head.fault is None else str(head.fault))
             try:

@@ -112,15 +112,17 @@ def marker_of(checkpoint: Path) -> Marker | None:
         return None
 
 
-def fault(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, all of its files read; None where nothing is."""
+def fault(checkpoint: Path, files: Collection[str] | None = None) -> str | None:
+    """What is wrong with a checkpoint, its files read: all, or those of `files`; None where nothing is."""
     marker = marker_of(checkpoint)
-    return "it is not whole" if marker is None else fault_by(marker, checkpoint)
+    return "it is not whole" if marker is None else fault_by(marker, checkpoint, files)
 
 
-def fault_by(marker: Marker, folder: Path) -> str | None:
-    """What is wrong with a folder of the marker's files, of the right sizes; None where nothing is."""
+def fault_by(marker: Marker, folder: Path, files: Collection[str] | None = None) -> str | None:
+    """As `fault`, of a folder with the marker's files in their sizes."""
     for name, told in marker.checksums.items():
+        if files is not None and name not in files:
+            continue
         try:
             found = durable.checksum(folder / name)
         except OSError as error:
@@ -152,14 +154,14 @@ def pointed(pointer: Path) -> Path | None:
     return aside if aside.is_dir() and not named.is_dir() else named
 
 
-def newest(folder: Path) -> Path | None:
-    """The newest checkpoint without a fault; damaged ones that should have been it are named on stderr."""
+def newest(folder: Path, files: Collection[str] | None = None) -> Path | None:
+    """The newest checkpoint without a `fault`; damaged ones that should have been it are named on stderr."""
     found = whole(folder)
     last = pointed(folder / LATEST)
     faults = [(last, "it is not whole")] if last is not None and last not in found else []
     taken = None
     for path in found:
-        if (told := fault(path)) is None:
+        if (told := fault(path, files)) is None:
             taken = path
             break
         faults.append((path, told))
@@ -169,13 +171,14 @@ def newest(folder: Path) -> Path | None:
     return taken
 
 
-def find(folder: Path, resume: str | None) -> Path | None:
+def find(folder: Path, resume: str | None, files: Collection[str] | None = None) -> Path | None:
     """The checkpoint to go on from.
 
     Args:
         folder: LOGS/NAME/checkpoints; it need not be there.
         resume: 'latest' (there must be one), 'auto' (if there is one), the path of a checkpoint, of a file `latest` or
             `best`, or of a run's folder (its newest), or None.
+        files: those that will be read, and so have to be without a fault; all unless given.
 
     Raises:
         SettingsError: there is none, or the one that is named is not whole or damaged.
@@ -183,8 +186,8 @@ def find(folder: Path, resume: str | None) -> Path | None:
     if resume is None:
         return None
     if resume not in ("latest", "auto"):
-        return _named(Path(resume))
-    taken = newest(folder)
+        return _named(Path(resume), files)
+    taken = newest(folder, files)
     if taken is None and resume == "latest":
         raise SettingsError(f"--resume latest: no whole checkpoint in {folder}; --resume auto starts without one")
     if taken is None and (damaged := candidates(folder)):
@@ -195,19 +198,21 @@ def find(folder: Path, resume: str | None) -> Path | None:
     return taken
 
 
-def _named(path: Path) -> Path:
+def _named(path: Path, files: Collection[str] | None) -> Path:
     """As `find`, of a path."""
     given = path
     if path.is_file():
         path = pointed(path) or path
     if NAME.fullmatch(path.name) or marker_of(path) is not None:
-        told = fault(path)
+        told = fault(path, files)
         if told is None:
             return path
         if marker_of(path) is not None:
             raise SettingsError(f"--resume {given}: the checkpoint {path} is damaged: {told}")
-    elif path.is_dir() and (found := newest(path / "checkpoints" if (path / "checkpoints").is_dir() else path)):
-        return found
+    elif path.is_dir():
+        inner = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+        if (found := newest(inner, files)) is not None:
+            return found
     raise SettingsError(f"--resume {given}: no whole checkpoint there (a whole one has a file {MARKER})")
 
 

@@ -36,7 +36,7 @@ class Snapshot:
 
     def __init__(self, device: str, optimizer: torch.optim.Optimizer, *, kept: bool) -> None:
         self.files: dict[str, TensorFile] = {}
-        self._optimizer, self._kept = optimizer, kept
+        self._device, self._optimizer, self._kept = device, optimizer, kept
         self._stream: Any = None
         self._copied: list[Any] = []  # events: what is to be waited for
         if kept and device.startswith("cuda"):
@@ -50,7 +50,7 @@ class Snapshot:
             self._make_room(files)
         quiet = self._changed_by_steps_only() if self._stream is not None else frozenset()
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.no_grad():
             for name, tensors in files.items():
                 for key, tensor in tensors.items():
@@ -59,7 +59,7 @@ class Snapshot:
                         aside = whole is tensor and tensor.data_ptr() in quiet
                         self._copy(self.files[name].places[key], whole, aside=aside)
         if self._stream is not None:
-            self._copied = [self._stream.record_event(), torch.cuda.current_stream().record_event()]
+            self._copied = [self._stream.record_event(), torch.cuda.current_stream(self._device).record_event()]
 
     def wait(self) -> None:
         """Wait until everything is copied; from any thread."""
@@ -75,7 +75,7 @@ class Snapshot:
 
     def _make_room(self, files: Mapping[str, Tensors]) -> None:
         for name in [name for name in self.files if name not in files or not self.files[name].fits(files[name])]:
-            self.files.pop(name).close()
+            del self.files[name]
         for name, tensors in files.items():
             if name not in self.files:
                 self.files[name] = TensorFile(tensors, pin=self._stream is not None)
@@ -90,4 +90,4 @@ class Snapshot:
     def _hold_back(self) -> None:
         """Before the optimiser's update: let the GPU finish copying first. This thread goes on at once."""
         for event in self._copied:
-            torch.cuda.current_stream().wait_event(event)
+            torch.cuda.current_stream(self._device).wait_event(event)

@@ -9,6 +9,7 @@ The format: the header's length (8 bytes, little endian), the header (JSON: name
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import struct
@@ -40,7 +41,8 @@ class TensorFile:
 
     Args:
         tensors: what it has room for; their content is not taken. Sharded ones have their whole shape.
-        pin: whether a GPU may copy into it while it goes on computing; page-locked memory, if the system gives it.
+        pin: whether a GPU should copy into it while it goes on computing: page-locked memory, if the system gives any.
+            torch takes it in powers of two, so up to twice what is needed.
 
     Attributes:
         places: name -> a tensor in the file's body, to be filled.
@@ -56,8 +58,7 @@ class TensorFile:
             dtype, shape = self._layout[name]
             start, end = end, end + math.prod(shape) * dtype.itemsize
             self._offsets[name] = (start, end)
-        self._body = torch.empty(end, dtype=torch.uint8)
-        self._pinned = pin and _pin(self._body)
+        self._body = _memory(end, pin)
         self.places = {name: self._place(name) for name in order}
 
     def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -77,12 +78,6 @@ class TensorFile:
     def nbytes(self) -> int:
         """Bytes of the body."""
         return self._body.numel()
-
-    def close(self) -> None:
-        """Give page-locked memory back; the file cannot be filled any more."""
-        if self._pinned:
-            _runtime().cudaHostUnregister(self._body.data_ptr())
-        self.places.clear()
 
     def _place(self, name: str) -> torch.Tensor:
         dtype, shape = self._layout[name]
@@ -111,11 +106,8 @@ def _layout(tensors: Mapping[str, torch.Tensor]) -> _Layout:
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def _pin(memory: torch.Tensor) -> bool:
-    """Page-lock memory. torch's own pinned memory is given in powers of two: up to twice what is asked for."""
-    return memory.numel() > 0 and int(_runtime().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
-
-
-def _runtime() -> Any:
-    cudart: Any = torch.cuda.cudart  # untyped in torch
-    return cudart()
+def _memory(size: int, pin: bool) -> torch.Tensor:
+    if pin:
+        with contextlib.suppress(RuntimeError):  # there is not as much
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(size, dtype=torch.uint8)

@@ -1,0 +1,134 @@
+"""What a save takes from training: wall time and CPU-seconds, as a share of one step.
+
+    python benchmarks/saving.py --model ViT-S-32-alt --batch 64
+
+Rounds of steps take turns: in one a checkpoint is saved after the first step, in the other none is. A round has as
+many steps as it takes until the save is on the disk, so what its thread takes from the steps is counted; so is the
+removal of the checkpoint before. A save's cost is the difference between the means of the rounds with and without,
+over a step's mean. The call is the part in which training stands still: the copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clipstream.batch import Batch
+from clipstream.model.losses import ClipLoss
+from clipstream.model.settings import ClipLossSettings, ModelSettings
+from clipstream.model.towers import Towers, build_towers
+from clipstream.training.optim import build_optimizer
+from clipstream.training.saving import Saver
+from clipstream.training.settings import CheckpointSettings, OptimSettings
+from clipstream.training.step import TrainStep
+from clipstream.world import World
+
+
+def batch_of(towers: Towers, size: int, step: int) -> Batch:
+    """Noise in the model's shapes."""
+    height, width = towers.image.size
+    pixels = torch.randint(0, 256, (size, 3, height, width), dtype=torch.uint8)
+    ids = torch.randint(1, towers.vocab_size, (size, towers.context_length), dtype=torch.int32)
+    keys = tuple(map(str, range(size)))
+    return Batch(pixels, ids, torch.ones(size), keys, torch.zeros(size), step=step, global_size=size)
+
+
+class Training:
+    """A model in training, and what saves it."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.world = World(device=args.device)
+        towers = build_towers(ModelSettings.model_validate({"name": args.model}), seed=0).to(args.device)
+        towers.train()
+        optimizer = build_optimizer(towers, OptimSettings(), batch_norm=towers.has_batch_norm)
+        self.step = TrainStep(
+            towers, ClipLoss(ClipLossSettings()), optimizer, self.world, precision=args.precision,
+            micro_batch_size=args.micro_batch,
+        )  # fmt: skip
+        self.saver = Saver(folder, self.world, CheckpointSettings(keep_last=1), towers=towers, optimizer=optimizer)
+        self.batch = batch_of(towers, args.batch, 0)
+        self.parameters, self.saves = towers.n_parameters, 0
+
+    def take(self) -> None:
+        """A step, to its end."""
+        self.step(self.batch, lr=1e-5)
+        if self.world.device.startswith("cuda"):
+            torch.cuda.synchronize()
+
+    def save(self) -> float:
+        """Begin a save; the seconds that training stood still."""
+        began = time.perf_counter()
+        self.saves += 1
+        self.saver.save(self.saves, {"samples": self.saves})
+        return time.perf_counter() - began
+
+    def round(self, steps: int, save: bool) -> tuple[float, float, float]:
+        """Wall time and CPU-seconds of some steps, and of that the call, with or without a save after the first."""
+        began, cpu, call = time.perf_counter(), time.process_time(), 0.0
+        for number in range(steps):
+            self.take()
+            if save and number == 0:
+                call = self.save()
+        self.saver.finish()
+        return time.perf_counter() - began, time.process_time() - cpu, call
+
+
+def steps_of_a_round(training: Training) -> int:
+    """As many as a save takes on the disk, and one more."""
+    training.take()
+    began = time.perf_counter()
+    training.take()
+    step = time.perf_counter() - began
+    for _ in range(2):  # the first asks for memory
+        training.save()
+        began = time.perf_counter()
+        training.saver.finish()
+        written = time.perf_counter() - began
+    return 2 + int(written / step)
+
+
+def measure(args: argparse.Namespace, folder: Path) -> None:
+    """Print the table."""
+    training = Training(args, folder)
+    steps = steps_of_a_round(training)
+    rounds: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
+    for number in range(args.rounds):
+        for save in (False, True) if number % 2 else (True, False):
+            rounds[save].append(training.round(steps, save))
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    print(f"{args.model}, {training.parameters / 1e6:.0f} M parameters, batch {args.batch}, {args.precision}, "
+          f"{size / 1e6:.0f} MB a checkpoint, {args.rounds} rounds of {steps} steps each")  # fmt: skip
+    for place, name in enumerate(("wall", "CPU")):
+        plain, saving = ([times[place] for times in rounds[save]] for save in (False, True))
+        step = statistics.mean(plain) / steps
+        differences = [b - a for a, b in zip(plain, saving, strict=True)]
+        cost = statistics.mean(differences)
+        error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else float("nan")
+        print(f"{name:<5} {step:7.3f} s a step, {cost:7.3f} ± {error:.3f} s a save: {cost / step:6.1%} of a step")
+    call = statistics.median(times[2] for times in rounds[True])
+    print(f"call  {call:7.3f} s")
+
+
+def main() -> None:
+    """Read the command line, and measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="configs/models/small.json")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--micro-batch", type=int, default=None)
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--folder", help="where checkpoints are written; a temporary one unless given")
+    args: Any = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        measure(args, Path(folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Owns what is learnt from frozen features: features and labels of two sources, and the vote of nearest neighbours.
+
+Features are those of zero-shot, of length 1, as CLIP_benchmark's linear probe takes them. Samples stay with the rank
+that encoded them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from clipstream.data.settings import SourceSettings
+from clipstream.evals.context import EvalContext
+from clipstream.evals.labels import Labelling, figures
+from clipstream.evals.protocol import source_of
+from clipstream.evals.settings import FrozenSettings, NeighboursSettings
+from clipstream.world import World
+
+BLOCK = 4096  # pictures to learn from that are compared with at once, over all ranks
+ROWS = 1024  # pictures that are classified at once
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """This rank's part of a source.
+
+    Attributes:
+        features: float32 [n, D], rows of length 1.
+        labels: int64 [n].
+    """
+
+    features: torch.Tensor
+    labels: torch.Tensor
+
+
+def labelled(
+    context: EvalContext, source: SourceSettings, labelling: Labelling, batch_size: int, key: str = "data"
+) -> Labelled:
+    """Encode the pictures of a source. Collective.
+
+    Raises:
+        DataError: no rank has a usable picture, or a label is no class.
+    """
+    features, labels = [], [torch.zeros(0, dtype=torch.int64)]
+    for batch in labelling.batches(context, source, batch_size, key):
+        assert batch.pixels is not None, "an evaluation source gives pixels"
+        features.append(context.encode_image(batch.pixels))
+        labels.append(batch.ids[:, 0].long())
+    width = max(context.world.gather_objects(features[0].shape[1] if features else 0))
+    if width == 0:
+        raise context.unusable("picture with a label")
+    nothing = torch.zeros((0, width), device=context.world.device)
+    return Labelled(torch.cat([nothing, *features]), torch.cat(labels).to(nothing.device))
+
+
+def count_classes(labelling: Labelling, world: World, *parts: Labelled) -> int:
+    """How many classes there are: those that have names, or those up to the highest number. Collective."""
+    if labelling.classes is not None:
+        return len(labelling.classes)
+    highest = max((int(part.labels.max()) for part in parts if len(part.labels)), default=0)
+    return 1 + max(map(int, world.gather_objects(highest)))
+
+
+def measure(scores: torch.Tensor, labels: torch.Tensor, classes: int) -> torch.Tensor:
+    """top1, top5 and n by class, float64 [C, 3], of scores [n, C]; of equal ones, the lower class comes first.
+
+    A class whose score is 0 or less than any number (-inf) was not voted for, and is no answer.
+    """
+    values, found = scores.sort(dim=1, descending=True, stable=True)
+    right = (found == labels[:, None]) & (values > -torch.inf)
+    hits = torch.stack([right[:, :1].any(dim=1), right[:, :5].any(dim=1), torch.ones_like(labels, dtype=torch.bool)], 1)
+    tally = torch.zeros((classes, 3), dtype=torch.float64, device=scores.device)
+    return tally.index_add_(0, labels, hits.double())
+
+
+class Frozen:
+    """What evaluators of frozen features have in common: two sources, labels, figures.
+
+    Raises:
+        SettingsError: no data are set, or a file of names is not there or wrong.
+    """
+
+    def __init__(self, settings: FrozenSettings) -> None:
+        self.batch_size, self.train, self.test = settings.batch_size, settings.train, source_of(settings)
+        self.labelling = Labelling.of(settings)
+
+    def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
+        """Yields top1, top5, mean_per_class_recall, n, chance and n_train.
+
+        Raises:
+            DataError: no usable picture in one of the sources, or a label outside the classes.
+        """
+        train = labelled(context, self.train, self.labelling, self.batch_size, "train")
+        test = labelled(context, self.test, self.labelling, self.batch_size)
+        classes = count_classes(self.labelling, context.world, train, test)
+        tally = self.tally(train, test, classes, context.world)
+        yield from figures(context.world.all_reduce_sum(tally))
+        yield "n_train", sum(context.world.gather_objects(len(train.labels)))
+
+    def tally(self, train: Labelled, test: Labelled, classes: int, world: World) -> torch.Tensor:
+        """top1, top5 and n by class, float64 [C, 3], of this rank's part of the test. Collective."""
+        raise NotImplementedError
+
+
+class Neighbours(Frozen):
+    """The vote of the k nearest pictures to learn from (k-NN): scikit-learn's KNeighborsClassifier, by cosine.
+
+    With votes by softmax a neighbour's counts exp(cosine / temperature), as in DINO (arXiv:2104.14294, appendix).
+    """
+
+    def __init__(self, settings: NeighboursSettings) -> None:
+        super().__init__(settings)
+        self.k, self.votes, self.temperature = settings.k, settings.votes, settings.temperature
+
+    def tally(self, train: Labelled, test: Labelled, classes: int, world: World) -> torch.Tensor:
+        """See Frozen."""
+        near, labels = nearest(train, test.features, self.k, world)
+        weights = torch.ones_like(near) if self.votes == "uniform" else ((near - 1) / self.temperature).exp()
+        tally = torch.zeros((classes, 3), dtype=torch.float64, device=near.device)
+        for start in range(0, len(near), ROWS):
+            some = slice(start, start + ROWS)
+            votes = near.new_zeros((len(near[some]), classes)).scatter_add_(1, labels[some], weights[some])
+            tally += measure(votes.masked_fill(votes == 0, -torch.inf), test.labels[some], classes)
+        return tally
+
+
+def nearest(train: Labelled, queries: torch.Tensor, k: int, world: World) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines, float64 [n, k], and labels, int64 [n, k], of the k nearest of all ranks' samples; fewer where there are
+    fewer. Collective.
+    """
+    values = torch.full((len(queries), 0), -torch.inf, dtype=torch.float64, device=queries.device)
+    labels = torch.zeros((len(queries), 0), dtype=torch.int64, device=queries.device)
+    counts = world.gather_objects(len(train.labels))
+    share = -(-BLOCK // world.size)
+    for start in range(0, max(counts), share):
+        held = [max(0, min(count - start, share)) for count in counts]
+        some = slice(start, start + share)
+        block, of_block = world.gather_rows(train.features[some], held), world.gather_rows(train.labels[some], held)
+        parts = [_best(values[i], labels[i], queries[i], block, of_block, k) for i in _rows(len(queries))]
+        values, labels = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    return values, labels
+
+
+def _best(
+    values: torch.Tensor, labels: torch.Tensor, queries: torch.Tensor, block: torch.Tensor, of: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best k of those so far and a block's."""
+    scores = torch.cat([values, queries.double() @ block.double().T], dim=1)
+    candidates = torch.cat([labels, of.expand(len(queries), -1)], dim=1)
+    best = scores.topk(min(k, scores.shape[1]), dim=1)
+    return best.values, candidates.gather(1, best.indices)
+
+
+def _rows(count: int) -> Iterator[slice]:
+    for start in range(0, max(1, count), ROWS):
+        yield slice(start, start + ROWS)

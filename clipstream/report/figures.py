@@ -1,0 +1,118 @@
+"""Owns the files of evaluations that can be traced: each figure with its model, weights, data, settings and versions.
+
+`evaluations.jsonl` holds an evaluation a line, and a file named `.csv` a figure a line. Lines are only added, but for
+those that a resumed run writes anew. metrics.jsonl has the same figures without all that.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from clipstream import durable
+from clipstream.data.shards import redact
+from clipstream.report.sinks import JsonLines, Record, json_line, lines
+from clipstream.versions import versions
+
+FIGURES_FILE = "evaluations.jsonl"
+TABLE_FILE = "evaluations.csv"
+NO_METRIC = ("step", "eval", "error")
+TABLE = (
+    "step", "eval", "metric", "value", "run", "checkpoint", "model", "pretrained", "weights", "shards", "samples",
+    "pictures", "pairs", "precision", "ranks", "time", "clipstream", "torch", "open_clip_torch", "settings",
+)  # fmt: skip
+
+
+def traced(record: Record, about: Record, subject: Record) -> dict[str, Any]:
+    """An evaluation with all that says where its figures come from.
+
+    Args:
+        record: step, eval and metrics.
+        about: what EvalRunner tells: weights, data, settings, precision, ranks.
+        subject: what was evaluated: run, model, checkpoint, as far as there is one.
+    """
+    return {
+        **record,
+        **subject,
+        **about,
+        "settings": _without_credentials(about["settings"]),
+        "metrics": [name for name in record if name not in NO_METRIC],
+        "time": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        "versions": versions(),
+    }
+
+
+def add(path: Path, *evaluations: Record) -> None:
+    """Add traced evaluations to a file: to one called `.csv` a line a figure, to any other a JSON line each.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8", newline="") as file:
+        if path.suffix.lower() != ".csv":
+            file.write("".join(map(json_line, evaluations)))
+            return
+        if file.tell() == 0:
+            file.write(_row(dict(zip(TABLE, TABLE, strict=True))))
+        file.write("".join(_row(row) for one in evaluations for row in _figures(one)))
+
+
+class FiguresFile:
+    """FOLDER/evaluations.jsonl and evaluations.csv of a run that trains.
+
+    Args:
+        folder: the run's.
+        resume_step: the checkpoint's step of a resumed run: its later evaluations are cut off, but not those of
+            `clipstream evaluate`. None starts anew.
+        ended: whether that step is the run's last, after which it evaluates again.
+    """
+
+    def __init__(self, folder: Path, resume_step: int | None = None, *, ended: bool = False) -> None:
+        self._path, self._table = folder / FIGURES_FILE, folder / TABLE_FILE
+        JsonLines(self._path, resume_step, ended=ended, keep=lambda record: "checkpoint" in record)
+        if self._path.exists():  # the table once more, of what is kept
+            self._table.unlink(missing_ok=True)
+            add(self._table, *(record for _, record in lines(self._path)))
+            durable.flush(self._table)
+
+    def add(self, evaluation: Record) -> None:
+        """Add a traced evaluation to both."""
+        for path in (self._path, self._table):
+            add(path, evaluation)
+
+
+def _figures(one: Record) -> list[dict[str, Any]]:
+    """A row for each metric of a traced evaluation."""
+    data, model, packages = one.get("data", []), one.get("model", {}), one.get("versions", {})
+    rest = {
+        **{key: one.get(key) for key in ("step", "eval", "run", "checkpoint", "weights", "precision", "ranks", "time")},
+        "model": model.get("name"),
+        "pretrained": model.get("pretrained"),
+        **{key: " + ".join(str(part[key]) for part in data) for key in ("shards", "samples", "pictures", "pairs")},
+        **{package: packages.get(package) for package in ("clipstream", "torch", "open_clip_torch")},
+        "settings": json.dumps(one.get("settings")),
+    }
+    return [{**rest, "metric": name, "value": one[name]} for name in one.get("metrics", [])]
+
+
+def _row(values: Mapping[str, Any]) -> str:
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerow([values.get(name) for name in TABLE])
+    return out.getvalue()
+
+
+def _without_credentials(tree: Any) -> Any:
+    """Settings whose shards are shown as in messages."""
+    if isinstance(tree, dict):
+        return {key: _shown(value) if key == "shards" else _without_credentials(value) for key, value in tree.items()}
+    return tree
+
+
+def _shown(shards: Any) -> Any:
+    return [redact(spec) for spec in shards] if isinstance(shards, list) else redact(shards)

@@ -1,0 +1,156 @@
+"""Data sets in CLIP_benchmark's layout for tests, and its figures: its own code where it is installed, or else a copy
+of its formulas (clip-benchmark 1.6.2, metrics/zeroshot_classification.py, zeroshot_retrieval.py); never used by the
+package.
+
+    pip install --no-deps clip-benchmark     # its needs take over 100 MB; these tests use tqdm and scikit-learn
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from tests.tars import write_tar
+
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # of the package dataset-fashion-mnist
+CLASSES = ["t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"]
+TEMPLATES = ["a photo of a {c}.", "{c}", "the {c} of a shop"]
+Samples = list[tuple[Image.Image, int]]
+
+
+def fashion(count: int, split: str = "t10k") -> Samples:
+    """The first pictures of Fashion-MNIST with their classes; drawn ones of as many classes where it is not there."""
+    if not DEBIAN.is_dir():
+        return _drawn(count, 0 if split == "t10k" else count)
+    pictures = gzip.decompress((DEBIAN / f"{split}-images-idx3-ubyte.gz").read_bytes())
+    labels = gzip.decompress((DEBIAN / f"{split}-labels-idx1-ubyte.gz").read_bytes())
+    planes = np.frombuffer(pictures, np.uint8, offset=16).reshape(-1, 28, 28)
+    classes = np.frombuffer(labels, np.uint8, offset=8)
+    return [(Image.fromarray(planes[i]).convert("RGB"), int(classes[i])) for i in range(count)]
+
+
+def _drawn(count: int, start: int) -> Samples:
+    found = []
+    for i in range(start, start + count):
+        draw = np.random.default_rng(i)
+        plane = draw.integers(0, 90, (28, 28, 3), dtype=np.uint8)
+        plane[2 * (i % 10) : 2 * (i % 10) + 8, 4:24, i % 3] += 120
+        found.append((Image.fromarray(plane), i % 10))
+    return found
+
+
+def write_benchmark(
+    root: Path, samples: Sequence[tuple[Image.Image, Any]], *, kind: str = "", split: str = "test", shards: int = 3
+) -> Path:
+    """Write a set: of classes (int), of several labels (0 and 1 for each class), or of captions (a list of texts)."""
+    for shard in range(shards):
+        write_tar(root / split / f"{shard}.tar", [_members(i, *samples[i]) for i in range(shard, len(samples), shards)])
+    (root / split / "nshards.txt").write_text(f"{shards}\n")
+    if kind:
+        (root / "dataset_type.txt").write_text(f"{kind}\n")
+    if kind != "retrieval":
+        (root / "classnames.txt").write_text("\n".join(CLASSES) + "\n")
+        (root / "zeroshot_classification_templates.txt").write_text("\n".join(TEMPLATES) + "\n")
+    return root
+
+
+def _members(number: int, picture: Image.Image, target: Any) -> dict[str, Any]:
+    kind = ("webp", "png")[number % 2]
+    out = io.BytesIO()
+    picture.save(out, kind, lossless=True)
+    sample = {"__key__": f"s{number:07d}", kind: out.getvalue()}
+    if isinstance(target, int):
+        return {**sample, "cls": str(target)}
+    if isinstance(target, np.ndarray):
+        labels = io.BytesIO()
+        np.save(labels, target)
+        return {**sample, "npy": labels.getvalue()}
+    return {**sample, "txt": "\n".join(target)}
+
+
+class _Loader(list[Any]):
+    """Batches with what clip-benchmark asks of a data loader."""
+
+    class dataset:
+        classes = CLASSES
+
+
+def batches(samples: Sequence[tuple[Image.Image, Any]], transform: Callable[[Image.Image], torch.Tensor]) -> _Loader:
+    """Pictures and targets in batches of 64, as its collate functions make them."""
+    loader = _Loader()
+    for start in range(0, len(samples), 64):
+        some = samples[start : start + 64]
+        targets: Any = [target for _, target in some]
+        if not isinstance(targets[0], list):
+            targets = torch.from_numpy(np.array(targets))
+        loader.append((torch.stack([transform(picture) for picture, _ in some]), targets))
+    return loader
+
+
+def zero_shot(clip: Any, loader: _Loader, tokenize: Callable[[list[str]], torch.Tensor]) -> dict[str, float]:
+    """acc1, acc5 and mean_per_class_recall, or mean_average_precision."""
+    try:
+        from clip_benchmark.metrics.zeroshot_classification import evaluate
+
+        found: dict[str, float] = evaluate(clip, loader, tokenize, CLASSES, TEMPLATES, "cpu", amp=False)
+    except (ImportError, TypeError):  # its accuracy() makes a float of an array, which numpy 2.4 refuses
+        return _zero_shot(clip, loader, tokenize)
+    return found
+
+
+def retrieval(clip: Any, loader: _Loader, tokenize: Callable[[list[str]], torch.Tensor]) -> dict[str, float]:
+    """image_retrieval_recall@k and text_retrieval_recall@k."""
+    try:
+        from clip_benchmark.metrics.zeroshot_retrieval import evaluate
+    except ImportError:
+        return _retrieval(clip, loader, tokenize)
+    found: dict[str, float] = evaluate(clip, loader, tokenize, "cpu", amp=False, recall_k_list=[1, 5, 10])
+    return found
+
+
+def _zero_shot(clip: Any, loader: _Loader, tokenize: Callable[[list[str]], torch.Tensor]) -> dict[str, float]:
+    unit = torch.nn.functional.normalize
+    with torch.no_grad():
+        rows = [
+            unit(clip.encode_text(tokenize([t.format(c=c) for t in TEMPLATES])), dim=-1).mean(dim=0) for c in CLASSES
+        ]
+        classifier = unit(torch.stack(rows), dim=1)
+        logits = torch.cat([unit(clip.encode_image(pixels), dim=-1) @ classifier.T for pixels, _ in loader])
+    targets = torch.cat([target for _, target in loader])
+    if targets.ndim == 2:
+        found = []
+        for scores, truth in zip(logits.T, targets.T, strict=True):
+            right = truth[scores.argsort(descending=True)]
+            precision = right.cumsum(0) / torch.arange(1, len(right) + 1)
+            found.append(float(precision[right.bool()].sum() / max(float(right.sum()), 1)))
+        return {"mean_average_precision": float(np.mean(found))}
+    order = logits.argsort(dim=1, descending=True)
+    first = order[:, 0] == targets
+    return {
+        "acc1": float(first.double().mean()),
+        "acc5": float((order[:, :5] == targets[:, None]).any(dim=1).double().mean()),
+        "mean_per_class_recall": float(np.mean([first[targets == c].double().mean() for c in targets.unique()])),
+    }
+
+
+def _retrieval(clip: Any, loader: _Loader, tokenize: Callable[[list[str]], torch.Tensor]) -> dict[str, float]:
+    unit = torch.nn.functional.normalize
+    captions = [texts for _, targets in loader for texts in targets]
+    with torch.no_grad():
+        images = torch.cat([unit(clip.encode_image(pixels), dim=-1) for pixels, _ in loader])
+        texts = torch.cat([unit(clip.encode_text(tokenize(some)), dim=-1) for some in captions])
+    owners = torch.arange(len(captions)).repeat_interleave(torch.tensor([len(some) for some in captions]))
+    scores, right = texts @ images.T, owners[:, None] == torch.arange(len(images))
+    found = {}
+    for way, matrix, truth in (("image", scores, right), ("text", scores.T, right.T)):
+        for k in (1, 5, 10):
+            hit = truth.gather(1, matrix.topk(k, dim=1).indices).any(dim=1)
+            found[f"{way}_retrieval_recall@{k}"] = float(hit.double().mean())
+    return found

@@ -1,0 +1,168 @@
+"""Figures equal to clip-benchmark's on Fashion-MNIST in its layout, on 1, 2 and 3 ranks; the layout as a source."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+
+from clipstream.data.benchmark import of_source
+from clipstream.data.shards import expand
+from clipstream.errors import SettingsError
+from clipstream.evals.protocol import EvalContext
+from clipstream.evals.retrieval import Retrieval
+from clipstream.evals.settings import EvalSettings, RetrievalSettings, ZeroShotSettings
+from clipstream.evals.zero_shot import ZeroShot
+from clipstream.model.settings import ModelSettings
+from clipstream.model.towers import Towers, build_towers
+from clipstream.world import World
+from tests.clipbenchmark import CLASSES, TEMPLATES, batches, fashion, retrieval, write_benchmark, zero_shot
+from tests.evaluating import CONFIG
+from tests.hubserver import serve
+from tests.pictures import ByteTokenizer
+from tests.ranks import run_ranks
+
+COUNT = int(os.environ.get("COUNT", 300))
+CAPTIONS = ("{i:03d} {c}", "{c:.4} {i:03d}", "no {i:03d} {c}", "{i:03d}: a {c}")
+BUILT: dict[str, Any] = {"zero_shot": ZeroShot, "retrieval": Retrieval}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model that open_clip loads, too, whose features differ by far more than float32 rounds."""
+    folder = tmp_path_factory.mktemp("model")
+    config = folder / "tiny.json"
+    # The last place of a text sees all of it; where the largest id is, as CLIP pools, most of these bytes would be cut.
+    config.write_text(json.dumps({**CONFIG, "text_cfg": {**CONFIG["text_cfg"], "pool_type": "last"}}))  # type: ignore[dict-item]
+    build_towers(ModelSettings(name=str(config)), seed=4).save_pretrained(folder / "saved")
+    return folder / "saved"
+
+
+@lru_cache
+def loaded(model: str) -> Towers:
+    return build_towers(ModelSettings(name=f"local-dir:{model}"), seed=0)
+
+
+def evaluate(world: World, model: str, roots: dict[str, str]) -> dict[str, dict[str, float]]:
+    """What our evaluators say of each set."""
+    towers, found = loaded(model), {}
+    for kind, root in roots.items():
+        name = "retrieval" if kind == "retrieval" else "zero_shot"
+        section = EvalSettings.model_validate({"type": name, "data": {"shards": f"benchmark:{root}"}, "batch_size": 64})
+        found[kind] = dict(BUILT[name](section)(EvalContext(towers, ByteTokenizer(), world, towers.image)))
+    return found
+
+
+def by_clip_benchmark(model: Path, samples: Any, of: Any) -> dict[str, float]:
+    """With open_clip's model and its transform."""
+    clip, _, transform = open_clip.create_model_and_transforms(f"local-dir:{model}")
+
+    def tokenize(texts: list[str]) -> torch.Tensor:
+        return torch.from_numpy(ByteTokenizer().encode(texts)).long()
+
+    found: dict[str, float] = of(clip.eval(), batches(samples, transform), tokenize)
+    return found
+
+
+def several(number: int, label: int) -> np.ndarray[Any, Any]:
+    """A picture's class, and others; one class is nobody's."""
+    labels = np.zeros(len(CLASSES), dtype=np.int64)
+    labels[[label, number % 7, (number * number) % 9]] = 1
+    labels[3] = 0
+    return labels
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[dict[str, str], dict[str, dict[str, float]]]:
+    """A set of each kind, and what clip-benchmark says of it."""
+    pictures = fashion(COUNT)
+    samples: dict[str, Any] = {
+        "": pictures,
+        "multilabel": [(picture, several(i, label)) for i, (picture, label) in enumerate(pictures)],
+        "retrieval": [
+            (picture, [CAPTIONS[k].format(i=i, c=CLASSES[label]) for k in range(1 + i % 4)])
+            for i, (picture, label) in enumerate(pictures)
+        ],
+    }
+    folder = tmp_path_factory.mktemp("sets")
+    roots = {kind: str(write_benchmark(folder / f"set_{kind}", some, kind=kind)) for kind, some in samples.items()}
+    of = {"": zero_shot, "multilabel": zero_shot, "retrieval": retrieval}
+    return roots, {kind: by_clip_benchmark(model, some, of[kind]) for kind, some in samples.items()}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_equal_to_clip_benchmark_on_any_number_of_ranks(model: Path, sets: Any, size: int) -> None:
+    roots, expected = sets
+    for found in run_ranks(size, evaluate, str(model), roots):
+        one, several, captions = (found[kind] for kind in ("", "multilabel", "retrieval"))
+        assert one["n"] == several["n"] == captions["n"] == COUNT and one["chance"] == 0.1
+        for ours, theirs in (("top1", "acc1"), ("top5", "acc5"), ("mean_per_class_recall",) * 2):
+            assert one[ours] == pytest.approx(expected[""][theirs], abs=1e-6)
+        assert several["mAP"] == pytest.approx(expected["multilabel"]["mean_average_precision"], abs=1e-6)
+        assert captions["captions"] == sum(1 + i % 4 for i in range(COUNT))
+        for k in (1, 5, 10):
+            theirs = [expected["retrieval"][f"{what}_retrieval_recall@{k}"] for what in ("image", "text")]
+            ours = [captions[f"{way}_R@{k}"] for way in ("text_to_image", "image_to_text")]
+            assert ours == pytest.approx(theirs, abs=1e-6)
+    assert one["top1"] < one["top5"] < 1 and one["top1"] != one["mean_per_class_recall"]
+    assert several["chance_mAP"] < several["mAP"] < 0.9
+    assert captions["image_to_text_R@1"] < captions["image_to_text_R@10"] < 0.9
+
+
+def test_the_layout_over_http(tmp_path: Path) -> None:
+    write_benchmark(tmp_path / "org/set/main", fashion(7), shards=2)
+    write_benchmark(tmp_path / "org/set/main", fashion(3), split="train", shards=1)
+    with serve(tmp_path) as (address, _):
+        root = f"{address}/org/set/resolve/main"
+        assert expand(f"benchmark:{root}") == [f"{root}/test/{n}.tar" for n in (0, 1)]
+        assert expand(f"benchmark:{root}/#train") == [f"{root}/train/0.tar"]
+        found = of_source([f"benchmark:{root}"])
+        assert found is not None
+        assert (found.classes, found.templates, found.kind) == (CLASSES, TEMPLATES, "classification")
+        towers = loaded_tiny()
+        settings = ZeroShotSettings.model_validate({"data": {"shards": f"benchmark:{root}"}})
+        assert dict(ZeroShot(settings)(EvalContext(towers, ByteTokenizer(), World(), towers.image)))["n"] == 7
+
+
+def loaded_tiny() -> Towers:
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder, "tiny.json")
+        config.write_text(json.dumps(CONFIG))
+        return build_towers(ModelSettings(name=str(config)), seed=0)
+
+
+def test_a_page_of_the_hub_stands_for_its_files() -> None:
+    for page in ("https://huggingface.co/datasets/a/b", "https://huggingface.co/datasets/a/b/tree/main/"):
+        found = of_source(f"benchmark:{page}")
+        assert found is not None and found.root == "https://huggingface.co/datasets/a/b/resolve/main"
+
+
+def test_what_is_no_benchmark_is_told(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"test/nshards\.txt is not there; CLIP_benchmark's layout is ROOT/test"):
+        expand(f"benchmark:{tmp_path}")
+    (tmp_path / "odd" / "test").mkdir(parents=True)
+    (tmp_path / "odd" / "test" / "nshards.txt").write_text("two")
+    with pytest.raises(SettingsError, match="holds 'two', and not how many tars there are"):
+        expand(f"benchmark:{tmp_path}/odd")
+    with pytest.raises(SettingsError, match="names no data set: write benchmark:ROOT"):
+        expand("benchmark:")
+    assert of_source("a.tar") is None and of_source(["benchmark:a", "b.tar"]) is None
+
+
+def test_settings_go_before_the_benchmarks_own(tmp_path: Path) -> None:
+    root = write_benchmark(tmp_path, fashion(4))
+    made = ZeroShot(ZeroShotSettings.model_validate({"data": {"shards": f"benchmark:{root}"}}))
+    assert made.classes == CLASSES and [t("x") for t in made.templates] == [t.format(c="x") for t in TEMPLATES]
+    told = {"data": {"shards": f"benchmark:{root}"}, "classes": ["a", "b"], "templates": ["{}!"], "label": "json:n"}
+    other = ZeroShot(ZeroShotSettings.model_validate(told))
+    assert (other.classes, other.templates[0]("x"), other.labelling.label) == (["a", "b"], "x!", "json:n")
+    (tmp_path / "dataset_type.txt").write_text("retrieval")
+    assert Retrieval(RetrievalSettings.model_validate({"data": {"shards": f"benchmark:{root}#test"}})).all is False
