@@ -97,6 +97,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             place.version = min(place.version + 1, len(place.versions) - 1)
         self._answer(place, kind)
 
+    def do_HEAD(self) -> None:
+        """What a GET of the present version would begin with."""
+        self._head(self.site.places[self.path], "whole")
+
     def _answer(self, place: Place, kind: str) -> None:
         draws = place.draws
         if kind.isdigit():

@@ -26,7 +26,7 @@ ZERO = bytes(BLOCK)
 ADLER = 65521
 BEHIND_ALL = "\0.end"  # a name with a key that no sample has: what lies before it is whole
 MAX_EXTRA = 1 << 20  # bytes of a PAX or long-name header; a larger one is damage
-MAX_GAP = 1 << 16  # bytes between wanted members that are read along rather than sought over
+TOGETHER = 1 << 13  # bytes within which a sample's members are read at once, and copied apart; else each by itself
 META = re.compile(r"__[^/]*__($|[./])")  # webdataset's own members, which are no samples
 
 
@@ -304,11 +304,11 @@ class Shard:
             found = {suffix: ref.members[suffix] for suffix in suffixes if suffix in ref.members}
         if not found:
             return {}
-        start, end, wanted = sys.maxsize, 0, 0
+        start, end = sys.maxsize, 0
         for offset, size in found.values():
-            start, end, wanted = min(start, offset), max(end, offset + size), wanted + size
-        # Members of a sample lie side by side: one read is cheaper than several, if it reads little for nothing.
-        if end - start - wanted > MAX_GAP:
+            start, end = min(start, offset), max(end, offset + size)
+        # Members of a sample lie side by side. One call less is worth the copy of few bytes, and not that of a picture.
+        if end - start > TOGETHER:
             return {suffix: self._read(ref.key, offset, size) for suffix, (offset, size) in found.items()}
         block = self._read(ref.key, start, end - start)
         return {suffix: block[offset - start : offset - start + size] for suffix, (offset, size) in found.items()}
