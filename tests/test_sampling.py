@@ -53,14 +53,15 @@ def test_global_batches_are_the_same_for_every_layout(shards: list[str], mode: s
 def test_two_hundred_batches_are_the_same_from_four_ranks_to_two_to_one(
     shards: list[str], mode: str, owned: str
 ) -> None:
-    expected = digests(mixed(shards, mode, owned, 8), 1, 200)
+    expected = digests(mixed(shards, mode, owned, 8, global_batch_size=8), 1, 200)
     assert len(set(expected)) == 200
     for workers in (0, 1, 3, 8):
         found: list[str] = []
         state = None
         for ranks, steps in ((4, 70), (2, 65), (1, 65)):
             loaders = [
-                loader(mixed(shards, mode, owned, 8, workers=workers), rank, ranks, state) for rank in range(ranks)
+                loader(mixed(shards, mode, owned, 8, global_batch_size=8, workers=workers), rank, ranks, state)
+                for rank in range(ranks)
             ]
             found += [digest([next(one) for one in loaders]) for _ in range(steps)]
             state = merge_states([one.state() for one in loaders])
