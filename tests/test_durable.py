@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
+import random
+import zlib
 from pathlib import Path
 
 import pytest
 
 from clipstream import durable
+from clipstream.durable import BLOCK, CHUNK
+from tests.savers import damage, small_disk
 
 
 def test_it_replaces_what_is_there_and_leaves_no_draft(tmp_path: Path) -> None:
@@ -30,3 +35,28 @@ def test_what_was_there_stays_when_a_write_fails(tmp_path: Path) -> None:
     assert path.read_bytes() == b"old"
     with pytest.raises(FileNotFoundError):
         durable.replace(tmp_path / "gone" / "latest", b"new")
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK, CHUNK - 1, CHUNK, CHUNK + BLOCK, 2 * CHUNK + 1, 3 * CHUNK + BLOCK + 77])
+@pytest.mark.parametrize("ahead", [0, 5, BLOCK])
+def test_parts_large_and_small_become_one_file(size: int, ahead: int, tmp_path: Path) -> None:
+    """What is large goes past the system's cache where file and memory allow it, and is the same."""
+    draw = random.Random(size)
+    memory = mmap.mmap(-1, size + BLOCK)  # begins at a block
+    memory.write(draw.randbytes(size + BLOCK))
+    for shift in (0, 3):
+        parts = [b"a" * ahead, memoryview(memory)[shift : shift + size], b"", b"end"]
+        expected = b"".join(bytes(part) for part in parts)
+        written, told = durable.write(tmp_path / "file", parts)
+        assert (tmp_path / "file").read_bytes() == expected and written == len(expected)
+        assert told == durable.checksum(tmp_path / "file") == f"crc32:{zlib.crc32(expected):08x}"
+    damage(tmp_path / "file")
+    assert durable.checksum(tmp_path / "file") != told
+
+
+def test_a_disk_that_fills_up_says_so_at_the_end_of_it(tmp_path: Path) -> None:
+    with small_disk(tmp_path, "40m"):
+        data = mmap.mmap(-1, 41 << 20)
+        with pytest.raises(OSError) as caught:
+            durable.write(tmp_path / "file", [data])
+        assert durable.is_full(caught.value) and not durable.is_full(OSError(5, "broken"))

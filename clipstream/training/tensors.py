@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from clipstream.durable import BLOCK
+
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -32,7 +34,6 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-ALIGNMENT = 8  # bytes that the header's end is filled up to
 _Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
@@ -72,7 +73,7 @@ class TensorFile:
             dtype, shape = self._layout[name]
             header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % ALIGNMENT)
+        text += b" " * (-(len(text) + 8) % BLOCK)  # so that the body begins at a multiple
         return [struct.pack("<Q", len(text)) + text, self._body.numpy()]
 
     def nbytes(self) -> int:
@@ -107,7 +108,12 @@ def _layout(tensors: Mapping[str, torch.Tensor]) -> _Layout:
 
 
 def _memory(size: int, pin: bool) -> torch.Tensor:
+    """Bytes that begin at a multiple of a disk's blocks."""
+    memory = torch.empty(0, dtype=torch.uint8)
     if pin:
         with contextlib.suppress(RuntimeError):  # there is not as much
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    return torch.empty(size, dtype=torch.uint8)
+            memory = torch.empty(size + BLOCK, dtype=torch.uint8, pin_memory=True)
+    if not len(memory):
+        memory = torch.empty(size + BLOCK, dtype=torch.uint8)
+    begin = -memory.data_ptr() % BLOCK
+    return memory[begin : begin + size]
