@@ -109,6 +109,7 @@ class EvalRunner:
         asked = {kind for section in settings.values() for kind in section.kinds}
         self.weights = {kind: enter for kind, enter in (weights or {"trained": nullcontext}).items() if kind in asked}
         self.failures: list[Failure] = []
+        self._ran: set[tuple[int, str]] = set()  # (step, evaluation), of the last step with any
         self.evaluators = build_evaluators(settings)
         self.world = context.world
         context.world = self.agreeing = AgreeingWorld.of(context.world)
@@ -123,22 +124,23 @@ class EvalRunner:
         Every rank calls this. Users' own are left out: they may do with features what they like.
 
         Returns:
-            Of each that ran, the names of its metrics.
+            Of each that ran, as its evaluations are called, the names of its metrics.
 
         Raises:
             DataError, SettingsError: what the evaluator or its data raised.
         """
         self._have_room()
-        metrics = {}
+        metrics: dict[str, list[str]] = {}
         for name, evaluator in self.evaluators.items():
             if self.settings[name].type not in EvalSettings.builtin:
                 continue
             with _named(name):
-                metrics[name] = [metric for metric, _ in evaluator(Rehearsal.of(self.context, name))]
+                given = [metric for metric, _ in evaluator(Rehearsal.of(self.context, name))]
+            metrics |= {eval_name(name, kind): given for kind in self.settings[name].kinds}
         return metrics
 
     def __call__(self, step: int, last: bool = False) -> list[Record]:
-        """Run what is due; on every rank, at the same step.
+        """Run what is due; on every rank, at the same step. What ran at the last step already does not run again.
 
         Returns:
             A record an evaluation: step, eval (see `eval_name`), its metrics, dropped (samples that could not be used,
@@ -150,10 +152,13 @@ class EvalRunner:
         records = []
         for kind, weights in self.weights.items():
             names = [name for name in self.due(step, last) if kind in self.settings[name].kinds]
+            names = [name for name in names if (step, eval_name(name, kind)) not in self._ran]
             with weights() if names else nullcontext():
                 for name in names:
                     record = self._run(step, name, eval_name(name, kind))
                     records.append(record)
+                    self._ran = {(s, called) for s, called in self._ran if s == step and not last}
+                    self._ran |= set() if last else {(step, record["eval"])}
                     if self.context.world.is_main:
                         if self.show is not None and self.context.examples:
                             self.show(step, record["eval"], self.context.examples)
@@ -179,7 +184,7 @@ class EvalRunner:
         context.name, context.examples = name, []
         began, dropped = time.perf_counter(), context.dropped
         context.weights, context.readings = context.fingerprint(), []
-        metrics = self._metrics(name)
+        metrics = self.world.broadcast_object(self._metrics(name))  # a run's end must not hang on a rank's last digit
         dropped = sum(context.world.gather_objects(context.dropped - dropped))
         seconds = round(time.perf_counter() - began, 3)
         record = {"step": step, "eval": called, **metrics, "dropped": dropped, "seconds": seconds}

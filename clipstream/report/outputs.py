@@ -35,6 +35,7 @@ class Outputs:
         world: this rank; others than rank 0 write nothing.
         total: steps of the run.
         done: steps before this process, of a resumed run: what was written after them is cut off; None starts anew.
+        ended: whether the run had ended then: it evaluates again.
         subject: what trains, for the files of figures: run, model.
     """
 
@@ -46,6 +47,7 @@ class Outputs:
         *,
         total: int,
         done: int | None,
+        ended: bool = False,
         subject: Record | None = None,
     ) -> None:
         self._world, self._pictures, self._done, self._subject = world, settings.pictures, done or 0, subject or {}
@@ -54,7 +56,6 @@ class Outputs:
         self._full: set[str] = set()  # sinks that a full disk keeps from writing
         if not world.is_main:
             return
-        ended = done is not None and done >= total
         self._sinks.append(MetricsFile(folder, done, ended=ended))
         self._sinks += [QuarantineFile(folder, done), NonfiniteFile(folder, done)]
         self._figures = FiguresFile(folder, done, ended=ended)

@@ -11,7 +11,7 @@ from typing import Any
 
 from clipstream import __version__, durable
 from clipstream.report.charts import COLOURS, Chart, Series, short
-from clipstream.report.progress import chance_of, duration, is_share, milliseconds, percent
+from clipstream.report.progress import chance_of, duration, early_stop_line, is_share, milliseconds, percent
 from clipstream.report.reading import Points, Run, read_run
 from clipstream.report.sinks import Record
 
@@ -86,6 +86,7 @@ def render(runs: Sequence[Run]) -> str:
             short=short,
             percent=percent,
             milliseconds=milliseconds,
+            early_stop_line=early_stop_line,
         )
     )
 

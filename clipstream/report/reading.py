@@ -29,6 +29,7 @@ class Run:
         health: the newest counts of the data, by source.
         stages: what the data's stages took in the last training line's steps.
         starts: one for each process that began or resumed the run: step, time, versions, …
+        end: what the run said as it ended: step, total_steps, early_stop (see `EarlyStop.why`); empty before.
         rollbacks: returns to a checkpoint's weights: step, to, skipped.
         settings: the resolved settings, key -> value.
         pages: pictures.
@@ -40,6 +41,7 @@ class Run:
     health: dict[str, Any] = field(default_factory=dict)
     stages: dict[str, dict[str, float]] = field(default_factory=dict)
     starts: list[dict[str, Any]] = field(default_factory=list)
+    end: dict[str, Any] = field(default_factory=dict)
     rollbacks: list[dict[str, Any]] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
     pages: list[Page] = field(default_factory=list)
@@ -76,6 +78,9 @@ def _take(run: Run, record: dict[str, Any]) -> None:
     step = record.get("step", 0)
     if "start" in record:
         run.starts.append({"step": step, **record["start"]})
+        run.end = {}
+    elif "end" in record:
+        run.end = {"step": step, **record["end"]}
     elif "rollback" in record:
         run.rollbacks.append({"step": step, **record["rollback"]})
     elif "health" in record:

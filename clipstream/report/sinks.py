@@ -2,8 +2,9 @@
 
 A sink takes records: a training line (step, loss, …), what the data's stages took in it (step, stages), an evaluation
 (step, eval, metrics), the data's health (step, health), what could not be used (step, quarantine), a step that was left
-out (step, nonfinite) or a return to a checkpoint's weights (step, rollback). One process writes: rank 0. A run that is
-resumed at step s keeps what was written up to s and loses the rest, so that a file holds each step once.
+out (step, nonfinite), a return to a checkpoint's weights (step, rollback), the start of a process (step, start) or the
+end of the run (step, end). One process writes: rank 0. A run that is resumed at step s keeps what was written up to s
+and loses the rest, so that a file holds each step once.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ class TensorBoard:
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
     """The numbers of a record with their TensorBoard tags."""
-    if any(kind in record for kind in ("start", "quarantine", "nonfinite")):
+    if any(kind in record for kind in ("start", "end", "quarantine", "nonfinite")):
         return
     prefix = f"eval/{record['eval']}" if "eval" in record else "train"
     numbers = {key: value for key, value in record.items() if key not in ("step", "eval")}
