@@ -15,7 +15,14 @@ from clipstream.data.settings import JsonCaption, SourceSettings
 from clipstream.data.shards import expand, scheme_of
 from clipstream.errors import SettingsError
 from clipstream.evals.prompts import OF_OPEN_CLIP, class_names, class_spec, prompt_templates, template_spec
-from clipstream.evals.settings import EvalSettings, LabelledSettings, ZeroShotSettings, eval_name, sources_of
+from clipstream.evals.settings import (
+    EvalSettings,
+    LabelledSettings,
+    PromptedSettings,
+    ZeroShotSettings,
+    eval_name,
+    sources_of,
+)
 from clipstream.folder import holds_a_run
 from clipstream.schema import Path
 from clipstream.wording import joined, problem
@@ -139,6 +146,9 @@ def _data_problems(settings: Settings) -> Found:
         if evaluator.data is None and evaluator.type in EvalSettings.builtin:
             text = f"the evaluator has no data: give --evals.{name}.data.shards, or remove it with --evals.{name} null"
             found.append((("evals", name), text))
+        if isinstance(evaluator, PromptedSettings) and evaluator.prompts and not settings.log.pictures:
+            text = "log.pictures is 0, so nothing is shown: raise it, or leave the prompts out"
+            found.append((("evals", name, "prompts"), text))
         if isinstance(evaluator, LabelledSettings):
             found += _prompt_problems(name, evaluator)
     for path, source in read:

@@ -20,7 +20,7 @@ from clipstream.errors import ClipstreamError, DataError, SettingsError
 from clipstream.evals.agreement import AgreeingWorld, Failed, Failure, Torn
 from clipstream.evals.context import Encoder, EvalContext, Rehearsal, evaluating
 from clipstream.evals.settings import EvalSettings, Weights, eval_name
-from clipstream.example import Example
+from clipstream.example import Example, Table
 from clipstream.plugins import load_plugin
 from clipstream.training.passes import is_out_of_memory
 from clipstream.training.precision import same_randomness
@@ -84,7 +84,8 @@ class EvalRunner:
         settings: name -> settings of an evaluator.
         context: what they work with.
         emit: takes the record of each evaluation; called on rank 0 only.
-        show: called as show(step, name, examples) before that, where an evaluator has shown some; on rank 0 only.
+        show: called as show(step, name, examples, tables) before that, where an evaluator has shown some; on rank 0
+            only.
         weights: gives the context in which the towers have weights of this kind; entered where something is due.
         trace: called as trace(record, about) with what an evaluation was made with, so that its figures can be traced:
             weights, data, settings, precision, ranks; on rank 0 only.
@@ -100,7 +101,7 @@ class EvalRunner:
         settings: Mapping[str, EvalSettings],
         context: EvalContext,
         emit: Callable[[Record], None],
-        show: Callable[[int, str, Sequence[Example]], None] | None = None,
+        show: Callable[[int, str, Sequence[Example], Sequence[Table]], None] | None = None,
         weights: Mapping[Weights, Callable[[], AbstractContextManager[object]]] | None = None,
         trace: Callable[[Record, Record], None] | None = None,
     ) -> None:
@@ -160,8 +161,8 @@ class EvalRunner:
                     self._ran = {(s, called) for s, called in self._ran if s == step and not last}
                     self._ran |= set() if last else {(step, record["eval"])}
                     if self.context.world.is_main:
-                        if self.show is not None and self.context.examples:
-                            self.show(step, record["eval"], self.context.examples)
+                        if self.show is not None and (self.context.examples or self.context.tables):
+                            self.show(step, record["eval"], self.context.examples, self.context.tables)
                         self.emit(record)
         return records
 
@@ -181,7 +182,7 @@ class EvalRunner:
 
     def _run(self, step: int, name: str, called: str) -> Record:
         context = self.context
-        context.name, context.examples = name, []
+        context.name, context.examples, context.tables = name, [], []
         began, dropped = time.perf_counter(), context.dropped
         context.weights, context.readings = context.fingerprint(), []
         metrics = self.world.broadcast_object(self._metrics(name))  # a run's end must not hang on a rank's last digit

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clipstream import durable
-from clipstream.example import Example
+from clipstream.example import Example, Table
 from clipstream.report.album import Album, Shows
 from clipstream.report.figures import FiguresFile, traced
 from clipstream.report.page import Report
@@ -82,11 +82,11 @@ class Outputs:
         """Add an evaluation to the files of figures, with what it was made with; on rank 0 only."""
         self._figures.add(traced(record, about, self._subject))
 
-    def show(self, step: int, name: str, examples: Sequence[Example]) -> None:
-        """Keep examples in place of the name's earlier ones. What cannot be kept is told, and never ends a run."""
+    def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
+        """Keep these in place of the name's earlier ones. What cannot be kept is told, and never ends a run."""
         for shows in self._shows:
             try:
-                shows.show(step, name, examples)
+                shows.show(step, name, examples, tables)
             except Exception as error:
                 print(f"warning: the pictures of {name!r} could not be kept: {error}", file=sys.stderr, flush=True)
 

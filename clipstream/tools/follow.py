@@ -37,7 +37,7 @@ from clipstream.world import World
 if TYPE_CHECKING:
     from clipstream.evals.agreement import Failure
     from clipstream.evals.context import EvalContext
-    from clipstream.example import Example
+    from clipstream.example import Example, Table
 
 POLL = 2.0  # s between two looks at the run's folder
 OWN_FLAGS = {
@@ -244,11 +244,11 @@ class _Files:
         if self._board is not None:
             self._board.write(record)
 
-    def show(self, step: int, name: str, examples: Sequence[Example]) -> None:
+    def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table]) -> None:
         """Keep the pictures of an evaluation."""
         for shows in (self._album, self._board):
             if shows is not None:
-                shows.show(step, name, examples)
+                shows.show(step, name, examples, tables)
 
     def report(self) -> None:
         """Make the report of the run with what was found here."""
