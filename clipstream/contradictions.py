@@ -236,7 +236,10 @@ def _early_stop_problems(settings: Settings) -> Found:
     section, path = settings.train.early_stop, ("train", "early_stop")
     if section.watched is None:
         text = "of which metric? Give --train.early-stop.metric EVALUATOR/METRIC as well"
-        return [((*path, key), text) for key in sorted(section.model_fields_set - {"metric"})]
+        usual = type(section)()
+        return [
+            ((*path, key), text) for key in type(section).model_fields if getattr(section, key) != getattr(usual, key)
+        ]
     evals, called = _evaluations(settings), section.watched.evaluator
     if called not in evals:
         found.append(((*path, "metric"), _no_evaluator(called, evals)))

@@ -246,7 +246,7 @@ def test_two_ranks(run: Path) -> None:
 def test_a_failing_evaluator_is_told_and_gives_the_exit_code(run: Path, tmp_path: Path) -> None:
     tree = yaml.safe_load((run / "config.yaml").read_text())
     tree["evals"]["val"]["data"]["shards"] = str(tmp_path / "none.tar")
-    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    (run / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
     assert main(["--watch", str(run)]) == 3
     assert made(run) == [(step, name) for step in (2, 4, 6) for name in ("val", "kinds")]
     assert ["error" in one for one in figures(run)] == [True, False] * 3
