@@ -142,6 +142,7 @@ def test_each_is_evaluated_once_in_order(run: Path, capsys: pytest.CaptureFixtur
     assert "holds no" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_stop_ends_it_cleanly_and_the_same_command_goes_on(run: Path) -> None:
     (run / "metrics.jsonl").write_text("")
     process = follower(run)
@@ -160,14 +161,19 @@ def test_a_stop_ends_it_cleanly_and_the_same_command_goes_on(run: Path) -> None:
     assert made(run)[6:] == [(8, "val"), (8, "kinds")]
 
 
-def test_a_run_that_lies_still_and_a_second_follower(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_lies_still(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "metrics.jsonl").write_text(json.dumps(END) + "\n" + json.dumps({"step": 6, "start": {}}) + "\n")
     assert main(["--watch", str(run), "--idle", "1"]) == 75
     assert "nothing has changed in" in capsys.readouterr().err and len(made(run)) == 6
     assert main(["--watch", str(run.parent / "none"), "--idle", "1"]) == 75
     assert not (run.parent / "none").exists(), "a run must find its name free"
+
+
+@pytest.mark.slow
+def test_a_second_follower(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "metrics.jsonl").unlink()
     first = follower(run)
-    wait_until(lambda: (run / "watch" / ".lock").read_text().startswith(f"process {first.pid} "), first)
+    wait_until(lambda: len(figures(run)) == 6, first)
     assert main(["--watch", str(run)]) == 2
     assert f"is being followed by process {first.pid}" in capsys.readouterr().err
     first.send_signal(signal.SIGINT)
@@ -236,6 +242,7 @@ def watch_on(world: World, argv: list[str]) -> int:
     return main(argv)
 
 
+@pytest.mark.slow
 def test_two_ranks(run: Path) -> None:
     ends = end_ranks(2, watch_on, ["--watch", str(run), "--evals.kinds", "null"])
     assert [end.code for end in ends] == [0, 0], ends

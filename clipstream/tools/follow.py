@@ -134,15 +134,18 @@ class _Follower:
         held = self.world.on_main(lambda: self._hold(found))
         if held is None:
             return
-        left, kind_there, context = self.world.broadcast_object(self._left(found)), None, None
-        for kind, name in left:
-            if context is None or kind != kind_there:
-                context, kind_there = None, kind  # one model at a time
+        left: list[tuple[Weights, str]] = self.world.broadcast_object(self._left(found))
+        try:
+            for kind in dict.fromkeys(kind for kind, _ in left):
                 context = self._context(held, kind)
-            self._run(context, found, kind, name)
-            self._end_if_asked(signals)
+                for name in (name for of, name in left if of == kind):
+                    self._run(context, found, kind, name)
+                    self._end_if_asked(signals)
+                del context  # one model at a time
+        finally:
+            if self.world.is_main:
+                self.run_.release()
         if self.world.is_main:
-            self.run_.release()
             self.files.report()
 
     def _hold(self, found: Found) -> Path | None:
