@@ -36,7 +36,7 @@ bench-loss: .venv/.installed-dev
 # Figures on Fashion-MNIST (Debian's dataset-fashion-mnist) beside those of clip-benchmark's own code, which works with
 # no later numpy.
 reference: .venv/.installed-dev build/reference
-	PYTHONPATH=$(CURDIR)/build/reference $(BIN)/python -m pytest -q -s -m slow tests/test_reference.py
+	PYTHONPATH=$(CURDIR)/build/reference TQDM_DISABLE=1 $(BIN)/python -m pytest -q -s -m slow tests/test_reference.py
 
 build/reference: | .venv/.installed-dev
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target $@.part \
