@@ -14,7 +14,8 @@ Two cores of a server, 2 threads, torch 2.15:
     100,000 x 500,000: 3046 s, 165 MiB above 1172 MiB of features
     dense: 190,735 MiB; R@1 0.581 and 0.266
 
-The tiles were timed while the cores were free, the rest beside other work: its 6,125 tiles take 13 minutes by the former.
+The tiles were timed while the cores were free, the rest beside other work: by the former, its 6,125 tiles take 13
+minutes.
 """
 
 from __future__ import annotations
