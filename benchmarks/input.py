@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from made import KINDS, make
+from steps import STEPS
 from streams import Options
 
 from clipstream.data.fields import build_caption
@@ -36,6 +37,7 @@ from clipstream.data.shards import expand
 from clipstream.errors import Dropped
 
 PEERS = Path(__file__).parent.parent / "build" / "peers"
+STREAMS = ["clipstream", "open_clip", "webdataset", "floor"]
 COLUMNS = ("samples_per_s", "first_batch_s", "cpu_ms_per_sample", "bytes_per_sample", "worker_dirty_mib")
 Medians = dict[str, dict[str, float]]  # stream -> column -> value
 
@@ -82,9 +84,7 @@ def run(work: Work, args: argparse.Namespace, scratch: Path) -> None:
     """Measure all streams on one work, in turns."""
     captioned = work.shards if work.caption is None else _captioned(work, scratch / work.name)
     options = Options(work.shards, captioned, work.caption, work.size, args.workers, args.batch_size, args.seconds)
-    names = ["clipstream", "open_clip", "webdataset", "floor"]
-    if not PEERS.is_dir():
-        names.remove("open_clip")
+    names = [name for name in args.streams if name != "open_clip" or PEERS.is_dir()]
     streams = {name: Stream(name, options) for name in names}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for _ in range(args.rounds):
@@ -123,9 +123,9 @@ def show(works: Sequence[Work]) -> None:
     """Print the table."""
     print(f"{'work':<14}{'stream':<12}{'samples/s':>10}{'ratio':>7}{'first s':>9}{'CPU ms':>8}{'bytes':>9}{'MiB':>6}")
     for work in works:
-        ours = work.results["clipstream"]
+        ours = next(iter(work.results.values()))
         for name, one in work.results.items():
-            ratio = "" if name == "clipstream" else f"{ours['samples_per_s'] / one['samples_per_s']:.2f}"
+            ratio = "" if one is ours else f"{ours['samples_per_s'] / one['samples_per_s']:.2f}"
             print(
                 f"{work.name:<14}{name:<12}{one['samples_per_s']:>10,.0f}{ratio:>7}{one['first_batch_s']:>9.2f}"
                 f"{one['cpu_ms_per_sample']:>8.2f}{one['bytes_per_sample']:>9,.0f}{one['worker_dirty_mib']:>6.0f}",
@@ -170,6 +170,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--caption-json", help="path into the JSON member; the txt member unless given")
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS), help="of pictures to make")
+    parser.add_argument("--streams", nargs="+", metavar="STREAM", default=STREAMS, choices=[*STREAMS, *STEPS])
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)

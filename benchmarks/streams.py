@@ -8,13 +8,13 @@ samples and CPU time of the whole tree of processes are counted.
 
     clipstream    this package's loader
     open_clip     open_clip_train's `get_wds_dataset`, as its trainer calls it; needs webdataset 0.2.86 (`make peers`)
-    webdataset    the installed webdataset with the same transform and tokenizer
+    webdataset    the installed webdataset with the same transform and tokenizer; and with more and more steps of
+                  clipstream's in it (see `steps.py`)
     floor         decoding, crop and resize of the same bytes by clipstream's transform, and nothing else
 """
 
 from __future__ import annotations
 
-import io
 import json
 import multiprocessing
 import os
@@ -22,16 +22,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import open_clip
 import torch
-import webdataset as wds
-from PIL import Image
+from steps import IMAGES, MODEL, STEPS, piped
 
 SETTLING = 8  # batches that are let through before the measurement
-MODEL = "ViT-B-32"  # whose tokenizer is used
-IMAGES = ("jpg", "jpeg", "png", "webp")
 
 
 @dataclass(frozen=True)
@@ -94,52 +93,42 @@ def open_clip_train(options: Options) -> Iterator[Batch]:
     yield from _tensors(data.dataloader)
 
 
-def webdataset(options: Options) -> Iterator[Batch]:
-    """Batches of webdataset's pipeline, arranged like open_clip's."""
-    transform, tokenize = open_clip.image_transform(options.size, is_train=True), open_clip.get_tokenizer(MODEL)
-
-    def usable(sample: dict[str, Any]) -> Any:
-        data = next(sample[suffix] for suffix in IMAGES if suffix in sample)
-        return transform(Image.open(io.BytesIO(data))), tokenize(sample["txt"].decode())[0]
-
-    data = wds.DataPipeline(
-        wds.ResampledShards(options.captioned),
-        wds.tarfile_to_samples(),
-        wds.shuffle(5000, initial=1000),
-        wds.map(usable),
-        wds.batched(options.batch_size),
-    )
-    yield from _tensors(wds.WebLoader(data, batch_size=None, num_workers=options.workers))
+def webdataset(options: Options, step: str) -> Iterator[Batch]:
+    """Batches of webdataset's pipeline, with some steps of ours."""
+    make, encode = STEPS[step](options.size)
+    yield from _tensors(piped(options.captioned, options.batch_size, options.workers, make, encode))
 
 
 def _tensors(loader: Any) -> Iterator[Batch]:
     for images, texts in loader:
-        yield Batch(len(images), sum(t.numel() * t.element_size() for t in (images, texts)))
+        yield Batch(len(images), images.nbytes + texts.nbytes)
 
 
 def floor(options: Options) -> Iterator[Batch]:
     """Counts of samples that processes made of bytes in memory."""
     context = multiprocessing.get_context("fork")
-    queue: Any = context.SimpleQueue()
+    ours, theirs = context.Pipe(duplex=False)
     made = [
-        context.Process(target=_floor, args=(options, number, queue), daemon=True)
+        context.Process(target=_floor, args=(options, number, theirs), daemon=True)
         for number in range(max(1, options.workers))
     ]
     for process in made:
         process.start()
     try:
         while True:
-            yield Batch(queue.get(), 0)
+            if ended := set(wait([ours, *(process.sentinel for process in made)])) - {ours}:
+                raise SystemExit(f"{len(ended)} processes of the floor ended: see above")
+            yield Batch(ours.recv(), 0)
     finally:
         for process in made:
             process.kill()
             process.join()
 
 
-def _floor(options: Options, number: int, queue: Any) -> None:
+def _floor(options: Options, number: int, counts: Connection) -> None:
     from clipstream.batch import ImageSpec
+    from clipstream.data.crops import TrainTransform
     from clipstream.data.fields import image_bytes
-    from clipstream.data.images import TrainTransform
     from clipstream.data.order import Draws
     from clipstream.data.settings import AugmentSettings
     from clipstream.data.tarstream import Shard
@@ -160,14 +149,14 @@ def _floor(options: Options, number: int, queue: Any) -> None:
         transform(pictures[count % len(pictures)], Draws(count))
         count += 1
         if count % 8 == 0:
-            queue.put(8)
+            counts.send(8)  # far less than a pipe takes at once, so processes never mix theirs
 
 
 STREAMS: dict[str, Callable[[Options], Iterator[Batch]]] = {
     "clipstream": clipstream,
     "open_clip": open_clip_train,
-    "webdataset": webdataset,
     "floor": floor,
+    **{step: partial(webdataset, step=step) for step in STEPS},
 }
 
 

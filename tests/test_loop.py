@@ -80,7 +80,7 @@ class Batches:
     def take_times(self) -> StageTimes:
         """One stage, which takes all of the waiting."""
         times = StageTimes()
-        times.add("decode", 0.01)
+        times.add(["decode"], [0.01])
         return times
 
 

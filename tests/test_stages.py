@@ -28,7 +28,7 @@ def test_sums_and_quantiles(first: list[float], second: list[float], share: floa
     parts = [StageTimes(), StageTimes()]
     for part, values in zip(parts, (first, second), strict=True):
         for value in values:
-            part.add("decode", value)
+            part.add(["decode"], [value])
     whole, values = merged(parts), sorted(first + second)
     exact = values[max(0, math.ceil(share * len(values)) - 1)]
     assert whole.quantile("decode", share) == pytest.approx(exact, rel=0.1)
@@ -95,8 +95,8 @@ def test_a_delay_is_found_in_its_stage(
 
 def line(step: int, wait: float, seconds: float = 20.0) -> dict[str, Any]:
     times = StageTimes()
-    times.add("decode", 0.25)
-    times.add(IDLE, 0.5)
+    times.add(["decode"], [0.25])
+    times.add([IDLE], [0.5])
     bottleneck = "training" if wait < NEGLIGIBLE else "decode"
     return {"step": step, "data_wait": wait, "seconds": seconds, "bottleneck": bottleneck, "stages": times.summary()}
 

@@ -14,18 +14,20 @@ A stage lasts until the next one is named, so nothing is measured twice and noth
 
 from __future__ import annotations
 
-import itertools
-import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 IDLE, HAND_OVER = "idle", "hand-over"
 SHORTEST = 1e-6  # s
 KEPT = 5000  # beginnings of stages that wait to be counted
 FINENESS = 4  # buckets to a factor of 2: a quantile is within 9% of what it was
+WIDEST = 256  # buckets: 2^(256 / 4) times the shortest, which nothing lasts
 
 
 @dataclass
@@ -40,14 +42,18 @@ class StageTimes:
     seconds: Counter[str] = field(default_factory=Counter)
     buckets: dict[str, Counter[int]] = field(default_factory=dict)
 
-    def add(self, stage: str, seconds: float) -> None:
-        """Count one passage."""
-        self.seconds[stage] += seconds  # type: ignore[assignment]
-        bucket = round(FINENESS * math.log2(max(seconds, SHORTEST) / SHORTEST))
-        buckets = self.buckets.get(stage)
-        if buckets is None:
-            buckets = self.buckets[stage] = Counter()
-        buckets[bucket] += 1
+    def add(self, stages: Sequence[str], seconds: Sequence[float] | NDArray[np.float64]) -> None:
+        """Count passages: stages [n] and their durations [n]."""
+        number = {stage: i for i, stage in enumerate(dict.fromkeys(stages))}
+        numbers, lasted = np.fromiter(map(number.__getitem__, stages), int, len(stages)), np.asarray(seconds)
+        buckets = np.rint(FINENESS * np.log2(np.maximum(lasted, SHORTEST) / SHORTEST)).astype(int)
+        sums = np.bincount(numbers, lasted, len(number)).tolist()
+        counts = np.bincount(numbers * WIDEST + buckets, minlength=len(number) * WIDEST).reshape(-1, WIDEST)
+        for stage, i in number.items():
+            self.seconds[stage] += sums[i]
+            (found,) = counts[i].nonzero()
+            times = dict(zip(found.tolist(), counts[i][found].tolist(), strict=True))
+            self.buckets.setdefault(stage, Counter()).update(times)
 
     def merge(self, other: StageTimes) -> None:
         """Add another's."""
@@ -111,9 +117,10 @@ class Stopwatch:
         return taken
 
     def _count(self) -> None:
-        for (began, stage), (ended, _) in itertools.pairwise(self._begun):
-            self._times.add(stage, ended - began)
-        del self._begun[:-1]  # the last stage lasts
+        if len(self._begun) > 1:
+            began, stages = zip(*self._begun, strict=True)
+            self._times.add(stages[:-1], np.diff(began))
+            del self._begun[:-1]  # the last stage lasts
 
 
 def merged(parts: Iterable[StageTimes]) -> StageTimes:

@@ -28,33 +28,39 @@ from clipstream.data.stages import IDLE
 from clipstream.data.transfer import end_commands
 from clipstream.errors import ClipstreamError
 
-_HEAD = struct.Struct("<dQH")  # when, bytes that came, length of the words
-_LONGEST = 1000  # bytes of the words
-_WHOLE = struct.Struct(f"{_HEAD.format}{_LONGEST}s")
+_HEAD = struct.Struct("<dQ")  # when, bytes that came
+_STAGE = struct.Struct("<dQ12sH")  # the same, the stage, length of the sample's name
+_LONGEST = 1000  # bytes of the name
 
 
 class Status:
     """A worker's last word on what it is doing, in shared memory, readable also when the worker hangs or is dead."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, _WHOLE.size)
+        self._memory = mmap.mmap(-1, _STAGE.size + _LONGEST)
+        self._sample, self._length = "", 0  # whose name stands there
 
     def set(self, stage: str, sample: str) -> None:
-        """Say what is being done now."""
-        text = f"{stage} {sample}".encode(errors="backslashreplace")[:_LONGEST]
-        _WHOLE.pack_into(self._memory, 0, time.monotonic(), 0, len(text), text)
+        """Say what is being done now: a stage of at most 12 bytes."""
+        # Several times for each sample, so what stands there already is not written again.
+        if sample and sample is not self._sample:
+            name = sample.encode(errors="backslashreplace")[:_LONGEST]
+            self._sample, self._length = sample, len(name)
+            self._memory[_STAGE.size : _STAGE.size + len(name)] = name
+        length = self._length if sample else 0
+        _STAGE.pack_into(self._memory, 0, time.monotonic(), 0, stage.encode(), length)
 
     def touch(self, size: int) -> None:
         """Say that what is being done goes on, and how many bytes have come."""
-        *_, length = _HEAD.unpack_from(self._memory, 0)
-        _HEAD.pack_into(self._memory, 0, time.monotonic(), size, length)
+        _HEAD.pack_into(self._memory, 0, time.monotonic(), size)
 
     def get(self) -> tuple[str, float]:
         """What was said last, and how many seconds ago it was said or a byte came."""
-        since, size, length = _HEAD.unpack_from(self._memory, 0)
-        if not length:
+        since, size, stage, length = _STAGE.unpack_from(self._memory, 0)
+        if not since:
             return "start", 0.0
-        text = self._memory[_HEAD.size : _HEAD.size + length].decode(errors="replace")
+        name = self._memory[_STAGE.size : _STAGE.size + length].decode(errors="replace")
+        text = f"{stage.rstrip(bytes(1)).decode()} {name}".rstrip()
         return f"{text}{f' ({size:,} bytes came)' if size else ''}", time.monotonic() - since
 
 

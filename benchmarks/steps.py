@@ -1,0 +1,106 @@
+"""webdataset's pipeline, arranged like open_clip's, with steps of clipstream's input path taken one after the other.
+
+Each of `STEPS` has the steps before it as well; what clipstream does beyond the last is to read by offsets and to write
+into slabs. `input.py --streams` runs them, beside clipstream.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import open_clip
+import torch
+import webdataset as wds
+from PIL import Image
+
+IMAGES = ("jpg", "jpeg", "png", "webp")
+MODEL = "ViT-B-32"  # whose tokenizer is used
+WHITE = (255, 255, 255)
+Pixels = Any  # a picture's tensor or array
+Make = Callable[[bytes], Pixels]
+Encode = Callable[[list[str]], Any]
+
+
+def piped(shards: list[str], batch_size: int, workers: int, make: Make, encode: Encode) -> Iterator[tuple[Any, Any]]:
+    """Batches of pictures and ids; `make` and `encode` run in webdataset's workers."""
+
+    def usable(sample: dict[str, Any]) -> tuple[Pixels, str]:
+        return make(next(sample[suffix] for suffix in IMAGES if suffix in sample)), sample["txt"].decode()
+
+    data = wds.DataPipeline(
+        wds.ResampledShards(shards),
+        wds.tarfile_to_samples(),
+        wds.shuffle(5000, initial=1000),
+        wds.map(usable),
+        wds.batched(batch_size),
+        wds.map(lambda batch: (batch[0], encode(batch[1]))),
+    )
+    yield from wds.WebLoader(data, batch_size=None, num_workers=workers)
+
+
+def _open_clips(size: int) -> tuple[Make, Encode]:
+    transform, tokenize = open_clip.image_transform(size, is_train=True), open_clip.get_tokenizer(MODEL)
+
+    def encode(captions: list[str]) -> torch.Tensor:
+        return torch.stack([tokenize([caption])[0] for caption in captions])
+
+    return lambda data: transform(Image.open(io.BytesIO(data))), encode
+
+
+def _bytes(size: int) -> tuple[Make, Encode]:
+    cut, (_, encode) = open_clip.image_transform(size, is_train=True).transforms[0], _open_clips(size)
+    return lambda data: np.array(cut(Image.open(io.BytesIO(data))).convert("RGB")), encode
+
+
+def _batched_ids(size: int) -> tuple[Make, Encode]:
+    from clipstream.data.settings import TokenizerSettings
+    from clipstream.data.text import build_tokenizer
+
+    tokenizer = build_tokenizer(TokenizerSettings.model_validate({}), open_clip.get_tokenizer(MODEL), 77)
+    return _bytes(size)[0], tokenizer.encode
+
+
+def _decoded(size: int, *, scaled: bool) -> tuple[Make, Encode]:
+    from clipstream.data.crops import crop_box
+    from clipstream.data.decoders import FACTORS, decode, read_header
+    from clipstream.data.images import FILTERS
+    from clipstream.data.order import Draws
+    from clipstream.data.settings import AugmentSettings
+
+    draws, augment = Draws(1), AugmentSettings()
+
+    def make(data: bytes) -> Pixels:
+        header = read_header(data, upright=False)
+        left, top, width, height = crop_box(header.size, augment, draws)
+        room = min(width, height) / size
+        factor = next((f for f in FACTORS if f <= room), 1) if scaled and header.scales else 1
+        picture = Image.fromarray(decode(data, header, factor, WHITE)[..., :3])
+        right, bottom = min((left + width) / factor, picture.width), min((top + height) / factor, picture.height)
+        box = (left / factor, top / factor, right, bottom)
+        return np.asarray(picture.resize((size, size), FILTERS["bicubic"], box=box))
+
+    return make, _batched_ids(size)[1]
+
+
+def _resized(size: int) -> tuple[Make, Encode]:
+    from clipstream.batch import ImageSpec
+    from clipstream.data.crops import TrainTransform
+    from clipstream.data.order import Draws
+    from clipstream.data.settings import AugmentSettings
+
+    draws, transform = Draws(1), TrainTransform(ImageSpec((size, size)), AugmentSettings(), "white", upright=False)
+    return lambda data: transform(data, draws), _batched_ids(size)[1]
+
+
+STEPS: dict[str, Callable[[int], tuple[Make, Encode]]] = {
+    "webdataset": _open_clips,
+    "+uint8": _bytes,
+    "+batched-ids": _batched_ids,
+    "+libjpeg-turbo": partial(_decoded, scaled=False),
+    "+scaled-decode": partial(_decoded, scaled=True),
+    "+torch-resize": _resized,
+}
