@@ -125,7 +125,7 @@ def show(works: Sequence[Work]) -> None:
     for work in works:
         ours = next(iter(work.results.values()))
         for name, one in work.results.items():
-            ratio = "" if one is ours else f"{ours['samples_per_s'] / one['samples_per_s']:.2f}"
+            ratio = "1" if one is ours else f"{ours['samples_per_s'] / one['samples_per_s']:.2f}"
             print(
                 f"{work.name:<14}{name:<12}{one['samples_per_s']:>10,.0f}{ratio:>7}{one['first_batch_s']:>9.2f}"
                 f"{one['cpu_ms_per_sample']:>8.2f}{one['bytes_per_sample']:>9,.0f}{one['worker_dirty_mib']:>6.0f}",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ import webdataset as wds
 from PIL import Image
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
-MODEL = "ViT-B-32"  # whose tokenizer is used
 WHITE = (255, 255, 255)
 Pixels = Any  # a picture's tensor or array
 Make = Callable[[bytes], Pixels]
@@ -42,11 +41,17 @@ def piped(shards: list[str], batch_size: int, workers: int, make: Make, encode: 
     yield from wds.WebLoader(data, batch_size=None, num_workers=workers)
 
 
+@cache
+def tokenize() -> Any:
+    """The tokenizer of open_clip's small models."""
+    return open_clip.get_tokenizer("ViT-B-32")
+
+
 def _open_clips(size: int) -> tuple[Make, Encode]:
-    transform, tokenize = open_clip.image_transform(size, is_train=True), open_clip.get_tokenizer(MODEL)
+    transform, tokenizer = open_clip.image_transform(size, is_train=True), tokenize()
 
     def encode(captions: list[str]) -> torch.Tensor:
-        return torch.stack([tokenize([caption])[0] for caption in captions])
+        return torch.stack([tokenizer([caption])[0] for caption in captions])
 
     return lambda data: transform(Image.open(io.BytesIO(data))), encode
 
@@ -60,7 +65,7 @@ def _batched_ids(size: int) -> tuple[Make, Encode]:
     from clipstream.data.settings import TokenizerSettings
     from clipstream.data.text import build_tokenizer
 
-    tokenizer = build_tokenizer(TokenizerSettings.model_validate({}), open_clip.get_tokenizer(MODEL), 77)
+    tokenizer = build_tokenizer(TokenizerSettings.model_validate({}), tokenize(), 77)
     return _bytes(size)[0], tokenizer.encode
 
 
