@@ -16,10 +16,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from clipstream.data.settings import SourceSettings
-from clipstream.errors import ClipstreamError, DataError, SettingsError
+from clipstream.errors import ClipstreamError, DataError, SettingsError, did_you_mean
 from clipstream.evals.agreement import AgreeingWorld, Failed, Failure, Torn
 from clipstream.evals.context import Encoder, EvalContext, Rehearsal, evaluating
-from clipstream.evals.settings import EvalSettings, Weights, eval_name
+from clipstream.evals.settings import EvalSettings, MeanSettings, Weights, eval_name
 from clipstream.example import Example
 from clipstream.plugins import load_plugin
 from clipstream.training.passes import is_out_of_memory
@@ -49,14 +49,16 @@ def source_of(settings: EvalSettings) -> SourceSettings:
 
 
 def build_evaluators(settings: Mapping[str, EvalSettings]) -> dict[str, Evaluator]:
-    """The evaluators that the settings name, in their order.
+    """The evaluators that the settings name, in their order; means come after all whose figures they may need.
 
     Raises:
-        SettingsError: a class is not found, or a file that the settings name is not there or wrong.
+        SettingsError: a class is not found, a file that the settings name is not there or wrong, or a mean is to be
+            of what is not evaluated.
     """
     from clipstream.evals.frozen import Neighbours
     from clipstream.evals.linear_probe import LinearProbe
     from clipstream.evals.loss import ValidationLoss
+    from clipstream.evals.mean import Mean
     from clipstream.evals.retrieval import Retrieval
     from clipstream.evals.zero_shot import ZeroShot
 
@@ -66,9 +68,14 @@ def build_evaluators(settings: Mapping[str, EvalSettings]) -> dict[str, Evaluato
         "loss": ValidationLoss,
         "linear_probe": LinearProbe,
         "knn": Neighbours,
+        "mean": Mean,
     }
     evaluators = {}
-    for name, section in settings.items():
+    for name, section in sorted(settings.items(), key=lambda item: isinstance(item[1], MeanSettings)):
+        for other in section.of if isinstance(section, MeanSettings) else ():
+            if other not in settings:
+                hint = did_you_mean(other, settings)
+                raise SettingsError(f"evals.{name}.of: there is no evaluator {other!r}{hint}")
         try:
             make = builtin.get(section.type) or load_plugin(section.type)
             evaluators[name] = make(section)
@@ -115,7 +122,8 @@ class EvalRunner:
 
     def due(self, step: int, last: bool = False) -> list[str]:
         """Names of the evaluators to run after `step` steps; all of them after the last one."""
-        return [name for name, s in self.settings.items() if last or (s.every and step and step % s.every == 0)]
+        sections = {name: self.settings[name] for name in self.evaluators}
+        return [name for name, s in sections.items() if last or (s.every and step and step % s.every == 0)]
 
     def rehearse(self) -> dict[str, list[str]]:
         """Run evaluators on a few samples and made-up features, so that their data's faults show before training.
@@ -129,13 +137,17 @@ class EvalRunner:
             DataError, SettingsError: what the evaluator or its data raised.
         """
         self._have_room()
-        metrics = {}
+        found: dict[str, dict[str, float]] = {}
+        own = {name for name, section in self.settings.items() if section.type not in EvalSettings.builtin}
         for name, evaluator in self.evaluators.items():
-            if self.settings[name].type not in EvalSettings.builtin:
+            section = self.settings[name]
+            if name in own or (isinstance(section, MeanSettings) and own & section.of.keys()):
                 continue
+            context = Rehearsal.of(self.context, name)
+            context.figures = found
             with _named(name):
-                metrics[name] = [metric for metric, _ in evaluator(Rehearsal.of(self.context, name))]
-        return metrics
+                found[name] = dict(evaluator(context))
+        return {name: list(metrics) for name, metrics in found.items()}
 
     def __call__(self, step: int, last: bool = False) -> list[Record]:
         """Run what is due; on every rank, at the same step.
@@ -150,6 +162,7 @@ class EvalRunner:
         records = []
         for kind, weights in self.weights.items():
             names = [name for name in self.due(step, last) if kind in self.settings[name].kinds]
+            self.context.figures = {}
             with weights() if names else nullcontext():
                 for name in names:
                     record = self._run(step, name, eval_name(name, kind))
@@ -180,6 +193,8 @@ class EvalRunner:
         began, dropped = time.perf_counter(), context.dropped
         context.weights, context.readings = context.fingerprint(), []
         metrics = self._metrics(name)
+        if "error" not in metrics:
+            context.figures[name] = metrics
         dropped = sum(context.world.gather_objects(context.dropped - dropped))
         seconds = round(time.perf_counter() - began, 3)
         record = {"step": step, "eval": called, **metrics, "dropped": dropped, "seconds": seconds}
