@@ -6,8 +6,8 @@
 
 The streams (see `streams.py`) take turns over several rounds in one run, and the medians are compared, because machines
 are shared and noisy. `make peers` brings the webdataset that open_clip's trainer works with, and spdl, which needs
-FFmpeg's libraries; without them their streams are left out. Ratios are clipstream's over the other's; memory is what a worker has written and shares with nobody, above an
-idle one that has imported the same.
+FFmpeg's libraries; without them their streams are left out. Ratios are clipstream's over the other's; memory is what a
+worker has written and shares with nobody, above an idle one that has imported the same.
 """
 
 from __future__ import annotations
