@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What is imported is compiled once, not by every process anew; pip need not compile what nobody imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-all lint format peers bench-loss bench-input clean
+.PHONY: quickstart test test-all lint format reference peers bench-loss bench-input clean
 
 # Trains on drawn scenes and evaluates. Each call is a run of its own under runs/.
 quickstart: .venv/.installed
@@ -33,16 +33,30 @@ bench-loss: .venv/.installed-dev
 	mkdir -p build
 	$(BIN)/python benchmarks/loss.py --csv build/loss.csv --plot build/loss.svg
 
+# Figures on Fashion-MNIST (Debian's dataset-fashion-mnist) beside those of clip-benchmark's own code, which works with
+# no later numpy.
+reference: .venv/.installed-dev build/reference
+	PYTHONPATH=$(CURDIR)/build/reference TQDM_DISABLE=1 $(BIN)/python -m pytest -q -s -m slow tests/test_reference.py
+
+build/reference: | .venv/.installed-dev
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target $@.part \
+		clip-benchmark==1.6.2 'numpy<2.4' requests urllib3 idna certifi charset-normalizer
+	mv $@.part $@
+
 # What open_clip's trainer needs beside this environment: it works with no later webdataset.
-peers: build/peers
+peers: build/peers build/spdl
 
 build/peers: | .venv/.installed-dev
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target $@.part \
 		webdataset==0.2.86 pandas python-dateutil pytz tzdata six
 	mv $@.part $@
 
+build/spdl: | .venv/.installed-dev
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target $@.part spdl spdl-core spdl-io
+	mv $@.part $@
+
 # The input path beside open_clip's; the table as CSV and plot under build/.
-bench-input: .venv/.installed-dev build/peers
+bench-input: .venv/.installed-dev build/peers build/spdl
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[bench]'
 	$(BIN)/python benchmarks/input.py --csv build/input.csv --plot build/input.svg
 

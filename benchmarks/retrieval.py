@@ -6,6 +6,16 @@
 Features are random: pictures of length 1, captions near theirs, five a picture. Memory is the peak of resident memory
 above the features, MiB. Scores are counted for both ways at once; `dense` is what the matrix of scores alone would
 take in float32. The time of 1,000,000 x 5,000,000 is that of its tiles, each the median of what `--tiles` of them took.
+
+Two cores of a server, 2 threads, torch 2.15:
+
+    a tile of 2048 x 4096 at width 512: 0.126 s
+    1,000,000 x 5,000,000: 598,290 tiles, 21.0 h on 2 threads
+    100,000 x 500,000: 3046 s, 165 MiB above 1172 MiB of features
+    dense: 190,735 MiB; R@1 0.581 and 0.266
+
+The tiles were timed while the cores were free, the rest beside other work: by the former, its 6,125 tiles take 13
+minutes.
 """
 
 from __future__ import annotations

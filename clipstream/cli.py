@@ -10,7 +10,7 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from clipstream import __version__
 from clipstream.config import Settings, load
@@ -43,11 +43,14 @@ def load_or_help(verb: str, argv: Sequence[str]) -> Settings | None:
     return load(argv)
 
 
-def own_flags(argv: Sequence[str], meanings: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+def own_flags(
+    argv: Sequence[str], meanings: Mapping[str, str], many: Collection[str] = ()
+) -> tuple[dict[str, str], list[str]]:
     """A verb's own flags with their values, and the rest of the command line.
 
     Args:
         meanings: flag -> what it is for.
+        many: those that may be given again: their values are joined by line ends; of others the last counts.
 
     Raises:
         SettingsError: one of them has no value.
@@ -64,7 +67,7 @@ def own_flags(argv: Sequence[str], meanings: Mapping[str, str]) -> tuple[dict[st
             value = tokens.pop(0) if tokens and not tokens[0].startswith("--") else ""
         if not value:
             raise SettingsError(f"{flag}: needs a value: {meanings[flag]}")
-        own[flag] = value
+        own[flag] = f"{own[flag]}\n{value}" if flag in many and flag in own else value
     return own, rest
 
 

@@ -138,12 +138,12 @@ def _data_problems(settings: Settings) -> Found:
     if settings.data.cache_gib is not None and settings.data.cache is None:
         found.append((("data", "cache_gib"), "the limit of which folder? Give --data.cache FOLDER as well"))
     found += _sampling_problems(settings)
-    read: list[tuple[Path, SourceSettings]] = [
-        (("data", "sources", name), source) for name, source in settings.data.sources.items()
+    read: list[tuple[Path, SourceSettings, str | None]] = [
+        (("data", "sources", name), source, None) for name, source in settings.data.sources.items()
     ]
     for name, evaluator in settings.evals.items():
-        read += [(("evals", name, key), source) for key, source in sources_of(evaluator).items()]
-        if evaluator.data is None and evaluator.type in EvalSettings.builtin:
+        read += [(("evals", name, key), source, evaluator.fetch) for key, source in sources_of(evaluator).items()]
+        if evaluator.data is None and evaluator.reads and evaluator.type in EvalSettings.builtin:
             text = f"the evaluator has no data: give --evals.{name}.data.shards, or remove it with --evals.{name} null"
             found.append((("evals", name), text))
         if isinstance(evaluator, PromptedSettings) and evaluator.prompts and not settings.log.pictures:
@@ -151,13 +151,13 @@ def _data_problems(settings: Settings) -> Found:
             found.append((("evals", name, "prompts"), text))
         if isinstance(evaluator, LabelledSettings):
             found += _prompt_problems(name, evaluator)
-    for path, source in read:
+    for path, source, fetch in read:
         caption = source.caption
         if "scenes:" not in str(source.shards):  # whose listing makes them
             try:
                 expand(source.shards)
             except SettingsError as error:
-                found.append(((*path, "shards"), str(error)))
+                found.append(((*path, "shards"), f"{error}; fetch it: {fetch}" if fetch else str(error)))
         if isinstance(caption, JsonCaption) and caption.weights and len(caption.weights) != len(caption.paths):
             text = f"{len(caption.weights)} weights for {len(caption.paths)} paths: give one for each"
             found.append(((*path, "caption", "weights"), text))

@@ -8,10 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import open_clip
 import pytest
-import torch
 
 from clipstream.data.benchmark import of_source
 from clipstream.data.shards import expand
@@ -23,30 +21,31 @@ from clipstream.evals.zero_shot import ZeroShot
 from clipstream.model.settings import ModelSettings
 from clipstream.model.towers import Towers, build_towers
 from clipstream.world import World
-from tests.clipbenchmark import CLASSES, TEMPLATES, batches, fashion, retrieval, write_benchmark, zero_shot
+from tests.clipbenchmark import (
+    CAPTIONS,
+    CLASSES,
+    TEMPLATES,
+    batches,
+    fashion,
+    retrieval,
+    save_model,
+    several,
+    tokenize,
+    write_benchmark,
+    zero_shot,
+)
 from tests.evaluating import CONFIG
 from tests.hubserver import serve
 from tests.pictures import ByteTokenizer
 from tests.ranks import run_ranks
 
 COUNT = 300
-CAPTIONS = ("{i:03d} {c}", "{c:.4} {i:03d}", "no {i:03d} {c}", "{i:03d}: a {c}")
 BUILT: dict[str, Any] = {"zero_shot": ZeroShot, "retrieval": Retrieval}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model that open_clip loads, too, whose guesses spread over all classes, by more than float32 rounds."""
-    folder = tmp_path_factory.mktemp("model")
-    config = folder / "tiny.json"
-    # The last place of a text sees all of it; where the largest id is, as CLIP pools, most of these bytes would be cut.
-    config.write_text(json.dumps({**CONFIG, "text_cfg": {**CONFIG["text_cfg"], "pool_type": "last"}}))  # type: ignore[dict-item]
-    towers = build_towers(ModelSettings(name=str(config)), seed=4)
-    with torch.no_grad():
-        for weight in towers.clip.visual.parameters():
-            weight *= 5 if weight.ndim > 1 else 1
-    towers.save_pretrained(folder / "saved")
-    return folder / "saved"
+    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @lru_cache
@@ -67,20 +66,8 @@ def evaluate(world: World, model: str, roots: dict[str, str]) -> dict[str, dict[
 def by_clip_benchmark(model: Path, samples: Any, of: Any) -> dict[str, float]:
     """With open_clip's model and its transform."""
     clip, _, transform = open_clip.create_model_and_transforms(f"local-dir:{model}")
-
-    def tokenize(texts: list[str]) -> torch.Tensor:
-        return torch.from_numpy(ByteTokenizer().encode(texts)).long()
-
     found: dict[str, float] = of(clip.eval(), batches(samples, transform), tokenize)
     return found
-
-
-def several(number: int, label: int) -> np.ndarray[Any, Any]:
-    """A picture's class, and others; one class is nobody's."""
-    labels = np.zeros(len(CLASSES), dtype=np.int64)
-    labels[[label, number % 7, (number * number) % 9]] = 1
-    labels[3] = 0
-    return labels
 
 
 @pytest.fixture(scope="module")

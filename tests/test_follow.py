@@ -250,6 +250,16 @@ def test_two_ranks(run: Path) -> None:
     assert all(one["ranks"] == 2 and one["n"] == 9 for one in figures(run))
 
 
+def test_a_mean_may_be_of_what_an_earlier_follower_found(run: Path, tmp_path: Path) -> None:
+    assert main(["--watch", str(run)]) == 0
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(yaml.safe_dump({"evals": {"all": {"type": "mean", "of": {"kinds": "top1", "val": "n"}}}}))
+    assert main(["--watch", str(run), "--config", str(suite)]) == 0
+    assert made(run)[6:] == [(2, "all"), (4, "all"), (6, "all")]
+    top1 = [one["top1"] for one in figures(run) if one["eval"] == "kinds"]
+    assert [one["mean"] for one in figures(run)[6:]] == [(share + 9) / 2 for share in top1]
+
+
 def test_a_failing_evaluator_is_told_and_gives_the_exit_code(run: Path, tmp_path: Path) -> None:
     tree = yaml.safe_load((run / "config.yaml").read_text())
     tree["evals"]["val"]["data"]["shards"] = str(tmp_path / "none.tar")

@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_commands_of_the_first_day_run_in_their_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    runs = [words for words in commands() if words[0] == "python" and "my.yaml" not in words]
+    runs = [words for words in commands() if words[0] == "python" and not {"my.yaml", "--suite"} & set(words)]
     assert [words[2].rpartition(".")[2] for words in runs] == [
         "check",
         "train",
@@ -109,6 +109,16 @@ def test_commands_of_copied_shards_are_right(folder: Path, monkeypatch: pytest.M
     assert settings.data.sources["train"].shards == [f"{folder}/fast/mine/sources/train/{{00000..00099}}.tar"]
 
 
+def test_the_command_of_a_suite_says_what_it_needs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("CLIPSTREAM_EVALS", "elsewhere")
+    Path("configs").symlink_to(ROOT / "configs")
+    (words,) = (words for words in commands() if "--suite" in words)
+    assert MAINS["evaluate"](words[3:]) == 2 and "6 of 6 data sets are missing" in capsys.readouterr().err
+
+
 def test_settings_of_readme_are_right(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     blocks = re.findall(r"```yaml\n(.*?)```", README.partition("## Parts of your own")[0], re.DOTALL)
@@ -130,7 +140,7 @@ def test_flags_that_readme_names_exist() -> None:
     from clipstream.shorts import BY_FLAG
 
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+(?![\w.-])", README))
-    others = {"--config", "--help", "--checkpoint", "--weights", "--output", "--watch", "--idle", "--into"}
+    others = {"--config", "--help", "--into", *evaluate.OWN_FLAGS, *evaluate.WATCH_FLAGS}
     others |= {"--nodes", "--ntasks", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time", "--signal"}
     others |= {"--requeue", "--open-mode", "--wait"}  # Slurm's
     others |= {"--nnodes", "--nproc-per-node", "--max-restarts", "--rdzv-backend", "--rdzv-conf", "--rdzv-endpoint"}

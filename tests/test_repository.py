@@ -68,11 +68,11 @@ def test_no_machine_paths_and_no_registries() -> None:
     assert not found
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=name_of)
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=name_of)
 def test_configs_open_with_their_command(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()
     opening = "\n".join(itertools.takewhile(lambda line: line.startswith("#"), lines))
-    assert re.search(rf"^#\s+(torchrun .* -m|python -m) clipstream\.\w+ .*configs/{path.name}", opening, re.M), opening
+    assert re.search(rf"^#\s+(torchrun .* -m|python -m) clipstream\.\w+ .*{name_of(path)}", opening, re.M), opening
 
 
 def test_settings_import_no_torch() -> None:

@@ -127,6 +127,23 @@ def test_texts_are_encoded_once_for_the_same_weights(pictures: Path, size: int) 
         assert one == again == last
 
 
+def test_a_thousand_classes_cost_the_text_side_once(pictures: Path) -> None:
+    """Also for evaluators made anew; counted at the tower's door."""
+    towers, calls = tiny_towers(), []
+    encode = towers.encode_text
+    context = EvalContext(towers, ByteTokenizer(), World(), towers.image)
+    words = {"classes": [f"class {n}" for n in range(1000)], "templates": ["a {c}", "{c}"]}
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(towers, "encode_text", lambda ids: (calls.append(len(ids)), encode(ids))[1])
+        for _ in range(2):
+            runner = EvalRunner({"many": settings_of(pictures, **words)}, context, lambda record: None)
+            (record,) = runner(1, last=True)
+            found.append({name: record[name] for name in ("top1", "top5", "n", "chance")})
+            assert sum(calls) == 2000 and len(calls) == 8  # in batches of 256
+    assert found[0] == found[1] and found[0]["chance"] == 1e-3
+
+
 def test_the_classifiers_that_are_kept_are_few(pictures: Path) -> None:
     context = context_of(World())
     made = []

@@ -79,6 +79,7 @@ class EvalContext:
         examples: what the evaluator that runs has shown; rank 0's alone are looked at.
         tables: likewise, in words.
         readings: what `batches` read, one for each call.
+        figures: metrics of the evaluators that have run at this step with these weights, by name.
         weights: fingerprint of the towers' weights, while they stay as they are; None where nobody vouches for that.
     """
 
@@ -101,6 +102,7 @@ class EvalContext:
     examples: list[Example] = field(default_factory=list, init=False)
     tables: list[Table] = field(default_factory=list, init=False)
     readings: list[Reading] = field(default_factory=list, init=False)
+    figures: dict[str, dict[str, float]] = field(default_factory=dict, init=False)
     weights: str | None = field(default=None, init=False)
     _kept: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict, init=False)
 

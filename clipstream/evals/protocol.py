@@ -16,10 +16,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from clipstream.data.settings import SourceSettings
-from clipstream.errors import ClipstreamError, DataError, SettingsError
+from clipstream.errors import ClipstreamError, DataError, SettingsError, did_you_mean
 from clipstream.evals.agreement import AgreeingWorld, Failed, Failure, Torn
 from clipstream.evals.context import Encoder, EvalContext, Rehearsal, evaluating
-from clipstream.evals.settings import EvalSettings, Weights, eval_name
+from clipstream.evals.settings import EvalSettings, MeanSettings, Weights, eval_name
 from clipstream.example import Example, Table
 from clipstream.plugins import load_plugin
 from clipstream.training.passes import is_out_of_memory
@@ -49,14 +49,16 @@ def source_of(settings: EvalSettings) -> SourceSettings:
 
 
 def build_evaluators(settings: Mapping[str, EvalSettings]) -> dict[str, Evaluator]:
-    """The evaluators that the settings name, in their order.
+    """The evaluators that the settings name, in their order; means come after all whose figures they may need.
 
     Raises:
-        SettingsError: a class is not found, or a file that the settings name is not there or wrong.
+        SettingsError: a class is not found, a file that the settings name is not there or wrong, or a mean is to be
+            of what is not evaluated.
     """
     from clipstream.evals.frozen import Neighbours
     from clipstream.evals.linear_probe import LinearProbe
     from clipstream.evals.loss import ValidationLoss
+    from clipstream.evals.mean import Mean
     from clipstream.evals.retrieval import Retrieval
     from clipstream.evals.zero_shot import ZeroShot
 
@@ -66,9 +68,14 @@ def build_evaluators(settings: Mapping[str, EvalSettings]) -> dict[str, Evaluato
         "loss": ValidationLoss,
         "linear_probe": LinearProbe,
         "knn": Neighbours,
+        "mean": Mean,
     }
     evaluators = {}
-    for name, section in settings.items():
+    for name, section in sorted(settings.items(), key=lambda item: isinstance(item[1], MeanSettings)):
+        for other in section.of if isinstance(section, MeanSettings) else ():
+            if other not in settings:
+                hint = did_you_mean(other, settings)
+                raise SettingsError(f"evals.{name}.of: there is no evaluator {other!r}{hint}")
         try:
             make = builtin.get(section.type) or load_plugin(section.type)
             evaluators[name] = make(section)
@@ -110,14 +117,16 @@ class EvalRunner:
         asked = {kind for section in settings.values() for kind in section.kinds}
         self.weights = {kind: enter for kind, enter in (weights or {"trained": nullcontext}).items() if kind in asked}
         self.failures: list[Failure] = []
-        self._ran: set[tuple[int, str]] = set()  # (step, evaluation), of the last step with any
+        self._step: int | None = None
+        self._ran: dict[Weights, dict[str, Record]] = {}  # what ran at that step: by evaluator, its record
         self.evaluators = build_evaluators(settings)
         self.world = context.world
         context.world = self.agreeing = AgreeingWorld.of(context.world)
 
     def due(self, step: int, last: bool = False) -> list[str]:
         """Names of the evaluators to run after `step` steps; all of them after the last one."""
-        return [name for name, s in self.settings.items() if last or (s.every and step and step % s.every == 0)]
+        sections = {name: self.settings[name] for name in self.evaluators}
+        return [name for name, s in sections.items() if last or (s.every and step and step % s.every == 0)]
 
     def rehearse(self) -> dict[str, list[str]]:
         """Run evaluators on a few samples and made-up features, so that their data's faults show before training.
@@ -131,40 +140,52 @@ class EvalRunner:
             DataError, SettingsError: what the evaluator or its data raised.
         """
         self._have_room()
-        metrics: dict[str, list[str]] = {}
+        found: dict[str, dict[str, float]] = {}
+        own = {name for name, section in self.settings.items() if section.type not in EvalSettings.builtin}
         for name, evaluator in self.evaluators.items():
-            if self.settings[name].type not in EvalSettings.builtin:
+            section = self.settings[name]
+            if name in own or (isinstance(section, MeanSettings) and own & section.of.keys()):
                 continue
+            context = Rehearsal.of(self.context, name)
+            context.figures = found
             with _named(name):
-                given = [metric for metric, _ in evaluator(Rehearsal.of(self.context, name))]
-            metrics |= {eval_name(name, kind): given for kind in self.settings[name].kinds}
-        return metrics
+                found[name] = dict(evaluator(context))
+        return {eval_name(name, kind): list(found[name]) for name in found for kind in self.settings[name].kinds}
 
     def __call__(self, step: int, last: bool = False) -> list[Record]:
-        """Run what is due; on every rank, at the same step. What ran at the last step already does not run again.
+        """Run what is due, as `each`; its records."""
+        return list(self.each(step, last))
 
-        Returns:
+    def each(self, step: int, last: bool = False) -> Iterator[Record]:
+        """Run what is due, one after the other; on every rank, at the same step. What ran at it does not run again.
+
+        Yields:
             A record an evaluation: step, eval (see `eval_name`), its metrics, dropped (samples that could not be used,
             over all ranks) and seconds. One that failed has `error` (what went wrong) in place of metrics.
 
         Raises:
             ClipstreamError: what the evaluator or its data raised, where its settings say so.
         """
-        records = []
+        if step != self._step:
+            self._step, self._ran = step, {}
         for kind, weights in self.weights.items():
-            names = [name for name in self.due(step, last) if kind in self.settings[name].kinds]
-            names = [name for name in names if (step, eval_name(name, kind)) not in self._ran]
+            ran = self._ran.setdefault(kind, {})
+            names = [name for name in self.due(step, last) if kind in self.settings[name].kinds and name not in ran]
+            self.context.figures = {name: record for name, record in ran.items() if "error" not in record}
             with weights() if names else nullcontext():
                 for name in names:
-                    record = self._run(step, name, eval_name(name, kind))
-                    records.append(record)
-                    self._ran = {(s, called) for s, called in self._ran if s == step and not last}
-                    self._ran |= set() if last else {(step, record["eval"])}
+                    ran[name] = record = self._run(step, name, eval_name(name, kind))
                     if self.context.world.is_main:
                         if self.show is not None and (self.context.examples or self.context.tables):
                             self.show(step, record["eval"], self.context.examples, self.context.tables)
                         self.emit(record)
-        return records
+                    yield record
+        if last:
+            self._step = None
+
+    def took(self, step: int, kind: Weights, records: Mapping[str, Record]) -> None:
+        """Take note of what ran at a step elsewhere: evaluator -> its metrics, or its `error`."""
+        self._step, self._ran = step, {kind: dict(records)}
 
     def _have_room(self) -> None:
         """Take the weights out once, which sharded ones need memory for."""
@@ -185,7 +206,10 @@ class EvalRunner:
         context.name, context.examples, context.tables = name, [], []
         began, dropped = time.perf_counter(), context.dropped
         context.weights, context.readings = context.fingerprint(), []
-        metrics = self.world.broadcast_object(self._metrics(name))  # a run's end must not hang on a rank's last digit
+        # Rank 0's: a run's end must not hang on a rank's last digit.
+        metrics = self.world.broadcast_object(self._metrics(name))
+        if "error" not in metrics:
+            context.figures[name] = metrics
         dropped = sum(context.world.gather_objects(context.dropped - dropped))
         seconds = round(time.perf_counter() - began, 3)
         record = {"step": step, "eval": called, **metrics, "dropped": dropped, "seconds": seconds}

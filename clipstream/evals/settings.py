@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny
+from pydantic import Field, SerializeAsAny, field_validator
 
 from clipstream.data.settings import SourceSettings
 from clipstream.section import PluginSection
@@ -15,14 +15,19 @@ Weights = Literal["trained", "averaged"]
 class EvalSettings(PluginSection):
     """One evaluator: every `every` steps and at the end. `type` may be a user's own `package.module:Name`."""
 
-    type: str = Field("retrieval", description="retrieval, zero_shot, loss, linear_probe, knn, or package.module:Name")
+    type: str = Field(
+        "retrieval", description="retrieval, zero_shot, loss, linear_probe, knn, mean, or package.module:Name"
+    )
     every: int = Field(0, ge=0, description="steps between evaluations; 0 evaluates at the end only")
     every_epochs: float | None = Field(None, gt=0, description="epochs between evaluations, in place of every")
     data: SourceSettings | None = Field(None, description="the source that is evaluated")
+    fetch: str | None = Field(None, description="command that brings the data here, told where they are not there")
     batch_size: int = Field(256, ge=1, description="samples encoded at once on a rank")
     weights: Literal["trained", "averaged", "both"] = Field(
         "trained", description="which weights it evaluates: with averaged ones (train.ema) it is called NAME_averaged"
     )
+
+    reads: ClassVar[bool] = True  # whether a built-in one takes data
 
     @property
     def kinds(self) -> tuple[Weights, ...]:
@@ -123,6 +128,24 @@ class NeighboursSettings(FrozenSettings):
     temperature: float = Field(0.07, gt=0, description="of the softmax")
 
 
+class MeanSettings(EvalSettings):
+    """The mean of other evaluators' figures, each of which counts once: `of` says which, as {NAME: METRIC}."""
+
+    type: Literal["mean"] = "mean"
+    of: dict[str, str | list[str]] = Field(
+        description="evaluator: its metric; or several, as [image_to_text_R@1, text_to_image_R@1], whose mean counts"
+    )
+
+    reads: ClassVar[bool] = False
+
+    @field_validator("of")
+    @classmethod
+    def _some(cls, value: dict[str, str | list[str]]) -> dict[str, str | list[str]]:
+        if not value or not all(value.values()):
+            raise ValueError("name an evaluator and its metric at least")
+        return value
+
+
 def sources_of(settings: EvalSettings) -> dict[str, SourceSettings]:
     """The sources that an evaluator reads, by their keys."""
     values = {key: getattr(settings, key) for key in type(settings).model_fields}
@@ -135,6 +158,7 @@ EvalSettings.builtin = {
     "loss": LossEvalSettings,
     "linear_probe": LinearProbeSettings,
     "knn": NeighboursSettings,
+    "mean": MeanSettings,
 }
 
 EvalField = SerializeAsAny[EvalSettings]

@@ -23,6 +23,7 @@ from clipstream.model.pretrained import AVERAGED_FILE, CONFIG_FILE, WEIGHT_FILES
 from clipstream.model.settings import ModelSettings
 from clipstream.report.figures import FIGURES_FILE, TABLE_FILE, add, traced
 from clipstream.report.progress import table
+from clipstream.tools import suites
 from clipstream.training import shelf
 from clipstream.world import World
 
@@ -35,6 +36,7 @@ OWN_FLAGS = {
     "--weights": "trained (the default), or averaged: a checkpoint's averaged weights, of a run with train.ema",
     "--output": "file that the figures are added to: NAME.csv a line a figure, any other name a JSON line an "
     f"evaluation; {FIGURES_FILE} and {TABLE_FILE} in the run's folder unless given",
+    **suites.OWN_FLAGS,
 }
 
 NAMING_FLAGS = ("--model", "--model.name", "--pretrained", "--model.pretrained")
@@ -63,14 +65,16 @@ def evaluate(argv: Sequence[str]) -> int:
     Raises:
         SettingsError: wrong settings, no such checkpoint, or nothing to evaluate on.
     """
-    own, flags = own_flags([re.sub(r"^--out(?==|$)", "--output", token) for token in argv], OWN_FLAGS)
-    weights = _chosen_weights(own.get("--weights", "trained"))
+    tokens = [re.sub(r"^--out(?==|$)", "--output", token) for token in argv]
+    own, flags = own_flags(tokens, OWN_FLAGS, many=(suites.SUITE,))
+    weights, asked = _chosen_weights(own.get("--weights", "trained")), suites.Suites.of(own)
     subject = locate(own.get("--checkpoint"), flags)
     trained = [] if subject.run is None else ["--config", str(subject.run / "config.yaml")]
-    settings = load([*trained, *flags], trains=False)
+    settings = asked.chosen(load([*trained, *asked.flags, *flags], trains=False), trained[1:])
     if not settings.evals:
         raise SettingsError(
-            "nothing to evaluate on: give --checkpoint RUN, --val-data SHARDS, or --config with a section evals"
+            "nothing to evaluate on: give --checkpoint RUN, --val-data SHARDS, --suite FILE, or --config with a "
+            "section evals"
         )
     model = settings.model
     if subject.checkpoint is None:
@@ -86,6 +90,7 @@ def evaluate(argv: Sequence[str]) -> int:
     from clipstream.session import run_ranks
 
     def body(world: World, watch: FailureWatch) -> None:
+        suites.check_same(settings, world)
         runner = _runner(settings, model, subject, world, outputs, weights)
         records = runner(subject.step, last=True)
         if world.is_main:

@@ -29,6 +29,7 @@ from clipstream.report.figures import FIGURES_FILE, TABLE_FILE, WATCH_FOLDER, ad
 from clipstream.report.page import REPORT_FILE, write_report
 from clipstream.report.progress import evaluation_line
 from clipstream.report.sinks import TensorBoard, lines
+from clipstream.tools import suites
 from clipstream.tools.evaluate import context_for, model_in
 from clipstream.tools.watched import Found, WatchedRun, fault
 from clipstream.training.stopping import StopSignals
@@ -37,6 +38,7 @@ from clipstream.world import World
 if TYPE_CHECKING:
     from clipstream.evals.agreement import Failure
     from clipstream.evals.context import EvalContext
+    from clipstream.evals.protocol import EvalRunner
     from clipstream.example import Example, Table
 
 POLL = 2.0  # s between two looks at the run's folder
@@ -54,20 +56,24 @@ def follow(argv: Sequence[str]) -> int:
         SettingsError: wrong settings, or nothing to evaluate on.
         Stopped: a signal came, or the run lay still for too long.
     """
-    own, flags = own_flags(argv, OWN_FLAGS)
+    own, flags = own_flags(argv, {**OWN_FLAGS, **suites.OWN_FLAGS}, many=(suites.SUITE,))
+    asked = suites.Suites.of(own)
     if other := [flag for flag in OF_ONE if any(token.partition("=")[0] == flag for token in flags)]:
         raise SettingsError(f"{other[0]} belongs to the evaluation of one checkpoint, --watch takes all: leave one out")
     run, idle = WatchedRun(Path(own["--watch"]).expanduser()), _seconds(own.get("--idle", "3600"))
     with StopSignals() as signals:
         _wait_for_a_checkpoint(run, signals, idle)
         config = ["--config", str(run.folder / "config.yaml")]
-        settings = load([*config, *flags], trains=False)
+        settings = asked.chosen(load([*config, *asked.flags, *flags], trains=False), config[1:])
         if not settings.evals:
-            raise SettingsError("nothing to evaluate on: give --val-data SHARDS, or --config with a section evals")
+            raise SettingsError(
+                "nothing to evaluate on: give --val-data SHARDS, --suite FILE, or --config with a section evals"
+            )
         fits = load(config).tokenizer == settings.tokenizer
         from clipstream.session import run_ranks
 
         def body(world: World, watch: FailureWatch) -> None:
+            suites.check_same(settings, world)
             busy = f"{run.folder} is being followed by {{}}: one follower is enough"
             lock = locked(run.folder / WATCH_FOLDER, "--watch: the folder", busy.format)
             with lock if world.is_main else nullcontext(), _Files(run.folder, settings, world) as files:
@@ -126,6 +132,11 @@ class _Follower:
             if kind in section.kinds and (found.weights, found.step, eval_name(name, kind)) not in self.files.done
         ]
 
+    def _done(self, found: Found, kind: Weights) -> dict[str, dict[str, Any]]:
+        """What evaluators gave of a checkpoint before."""
+        told = {name: (found.weights, found.step, eval_name(name, kind)) for name in self.settings.evals}
+        return {name: self.files.done[key] for name, key in told.items() if key in self.files.done}
+
     def _leave_out(self, found: Found, why: str) -> None:
         self._gone.add(found)
         self._say(f"warning: {found.path.name} is left out: {why}", sys.stderr)
@@ -137,11 +148,11 @@ class _Follower:
         left: list[tuple[Weights, str]] = self.world.broadcast_object(self._left(found))
         try:
             for kind in dict.fromkeys(kind for kind, _ in left):
-                context = self._context(held, kind)
-                for name in (name for of, name in left if of == kind):
-                    self._run(context, found, kind, name)
+                runner = self._runner(self._context(held, kind), found, kind)
+                for _ in runner.each(found.step, last=True):
                     self._end_if_asked(signals)
-                del context  # one model at a time
+                self.failures += runner.failures
+                del runner  # one model at a time
         finally:
             if self.world.is_main:
                 self.run_.release()
@@ -168,7 +179,8 @@ class _Follower:
         context.examples_wanted = self.settings.log.pictures
         return context
 
-    def _run(self, context: EvalContext, found: Found, kind: Weights, name: str) -> None:
+    def _runner(self, context: EvalContext, found: Found, kind: Weights) -> EvalRunner:
+        """For what a checkpoint was not evaluated with."""
         from clipstream.evals.protocol import EvalRunner
 
         about = {
@@ -177,17 +189,16 @@ class _Follower:
             "model": self.settings.model.label,
             "file": found.weights,
         }
-        context.world = self.world
         runner = EvalRunner(
-            {name: self.settings.evals[name].model_copy(update={"weights": kind})},
+            self.settings.evals,
             context,
             self.files.write,
             self.files.show,
             {kind: nullcontext},
             lambda record, made_with: self.files.trace(traced(record, made_with, about)),
         )
-        runner(found.step, last=True)
-        self.failures += runner.failures
+        runner.took(found.step, kind, self.world.broadcast_object(self._done(found, kind)))
+        return runner
 
     def _end_if_asked(self, signals: StopSignals) -> None:
         if by := next(filter(None, self.world.gather_objects(signals.received)), None):
@@ -211,12 +222,12 @@ class _Files:
     """What a follower writes, in RUN/watch, on rank 0. Context manager.
 
     Attributes:
-        done: (weights, step, evaluation) of what was evaluated.
+        done: of what was evaluated, by (weights, step, evaluation): its metrics, or its error.
     """
 
     def __init__(self, run: Path, settings: Settings, world: World) -> None:
         self.run, self.folder, self.settings, self.world = run, run / WATCH_FOLDER, settings, world
-        self.done: set[tuple[str, int, str]] = set()
+        self.done: dict[tuple[str, int, str], dict[str, Any]] = {}
         self._album = Album(self.folder)
         self._board: TensorBoard | None = None
 
@@ -225,7 +236,7 @@ class _Files:
             return self
         there = self.folder / FIGURES_FILE
         for _, record in lines(there) if there.is_file() else ():
-            self.done.add((str(record.get("file")), int(record["step"]), str(record["eval"])))
+            self._note(record)
         if self.settings.log.tensorboard:
             # Later steps than those would be hidden.
             self._board = TensorBoard(self.folder, max((step for _, step, _ in self.done), default=None))
@@ -239,7 +250,12 @@ class _Files:
         """Add an evaluation, which then is done."""
         for name in (FIGURES_FILE, TABLE_FILE):
             add(self.folder / name, evaluation)
-        self.done.add((evaluation["file"], evaluation["step"], evaluation["eval"]))
+        self._note(evaluation)
+
+    def _note(self, evaluation: dict[str, Any]) -> None:
+        metrics = {name: evaluation[name] for name in evaluation["metrics"]}
+        error = {"error": evaluation["error"]} if "error" in evaluation else {}
+        self.done[evaluation["file"], evaluation["step"], evaluation["eval"]] = {**metrics, **error}
 
     def write(self, record: dict[str, Any]) -> None:
         """Say an evaluation's figures."""
