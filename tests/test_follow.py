@@ -92,6 +92,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_beside_a_training_process(tmp_path: Path) -> None:
     """The follower is there first, and figures are those of the run's own evaluations."""
     make_shards(tmp_path / "pairs", [21, 17, 19, 5])
