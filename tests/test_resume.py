@@ -180,7 +180,7 @@ def test_a_full_disk_does_not_end_a_run(place: Path, tmp_path: Path) -> None:
     (place / "tiny.json").write_text(json.dumps(CONFIG))
     with small_disk(tmp_path, "4m"):
         tiny = ["--model", f"{place}/tiny.json", "--tokenizer", "tests.test_evaluate:Bytes"]
-        tiny += ["--logs", f"{tmp_path}/runs"]
+        tiny += ["--logs", f"{tmp_path}/runs", "--val-data", f"{place}/val/*.tar", "--evals.val.every", "4"]
         (process,) = start(flags(place, "full", *tiny, "--log.report", "false", steps=100_000))
         wait_for_step(tmp_path, "full", 6, process)
         ballast = fill(tmp_path, 0)
