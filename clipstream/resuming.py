@@ -73,19 +73,22 @@ def _look_there(mirror: Mirror, *, new: bool) -> None:
 
 
 def _catch_up(mirror: Mirror, run_folder: Path) -> None:
-    """Fetch the copy's newest checkpoint where it is newer than all here: the run has been on another machine.
+    """Fetch the copy's newest checkpoint where it is newer than all whole ones here: the run has been on another
+    machine, or those here are damaged.
 
     Raises:
         SettingsError: nothing is here, and what is there cannot be had.
     """
     folder = run_folder / CHECKPOINTS
-    if mirror.last_serial < shelf.next_serial(folder):
+    found = next((path for path in shelf.whole(folder) if shelf.fault(path) is None), None)
+    marker = None if found is None else shelf.marker_of(found)
+    if mirror.last_serial <= (0 if marker is None else marker.serial):
         return
     try:
         _fetch_beside(mirror.place, run_folder)
         place.find(mirror.place, folder)
     except SettingsError as error:
-        if not shelf.whole(folder):
+        if found is None:
             raise
         print(f"warning: {error}; the newest one here is used", file=sys.stderr, flush=True)
 

@@ -201,3 +201,9 @@ def test_a_machine_that_is_behind_catches_up(tmp_path: Path, capsys: pytest.Capt
     write(run / "checkpoints", 5, keep_last=9)
     assert found() == "step_00000005", "what is here is newer"
     assert (run / "metrics.jsonl").read_text() == '{"step": 5}\n'
+    shutil.rmtree(far)
+    shutil.copytree(run, far)
+    for path in run.glob("checkpoints/step_*"):
+        damage(path / "rng.pt")
+    assert found() == "step_00000005", "all here are damaged"
+    assert fault(run / "checkpoints" / "step_00000005") is None
