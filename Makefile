@@ -44,15 +44,19 @@ build/reference: | .venv/.installed-dev
 	mv $@.part $@
 
 # What open_clip's trainer needs beside this environment: it works with no later webdataset.
-peers: build/peers
+peers: build/peers build/spdl
 
 build/peers: | .venv/.installed-dev
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target $@.part \
 		webdataset==0.2.86 pandas python-dateutil pytz tzdata six
 	mv $@.part $@
 
+build/spdl: | .venv/.installed-dev
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target $@.part spdl spdl-core spdl-io
+	mv $@.part $@
+
 # The input path beside open_clip's; the table as CSV and plot under build/.
-bench-input: .venv/.installed-dev build/peers
+bench-input: .venv/.installed-dev build/peers build/spdl
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[bench]'
 	$(BIN)/python benchmarks/input.py --csv build/input.csv --plot build/input.svg
 

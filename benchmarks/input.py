@@ -5,9 +5,9 @@
     python benchmarks/input.py 'emoji/*.tar' --size 64 --caption-json caption.en
 
 The streams (see `streams.py`) take turns over several rounds in one run, and the medians are compared, because machines
-are shared and noisy. `make peers` brings the webdataset that open_clip's trainer works with; without it that stream is
-left out. Ratios are clipstream's over the other's; memory is what a worker has written and shares with nobody, above an
-idle one that has imported the same.
+are shared and noisy. `make peers` brings the webdataset that open_clip's trainer works with, and spdl, which needs
+FFmpeg's libraries; without them their streams are left out. Ratios are clipstream's over the other's; memory is what a
+worker has written and shares with nobody, above an idle one that has imported the same.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Sequence
+from ctypes.util import find_library
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,9 @@ from clipstream.data.settings import CaptionSettings
 from clipstream.data.shards import expand
 from clipstream.errors import Dropped
 
-PEERS = Path(__file__).parent.parent / "build" / "peers"
-STREAMS = ["clipstream", "open_clip", "webdataset", "floor"]
+BUILD = Path(__file__).parent.parent / "build"
+PEERS = {"open_clip": BUILD / "peers", "spdl": BUILD / "spdl"}  # stream -> packages of its own
+STREAMS = ["clipstream", "open_clip", "webdataset", "spdl", "floor"]
 COLUMNS = ("samples_per_s", "first_batch_s", "cpu_ms_per_sample", "bytes_per_sample", "worker_dirty_mib")
 Medians = dict[str, dict[str, float]]  # stream -> column -> value
 
@@ -57,7 +59,7 @@ class Stream:
     """A process that measures when it is asked."""
 
     def __init__(self, name: str, options: Options) -> None:
-        path = str(PEERS) if name == "open_clip" else ""
+        path = str(PEERS.get(name, ""))
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))}
         command = [sys.executable, str(Path(__file__).with_name("streams.py")), name, json.dumps(vars(options))]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -84,7 +86,7 @@ def run(work: Work, args: argparse.Namespace, scratch: Path) -> None:
     """Measure all streams on one work, in turns."""
     captioned = work.shards if work.caption is None else _captioned(work, scratch / work.name)
     options = Options(work.shards, captioned, work.caption, work.size, args.workers, args.batch_size, args.seconds)
-    names = [name for name in args.streams if name != "open_clip" or PEERS.is_dir()]
+    names = [name for name in args.streams if _runs(name)]
     streams = {name: Stream(name, options) for name in names}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for _ in range(args.rounds):
@@ -93,6 +95,11 @@ def run(work: Work, args: argparse.Namespace, scratch: Path) -> None:
     for name, stream in streams.items():
         stream.close()
         work.results[name] = {column: statistics.median(one[column] for one in found[name]) for column in COLUMNS}
+
+
+def _runs(name: str) -> bool:
+    """Whether what a stream needs is here; spdl is no use without FFmpeg's libraries."""
+    return PEERS.get(name, BUILD.parent).is_dir() and (name != "spdl" or find_library("avfilter") is not None)
 
 
 def _captioned(work: Work, folder: Path) -> list[str]:

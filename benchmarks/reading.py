@@ -5,6 +5,9 @@
 Both give every sample's key and the bytes of its three members (jpg, txt, json), of the same shards, which are made in
 a temporary folder and lie in the system's memory by then: `small` has pictures of 2 kB, `photos` of 20 to 120 kB. The
 two take turns, several rounds in one run; the ratio is the median over the rounds. CPU time, as machines are shared.
+
+Found on two cores: small 15,043 samples per CPU-second where webdataset 1.0.2 reads 2,436, 5.8 times as many (4.9 to
+7.3 over the rounds); photos 12,426 and 2,571, 5.5 times (4.5 to 6.3).
 """
 
 from __future__ import annotations

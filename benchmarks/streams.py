@@ -10,11 +10,13 @@ prefetched meanwhile), and then samples and CPU time of the whole tree of proces
     open_clip     open_clip_train's `get_wds_dataset`, as its trainer calls it; needs webdataset 0.2.86 (`make peers`)
     webdataset    the installed webdataset with the same transform and tokenizer; and with more and more steps of
                   clipstream's in it (see `steps.py`)
+    spdl          spdl's threads and FFmpeg, where `make peers` found it to run (it needs FFmpeg's libraries)
     floor         decoding, crop and resize of the same bytes by clipstream's transform, and nothing else
 """
 
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing
 import os
@@ -26,8 +28,11 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import numpy as np
 import open_clip
 import torch
+import webdataset as wds
+from PIL import Image
 from steps import IMAGES, STEPS, piped, tokenize
 
 SETTLING = 8  # batches that are let through before the measurement
@@ -99,6 +104,35 @@ def webdataset(options: Options, step: str) -> Iterator[Batch]:
     yield from _tensors(piped(options.captioned, options.batch_size, options.workers, make, encode))
 
 
+def spdl(options: Options) -> Iterator[Batch]:
+    """Batches of spdl's pipeline of threads, with FFmpeg's decoder and filters, over webdataset's samples."""
+    import spdl.io
+    from spdl.pipeline import PipelineBuilder
+
+    crop = open_clip.image_transform(options.size, is_train=True).transforms[0]
+    size = f"scale={options.size}:{options.size}:flags=bicubic,format=rgb24"
+
+    def decoded(sample: dict[str, Any]) -> tuple[Any, str]:
+        data = next(sample[suffix] for suffix in IMAGES if suffix in sample)
+        top, left, height, width = crop.get_params(Image.open(io.BytesIO(data)), crop.scale, crop.ratio)
+        filters = f"crop={width}:{height}:{left}:{top},{size}"
+        frames = spdl.io.decode_packets(spdl.io.demux_image(data), filter_desc=filters)
+        return spdl.io.to_numpy(spdl.io.convert_frames(frames)), sample["txt"].decode()
+
+    def batched(samples: list[tuple[Any, str]]) -> tuple[torch.Tensor, torch.Tensor]:
+        pictures, captions = zip(*samples, strict=True)
+        return torch.from_numpy(np.stack(pictures)), tokenize()(list(captions))
+
+    samples = wds.DataPipeline(
+        wds.ResampledShards(options.captioned), wds.tarfile_to_samples(), wds.shuffle(5000, initial=1000)
+    )
+    builder = PipelineBuilder().add_source(samples).pipe(decoded, concurrency=options.workers)
+    builder = builder.aggregate(options.batch_size).pipe(batched).add_sink(4)
+    pipeline = builder.build(num_threads=options.workers)
+    with pipeline.auto_stop():
+        yield from _tensors(pipeline)
+
+
 def _tensors(loader: Any) -> Iterator[Batch]:
     for images, texts in loader:
         yield Batch(len(images), images.nbytes + texts.nbytes)
@@ -155,6 +189,7 @@ def _floor(options: Options, number: int, counts: Connection) -> None:
 STREAMS: dict[str, Callable[[Options], Iterator[Batch]]] = {
     "clipstream": clipstream,
     "open_clip": open_clip_train,
+    "spdl": spdl,
     "floor": floor,
     **{step: partial(webdataset, step=step) for step in STEPS},
 }
@@ -174,7 +209,8 @@ def measure(name: str, options: Options) -> dict[str, float]:
         samples += batch.samples
         size += batch.size
     busy = _cpu_seconds() - busy
-    dirty = [_private_dirty(process.pid) for process in multiprocessing.active_children() if process.pid]
+    workers = [process.pid for process in multiprocessing.active_children() if process.pid]
+    dirty = [_private_dirty(pid) for pid in workers or [os.getpid()]]  # spdl's are threads
     stream.close()  # type: ignore[attr-defined]
     return {
         "samples_per_s": samples / took,

@@ -186,6 +186,14 @@ def _in_steps(section: Cadence, settings: Settings) -> Cadence:
     return section.model_copy(update={"every": max(1, round(section.every_epochs * epoch)), "every_epochs": None})
 
 
+def _with_best(section: CheckpointSettings, settings: Settings) -> CheckpointSettings:
+    """The section with `keep_best` set, where a run ends when its evaluations get no better: after the best ones."""
+    stop = settings.train.early_stop
+    if section.keep_best is not None or stop.metric is None:
+        return section
+    return section.model_copy(update={"keep_best": stop.metric, "keep_best_by": stop.metric_by})
+
+
 def resolve(settings: Settings, world: World) -> Settings:
     """The settings with the run's name, `data.lanes` and what is told in epochs fixed, the same on every rank.
 
@@ -210,7 +218,7 @@ def resolve(settings: Settings, world: World) -> Settings:
                 raise SettingsError(problem(settings.places, ("data", "lanes"), text))
     return settings.model_copy(
         update={
-            "checkpoint": _in_steps(settings.checkpoint, settings),
+            "checkpoint": _with_best(_in_steps(settings.checkpoint, settings), settings),
             "evals": {key: _in_steps(section, settings) for key, section in settings.evals.items()},
             "run": settings.run.model_copy(update={"name": name}),
             "data": settings.data.model_copy(update={"lanes": lanes}),

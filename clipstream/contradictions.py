@@ -6,7 +6,7 @@ Never imports torch, changes no setting and writes nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path as FilePath
 
@@ -15,7 +15,14 @@ from clipstream.data.settings import JsonCaption, SourceSettings
 from clipstream.data.shards import expand, scheme_of
 from clipstream.errors import SettingsError
 from clipstream.evals.prompts import OF_OPEN_CLIP, class_names, class_spec, prompt_templates, template_spec
-from clipstream.evals.settings import EvalSettings, LabelledSettings, ZeroShotSettings, eval_name, sources_of
+from clipstream.evals.settings import (
+    EvalSettings,
+    LabelledSettings,
+    PromptedSettings,
+    ZeroShotSettings,
+    eval_name,
+    sources_of,
+)
 from clipstream.folder import holds_a_run
 from clipstream.schema import Path
 from clipstream.wording import joined, problem
@@ -39,6 +46,7 @@ def validate_run(settings: Settings, world: World) -> None:
         *_data_problems(settings),
         *_average_problems(settings),
         *_checkpoint_problems(settings),
+        *_early_stop_problems(settings),
         *_folder_problems(settings, world),
     ]
     if found:
@@ -138,6 +146,9 @@ def _data_problems(settings: Settings) -> Found:
         if evaluator.data is None and evaluator.reads and evaluator.type in EvalSettings.builtin:
             text = f"the evaluator has no data: give --evals.{name}.data.shards, or remove it with --evals.{name} null"
             found.append((("evals", name), text))
+        if isinstance(evaluator, PromptedSettings) and evaluator.prompts and not settings.log.pictures:
+            text = "log.pictures is 0, so nothing is shown: raise it, or leave the prompts out"
+            found.append((("evals", name, "prompts"), text))
         if isinstance(evaluator, LabelledSettings):
             found += _prompt_problems(name, evaluator)
     for path, source, fetch in read:
@@ -206,11 +217,9 @@ def _checkpoint_problems(settings: Settings) -> Found:
     from clipstream.training.place import Place
 
     found: Found = []
-    section, evals = settings.checkpoint, ", ".join(settings.evals) or "none"
-    evaluator = (section.keep_best or "").partition("/")[0]
-    if section.keep_best is not None and evaluator not in settings.evals:
-        text = f"there is no evaluator {evaluator!r} (there is {evals}): name one of them, as NAME/METRIC"
-        found.append((("checkpoint", "keep_best"), text))
+    section = settings.checkpoint
+    if (metric := section.best_by) is not None and metric.evaluator not in (evals := _evaluations(settings)):
+        found.append((("checkpoint", "keep_best"), _no_evaluator(metric.evaluator, evals)))
     for key in ("remote_sync", "resume"):
         url = getattr(section, key)
         if url is None or (key == "resume" and scheme_of(url) is None):
@@ -220,6 +229,34 @@ def _checkpoint_problems(settings: Settings) -> Found:
         except SettingsError as error:
             found.append((("checkpoint", key), str(error).removeprefix(": ")))
     return found
+
+
+def _early_stop_problems(settings: Settings) -> Found:
+    found: Found = []
+    section, path = settings.train.early_stop, ("train", "early_stop")
+    if section.watched is None:
+        text = "of which metric? Give --train.early-stop.metric EVALUATOR/METRIC as well"
+        usual = type(section)()
+        return [
+            ((*path, key), text) for key in type(section).model_fields if getattr(section, key) != getattr(usual, key)
+        ]
+    evals, called = _evaluations(settings), section.watched.evaluator
+    if called not in evals:
+        found.append(((*path, "metric"), _no_evaluator(called, evals)))
+    elif not settings.evals[evals[called]].every and settings.evals[evals[called]].every_epochs is None:
+        text = f"{called} is evaluated at the end only: give --evals.{evals[called]}.every as well"
+        found.append(((*path, "metric"), text))
+    return found
+
+
+def _evaluations(settings: Settings) -> dict[str, str]:
+    """What evaluations are called, with the names of their evaluators."""
+    return {eval_name(name, kind): name for name, section in settings.evals.items() for kind in section.kinds}
+
+
+def _no_evaluator(called: str, evals: Collection[str]) -> str:
+    there = ", ".join(evals) or "none"
+    return f"there is no evaluator {called!r} (there is {there}): name one of them, as NAME/METRIC"
 
 
 def _folder_problems(settings: Settings, world: World) -> Found:

@@ -1,4 +1,4 @@
-"""Owns Example, a picture beside words: what the rooms that work with pictures hand to those that show them."""
+"""Owns what the rooms that work with pictures hand to those that show them: pictures beside words, tables of words."""
 
 from __future__ import annotations
 
@@ -28,3 +28,18 @@ class Example:
     guesses: tuple[tuple[str, float], ...] = ()
     group: str = ""
     note: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Words in rows.
+
+    Attributes:
+        title: what it tells.
+        header: of its columns.
+        rows: a cell a column each.
+    """
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]

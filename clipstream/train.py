@@ -8,7 +8,7 @@ Settings are checked, and missing weights found, before torch is imported. It co
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from clipstream.evals.settings import Weights
     from clipstream.model.towers import Towers
     from clipstream.report.outputs import Outputs
+    from clipstream.training.early_stop import EarlyStop
     from clipstream.training.loop import Trainer
     from clipstream.training.mirror import Mirror
     from clipstream.training.saving import Saver
@@ -106,6 +107,8 @@ def _train(settings: Settings, world: World, watch: FailureWatch, lanes: int | s
         try:
             with saver:
                 trainer.run()
+            if world.is_main:
+                _say_best(settings)
         finally:
             outputs.close()
 
@@ -180,6 +183,7 @@ def _trainer(
     from clipstream.data.text import readable
     from clipstream.report.outputs import Outputs
     from clipstream.training.batch_norm import synchronize_batch_norm
+    from clipstream.training.early_stop import EarlyStop
     from clipstream.training.loop import Trainer
     from clipstream.training.optim import build_optimizer, lr_at
     from clipstream.training.recovery import Recovery
@@ -193,11 +197,13 @@ def _trainer(
     step = _step(settings, world, towers, optimizer)
     state = None if found is None else _load(found, step)
     log, done = settings.log, None if state is None else int(state["step"])
+    early_stop = EarlyStop(train.early_stop, None if state is None else state.get("early_stop"))
     subject = {"run": settings.run.name, "model": settings.model.label}
-    outputs = Outputs(settings.run_folder, log, world, total=total, done=done, subject=subject)
+    ended = done is not None and (done >= total or early_stop.over)
+    outputs = Outputs(settings.run_folder, log, world, total=total, done=done, ended=ended, subject=subject)
     evaluate = _evaluate(settings, world, layout, step, tokenizer, outputs)
     saver = _saver(settings, world, towers, step, mirror)
-    saver.expect(evaluate.rehearse())
+    evaluated = _heard(evaluate, early_stop, saver)
     outputs.begin()
     trainer = Trainer(
         step,
@@ -207,7 +213,7 @@ def _trainer(
         total_steps=total,
         log_every=settings.log.every,
         sinks=[outputs],
-        evaluate=lambda done, last: saver.hear(evaluate(done, last)),
+        evaluate=evaluated,
         saves=saver,
         signals=signals,
         recovery=Recovery(
@@ -217,6 +223,7 @@ def _trainer(
         epoch_samples=train.epoch_samples,
         show=partial(outputs.show_batch, decode=partial(readable, tokenizer)),
         show_every=log.pictures_every,
+        early_stop=early_stop,
     )
     return trainer, outputs, saver
 
@@ -246,6 +253,20 @@ def _evaluate(
     if step.averages is not None:
         weights["averaged"] = partial(layout.full_weights, world.device, instead=step.averages.tensors)
     return EvalRunner(settings.evals, context, outputs.write, outputs.show, weights, outputs.trace)
+
+
+def _heard(evaluate: EvalRunner, *hearers: Saver | EarlyStop) -> Callable[[int, bool], None]:
+    """Evaluates what is due, for those who act on it; they have heard of its metrics in a rehearsal."""
+    metrics = evaluate.rehearse()
+    for hearer in hearers:
+        hearer.expect(metrics)
+
+    def evaluated(done: int, last: bool) -> None:
+        records = evaluate(done, last)
+        for hearer in hearers:
+            hearer.hear(records)
+
+    return evaluated
 
 
 def _step(settings: Settings, world: World, towers: Towers, optimizer: Any) -> TrainStep:
@@ -346,7 +367,20 @@ def _say_what(settings: Settings, world: World, towers: Towers, found: Path | No
         when = f"every {section.every} steps" if section.every else "at the end"
         print(f"evals    {name}: {section.type}, {when}, {' and '.join(section.kinds)} weights")
     print(f"steps    {settings.total_steps}" + ("" if found is None else f", going on from {found}"))
+    stop = settings.train.early_stop
+    if stop.metric is not None:
+        by = f" by more than {stop.min_delta:g}" * (stop.min_delta > 0)
+        print(f"         or until {stop.metric} is no better{by} in {stop.patience} evaluations in a row")
     print(f"folder   {settings.run_folder}", flush=True)
+
+
+def _say_best(settings: Settings) -> None:
+    """Which checkpoint is the best one, where the settings say by what."""
+    from clipstream.training import shelf
+
+    best = shelf.best_of(settings.run_folder / "checkpoints")
+    if best is not None and best.metric == settings.checkpoint.keep_best:
+        print(f"best     {settings.run_folder / 'checkpoints' / best.name}: {best.metric} {best.value:.4g}", flush=True)
 
 
 if __name__ == "__main__":

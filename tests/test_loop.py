@@ -259,7 +259,8 @@ def test_two_ranks_write_one_file() -> None:
     lines = run_ranks(2, summed)
     assert lines[1] == []
     assert lines[0][0]["samples"] == 30
-    assert lines[0][-1]["health"] == {"train": {"used": 30, "dropped": {"no_caption": 2}}}
+    assert lines[0][-2]["health"] == {"train": {"used": 30, "dropped": {"no_caption": 2}}}
+    assert lines[0][-1] == {"step": 3, "end": {"total_steps": 3}}
 
 
 def resumed_counts(world: World) -> Any:

@@ -70,6 +70,7 @@ def test_the_commands_of_the_first_day_run_in_their_order(folder: Path, monkeypa
         "index",
         "compare",
         "evaluate",
+        "evaluate",
     ]
     first = True
     for words in runs:
@@ -128,11 +129,18 @@ def test_settings_of_readme_are_right(folder: Path, monkeypatch: pytest.MonkeyPa
         validate_run(load(["--config", f"{number}.yaml", "--steps", "9", *more]), World())
 
 
+def test_the_end_that_readme_recommends_is_right(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    (line,) = re.findall(r"^    (--evals.* --train\.early-stop.*)$", README, re.M)
+    data = ["--train-data", "shards/00000.tar", "--val-data", "val/00.tar", "--steps", "9"]
+    validate_run(load([*data, *shlex.split(line)]), World())
+
+
 def test_flags_that_readme_names_exist() -> None:
     from clipstream.shorts import BY_FLAG
 
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+(?![\w.-])", README))
-    others = {"--config", "--help", "--into", *evaluate.OWN_FLAGS}
+    others = {"--config", "--help", "--into", *evaluate.OWN_FLAGS, *evaluate.WATCH_FLAGS}
     others |= {"--nodes", "--ntasks", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time", "--signal"}
     others |= {"--requeue", "--open-mode", "--wait"}  # Slurm's
     others |= {"--nnodes", "--nproc-per-node", "--max-restarts", "--rdzv-backend", "--rdzv-conf", "--rdzv-endpoint"}

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from clipstream.compare import main as compare
 from clipstream.errors import SettingsError
-from clipstream.example import Example
+from clipstream.example import Example, Table
 from clipstream.report.album import Album
 from clipstream.report.charts import Chart, Series, nice_ticks, short
+from clipstream.report.figures import FIGURES_FILE, WATCH_FOLDER, add
 from clipstream.report.page import REPORT_FILE, Report, render
 from clipstream.report.reading import fewer, read_run
 from clipstream.report.sinks import MetricsFile
@@ -56,8 +57,12 @@ def make_run(folder: Path, *, lr: float = 5e-4, steps: int = 2000) -> Path:
     album = Album(folder)
     album.show(0, "train", [Example(picture(i), f"a <b>small</b> cat {i}", f"00000/{i}") for i in range(5)])
     guesses = (("dog & bone", 0.31), ("cat", 0.29))
-    shown = [Example(picture(i), "cat", f"1/{i}", guesses, group) for group in ("right", "wrong") for i in range(3)]
-    album.show(steps, "animals", shown)
+    shown = [Example(picture(i), "cat", f"1/{i}", guesses, group) for group in ("wrong", "right") for i in range(3)]
+    shown += [Example(picture(i), "dog", f"2/{i}", group="“a <red> cat”", note="match 0.312") for i in range(2)]
+    confused = Table(
+        "the worst classes", ("class", "right", "taken for"), (("cat & co", "3 of 9", "dog (4), a fox (2)"),)
+    )
+    album.show(steps, "animals", shown, [confused])
     return folder
 
 
@@ -67,7 +72,18 @@ def test_it_says_what_the_run_was(tmp_path: Path) -> None:
                  "best 50.0% at 1000", "step 2000, 120 samples, 3 dropped, 2.5s", "waiting for data", "optim.lr",
                  "2.15.0", "8960", "missing_end", *EXAMPLES.values(), "right", "wrong", "dog &amp; bone"):  # fmt: skip
         assert said in page, said
-    assert page.count("data:image/jpeg;base64,") == 11
+    assert page.count("data:image/jpeg;base64,") == 13
+    for said in (
+        "the worst classes",
+        "cat &amp; co",
+        "3 of 9",
+        "dog (4), a fox (2)",
+        "“a &lt;red&gt; cat”",
+        "match 0.312",
+    ):
+        assert said in page, said
+    assert page.index("<h4>wrong</h4>") < page.index("<h4>right</h4>") < page.index("“a &lt;red&gt; cat”"), "as shown"
+    assert page.index("Examples of animals") < page.index("<h2>Training</h2>"), "with its figures"
     assert "a &lt;b&gt;small&lt;/b&gt; cat 4" in page and "<b>small" not in page
 
 
@@ -86,6 +102,8 @@ def test_several_runs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureF
     page = out.read_text()
     assert "base (2)" in page and "2 runs" in page and "1 of them different" in page
     assert page.index("optim.lr") < page.index("optim.wd"), "what differs comes first"
+    assert "50.0%<small>+10.0 points</small></td>" in page and "+0.0 points" in page, "differences to the first run"
+    assert page.count("Examples of animals") == 2 and "base (2): Examples of animals" in page
     assert page.count('class="s1" data-name="base (2)"') >= 6, "the second run has its line in each chart"
     assert compare([str(tmp_path / "a"), "--out", str(out)]) == 2
     assert "holds no run: there is no metrics.jsonl" in capsys.readouterr().err
@@ -105,6 +123,22 @@ def test_a_run_that_was_killed_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
     assert "0 steps" in render([read_run(folder)])
     with pytest.raises(SettingsError, match="holds no run"):
         read_run(tmp_path)
+
+
+def test_a_followers_evaluations_are_in_it(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "mine")
+    metrics = ["top1", "n", "dropped", "seconds"]
+    made = [(250, "animals", 0.3), (2000, "animals", 0.1), (250, "birds", 0.7), (250, "birds", 0.2)]
+    for step, name, top1 in made:
+        values = {"top1": top1, "n": 120, "dropped": 0, "seconds": 1.0}
+        add(folder / WATCH_FOLDER / FIGURES_FILE, {"step": step, "eval": name, **values, "metrics": metrics})
+    Album(folder / WATCH_FOLDER).show(2500, "animals", [Example(picture(1), "a newer picture")])
+    Album(folder / WATCH_FOLDER).show(250, "birds", [Example(picture(2), "a bird")])
+    run = read_run(folder)
+    assert run.evaluations["animals"]["top1"] == [(250, 0.3), (500, 0.4), (1000, 0.5), (1500, 0.4), (2000, 0.4)]
+    assert run.evaluations["birds"]["top1"] == [(250, 0.2)], "the last one of a step"
+    page = render([run])
+    assert "a newer picture" in page and "a bird" in page and "the worst classes" not in page
 
 
 def test_a_report_that_cannot_be_written_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,6 +250,6 @@ def test_a_browser_shows_it(tmp_path: Path) -> None:
     assert [one["window"] for one in seen] == [1400, 400] and [one["columns"] for one in seen] == [4, 1]
     for one in seen:
         assert one["page"] <= one["window"] and one["cut"] == 0, "nothing is wider than the window"
-        assert one["loaded"] == one["images"] == 11
+        assert one["loaded"] == one["images"] == 13
         assert re.fullmatch(r"4\d\.\d% at 2000", one["hover"])
         assert one["ground"] == "rgb(22, 24, 28)", "dark where dark is asked for"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from clipstream.example import Example
+from clipstream.example import Example, Table
 from clipstream.report import sinks
 from clipstream.report.progress import Progress, duration, evaluation_line, percent
 from clipstream.report.sinks import QUARANTINE_FILE, MetricsFile, QuarantineFile, TensorBoard, scalars
@@ -113,7 +113,8 @@ def test_tensorboard_shows_pictures_and_their_words(tmp_path: Path) -> None:
     board.write({"step": 0, "start": {"ranks": 2, "versions": {}}})
     red = torch.zeros((3, 8, 8), dtype=torch.uint8)
     red[0] = 255
-    board.show(7, "val", [Example(red, "a | b", guesses=(("c", 0.5), ("d", 0.4)), note="place 2")] * 3)
+    board.show(7, "val", [Example(red, "a | b", guesses=(("c", 0.5), ("d", 0.4)), note="place 2", group="best")] * 3)
+    board.show(7, "kinds", [], [Table("the worst", ("class", "right"), (("a | b", "1 of 2"),))])
     board.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -122,7 +123,9 @@ def test_tensorboard_shows_pictures_and_their_words(tmp_path: Path) -> None:
     corner = Image.open(io.BytesIO(image.encoded_image_string)).convert("RGB").getpixel((5, 5))
     assert corner == (255, 0, 0)
     (text,) = events.Tensors("pictures/val/text_summary")
-    assert b"a \\| b | c; d | place 2" in text.tensor_proto.string_val[0]
+    assert b"a \\| b | c; d | place 2 | best |" in text.tensor_proto.string_val[0]
+    (text,) = events.Tensors("tables/kinds/the worst/text_summary")
+    assert text.tensor_proto.string_val[0] == b"| class | right |\n| --- | --- |\n| a \\| b | 1 of 2 |"
     assert events.Tags()["scalars"] == []
 
 

@@ -263,7 +263,11 @@ def test_pictures_are_shown_with_their_best_classes(pictures: Path) -> None:
     got: list[Any] = []
     runner = EvalRunner({"z": settings_of(pictures)}, context, got.append, lambda *shown: got.append(shown))
     runner(7, last=True)
-    (step, name, examples), record = got
+    (step, name, examples, tables), record = got
+    (table,) = tables
+    right = sum(int(told.partition(" of ")[0]) for _, told, _ in table.rows)
+    seen = sum(int(told.partition(" of ")[2]) for _, told, _ in table.rows)
+    assert (right, seen) == (round(record["top1"] * record["n"]), record["n"]), "no class is all right here"
     assert (step, name, record["eval"]) == (7, "z", "z")
     assert 0 < len(examples) <= 8 and all(e.pixels.shape == (3, 16, 16) for e in examples)
     for example in examples:

@@ -23,7 +23,7 @@ from clipstream.data.sources import evaluation_loader
 from clipstream.data.text import Tokenizer, readable
 from clipstream.errors import DataError
 from clipstream.evals.fingerprints import Reading, of_weights
-from clipstream.example import Example
+from clipstream.example import Example, Table
 from clipstream.model.losses import ContrastiveLoss
 from clipstream.model.towers import Features
 from clipstream.training.precision import Precision, autocast
@@ -77,6 +77,7 @@ class EvalContext:
         dropped: samples that `batches` could not use on this rank, since the start.
         complaint: why this rank could use nothing of the last source that it read; '' where it could.
         examples: what the evaluator that runs has shown; rank 0's alone are looked at.
+        tables: likewise, in words.
         readings: what `batches` read, one for each call.
         figures: metrics of the evaluators that have run at this step with these weights, by name.
         weights: fingerprint of the towers' weights, while they stay as they are; None where nobody vouches for that.
@@ -99,6 +100,7 @@ class EvalContext:
     dropped: int = field(default=0, init=False)
     complaint: str = field(default="", init=False)
     examples: list[Example] = field(default_factory=list, init=False)
+    tables: list[Table] = field(default_factory=list, init=False)
     readings: list[Reading] = field(default_factory=list, init=False)
     figures: dict[str, dict[str, float]] = field(default_factory=dict, init=False)
     weights: str | None = field(default=None, init=False)

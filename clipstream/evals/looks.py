@@ -1,21 +1,25 @@
-"""Owns what an evaluation shows to people: the first pictures of rank 0's data, with what the model says of them.
+"""Owns what an evaluation shows to people: pictures with what the model says of them, and which classes it confuses.
 
-Metrics never depend on it. Other ranks keep nothing, but take part where features of all ranks are needed.
+Most are of the first pictures of rank 0's data; other ranks keep nothing, but take part where features of all are
+needed. Pictures that match a user's prompts, and confusions, are those of all the data. Metrics never depend on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from clipstream.batch import Batch
 from clipstream.evals.context import EvalContext
 from clipstream.evals.ranking import products, stand
-from clipstream.example import Example
+from clipstream.example import Example, Table
 
 KEPT = 512  # pictures; of 224 pixels some 77 MB
 GUESSES = 3
+MATCHES = 4  # pictures shown for a prompt
+WORST = 10  # classes
 AT_ONCE = 1 << 16  # captions whose scores with the kept pictures exist together: 128 MiB
 
 
@@ -122,3 +126,86 @@ def show_classes(
         for i in chosen[:half]:
             guesses = tuple((names[j], v) for j, v in zip(guessed[i], values[i].tolist(), strict=True))
             context.show(Example(kept.pixels[i], names[labels[i]], kept.keys[i], guesses, group))
+
+
+class Matches:
+    """The pictures of all ranks' data that match prompts of the user's own best. Every rank makes one, and calls all.
+
+    Args:
+        context: takes the examples; where it wants none, nothing is kept.
+        prompts: texts; none are shown no picture.
+    """
+
+    def __init__(self, context: EvalContext, prompts: Sequence[str]) -> None:
+        self._context, self._prompts = context, prompts if context.examples_wanted else ()
+        self._texts = context.encode_prompts(self._prompts) if self._prompts else None
+        self._found: list[list[tuple[float, Example]]] = [[] for _ in self._prompts]
+
+    def add(self, images: torch.Tensor, batch: Batch, say: Callable[[int], str]) -> None:
+        """Look at a batch.
+
+        Args:
+            images: its features [n, D].
+            batch: its pixels and keys.
+            say: the words of its i-th picture.
+        """
+        if self._texts is None or batch.pixels is None or not len(images):
+            return
+        values, places = (self._texts @ images.T).topk(min(MATCHES, len(images)))
+        for number, found in enumerate(self._found):
+            for score, i in zip(values[number].tolist(), places[number].tolist(), strict=True):
+                if len(found) < MATCHES or score > found[-1][0]:
+                    found.append((score, Example(batch.pixels[i].cpu().clone(), say(i), batch.keys[i])))
+            found.sort(key=lambda one: (-one[0], one[1].key))
+            del found[MATCHES:]
+
+    def show(self) -> None:
+        """Show, for each prompt, the best pictures of all ranks."""
+        world = self._context.world
+        for prompt, found in zip(self._prompts, self._found, strict=True):
+            told = [(score, example.key) for score, example in found]
+            best = sorted((one for part in world.gather_objects(told) for one in part), key=_order)[:MATCHES]
+            mine = [(score, example) for score, example in found if (score, example.key) in best]
+            parts = world.gather_objects(mine)  # no more pixels than are shown
+            pictures = {(score, example.key): example for part in parts for score, example in part}
+            for score, key in best:
+                example = pictures[score, key]
+                # Beyond examples_wanted: they were asked for by name.
+                self._context.examples.append(replace(example, group=f"“{prompt}”", note=f"match {score:.3f}"))
+
+
+def _order(one: tuple[float, str]) -> tuple[float, str]:
+    return -one[0], one[1]
+
+
+def show_confusions(
+    context: EvalContext, labels: Sequence[torch.Tensor], guesses: Sequence[torch.Tensor], names: Sequence[str]
+) -> None:
+    """Show which classes are recognised worst, and what their pictures are taken for. Every rank calls this.
+
+    Args:
+        context: takes the table; where it wants no examples, nothing is shown.
+        labels: int64 [n] each, this rank's.
+        guesses: int64 [n] each, the classes that match best.
+        names: of the C classes.
+    """
+    if not context.examples_wanted:
+        return
+    none = torch.zeros(0, dtype=torch.int64, device=context.world.device)
+    there, taken = torch.cat([none, *labels]), torch.cat([none, *guesses])
+    count = len(names)
+    seen = context.world.all_reduce_sum(torch.bincount(there, minlength=count))
+    right = context.world.all_reduce_sum(torch.bincount(there[there == taken], minlength=count))
+    share = (right.double() / seen).nan_to_num(nan=1.0)  # of a class without pictures nothing is known
+    worst = [i for i in share.argsort(stable=True).tolist()[:WORST] if share[i] < 1]
+    if not worst:
+        return
+    confused = torch.stack([torch.bincount(taken[there == i], minlength=count) for i in worst])
+    confused = context.world.all_reduce_sum(confused)
+    rows = []
+    for row, i in zip(confused, worst, strict=True):
+        row[i] = 0
+        often = [j for j in row.argsort(descending=True, stable=True).tolist()[:GUESSES] if row[j]]
+        said = ", ".join(f"{names[j]} ({int(row[j])})" for j in often)
+        rows.append((names[i], f"{int(right[i])} of {int(seen[i])}", said))
+    context.tables.append(Table("the worst classes", ("class", "right", "taken for"), tuple(rows)))

@@ -20,7 +20,7 @@ from clipstream.errors import ClipstreamError, DataError, SettingsError, did_you
 from clipstream.evals.agreement import AgreeingWorld, Failed, Failure, Torn
 from clipstream.evals.context import Encoder, EvalContext, Rehearsal, evaluating
 from clipstream.evals.settings import EvalSettings, MeanSettings, Weights, eval_name
-from clipstream.example import Example
+from clipstream.example import Example, Table
 from clipstream.plugins import load_plugin
 from clipstream.training.passes import is_out_of_memory
 from clipstream.training.precision import same_randomness
@@ -91,7 +91,8 @@ class EvalRunner:
         settings: name -> settings of an evaluator.
         context: what they work with.
         emit: takes the record of each evaluation; called on rank 0 only.
-        show: called as show(step, name, examples) before that, where an evaluator has shown some; on rank 0 only.
+        show: called as show(step, name, examples, tables) before that, where an evaluator has shown some; on rank 0
+            only.
         weights: gives the context in which the towers have weights of this kind; entered where something is due.
         trace: called as trace(record, about) with what an evaluation was made with, so that its figures can be traced:
             weights, data, settings, precision, ranks; on rank 0 only.
@@ -107,7 +108,7 @@ class EvalRunner:
         settings: Mapping[str, EvalSettings],
         context: EvalContext,
         emit: Callable[[Record], None],
-        show: Callable[[int, str, Sequence[Example]], None] | None = None,
+        show: Callable[[int, str, Sequence[Example], Sequence[Table]], None] | None = None,
         weights: Mapping[Weights, Callable[[], AbstractContextManager[object]]] | None = None,
         trace: Callable[[Record, Record], None] | None = None,
     ) -> None:
@@ -116,6 +117,8 @@ class EvalRunner:
         asked = {kind for section in settings.values() for kind in section.kinds}
         self.weights = {kind: enter for kind, enter in (weights or {"trained": nullcontext}).items() if kind in asked}
         self.failures: list[Failure] = []
+        self._step: int | None = None
+        self._ran: dict[Weights, dict[str, Record]] = {}  # what ran at that step: by evaluator, its record
         self.evaluators = build_evaluators(settings)
         self.world = context.world
         context.world = self.agreeing = AgreeingWorld.of(context.world)
@@ -131,7 +134,7 @@ class EvalRunner:
         Every rank calls this. Users' own are left out: they may do with features what they like.
 
         Returns:
-            Of each that ran, the names of its metrics.
+            Of each that ran, as its evaluations are called, the names of its metrics.
 
         Raises:
             DataError, SettingsError: what the evaluator or its data raised.
@@ -147,31 +150,42 @@ class EvalRunner:
             context.figures = found
             with _named(name):
                 found[name] = dict(evaluator(context))
-        return {name: list(metrics) for name, metrics in found.items()}
+        return {eval_name(name, kind): list(found[name]) for name in found for kind in self.settings[name].kinds}
 
     def __call__(self, step: int, last: bool = False) -> list[Record]:
-        """Run what is due; on every rank, at the same step.
+        """Run what is due, as `each`; its records."""
+        return list(self.each(step, last))
 
-        Returns:
+    def each(self, step: int, last: bool = False) -> Iterator[Record]:
+        """Run what is due, one after the other; on every rank, at the same step. What ran at it does not run again.
+
+        Yields:
             A record an evaluation: step, eval (see `eval_name`), its metrics, dropped (samples that could not be used,
             over all ranks) and seconds. One that failed has `error` (what went wrong) in place of metrics.
 
         Raises:
             ClipstreamError: what the evaluator or its data raised, where its settings say so.
         """
-        records = []
+        if step != self._step:
+            self._step, self._ran = step, {}
         for kind, weights in self.weights.items():
-            names = [name for name in self.due(step, last) if kind in self.settings[name].kinds]
-            self.context.figures = {}
+            ran = self._ran.setdefault(kind, {})
+            names = [name for name in self.due(step, last) if kind in self.settings[name].kinds and name not in ran]
+            self.context.figures = {name: record for name, record in ran.items() if "error" not in record}
             with weights() if names else nullcontext():
                 for name in names:
-                    record = self._run(step, name, eval_name(name, kind))
-                    records.append(record)
+                    ran[name] = record = self._run(step, name, eval_name(name, kind))
                     if self.context.world.is_main:
-                        if self.show is not None and self.context.examples:
-                            self.show(step, record["eval"], self.context.examples)
+                        if self.show is not None and (self.context.examples or self.context.tables):
+                            self.show(step, record["eval"], self.context.examples, self.context.tables)
                         self.emit(record)
-        return records
+                    yield record
+        if last:
+            self._step = None
+
+    def took(self, step: int, kind: Weights, records: Mapping[str, Record]) -> None:
+        """Take note of what ran at a step elsewhere: evaluator -> its metrics, or its `error`."""
+        self._step, self._ran = step, {kind: dict(records)}
 
     def _have_room(self) -> None:
         """Take the weights out once, which sharded ones need memory for."""
@@ -189,10 +203,11 @@ class EvalRunner:
 
     def _run(self, step: int, name: str, called: str) -> Record:
         context = self.context
-        context.name, context.examples = name, []
+        context.name, context.examples, context.tables = name, [], []
         began, dropped = time.perf_counter(), context.dropped
         context.weights, context.readings = context.fingerprint(), []
-        metrics = self._metrics(name)
+        # Rank 0's: a run's end must not hang on a rank's last digit.
+        metrics = self.world.broadcast_object(self._metrics(name))
         if "error" not in metrics:
             context.figures[name] = metrics
         dropped = sum(context.world.gather_objects(context.dropped - dropped))

@@ -8,13 +8,15 @@ exists at once. Equal captions of different pictures are different answers; ties
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
+from clipstream.batch import Batch
 from clipstream.data.benchmark import RETRIEVAL, of_source
 from clipstream.data.targets import NO_CAPTION, CaptionsEncoder, CaptionsField
 from clipstream.evals.context import EvalContext
-from clipstream.evals.looks import Kept, show_retrieval
+from clipstream.evals.looks import Kept, Matches, show_retrieval
 from clipstream.evals.protocol import source_of
 from clipstream.evals.ranking import Places, place_pairs
 from clipstream.evals.settings import RetrievalSettings
@@ -47,7 +49,7 @@ class Retrieval:
         target = CaptionsField(self.source.caption) if self.all else None
         encoder = CaptionsEncoder(context.tokenizer, settings.max_captions) if self.all else None
         images, texts, counts, ids = [], [], [], []
-        kept = Kept(context)
+        kept, matches = Kept(context), Matches(context, settings.prompts)
         for batch in context.batches(
             self.source, settings.batch_size, target=target, tokenizer=encoder, max_samples=settings.max_samples
         ):
@@ -58,6 +60,7 @@ class Retrieval:
             texts += [context.encode_text(some) for some in torch.split(captions[there], settings.batch_size)]
             counts.append(there.sum(dim=1))
             kept.add(batch)
+            matches.add(images[-1], batch, partial(_first_caption, context, batch))
             if context.examples_wanted:
                 ids.append(captions[there])
         width = max(context.world.gather_objects(images[0].shape[1] if images else 0))
@@ -70,7 +73,12 @@ class Retrieval:
         if context.examples_wanted:
             none = torch.zeros((0, length), dtype=torch.int32)
             show_retrieval(context, kept, *pairs, owners, torch.cat([none, *ids]).to(nothing.device))
+            matches.show()
         yield from recalls(*pairs, context.world, owners=owners)
+
+
+def _first_caption(context: EvalContext, batch: Batch, i: int) -> str:
+    return context.decode(batch.ids[i][: context.tokenizer.context_length])
 
 
 def recalls(

@@ -39,7 +39,16 @@ class EvalSettings(PluginSection):
     )
 
 
-class RetrievalSettings(EvalSettings):
+class PromptedSettings(EvalSettings):
+    """What evaluators have in common that show which pictures match the user's own texts."""
+
+    prompts: list[str] = Field(
+        default_factory=list,
+        description="texts of your own: the report shows the pictures of data that match each best",
+    )
+
+
+class RetrievalSettings(PromptedSettings):
     """Image-text retrieval, R@1/5/10 and median rank both ways, over all pictures and captions of `data`."""
 
     type: Literal["retrieval"] = "retrieval"
@@ -65,7 +74,7 @@ class LabelledSettings(EvalSettings):
     )
 
 
-class ZeroShotSettings(LabelledSettings):
+class ZeroShotSettings(LabelledSettings, PromptedSettings):
     """Zero-shot classification of `data`: a member (`cls`) or a JSON field has the label, prompts the classes."""
 
     type: Literal["zero_shot"] = "zero_shot"

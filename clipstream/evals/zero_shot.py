@@ -7,13 +7,15 @@ prompts is normalised again. Ties: see `ranking`, and `average_precision` for pi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
+from clipstream.batch import Batch
 from clipstream.evals.average_precision import mean_average_precision
 from clipstream.evals.context import EvalContext
 from clipstream.evals.labels import Labelling, figures
-from clipstream.evals.looks import Kept, show_classes
+from clipstream.evals.looks import Kept, Matches, show_classes, show_confusions
 from clipstream.evals.prompts import Template, prompt_templates, template_spec
 from clipstream.evals.protocol import source_of
 from clipstream.evals.ranking import place
@@ -52,6 +54,9 @@ class ZeroShot:
         """The metrics of pictures with one label each."""
         tally = torch.zeros((len(classifier), 3), dtype=torch.float64, device=classifier.device)
         kept, first = Kept(context), []
+        matches = Matches(context, self.settings.prompts)
+        true: list[torch.Tensor] = []
+        guessed: list[torch.Tensor] = []
         for batch in self.labelling.batches(context, self.source, self.settings.batch_size):
             assert batch.pixels is not None, "an evaluation source gives pixels"
             labels = batch.ids[:, 0].to(classifier.device, torch.int64)
@@ -59,28 +64,43 @@ class ZeroShot:
             tally.index_add_(0, labels, score(images, classifier, labels))
             if kept.add(batch):
                 first.append(images)
+            matches.add(images, batch, partial(self._words, batch))
+            if context.examples_wanted:
+                true.append(labels)
+                guessed.append((images @ classifier.T).argmax(dim=1))
         tally = context.world.all_reduce_sum(tally)
         if not tally[:, 2].any():
             raise context.unusable("picture with a label")
         show_classes(context, kept, first, classifier, self.classes)
+        show_confusions(context, true, guessed, self.classes)
+        matches.show()
         yield from figures(tally)
 
     def _several(self, context: EvalContext, classifier: torch.Tensor) -> Iterator[tuple[str, float]]:
         """The metrics of pictures with several labels each."""
         images = [classifier[:0]]
         labels = [torch.zeros((0, len(classifier)), dtype=torch.bool)]
+        matches = Matches(context, self.settings.prompts)
         for batch in self.labelling.batches(context, self.source, self.settings.batch_size):
             assert batch.pixels is not None, "an evaluation source gives pixels"
             images.append(context.encode_image(batch.pixels))
             labels.append(batch.ids.bool())
+            matches.add(images[-1], batch, partial(self._words, batch))
         total = sum(context.world.gather_objects(sum(map(len, images))))
         if not total:
             raise context.unusable("picture with labels")
         there = torch.cat(labels).to(classifier.device)
+        matches.show()
         share = context.world.all_reduce_sum(there.sum(dtype=torch.float64))
         yield "mAP", mean_average_precision(torch.cat(images), classifier, there, context.world)
         yield "n", total
         yield "chance_mAP", float(share) / (total * len(classifier))
+
+    def _words(self, batch: Batch, i: int) -> str:
+        """The class names of a picture."""
+        if self.labelling.labels == "one":
+            return self.classes[int(batch.ids[i, 0])]
+        return ", ".join(self.classes[j] for j in batch.ids[i].nonzero().flatten().tolist())
 
 
 def score(images: torch.Tensor, classifier: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

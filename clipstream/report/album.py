@@ -10,12 +10,12 @@ import io
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from clipstream import durable
-from clipstream.example import Example
+from clipstream.example import Example, Table
 
 FOLDER = "pictures"
 LARGEST = 160  # pixels of a thumbnail's longer side
@@ -31,11 +31,21 @@ class Page:
         name: of the evaluator, or 'train'.
         step: at which they were shown.
         pictures: of each: src (a data: URL), text, key, guesses, group, note.
+        tables: of each: title, header, rows.
     """
 
     name: str
     step: int
     pictures: list[dict[str, Any]]
+    tables: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def groups(self) -> dict[str, list[dict[str, Any]]]:
+        """The pictures under their headings, in their order."""
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for picture in self.pictures:
+            groups.setdefault(picture["group"], []).append(picture)
+        return groups
 
 
 class Album:
@@ -44,8 +54,8 @@ class Album:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder) / FOLDER
 
-    def show(self, step: int, name: str, examples: Sequence[Example]) -> None:
-        """Keep these examples in place of the name's earlier ones.
+    def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
+        """Keep these examples and tables in place of the name's earlier ones.
 
         Raises:
             OSError: they cannot be written.
@@ -62,7 +72,7 @@ class Album:
             }
             for example in examples
         ]
-        page = {"name": name, "step": step, "pictures": pictures}
+        page = {"name": name, "step": step, "pictures": pictures, "tables": [asdict(table) for table in tables]}
         durable.replace(self.folder / f"{_file_name(name)}.json", json.dumps(page).encode())
 
     def pages(self) -> list[Page]:
@@ -79,8 +89,8 @@ class Album:
 class Shows(Protocol):
     """Where examples go: `Album` and TensorBoard."""
 
-    def show(self, step: int, name: str, examples: Sequence[Example]) -> None:
-        """Take the examples of an evaluator, or of 'train'."""
+    def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
+        """Take the examples and tables of an evaluator, or of 'train'."""
 
 
 def _data_url(example: Example) -> str:

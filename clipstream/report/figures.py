@@ -21,6 +21,7 @@ from clipstream.versions import versions
 
 FIGURES_FILE = "evaluations.jsonl"
 TABLE_FILE = "evaluations.csv"
+WATCH_FOLDER = "watch"  # in a run's folder: the same files of those who evaluate its checkpoints meanwhile
 NO_METRIC = ("step", "eval", "error")
 TABLE = (
     "step", "eval", "metric", "value", "run", "checkpoint", "model", "pretrained", "weights", "shards", "samples",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clipstream import durable
-from clipstream.example import Example
+from clipstream.example import Example, Table
 from clipstream.report.album import Album, Shows
 from clipstream.report.figures import FiguresFile, traced
 from clipstream.report.page import Report
@@ -35,6 +35,7 @@ class Outputs:
         world: this rank; others than rank 0 write nothing.
         total: steps of the run.
         done: steps before this process, of a resumed run: what was written after them is cut off; None starts anew.
+        ended: whether the run had ended then: it evaluates again.
         subject: what trains, for the files of figures: run, model.
     """
 
@@ -46,6 +47,7 @@ class Outputs:
         *,
         total: int,
         done: int | None,
+        ended: bool = False,
         subject: Record | None = None,
     ) -> None:
         self._world, self._pictures, self._done, self._subject = world, settings.pictures, done or 0, subject or {}
@@ -54,7 +56,6 @@ class Outputs:
         self._full: set[str] = set()  # sinks that a full disk keeps from writing
         if not world.is_main:
             return
-        ended = done is not None and done >= total
         self._sinks.append(MetricsFile(folder, done, ended=ended))
         self._sinks += [QuarantineFile(folder, done), NonfiniteFile(folder, done)]
         self._figures = FiguresFile(folder, done, ended=ended)
@@ -81,11 +82,11 @@ class Outputs:
         """Add an evaluation to the files of figures, with what it was made with; on rank 0 only."""
         self._figures.add(traced(record, about, self._subject))
 
-    def show(self, step: int, name: str, examples: Sequence[Example]) -> None:
-        """Keep examples in place of the name's earlier ones. What cannot be kept is told, and never ends a run."""
+    def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
+        """Keep these in place of the name's earlier ones. What cannot be kept is told, and never ends a run."""
         for shows in self._shows:
             try:
-                shows.show(step, name, examples)
+                shows.show(step, name, examples, tables)
             except Exception as error:
                 print(f"warning: the pictures of {name!r} could not be kept: {error}", file=sys.stderr, flush=True)
 

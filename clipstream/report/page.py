@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -10,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from clipstream import __version__, durable
+from clipstream.report.album import Page
 from clipstream.report.charts import COLOURS, Chart, Series, short
-from clipstream.report.progress import chance_of, duration, is_share, milliseconds, percent
+from clipstream.report.progress import chance_of, duration, early_stop_line, is_share, milliseconds, percent
 from clipstream.report.reading import Points, Run, read_run
 from clipstream.report.sinks import Record
 
@@ -73,6 +75,8 @@ def write_report(folders: Sequence[Path], path: Path) -> None:
 def render(runs: Sequence[Run]) -> str:
     """The page."""
     names = _distinct([run.name for run in runs])
+    evaluations = _evaluations(runs, names)
+    shown = {evaluation["name"] for evaluation in evaluations}
     return str(
         _template().render(
             title=names[0] if len(runs) == 1 else f"{len(runs)} runs",
@@ -80,12 +84,14 @@ def render(runs: Sequence[Run]) -> str:
             runs=list(zip(names, runs, strict=True)),
             colours=COLOURS,
             curves=_curves(runs, names),
-            evaluations=_evaluations(runs, names),
+            evaluations=evaluations,
+            pages=[(name, page) for name, page in _pages(runs, names) if page.name not in shown],
             settings=_settings(runs),
             several=len(runs) > 1,
             short=short,
             percent=percent,
             milliseconds=milliseconds,
+            early_stop_line=early_stop_line,
         )
     )
 
@@ -137,11 +143,18 @@ def _evaluations(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, An
             share = all(is_share(metric, float(y)) for points in lines for _, y in points)
             chance = chance_of(last, metric)
             said = "" if chance is None else percent(chance)
-            rows.append({"metric": metric, "chance": said, "cells": [_cell(points, share) for points in lines]})
+            cells = [_cell(points, share, lines[0] if number else []) for number, points in enumerate(lines)]
+            rows.append({"metric": metric, "chance": said, "cells": cells})
             charts.append(Chart(metric, _series(names, lines), chance, share))
         about = list(dict.fromkeys(_about(metrics) for metrics in of_runs if metrics))
-        found.append({"name": name, "about": about, "rows": rows, "charts": charts})
+        pages = [(of, page) for of, page in _pages(runs, names) if page.name == name]
+        found.append({"name": name, "about": about, "rows": rows, "charts": charts, "pages": pages})
     return found
+
+
+def _pages(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[str, Page]]:
+    """The pictures of all runs, with the runs' names."""
+    return [(name, page) for name, run in zip(names, runs, strict=True) for page in run.pages]
 
 
 def _about(metrics: dict[str, Points]) -> str:
@@ -157,14 +170,20 @@ def _about(metrics: dict[str, Points]) -> str:
     return ", ".join(parts)
 
 
-def _cell(points: Points, share: bool) -> dict[str, str]:
-    """The last value, and the best one where that was an earlier one."""
+def _cell(points: Points, share: bool, first: Points) -> dict[str, str]:
+    """The last value, the best one where that was an earlier one, and by how much it is more than the first run's."""
     if not points:
-        return {"last": "", "best": ""}
+        return {"last": "", "best": "", "more": ""}
     say = percent if share else short
     best_step, best = max(points, key=lambda point: point[1])
     earlier = share and best > points[-1][1]
-    return {"last": say(points[-1][1]), "best": f"best {say(best)} at {short(best_step)}" if earlier else ""}
+    more = points[-1][1] - first[-1][1] if first else math.nan
+    told = f"{100 * more:+.1f} points" if share else f"{'+' * (more >= 0)}{short(more)}"
+    return {
+        "last": say(points[-1][1]),
+        "best": f"best {say(best)} at {short(best_step)}" if earlier else "",
+        "more": told if math.isfinite(more) else "",
+    }
 
 
 def _settings(runs: Sequence[Run]) -> list[dict[str, Any]]:

@@ -68,6 +68,9 @@ class Progress:
         elif "rollback" in record:
             skipped, to = record["rollback"]["skipped"], record["rollback"]["to"]
             self.say(f"warning: {skipped} steps in a row were left out: back to the weights of step {to}")
+        elif "end" in record:
+            if "early_stop" in record["end"]:
+                self.say(f"ended at step {record['step']}: {early_stop_line(record['end']['early_stop'])}")
         elif "loss" in record:
             self._training(record)
 
@@ -145,6 +148,13 @@ def nonfinite_line(record: Record) -> str:
         f"warning: step {record['step']} is left out: loss {told['loss']}, norm of the gradients {told['grad_norm']}; "
         f"its samples: {', '.join(keys[:SHOWN_KEYS])}{more}"
     )
+
+
+def early_stop_line(told: Mapping[str, Any]) -> str:
+    """Why a run ended before its last step, for reading."""
+    since = "" if told["best_step"] is None else f" since step {told['best_step']:g} ({_number(told['best'], '.4g')})"
+    evaluations = f"{told['evaluations']} evaluation{'s' * (told['evaluations'] > 1)}"
+    return f"{told['metric']} has not improved{since}, in {evaluations}"
 
 
 def table(records: Sequence[Record]) -> str:

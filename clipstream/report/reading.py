@@ -11,6 +11,7 @@ import yaml
 
 from clipstream.errors import SettingsError
 from clipstream.report.album import Album, Page
+from clipstream.report.figures import FIGURES_FILE, WATCH_FOLDER
 from clipstream.report.sinks import METRICS_FILE, flat, lines
 
 _NO_CURVE = ("step", "samples", "epoch")
@@ -29,6 +30,7 @@ class Run:
         health: the newest counts of the data, by source.
         stages: what the data's stages took in the last training line's steps.
         starts: one for each process that began or resumed the run: step, time, versions, …
+        end: what the run said as it ended: step, total_steps, early_stop (see `EarlyStop.why`); empty before.
         rollbacks: returns to a checkpoint's weights: step, to, skipped.
         settings: the resolved settings, key -> value.
         pages: pictures.
@@ -40,6 +42,7 @@ class Run:
     health: dict[str, Any] = field(default_factory=dict)
     stages: dict[str, dict[str, float]] = field(default_factory=dict)
     starts: list[dict[str, Any]] = field(default_factory=list)
+    end: dict[str, Any] = field(default_factory=dict)
     rollbacks: list[dict[str, Any]] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
     pages: list[Page] = field(default_factory=list)
@@ -59,9 +62,14 @@ def read_run(folder: Path) -> Run:
     metrics = folder / METRICS_FILE
     if not metrics.is_file():
         raise SettingsError(f"{folder} holds no run: there is no {METRICS_FILE} in it")
-    run = Run(name=folder.resolve().name, pages=Album(folder).pages())
+    pages = [*Album(folder).pages(), *Album(folder / WATCH_FOLDER).pages()]
+    newest = {page.name: page for page in sorted(pages, key=lambda page: page.step)}
+    run = Run(name=folder.resolve().name, pages=[newest[name] for name in dict.fromkeys(page.name for page in pages)])
     for _, record in lines(metrics):
         _take(run, record)
+    watched = folder / WATCH_FOLDER / FIGURES_FILE
+    if watched.is_file():
+        _take_watched(run, watched)
     config = folder / "config.yaml"
     if config.is_file():
         try:
@@ -76,6 +84,9 @@ def _take(run: Run, record: dict[str, Any]) -> None:
     step = record.get("step", 0)
     if "start" in record:
         run.starts.append({"step": step, **record["start"]})
+        run.end = {}
+    elif "end" in record:
+        run.end = {"step": step, **record["end"]}
     elif "rollback" in record:
         run.rollbacks.append({"step": step, **record["rollback"]})
     elif "health" in record:
@@ -88,6 +99,19 @@ def _take(run: Run, record: dict[str, Any]) -> None:
             number = value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
             if number and key not in _NO_CURVE and key != "eval":
                 into.setdefault(key, []).append((step, math.nan if value is None else value))
+
+
+def _take_watched(run: Run, path: Path) -> None:
+    """Add a follower's evaluations, the last one of a step, beside those of the run itself."""
+    found: dict[tuple[str, str], dict[float, float]] = {}
+    for _, record in lines(path):
+        for metric in record.get("metrics", []):
+            value = record[metric]
+            by_step = found.setdefault((str(record["eval"]), metric), {})
+            by_step[record["step"]] = math.nan if value is None else value
+    for (name, metric), by_step in found.items():
+        metrics = run.evaluations.setdefault(name, {})
+        metrics[metric] = sorted({**by_step, **dict(metrics.get(metric, []))}.items())
 
 
 def _shown(value: Any) -> str:

@@ -2,8 +2,9 @@
 
 A sink takes records: a training line (step, loss, …), what the data's stages took in it (step, stages), an evaluation
 (step, eval, metrics), the data's health (step, health), what could not be used (step, quarantine), a step that was left
-out (step, nonfinite) or a return to a checkpoint's weights (step, rollback). One process writes: rank 0. A run that is
-resumed at step s keeps what was written up to s and loses the rest, so that a file holds each step once.
+out (step, nonfinite), a return to a checkpoint's weights (step, rollback), the start of a process (step, start) or the
+end of the run (step, end). One process writes: rank 0. A run that is resumed at step s keeps what was written up to s
+and loses the rest, so that a file holds each step once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import IO, Any
 
 from clipstream import durable
 from clipstream.errors import SettingsError
-from clipstream.example import Example
+from clipstream.example import Example, Table
 
 Record = Mapping[str, Any]
 
@@ -168,18 +169,20 @@ class TensorBoard:
         make: Any = SummaryWriter  # untyped in torch
         self._writer = make(str(Path(folder) / TENSORBOARD_FOLDER), purge_step=purge, flush_secs=20)
 
-    def show(self, step: int, name: str, examples: Sequence[Example]) -> None:
-        """Add examples as a grid of pictures, and their words as a table."""
+    def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
+        """Add examples as a grid of pictures, and their words as a table; and tables."""
         import torch
 
-        pixels = torch.stack([example.pixels.cpu() for example in examples])
-        self._writer.add_images(f"pictures/{name}", pixels, step)
-        rows = [
-            f"| {n} | {_cell(e.text)} | {_cell('; '.join(text for text, _ in e.guesses))} | {_cell(e.note)} |"
-            for n, e in enumerate(examples, 1)
-        ]
-        table = "\n".join(["| | text | guesses | |", "|---|---|---|---|", *rows])
-        self._writer.add_text(f"pictures/{name}", table, step)
+        if examples:
+            pixels = torch.stack([example.pixels.cpu() for example in examples])
+            self._writer.add_images(f"pictures/{name}", pixels, step)
+            rows = [
+                (str(n), e.text, "; ".join(text for text, _ in e.guesses), e.note, e.group)
+                for n, e in enumerate(examples, 1)
+            ]
+            self._writer.add_text(f"pictures/{name}", _markdown(("", "text", "guesses", "", ""), rows), step)
+        for table in tables:
+            self._writer.add_text(f"tables/{name}/{table.title}", _markdown(table.header, table.rows), step)
 
     def write(self, record: Record) -> None:
         """Add the record's numbers at its step."""
@@ -194,7 +197,7 @@ class TensorBoard:
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
     """The numbers of a record with their TensorBoard tags."""
-    if any(kind in record for kind in ("start", "quarantine", "nonfinite")):
+    if any(kind in record for kind in ("start", "end", "quarantine", "nonfinite")):
         return
     prefix = f"eval/{record['eval']}" if "eval" in record else "train"
     numbers = {key: value for key, value in record.items() if key not in ("step", "eval")}
@@ -218,6 +221,12 @@ def flat(tree: Mapping[str, Any], prefix: str = "", separator: str = "/") -> dic
         path = f"{prefix}{separator}{key}" if prefix else str(key)
         leaves.update(flat(value, path, separator) if isinstance(value, Mapping) else {path: value})
     return leaves
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table, as TensorBoard shows texts."""
+    lines = [header, ["---"] * len(header), *([_cell(cell) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _cell(text: str) -> str:

@@ -84,7 +84,7 @@ def evaluate(argv: Sequence[str]) -> int:
     else:
         # A run's own tokenizer fits its weights, whatever it is.
         known = bool(trained) and load(trained).tokenizer == settings.tokenizer
-        model = _model_in(subject.checkpoint, model, known, weights)
+        model = model_in(subject.checkpoint, model, known, weights)
     preflight(model, settings.tokenizer, ask=World.from_env().local_rank == 0)
     outputs = _outputs(own.get("--output"), subject)
     from clipstream.session import run_ranks
@@ -148,7 +148,7 @@ def _chosen_weights(told: str) -> Weights:
     raise SettingsError(f"--weights: expected {' or '.join(get_args(Weights))}, not {told!r}")
 
 
-def _model_in(checkpoint: Path, model: ModelSettings, tokenizer_fits: bool, weights: Weights) -> ModelSettings:
+def model_in(checkpoint: Path, model: ModelSettings, tokenizer_fits: bool, weights: Weights) -> ModelSettings:
     """The settings of a checkpoint's model: nothing frozen or recomputed, as nothing is trained.
 
     Raises:
@@ -183,7 +183,7 @@ def _runner(
     from clipstream.model.pretrained import fetch
 
     fetch(model, settings.tokenizer, world)
-    context = _context(settings, model, world)
+    context = context_for(settings, model, world)
     if world.is_main:
         print(f"{subject.label} on {', '.join(settings.evals)}, {world.size} x {world.device}", flush=True)
     about = {
@@ -200,7 +200,7 @@ def _runner(
     return EvalRunner(sections, context, lambda record: None, weights={weights: nullcontext}, trace=trace)
 
 
-def _context(settings: Settings, model: ModelSettings, world: World) -> EvalContext:
+def context_for(settings: Settings, model: ModelSettings, world: World) -> EvalContext:
     from clipstream.data.text import build_tokenizer
     from clipstream.evals.protocol import EvalContext
     from clipstream.model.losses import build_loss

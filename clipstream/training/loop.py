@@ -14,7 +14,9 @@ from clipstream.batch import Batch
 from clipstream.data.health import Loss
 from clipstream.data.stages import StageTimes, merged
 from clipstream.errors import ClipstreamError, DataError, Stopped
+from clipstream.training.early_stop import EarlyStop
 from clipstream.training.recovery import Recovery
+from clipstream.training.settings import EarlyStopSettings
 from clipstream.training.step import StepResult
 from clipstream.training.stopping import StopSignals
 from clipstream.world import World
@@ -93,6 +95,7 @@ class Trainer:
         epoch_samples: adds `epoch` to the training lines.
         show: called as show(step, batch) with the first batch and then each `show_every` steps, before its step; None
             shows nothing.
+        early_stop: hears what `evaluate` does, and may end the run before its last step; None never does.
 
     Attributes:
         step: steps done.
@@ -117,11 +120,13 @@ class Trainer:
         epoch_samples: int | None = None,
         show: Callable[[int, Batch], None] | None = None,
         show_every: int = 1000,
+        early_stop: EarlyStop | None = None,
     ) -> None:
         self.train_step, self.loader, self.lr, self.world = step, loader, lr, world
         self.total_steps, self.log_every = total_steps, log_every
         self.sinks, self.evaluate, self.saves, self.signals = sinks, evaluate, saves, signals
         self.recovery, self.epoch_samples, self.show, self.show_every = recovery, epoch_samples, show, show_every
+        self.early_stop = EarlyStop(EarlyStopSettings()) if early_stop is None else early_stop
         state = state or {}
         self.step, self.samples = int(state.get("step", 0)), int(state.get("samples", 0))
         self._interval = _Interval(**state.get("interval", {}))
@@ -133,14 +138,14 @@ class Trainer:
         self._health_step = -1
 
     def run(self) -> None:
-        """Train to the end.
+        """Train to the end: the last step, or until evaluations get no better.
 
         Raises:
             Stopped: a signal came on some rank; the run is saved.
             DataError, DivergedError: as loader and recovery raise them.
         """
         self._interval.begin(self.loader.wait_seconds)
-        while self.step < self.total_steps:
+        while self.step < self.total_steps and not self.early_stop.over:
             lr = self.lr(self.step)
             batch = self._next_batch()
             if self.show is not None and self.step % self.show_every == 0:
@@ -169,6 +174,8 @@ class Trainer:
         self.evaluate(self.step, True)
         if not self.saves.finish():
             raise ClipstreamError(f"the last checkpoint, of step {self.step}, could not be written")
+        why = {"early_stop": self.early_stop.why()} if self.early_stop.over else {}
+        self._write({"step": self.step, "end": {"total_steps": self.total_steps, **why}})
 
     def state(self) -> dict[str, Any]:
         """Position of the run, JSON-able; the data's is this rank's part."""
@@ -177,6 +184,7 @@ class Trainer:
             "samples": self.samples,
             "interval": self._interval.state(),
             "recovery": self.recovery.state(),
+            "early_stop": self.early_stop.state(),
             "data": self.loader.state(),
         }
 

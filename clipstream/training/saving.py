@@ -26,7 +26,7 @@ import torch
 
 from clipstream import durable
 from clipstream.data.loader import merge_states
-from clipstream.errors import ClipstreamError, SettingsError, did_you_mean
+from clipstream.errors import ClipstreamError
 from clipstream.training import checkpoint, shelf
 from clipstream.training.checkpoint import OPTIMIZER, RANDOM, STATE, WEIGHTS, SavedTowers, State, Tensors
 from clipstream.training.mirror import Mirror
@@ -77,7 +77,7 @@ class Saver:
         tensors: Mapping[str, Callable[[], Tensors]] | None = None,
         mirror: Mirror | None = None,
     ) -> None:
-        self.folder, self.world, self.settings = folder, world, settings
+        self.folder, self.world, self.settings, self._metric = folder, world, settings, settings.best_by
         self._towers, self._optimizer, self._state, self._more = towers, optimizer, state, tensors or {}
         self._snapshot = Snapshot(world.device, optimizer, kept=world.is_main)
         self._description = towers.description() if world.is_main else {}
@@ -100,25 +100,23 @@ class Saver:
         """Take note of what evaluators will give: the names of their metrics, where they are known.
 
         Raises:
-            SettingsError: keep_best's metric is none of its evaluator's.
+            SettingsError: as `Metric.expect`, of keep_best's.
         """
-        evaluator, _, metric = (self.settings.keep_best or "").partition("/")
-        known = metrics.get(evaluator, [metric])
-        if metric not in known:
-            hint = did_you_mean(metric, known)
-            raise SettingsError(f"checkpoint.keep_best: {evaluator} gives no {metric!r} but {', '.join(known)}{hint}")
+        if self._metric is not None:
+            self._metric.expect("checkpoint.keep_best", metrics)
 
     def hear(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Take note of evaluations (step, eval, metrics), before the save of their step; the same on all ranks."""
-        evaluator, _, metric = (self.settings.keep_best or "").partition("/")
+        metric = self._metric
         for record in records:
-            if record["eval"] != evaluator:
+            if metric is None or record["eval"] != metric.evaluator:
                 continue
-            if metric not in record:
-                self._say(f"warning: checkpoint.keep_best: {evaluator} gave no {metric!r} at step {record['step']}")
+            step, value = int(record["step"]), metric.value(record)
+            if value is None:
+                self._say(f"warning: checkpoint.keep_best: {metric.evaluator} gave no {metric.name!r} at step {step}")
                 continue
-            self._heard = step, value = int(record["step"]), float(record[metric])
-            if shelf.is_better(value, self._best, lower=self.settings.lower_is_better):
+            self._heard = step, value
+            if metric.is_better(value, self._best):
                 self._best, self._record = value, step
 
     def save(self, step: int, state: State) -> None:
@@ -270,11 +268,11 @@ class Saver:
 
     def _crown(self, step: int, value: float) -> None:
         """Have `best` name a step's checkpoint, if that is here, and better than the one that it names."""
-        name, metric = shelf.folder_of(step), self.settings.keep_best or ""
+        name, metric = shelf.folder_of(step), self._metric
         marker, best = shelf.marker_of(self.folder / name), shelf.best_of(self.folder)
-        before = best.value if best is not None and best.metric == metric else None
-        if marker is not None and shelf.is_better(value, before, lower=self.settings.lower_is_better):
-            durable.replace(self.folder / shelf.BEST, shelf.Best(name, metric, value, marker.serial).dump())
+        before = best.value if best is not None and best.metric == str(metric) else None
+        if marker is not None and metric is not None and metric.is_better(value, before):
+            durable.replace(self.folder / shelf.BEST, shelf.Best(name, str(metric), value, marker.serial).dump())
 
     def _keep(self) -> None:
         with nullcontext(()) if self._mirror is None else self._mirror.holding() as held:

@@ -11,8 +11,8 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from clipstream.errors import SettingsError
 from clipstream.section import Section
+from clipstream.training.metric import By, Metric, checked
 
-SMALL_IS_GOOD = {"loss", "error", "rank", "perplexity"}  # words of metrics' names
 Betas = tuple[float | None, float | None]  # None: the model's own
 
 
@@ -68,6 +68,28 @@ class ScheduleSettings(Section):
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of cosine and linear")
 
 
+class EarlyStopSettings(Section):
+    """The end of a run before its last step, when an evaluation gets no better."""
+
+    metric: str | None = Field(
+        None, description="EVALUATOR/METRIC: the run ends when it gets no better; never before its last step unless set"
+    )
+    metric_by: By = Field(
+        "auto", description="whether a large or a small metric is good; auto: a loss, error or rank is good if small"
+    )
+    patience: int = Field(3, ge=1, description="evaluations in a row that are no better, after which the run ends")
+    min_delta: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="a value that is better by no more than this is no better"
+    )
+
+    _both = field_validator("metric")(checked)
+
+    @property
+    def watched(self) -> Metric | None:
+        """The metric, if there is one."""
+        return None if self.metric is None else Metric.of(self.metric, self.metric_by)
+
+
 class TrainSettings(Section):
     """How long and in which arithmetic to train. One of steps, samples and epochs says how long."""
 
@@ -92,6 +114,7 @@ class TrainSettings(Section):
         None, gt=0, lt=1, description="decay of averaged weights, as 0.9999, saved beside the others; none unless set"
     )
     ema_warmup: bool = Field(False, description="let that decay rise with the steps: min(ema, 1 - t^(-2/3))")
+    early_stop: EarlyStopSettings = Field(default_factory=EarlyStopSettings)
     max_nonfinite: int = Field(
         5,
         ge=1,
@@ -145,9 +168,10 @@ class CheckpointSettings(Section):
     keep_every: int | None = Field(None, ge=1, description="steps between checkpoints that are kept for ever")
     keep_best: str | None = Field(
         None,
-        description="EVALUATOR/METRIC: each checkpoint that is the best so far by it is saved, and kept until the next",
+        description="EVALUATOR/METRIC: each checkpoint that is the best so far by it is saved, and kept until the "
+        "next; that of train.early_stop unless set",
     )
-    keep_best_by: Literal["auto", "max", "min"] = Field(
+    keep_best_by: By = Field(
         "auto", description="whether a large or a small metric is good; auto: a loss, error or rank is good if small"
     )
     remote_sync: str | None = Field(
@@ -162,15 +186,9 @@ class CheckpointSettings(Section):
         False, description="go on although settings of the data's order changed, with the data beginning anew"
     )
 
-    @field_validator("keep_best")
-    @classmethod
-    def _names_both(cls, value: str | None) -> str | None:
-        if value is not None and not all(value.partition("/")):
-            raise ValueError("write EVALUATOR/METRIC as in metrics.jsonl, e.g. val/image_to_text_R@1")
-        return value
+    _both = field_validator("keep_best")(checked)
 
     @property
-    def lower_is_better(self) -> bool:
-        """Whether the smaller value of `keep_best`'s metric is the better one."""
-        words = re.findall(r"[a-z]+", (self.keep_best or "").partition("/")[2].lower())
-        return self.keep_best_by == "min" or (self.keep_best_by == "auto" and bool(SMALL_IS_GOOD & {*words}))
+    def best_by(self) -> Metric | None:
+        """The metric of `keep_best`, if there is one."""
+        return None if self.keep_best is None else Metric.of(self.keep_best, self.keep_best_by)

@@ -288,9 +288,10 @@ def best_of(folder: Path) -> Best | None:
     return None if told is None or (marker is not None and marker.serial != told.serial) else told
 
 
-def is_better(value: float, than: float | None, *, lower: bool) -> bool:
-    """Whether a metric's value is better; one that is no number never is."""
-    return math.isfinite(value) and (than is None or (value < than if lower else value > than))
+def is_better(value: float, than: float | None, *, lower: bool, margin: float = 0.0) -> bool:
+    """Whether a metric's value is better, by more than a margin; one that is no number never is."""
+    gain = 0.0 if than is None else than - value if lower else value - than
+    return math.isfinite(value) and (than is None or gain > margin)
 
 
 def kept(serials: Mapping[str, int], *, last: int, every: int | None, best: str | None) -> set[str]:
