@@ -55,6 +55,9 @@ def write(path: Path, parts: Iterable[Any]) -> tuple[int, str]:
                 _write_all(handle, chunk, past_cache=start < whole)
             size += len(view)
         os.fsync(handle)
+    except OSError as error:
+        error.filename = str(path)  # the system does not say of which file it was
+        raise
     finally:
         os.close(handle)
     return size, _told(sum_)

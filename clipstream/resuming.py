@@ -6,10 +6,12 @@ It loads no weights, and decides nothing about the data's order (see `data.sourc
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from clipstream import durable
 from clipstream.config import Settings, openers
 from clipstream.data.shards import scheme_of
 from clipstream.errors import SettingsError
@@ -47,11 +49,8 @@ def _look(settings: Settings, mirror: Mirror | None) -> Path | None:
         if found is None:
             raise SettingsError(f"--resume: there is no whole checkpoint in {Place(resume, '').shown}")
         return found
-    if mirror is not None and resume in ("latest", "auto") and not shelf.candidates(folder):
-        found = place.find(mirror.place, folder)
-        if found is not None:
-            _fetch_beside(mirror.place, settings.run_folder)
-            return found
+    if mirror is not None and resume in ("latest", "auto"):
+        _catch_up(mirror, settings.run_folder)
     return shelf.find(folder, resume)
 
 
@@ -73,12 +72,43 @@ def _look_there(mirror: Mirror, *, new: bool) -> None:
     mirror.last_serial = max((marker.serial for marker in whole.values()), default=0)
 
 
+def _catch_up(mirror: Mirror, run_folder: Path) -> None:
+    """Fetch the copy's newest checkpoint where it is newer than all whole ones here: the run has been on another
+    machine, or those here are damaged.
+
+    Raises:
+        SettingsError: nothing is here, and what is there cannot be had.
+    """
+    folder = run_folder / CHECKPOINTS
+    found = next((path for path in shelf.whole(folder) if shelf.fault(path) is None), None)
+    marker = None if found is None else shelf.marker_of(found)
+    if mirror.last_serial <= (0 if marker is None else marker.serial):
+        return
+    try:
+        _fetch_beside(mirror.place, run_folder)
+        place.find(mirror.place, folder)
+    except SettingsError as error:
+        if found is None:
+            raise
+        print(f"warning: {error}; the newest one here is used", file=sys.stderr, flush=True)
+
+
 def _fetch_beside(remote: Place, folder: Path) -> None:
-    """What the run goes on writing, and would be lost there with the next copy: its metrics, which step is best."""
+    """What the run goes on writing, and would be lost there with the next copy: its metrics, which step is best.
+
+    Before the checkpoint: a start that is killed in between then finds the copy newer, and fetches both again.
+
+    Raises:
+        SettingsError: it cannot be read there, or written here.
+    """
+    (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     for name in (METRICS, f"{CHECKPOINTS}/{shelf.BEST}"):
-        content = patiently((remote / name).read)
-        if content is not None and not (folder / name).exists():
-            (folder / name).write_bytes(content)
+        try:
+            content = patiently((remote / name).read)
+            if content is not None:
+                durable.replace(folder / name, content)
+        except Exception as error:  # every backend has errors of its own
+            raise SettingsError(f"--remote-sync: {remote.shown} cannot be copied: {place.said(error)}") from error
 
 
 def carried_over(settings: Settings, state: dict[str, Any] | None, world: World, *, own_lanes: bool) -> Settings:

@@ -18,7 +18,7 @@ from clipstream import durable
 from clipstream.cli import load_or_help, run_main
 from clipstream.config import LANES, Settings, dump, openers, resolve, with_known_epoch
 from clipstream.contradictions import validate_run
-from clipstream.errors import SettingsError
+from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.failure import FailureWatch
 from clipstream.folder import occupied
 from clipstream.model.settings import chosen_loss_type
@@ -72,8 +72,15 @@ def train(settings: Settings, world: World, watch: FailureWatch) -> None:
     """
     lanes = settings.data.lanes
     settings = resolve(settings, world)
-    with occupied(settings.run_folder) if world.is_main else nullcontext():
-        _train(settings, world, watch, lanes)
+    try:
+        with occupied(settings.run_folder) if world.is_main else nullcontext():
+            _train(settings, world, watch, lanes)
+    except OSError as error:
+        if not durable.is_full(error):
+            raise
+        # Once it trains, a full disk does not end it; what it writes before that cannot wait.
+        text = f"{error.filename or settings.run_folder} cannot be written, as its disk is full: free some space"
+        raise ClipstreamError(text) from error
 
 
 def _train(settings: Settings, world: World, watch: FailureWatch, lanes: int | str) -> None:

@@ -20,6 +20,7 @@ from clipstream.world import World
 from tests.evaluating import context_of, tiny_towers
 from tests.pictures import ByteTokenizer, make_shards
 from tests.ranks import run_ranks
+from tests.savers import fill, small_disk
 
 
 def test_the_fingerprint_of_weights_is_that_of_their_numbers() -> None:
@@ -135,3 +136,16 @@ def test_a_resumed_run_writes_its_figures_once(tmp_path: Path) -> None:
     assert steps(tmp_path) == [(2, "val"), (4, "val"), (6, "later")]
     FiguresFile(tmp_path)
     assert steps(tmp_path) == []
+
+
+def test_figures_wait_for_room_on_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with small_disk(tmp_path, "1m"):
+        file = FiguresFile(tmp_path)
+        file.add(evaluation(2))
+        ballast = fill(tmp_path, 0)
+        for step in range(3, 40):
+            file.add(evaluation(step))
+        assert "evaluations.jsonl is full: its lines wait" in capsys.readouterr().err
+        ballast.unlink()
+        file.close()
+        assert steps(tmp_path) == [(step, "val") for step in range(2, 40)]

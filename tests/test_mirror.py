@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from clipstream import resuming
+from clipstream.config import load
 from clipstream.errors import SettingsError
 from clipstream.training import place as places
 from clipstream.training.mirror import Mirror
@@ -18,6 +21,7 @@ from clipstream.training.place import Place, find
 from clipstream.training.saving import Saver
 from clipstream.training.settings import CheckpointSettings
 from clipstream.training.shelf import BEST, MARKER, fault, marker_of
+from clipstream.world import World
 from tests.savers import damage, names, saver_of, write
 
 
@@ -169,3 +173,37 @@ def test_a_place_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: py
         find(Place("weak://far", "--resume"), tmp_path / "here")
     with pytest.raises(SettingsError, match=r"nosuch://x.*not known"):
         Place("nosuch://x", "--remote-sync")
+
+
+def test_a_machine_that_is_behind_catches_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that went on elsewhere comes back to a disk with an older checkpoint, and older metrics."""
+    far, run = far_run(tmp_path, (1, 2)), tmp_path / "runs" / "run"
+    shutil.copytree(far, run)
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    far_run(tmp_path, (3,))
+    (far / "metrics.jsonl").write_text('{"step": 3}\n')
+    flags = ["--train-data", "synthetic:8", "--logs", str(run.parent), "--name", "run", "--resume", "auto"]
+    settings = load([*flags, "--remote-sync", f"file://{far.parent}"])
+
+    def found() -> str:
+        taken = resuming.find(settings, World(), resuming.mirror_of(settings, World()))
+        return "" if taken is None else taken.name
+
+    damage(far / "checkpoints" / "step_00000003" / "rng.pt")
+    shutil.rmtree(far / "checkpoints" / "step_00000001")
+    shutil.rmtree(far / "checkpoints" / "step_00000002")
+    assert found() == "step_00000002"
+    assert "is whole (step_00000003); the newest one here is used" in capsys.readouterr().err
+    far_run(tmp_path, (4,))
+    assert found() == "step_00000004"
+    assert (run / "metrics.jsonl").read_text() == '{"step": 3}\n'
+    (run / "metrics.jsonl").write_text('{"step": 5}\n')
+    write(run / "checkpoints", 5, keep_last=9)
+    assert found() == "step_00000005", "what is here is newer"
+    assert (run / "metrics.jsonl").read_text() == '{"step": 5}\n'
+    shutil.rmtree(far)
+    shutil.copytree(run, far)
+    for path in run.glob("checkpoints/step_*"):
+        damage(path / "rng.pt")
+    assert found() == "step_00000005", "all here are damaged"
+    assert fault(run / "checkpoints" / "step_00000005") is None

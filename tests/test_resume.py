@@ -180,7 +180,7 @@ def test_a_full_disk_does_not_end_a_run(place: Path, tmp_path: Path) -> None:
     (place / "tiny.json").write_text(json.dumps(CONFIG))
     with small_disk(tmp_path, "4m"):
         tiny = ["--model", f"{place}/tiny.json", "--tokenizer", "tests.test_evaluate:Bytes"]
-        tiny += ["--logs", f"{tmp_path}/runs"]
+        tiny += ["--logs", f"{tmp_path}/runs", "--val-data", f"{place}/val/*.tar", "--evals.val.every", "4"]
         (process,) = start(flags(place, "full", *tiny, "--log.report", "false", steps=100_000))
         wait_for_step(tmp_path, "full", 6, process)
         ballast = fill(tmp_path, 0)
@@ -200,3 +200,8 @@ def test_a_full_disk_does_not_end_a_run(place: Path, tmp_path: Path) -> None:
         assert steps == list(range(1, steps[-1] + 1)), "no line is lost"
         found = find(checkpoints, "latest")
         assert found is not None and int(found.name[5:]) == steps[-1]
+        fill(tmp_path, 0)
+        (again,) = start(flags(place, "full", *tiny, "--resume", "auto", "--log.report", "false", steps=100_000))
+        _, said = again.communicate(timeout=TIMEOUT)
+        assert again.returncode == 1, said
+        assert b"metrics.jsonl.tmp cannot be written, as its disk is full" in said and b"Traceback" not in said

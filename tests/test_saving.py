@@ -225,6 +225,16 @@ def test_a_full_disk_is_a_warning_and_the_older_one_stays(tmp_path: Path, capsys
         assert write(tmp_path, 3) is not None
 
 
+def test_on_a_full_disk_a_lower_keep_last_makes_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with small_disk(tmp_path, "2m"):
+        for step in (1, 2, 3):
+            assert write(tmp_path, step, keep_last=3) is not None
+        fill(tmp_path, 0)
+        assert write(tmp_path, 4, keep_last=1) is None
+        assert "the newest checkpoint is step_00000003" in capsys.readouterr().err
+        assert write(tmp_path, 5, keep_last=1) is not None
+
+
 def failing(world: World, folder: str) -> str:
     """How a rank ends whose rank 0 cannot write."""
     saver = saver_of(Path(folder), world)

@@ -16,7 +16,7 @@ from typing import Any
 
 from clipstream import durable
 from clipstream.data.shards import redact
-from clipstream.report.sinks import JsonLines, Record, json_line, lines
+from clipstream.report.sinks import Growing, JsonLines, Record, json_line, lines
 from clipstream.versions import versions
 
 FIGURES_FILE = "evaluations.jsonl"
@@ -60,7 +60,7 @@ def add(path: Path, *evaluations: Record) -> None:
             file.write("".join(map(json_line, evaluations)))
             return
         if file.tell() == 0:
-            file.write(_row(dict(zip(TABLE, TABLE, strict=True))))
+            file.write(_HEAD)
         file.write("".join(_row(row) for one in evaluations for row in _figures(one)))
 
 
@@ -75,17 +75,25 @@ class FiguresFile:
     """
 
     def __init__(self, folder: Path, resume_step: int | None = None, *, ended: bool = False) -> None:
-        self._path, self._table = folder / FIGURES_FILE, folder / TABLE_FILE
-        JsonLines(self._path, resume_step, ended=ended, keep=lambda record: "checkpoint" in record)
-        if self._path.exists():  # the table once more, of what is kept
-            self._table.unlink(missing_ok=True)
-            add(self._table, *(record for _, record in lines(self._path)))
-            durable.flush(self._table)
+        path, table = folder / FIGURES_FILE, folder / TABLE_FILE
+        self._lines = JsonLines(path, resume_step, ended=ended, keep=lambda record: "checkpoint" in record)
+        if path.exists():  # the table once more, of what is kept
+            table.unlink(missing_ok=True)
+            add(table, *(record for _, record in lines(path)))
+            durable.flush(table)
+        self._table = Growing(table)
+        self._headed = table.exists()
 
     def add(self, evaluation: Record) -> None:
-        """Add a traced evaluation to both."""
-        for path in (self._path, self._table):
-            add(path, evaluation)
+        """Add a traced evaluation to both; what a full disk does not take comes with the next one."""
+        self._lines.append(evaluation)
+        self._table.add(("" if self._headed else _HEAD) + "".join(map(_row, _figures(evaluation))))
+        self._headed = True
+
+    def close(self) -> None:
+        """Write out what is left."""
+        for file in (self._lines, self._table):
+            file.close()
 
 
 def _figures(one: Record) -> list[dict[str, Any]]:
@@ -117,3 +125,6 @@ def _without_credentials(tree: Any) -> Any:
 
 def _shown(shards: Any) -> Any:
     return [redact(spec) for spec in shards] if isinstance(shards, list) else redact(shards)
+
+
+_HEAD = _row(dict(zip(TABLE, TABLE, strict=True)))

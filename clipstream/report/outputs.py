@@ -106,7 +106,8 @@ class Outputs:
 
     def close(self) -> None:
         """Write out what is left, everywhere."""
-        for sink in self._sinks:
+        files = [self._figures] if self._world.is_main else []
+        for sink in (*files, *self._sinks):
             self._spare(sink, sink.close)
 
     def _spare(self, sink: object, act: Callable[[], object]) -> None:

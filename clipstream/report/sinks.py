@@ -29,11 +29,51 @@ TENSORBOARD_FOLDER = "tensorboard"
 LISTED = 1_000_000  # losses that a run lists, some 250 MB; all are counted
 
 
-class JsonLines:
-    """A file with a JSON object a line, handed to the system as soon as it is written.
+class Growing:
+    """A file that texts are added to, handed to the system at once.
 
-    JSON has no word for NaN and infinity: they become null. What a full disk does not take is kept and written with the
-    next lines: a checkpoint that was too large for it may be gone by then.
+    What a full disk does not take is kept and written with the next text: a checkpoint that was too large for it may be
+    gone by then.
+
+    Args:
+        path: the file; the first text makes it, if it is not there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: IO[bytes] | None = None
+        self._waiting = b""
+
+    def add(self, text: str) -> None:
+        """Write a text at the end."""
+        told = bool(self._waiting)
+        self._waiting += text.encode()
+        try:
+            self._write()
+        except OSError as error:
+            if not durable.is_full(error):
+                raise
+            if not told:
+                print(f"warning: the disk of {self.path} is full: its lines wait", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Close the file."""
+        self.add("")
+        if self._waiting:
+            lost = self._waiting.count(b"\n")
+            print(f"warning: the disk of {self.path} is full: {lost} lines are lost", file=sys.stderr, flush=True)
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self) -> None:
+        if self._waiting and self._file is None:
+            self._file = self.path.open("ab", buffering=0)
+        while self._waiting and self._file is not None:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
+
+
+class JsonLines(Growing):
+    """A file with a JSON object a line. JSON has no word for NaN and infinity: they become null.
 
     Args:
         path: the file.
@@ -54,7 +94,7 @@ class JsonLines:
         ended: bool = False,
         keep: Callable[[Record], bool] = lambda record: False,
     ) -> None:
-        self.path = path
+        super().__init__(path)
         kept = []
         if resume_step is not None and self.path.exists():
             for line, record in lines(self.path):
@@ -64,36 +104,11 @@ class JsonLines:
         if self.path.exists():
             durable.replace(self.path, b"".join(kept))
         self.count = len(kept)
-        self._file: IO[bytes] | None = None
-        self._waiting = b""
 
     def append(self, *records: Record) -> None:
-        """Add a line for each; the first makes the file."""
-        told = bool(self._waiting)
-        self._waiting += "".join(map(json_line, records)).encode()
+        """Add a line for each."""
         self.count += len(records)
-        try:
-            self._write()
-        except OSError as error:
-            if not durable.is_full(error):
-                raise
-            if not told:
-                print(f"warning: the disk of {self.path} is full: its lines wait", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Close the file."""
-        self.append()
-        if self._waiting:
-            lost = self._waiting.count(b"\n")
-            print(f"warning: the disk of {self.path} is full: {lost} lines are lost", file=sys.stderr, flush=True)
-        if self._file is not None:
-            self._file.close()
-
-    def _write(self) -> None:
-        if self._waiting and self._file is None:
-            self._file = self.path.open("ab", buffering=0)
-        while self._waiting and self._file is not None:
-            self._waiting = self._waiting[self._file.write(self._waiting) :]
+        self.add("".join(map(json_line, records)))
 
 
 class MetricsFile(JsonLines):

@@ -249,6 +249,7 @@ class Saver:
         except BaseException as error:
             if durable.is_full(error):
                 shelf.clear(self.folder)
+                self._keep()  # a run that was resumed with a lower keep_last has its room for the next save
                 self._say(f"warning: the disk of {self.folder} is full: step {job.step} is not saved; {self._left()}")
             else:
                 self._error = error
