@@ -182,7 +182,8 @@ def test_an_interrupted_call_says_how_to_go_on(site: Site, tmp_path: Path) -> No
     wait_until(lambda: site.asked["GET 00002.tar"] and len(tars(tmp_path)) == 5 and command_runs(mark))
     stopped.send_signal(signal.SIGINT)
     _, err = stopped.communicate(timeout=TIMEOUT)
-    assert stopped.returncode == 75 and "5 of 7 shards are in" in err and "go on by the same command" in err
+    assert stopped.returncode == 75, err
+    assert "5 of 7 shards are in" in err and "go on by the same command" in err
     assert "Traceback" not in err
     assert not command_runs(mark) and not (tmp_path / ".parts").exists()
 
