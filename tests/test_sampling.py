@@ -50,9 +50,7 @@ def test_global_batches_are_the_same_for_every_layout(shards: list[str], mode: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "owned"), KINDS)
-def test_two_hundred_batches_are_the_same_from_four_ranks_to_two_to_one(
-    tmp_path: Path, mode: str, owned: str
-) -> None:
+def test_two_hundred_batches_are_the_same_from_four_ranks_to_two_to_one(tmp_path: Path, mode: str, owned: str) -> None:
     shards = make_shards(tmp_path, [*SIZES, 11, 5])  # one a lane at least
     expected = digests(mixed(shards, mode, owned, 8, global_batch_size=8), 1, 200)
     assert len(set(expected)) == 200
