@@ -171,6 +171,8 @@ def test_what_is_wrong_is_told(tmp_path: Path, run: Path, capsys: pytest.Capture
     assert main(["--checkpoint"]) == 2 and "--checkpoint: needs a value" in capsys.readouterr().err
     assert main(["--checkpoint", str(tmp_path / "no")]) == 2 and "no folder" in capsys.readouterr().err
     assert main(["--checkpoint", str(tmp_path)]) == 2 and "open_clip_config.json" in capsys.readouterr().err
+    assert main(["--checkpoint", str(run), "--evals.val.prompts", "[a cat]"]) == 2
+    assert "--watch RUN" in capsys.readouterr().err
     assert main(["--checkpoint", str(run), "--model", "ViT-B-32"]) == 2
     assert "--model" in capsys.readouterr().err
     torn = tmp_path / "checkpoints" / "step_00000003"

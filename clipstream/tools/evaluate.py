@@ -67,6 +67,8 @@ def evaluate(argv: Sequence[str]) -> int:
     """
     tokens = [re.sub(r"^--out(?==|$)", "--output", token) for token in argv]
     own, flags = own_flags(tokens, OWN_FLAGS, many=(suites.SUITE,))
+    if pictures := [flag for flag in flags if re.match(r"--evals\.[^.]+\.prompts(=|$)", flag)]:
+        raise SettingsError(f"{pictures[0]} shows pictures in a report, which only training and --watch RUN write")
     weights, asked = _chosen_weights(own.get("--weights", "trained")), suites.Suites.of(own)
     subject = locate(own.get("--checkpoint"), flags)
     trained = [] if subject.run is None else ["--config", str(subject.run / "config.yaml")]
