@@ -24,17 +24,21 @@ Make = Callable[[bytes], Pixels]
 Encode = Callable[[list[str]], Any]
 
 
+def samples(shards: list[str]) -> list[Any]:
+    """Stages of webdataset's pipeline, as open_clip's has them: a picture's bytes with its caption, shuffled."""
+
+    def pair(sample: dict[str, Any]) -> tuple[bytes, str]:
+        return next(sample[suffix] for suffix in IMAGES if suffix in sample), sample["txt"].decode()
+
+    shuffle = wds.shuffle(5000, initial=1000)
+    return [wds.ResampledShards(shards), wds.tarfile_to_samples(), shuffle, wds.map(pair)]
+
+
 def piped(shards: list[str], batch_size: int, workers: int, make: Make, encode: Encode) -> Iterator[tuple[Any, Any]]:
     """Batches of pictures and ids; `make` and `encode` run in webdataset's workers."""
-
-    def usable(sample: dict[str, Any]) -> tuple[Pixels, str]:
-        return make(next(sample[suffix] for suffix in IMAGES if suffix in sample)), sample["txt"].decode()
-
     data = wds.DataPipeline(
-        wds.ResampledShards(shards),
-        wds.tarfile_to_samples(),
-        wds.shuffle(5000, initial=1000),
-        wds.map(usable),
+        *samples(shards),
+        wds.map(lambda pair: (make(pair[0]), pair[1])),
         wds.batched(batch_size),
         wds.map(lambda batch: (batch[0], encode(batch[1]))),
     )

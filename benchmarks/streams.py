@@ -33,7 +33,7 @@ import open_clip
 import torch
 import webdataset as wds
 from PIL import Image
-from steps import IMAGES, STEPS, piped, tokenize
+from steps import IMAGES, STEPS, piped, samples, tokenize
 
 SETTLING = 8  # batches that are let through before the measurement
 
@@ -112,21 +112,19 @@ def spdl(options: Options) -> Iterator[Batch]:
     crop = open_clip.image_transform(options.size, is_train=True).transforms[0]
     size = f"scale={options.size}:{options.size}:flags=bicubic,format=rgb24"
 
-    def decoded(sample: dict[str, Any]) -> tuple[Any, str]:
-        data = next(sample[suffix] for suffix in IMAGES if suffix in sample)
+    def decoded(pair: tuple[bytes, str]) -> tuple[Any, str]:
+        data, caption = pair
         top, left, height, width = crop.get_params(Image.open(io.BytesIO(data)), crop.scale, crop.ratio)
         filters = f"crop={width}:{height}:{left}:{top},{size}"
         frames = spdl.io.decode_packets(spdl.io.demux_image(data), filter_desc=filters)
-        return spdl.io.to_numpy(spdl.io.convert_frames(frames)), sample["txt"].decode()
+        return spdl.io.to_numpy(spdl.io.convert_frames(frames)), caption
 
-    def batched(samples: list[tuple[Any, str]]) -> tuple[torch.Tensor, torch.Tensor]:
-        pictures, captions = zip(*samples, strict=True)
+    def batched(pairs: list[tuple[Any, str]]) -> tuple[torch.Tensor, torch.Tensor]:
+        pictures, captions = zip(*pairs, strict=True)
         return torch.from_numpy(np.stack(pictures)), tokenize()(list(captions))
 
-    samples = wds.DataPipeline(
-        wds.ResampledShards(options.captioned), wds.tarfile_to_samples(), wds.shuffle(5000, initial=1000)
-    )
-    builder = PipelineBuilder().add_source(samples).pipe(decoded, concurrency=options.workers)
+    source = wds.DataPipeline(*samples(options.captioned))
+    builder = PipelineBuilder().add_source(source).pipe(decoded, concurrency=options.workers)
     builder = builder.aggregate(options.batch_size).pipe(batched).add_sink(4)
     pipeline = builder.build(num_threads=options.workers)
     with pipeline.auto_stop():
