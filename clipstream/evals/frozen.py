@@ -6,6 +6,7 @@ that encoded them.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -75,7 +76,7 @@ def measure(scores: torch.Tensor, labels: torch.Tensor, classes: int) -> torch.T
     return tally.index_add_(0, labels, hits.double())
 
 
-class Frozen:
+class Frozen(ABC):
     """What evaluators of frozen features have in common: two sources, labels, figures.
 
     Raises:
@@ -99,9 +100,9 @@ class Frozen:
         yield from figures(context.world.all_reduce_sum(tally))
         yield "n_train", sum(context.world.gather_objects(len(train.labels)))
 
+    @abstractmethod
     def tally(self, train: Labelled, test: Labelled, classes: int, world: World) -> torch.Tensor:
         """top1, top5 and n by class, float64 [C, 3], of this rank's part of the test. Collective."""
-        raise NotImplementedError
 
 
 class Neighbours(Frozen):
