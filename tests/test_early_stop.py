@@ -19,9 +19,8 @@ from clipstream.train import main
 from clipstream.training.early_stop import EarlyStop
 from clipstream.training.settings import EarlyStopSettings
 from clipstream.world import World
-from tests.pictures import make_shards
 from tests.ranks import end_ranks
-from tests.test_train import MODEL, flags, lines, same_weights, start, train_on, wait_for_step, weights
+from tests.test_train import flags, furnish, lines, same_weights, start, train_on, wait_for_step, weights
 
 VALUES = [1.0, 0.5, 0.7, 0.5, 0.8, 0.4, 0.9, 0.9, 0.9]  # evaluated every 2 steps: the best by step 10 is that of step 4
 
@@ -47,12 +46,8 @@ class Told:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with shards and a small model's configuration."""
-    folder: Path = tmp_path_factory.mktemp("early")
-    make_shards(folder / "pairs", [21, 17, 19, 5])
-    make_shards(folder / "val", [11, 9], start=100)
-    (folder / "model.json").write_text(json.dumps(MODEL))
-    return folder
+    """A furnished folder."""
+    return furnish(tmp_path_factory.mktemp("early"))
 
 
 def until(place: Path, name: str, *more: str, steps: int = 100) -> list[str]:

@@ -133,7 +133,9 @@ def test_the_end_that_readme_recommends_is_right(folder: Path, monkeypatch: pyte
     monkeypatch.chdir(folder)
     (line,) = re.findall(r"^    (--evals.* --train\.early-stop.*)$", README, re.M)
     data = ["--train-data", "shards/00000.tar", "--val-data", "val/00.tar", "--steps", "9"]
-    validate_run(load([*data, *shlex.split(line)]), World())
+    settings = load([*data, *shlex.split(line)])
+    validate_run(settings, World())
+    assert settings.train.early_stop.metric is not None
 
 
 def test_flags_that_readme_names_exist() -> None:

@@ -40,14 +40,18 @@ MODEL = {
 }
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with shards and a small model's configuration."""
-    folder: Path = tmp_path_factory.mktemp("train")
+def furnish(folder: Path) -> Path:
+    """Give a folder shards and a small model's configuration, which `flags` name."""
     make_shards(folder / "pairs", [21, 17, 19, 5])
     make_shards(folder / "val", [11, 9], start=100)
     (folder / "model.json").write_text(json.dumps(MODEL))
     return folder
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A furnished folder."""
+    return furnish(tmp_path_factory.mktemp("train"))
 
 
 def flags(place: Path, name: str, *more: str, steps: int = 8) -> list[str]:
