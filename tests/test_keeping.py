@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from clipstream.data import keeping, remote
-from clipstream.data.keeping import FRESH
+from clipstream.data.keeping import FRESH, Room
 from clipstream.data.remote import ShardError, ShardStore
 from clipstream.errors import SettingsError
 from tests.ranks import TIMEOUT
@@ -337,6 +337,19 @@ def test_processes_share_a_folder_within_its_limit(site: Site, tmp_path: Path) -
         process.join()
     assert [process.exitcode for process in processes] == [0] * 6
     assert 3 * SIZE < most <= 8 * SIZE + 1000, "a draft of a note of checksums may stand beside"
+
+
+def test_a_shard_that_has_just_come_is_counted_once(tmp_path: Path) -> None:
+    """Between its renaming and the end of its reservation others may count."""
+    came, comes = (tmp_path / f"{number:024x}-{number}.tar" for number in range(2))
+    room = Room(tmp_path, limit=2 * SIZE)
+    with open(f"{came}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert room.reserve(came, SIZE)
+        came.write_bytes(body(0))
+        assert room.reserve(comes, SIZE) and came.exists()
+        with pytest.raises(SettingsError):
+            room.reserve(comes, SIZE + 1)
 
 
 def test_all_processes_get_a_shard_by_one_download(site: Site, tmp_path: Path) -> None:

@@ -70,9 +70,9 @@ class Room:
             return True
         with _locked(self._folder / "room.lock"):
             entries, reserved, others_ahead = self._survey(but=target)
-            used = reserved + sum(entry.size for entry in entries)
+            used = reserved + sum(entry.size for entry in entries.values())
             if used + size > self._limit:
-                used -= _remove(entries, used + size - self._limit)
+                used -= _remove(entries.values(), used + size - self._limit)
             if used + size <= self._limit:
                 _reserved(target).write_text(f"{size} {AHEAD}" if ahead else str(size))
                 return True
@@ -107,12 +107,14 @@ class Room:
             f"give at least {needed * 1.1 / GIB:.2g}, or lower --data.shuffle.shards or --data.lanes"
         )
 
-    def _survey(self, but: Path) -> tuple[list[_Entry], int, bool]:
-        """The other entries, bytes that are reserved for others, and whether some of these come ahead of their use.
+    def _survey(self, but: Path) -> tuple[dict[str, _Entry], int, bool]:
+        """The other entries by name, bytes that are reserved for others, whether some of these come ahead of their use.
 
-        What dead processes left goes.
+        What dead processes left goes. One that is here and not yet settled needs no more than it has.
         """
-        entries, reserved, ahead, own = [], 0, False, but.name
+        entries: dict[str, _Entry] = {}
+        reserved: dict[str, int] = {}
+        ahead, own = False, but.name
         with os.scandir(self._folder) as found:
             for file in found:
                 named = ENTRY.fullmatch(file.name)
@@ -121,12 +123,12 @@ class Room:
                 with contextlib.suppress(OSError, ValueError):
                     if not named["kind"]:
                         stat = file.stat()
-                        entries.append(_Entry(stat.st_atime, stat.st_size, file.path))
+                        entries[file.name] = _Entry(stat.st_atime, stat.st_size, file.path)
                     elif not _remove_of_dead(file.path, self._folder / named["entry"]) and named["kind"] == ".reserved":
                         size, _, why = Path(file.path).read_text().partition(" ")
-                        reserved += int(size)
+                        reserved[named["entry"]] = int(size)
                         ahead |= why == AHEAD
-        return entries, reserved, ahead
+        return entries, sum(size for name, size in reserved.items() if name not in entries), ahead
 
 
 class _Entry(NamedTuple):
@@ -137,7 +139,7 @@ class _Entry(NamedTuple):
     path: str
 
 
-def _remove(entries: list[_Entry], wanted: int) -> int:
+def _remove(entries: Iterable[_Entry], wanted: int) -> int:
     """Remove at least `wanted` bytes if that can be; how many went."""
     gone = 0
     for entry in sorted(entries):
