@@ -6,9 +6,10 @@ Two loaders without workers fill the same batches of the same shards, which are 
 one names its stages, keeps their times and tells what it is at as always; the other's stopwatch does nothing at all.
 The cost is the median over the rounds of the ratio of their CPU times. Small pictures show it at its worst.
 
-Found in two runs of 30 and 40 rounds: +1.6% and +0.5% for pictures of 256 px, +3.9% and +1.9% for 512 px (a stage costs
-the same there, so this is noise), +4.4% and +6.9% for 64 px (318 µs a sample). Called in a loop, the stopwatch takes
-5 µs a sample, 1.6% of that; the rest is what it costs to have other things in the processor's caches.
+Found, with other work on the machine: for pictures of 64 px (318 µs a sample) +2.5 to +3.6% in six comparisons, where
+two loaders of one kind differ by up to 1%; +1.0 and +1.3% for 256 px, -0.1 and +0.1% for 512 px. Called in a loop, the
+stopwatch takes 3 µs a sample, 1% of the smallest; the rest is what it costs to have other things in the processor's
+caches.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import webdataset as wds
 from PIL import Image
 
 from clipstream.batch import ImageSpec
-from clipstream.data import sources
+from clipstream.data import loader, sources
 from clipstream.data.loader import Loader
 from clipstream.data.settings import DataSettings
 from clipstream.data.stages import Stopwatch
@@ -59,7 +60,7 @@ class Bytes:
 class Silent(Stopwatch):
     """Measures nothing and tells nothing."""
 
-    def __call__(self, stage: str, sample: str) -> None:
+    def begin(self, stage: str, sample: str) -> None:
         """A stage begins, and nobody minds."""
 
 
@@ -78,7 +79,7 @@ def make(folder: Path, pixels: int) -> str:
 
 def make_loader(shards: str, pixels: int, stopwatch: type[Stopwatch]) -> Loader:
     """A loader whose stages are taken by this stopwatch."""
-    sources.Stopwatch = stopwatch  # type: ignore[misc]
+    loader.Stopwatch = stopwatch  # type: ignore[misc]
     settings = DataSettings.model_validate(
         {"global_batch_size": BATCH, "lanes": 16, "workers": 0, "sources": {"train": {"shards": shards}}}
     )

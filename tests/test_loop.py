@@ -26,6 +26,7 @@ from clipstream.training.step import TrainStep
 from clipstream.training.stopping import StopSignals
 from clipstream.world import World
 from tests.ranks import run_ranks
+from tests.test_stages import lap
 from tests.test_step import LOSSES, TinyTowers, make_batch
 
 
@@ -80,7 +81,7 @@ class Batches:
     def take_times(self) -> StageTimes:
         """One stage, which takes all of the waiting."""
         times = StageTimes()
-        times.add(["decode"], [0.01])
+        times.add([lap("decode", 0.01)])
         return times
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clipstream.data import crops, opening, tarstream, walk
-from clipstream.data.stages import IDLE, StageTimes, Stopwatch, merged
+from clipstream.data.stages import IDLE, NUMBER, Laps, StageTimes, Stopwatch, merged
 from clipstream.report.settings import LogSettings
 from clipstream.report.starving import PATIENCE, Starving
 from clipstream.training.loop import NEGLIGIBLE
@@ -23,12 +24,17 @@ from tests.test_loader import data, loader
 DELAY = 0.02
 
 
+def lap(stage: str, seconds: float) -> Laps:
+    """A stage that took so long."""
+    return Laps(bytes([NUMBER[stage]]), array("d", [0.0, seconds]).tobytes())
+
+
 @given(st.lists(st.floats(1e-6, 1e3), min_size=1), st.lists(st.floats(1e-6, 1e3)), st.sampled_from([0.5, 0.9, 0.99]))
 def test_sums_and_quantiles(first: list[float], second: list[float], share: float) -> None:
     parts = [StageTimes(), StageTimes()]
     for part, values in zip(parts, (first, second), strict=True):
         for value in values:
-            part.add(["decode"], [value])
+            part.add([lap("decode", value)])
     whole, values = merged(parts), sorted(first + second)
     exact = values[max(0, math.ceil(share * len(values)) - 1)]
     assert whole.quantile("decode", share) == pytest.approx(exact, rel=0.1)
@@ -37,16 +43,32 @@ def test_sums_and_quantiles(first: list[float], second: list[float], share: floa
 
 
 def test_a_stage_lasts_until_the_next() -> None:
-    said: list[tuple[str, str]] = []
-    watch = Stopwatch(lambda *stage: said.append(stage))
+    said: list[str] = []
+    watch, times = Stopwatch(), StageTimes()
     for stage in ("read", "decode", "read", IDLE):
-        watch(stage, "a")
+        watch.begin(stage, "a")
+        said.append(watch.doing()[0])
         time.sleep(0.01)
-    times = watch.take()
-    assert said == [("read", "a"), ("decode", "a"), ("read", "a"), (IDLE, "a")]
+    times.add([watch.take()])
+    assert said == ["read a", "decode a", "read a", "idle a"]
     assert {stage: times.summary()[stage]["count"] for stage in times.buckets} == {"read": 2, "decode": 1}
     assert times.seconds["read"] >= 0.02 and times.longest() == "read"
-    assert not watch.take().seconds
+    assert not watch.take().numbers
+
+
+def test_what_is_being_done_is_told() -> None:
+    watch = Stopwatch()
+    assert watch.doing() == ("start", 0.0)
+    watch.begin("open", "0.tar")
+    assert watch.doing()[0] == "open 0.tar"
+    watch.touch(1234)
+    assert watch.doing()[0] == "open 0.tar (1,234 bytes came)"
+    watch.begin("order", "")
+    assert watch.doing()[0] == "order"
+    watch.begin("read", "\udcff" + "é" * 2000)
+    assert watch.doing()[0].startswith("read \\udcffé") and len(watch.doing()[0]) < 600
+    watch.begin("read", "0.tar/b")
+    assert watch.doing()[0] == "read 0.tar/b"
 
 
 def slowed(function: Callable[..., Any], delay: float) -> Callable[..., Any]:
@@ -95,8 +117,8 @@ def test_a_delay_is_found_in_its_stage(
 
 def line(step: int, wait: float, seconds: float = 20.0) -> dict[str, Any]:
     times = StageTimes()
-    times.add(["decode"], [0.25])
-    times.add([IDLE], [0.5])
+    times.add([lap("decode", 0.25)])
+    times.add([lap(IDLE, 0.5)])
     bottleneck = "training" if wait < NEGLIGIBLE else "decode"
     return {"step": step, "data_wait": wait, "seconds": seconds, "bottleneck": bottleneck, "stages": times.summary()}
 

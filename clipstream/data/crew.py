@@ -17,16 +17,15 @@ from clipstream.data.opening import Opener
 from clipstream.data.order import lanes_of_rank
 from clipstream.data.settings import MOST_AUTO_WORKERS, DataSettings
 from clipstream.data.sources import training_loader
-from clipstream.data.stages import HAND_OVER, IDLE
+from clipstream.data.stages import HAND_OVER, IDLE, OPEN
 from clipstream.data.text import Tokenizer
-from clipstream.data.walk import OPENING
 from clipstream.errors import ClipstreamError
 from clipstream.world import World
 
 ON_CPU = 2  # where the model is trained on the same cores, and slowly
 SECONDS = 1.0  # of the trial
 _SAMPLES = 16  # of a trial's batch
-_WAITING = (OPENING, "read")  # stages in which another worker may use the core
+_WAITING = (OPEN, "read")  # stages in which another worker may use the core
 _MOST_WAITING = 0.75  # share of its time: what is so slow gains little from still more readers
 
 

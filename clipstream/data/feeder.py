@@ -21,7 +21,7 @@ from clipstream.data.fields import CaptionExtractor, SampleTransform, image_byte
 from clipstream.data.health import PROFILED, Health, Loss
 from clipstream.data.order import Draws, Mix, Slots
 from clipstream.data.slab import Slab
-from clipstream.data.stages import HAND_OVER, StageTimes, Stopwatch
+from clipstream.data.stages import HAND_OVER, Laps, Stopwatch
 from clipstream.data.text import Tokenizer, readable
 from clipstream.data.tracing import Tracer
 from clipstream.data.walk import Taken, Walk
@@ -92,24 +92,33 @@ class Lane:
 
 
 @dataclass
-class Part:
+class Report:
+    """What a feeder says while it fills a part of a batch.
+
+    Attributes:
+        health: what was counted since the last report.
+        laps: of the stages, since then.
+    """
+
+    health: Health
+    laps: Laps
+
+
+@dataclass
+class Part(Report):
     """What a feeder says of a filled part of a batch.
 
     Attributes:
         step: number of the batch.
         keys: slot -> 'SHARD/KEY' of the sample in it, '' of padding; a slot that is missing is no part of the batch.
         lanes: lane number -> state after this batch.
-        health: what was counted since the last report.
         ended: whether all lanes are at their end (evaluation).
-        times: of the stages, since the last report.
     """
 
     step: int
     keys: dict[int, str]
     lanes: dict[int, dict[str, Any]]
-    health: Health
-    ended: bool = False
-    times: StageTimes = field(default_factory=StageTimes)
+    ended: bool
 
 
 @dataclass
@@ -123,8 +132,8 @@ class Feeder:
         mix: chooses the source of each sample.
         tokenizer: captions to ids.
         health: counts since the last report.
-        report: called with the counts where a part takes long or much is dropped, before it is full.
-        trace: takes (stage, sample) at each stage, for their times, and so that a stall can be named.
+        report: called where a part takes long or much is dropped, before it is full.
+        watch: takes the stages, for their times, and so that a stall can be named.
         tracer: prints what the stages made of the first samples.
     """
 
@@ -134,8 +143,8 @@ class Feeder:
     mix: Mix
     tokenizer: Tokenizer
     health: Health
-    report: Callable[[Health], None]
-    trace: Stopwatch
+    report: Callable[[Report], None]
+    watch: Stopwatch
     tracer: Tracer = field(default_factory=lambda: Tracer(0))
     _reported: float = field(default_factory=time.monotonic)
 
@@ -158,13 +167,13 @@ class Feeder:
                     slab.weights[slot] = 1.0
                     captions[slot] = found.caption
         if captions:
-            self.trace("tokenize", "")
+            self.watch.begin("tokenize", "")
             slab.ids[list(captions)] = self.tokenizer.encode(list(captions.values()))
         lanes = {lane.number: lane.save() for lane in self.lanes}
         ended = not keys and any(self.slots.of(lane.number, step) for lane in self.lanes)
         self._reported = time.monotonic()
-        self.trace(HAND_OVER, "")
-        return Part(step, keys, lanes, self.health.take(), ended, self.trace.take())
+        self.watch.begin(HAND_OVER, "")
+        return Part(self.health.take(), self.watch.take(), step, keys, lanes, ended)
 
     def pulse(self, source: str) -> None:
         """Report early where much of a source is bad, or where nothing was said for long."""
@@ -172,13 +181,13 @@ class Feeder:
         bad = health.read - health.used >= INTERIM_DROPS or bool(health.unopened)
         if bad or now - self._reported >= INTERIM_SECONDS:
             self._reported = now
-            self.report(self.health.take())
+            self.report(Report(self.health.take(), self.watch.take()))
 
     def _next(self, walk: Walk, reader: Reader, slab: Slab, slot: int) -> Found | None:
         """Write the next sample's pixels to its slot: the next usable one's, where places are not kept. None at the end
         of the walk.
         """
-        self.trace("order", "")
+        self.watch.begin("order", "")
         while (taken := walk.take()) is not None:
             health = self.health.sources[reader.name]
             health.read += 1
@@ -196,7 +205,7 @@ class Feeder:
                 self.pulse(reader.name)
                 if walk.keeps_places:
                     return Found(taken.name, None)
-                self.trace("order", "")
+                self.watch.begin("order", "")
                 continue
             if traced:
                 traced.end("used", f"slot {slot} of this rank's batch")
@@ -208,12 +217,12 @@ class Feeder:
     def _read(
         self, taken: Taken, reader: Reader, draws: Draws | None, slab: Slab, slot: int, traced: Tracer | None
     ) -> str:
-        self.trace("read", taken.name)
+        self.watch.begin("read", taken.name)
         sample: Mapping[str, Any] = _sample(taken, reader.members)
         if traced:
             traced.members("read", sample)
         if reader.transform is not None:
-            self.trace("transform", taken.name)
+            self.watch.begin("transform", taken.name)
             sample = reader.transform(sample)
             if traced:
                 traced.members("transform", sample)
@@ -221,7 +230,7 @@ class Feeder:
         if traced:
             ids = self.tokenizer.encode([caption])[0].tolist()
             traced.caption(caption, ids, readable(self.tokenizer, ids))
-        self.trace("decode", taken.name)
+        self.watch.begin("decode", taken.name)
         data = image_bytes(sample, reader.image_key)
         reader.image(data, draws, slab.pixels[slot])
         if traced:

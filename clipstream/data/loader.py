@@ -25,21 +25,21 @@ import torch
 
 from clipstream.batch import Batch
 from clipstream.data.copies import copies_to
-from clipstream.data.feeder import Feeder, Part
+from clipstream.data.feeder import Feeder, Part, Report
 from clipstream.data.health import Budget, Health
 from clipstream.data.order import Slots
 from clipstream.data.slab import Slab, SlabRing, SlabShape
-from clipstream.data.stages import IDLE, StageTimes
-from clipstream.data.walk import OPENING
-from clipstream.data.worker import Status, Worker
+from clipstream.data.stages import IDLE, OPEN, Laps, StageTimes, Stopwatch
+from clipstream.data.worker import Worker
 from clipstream.errors import ClipstreamError, DataError
 
 DataState = dict[str, Any]
 WATCH = 2.0  # s between two looks after the workers while no batch is asked for
+UNCOUNTED = 200  # reports whose times wait to be counted
 WORRY = 60.0  # s that a batch is waited for before a word is said, and the first of the times it is said again
 FAULTS_TOLD = 10  # broken shards that a rank names on stderr; the rest are counted only
 
-MakeFeeder = Callable[[int, Callable[[Any], None], Status], Feeder]
+MakeFeeder = Callable[[int, Callable[[Any], None], Stopwatch], Feeder]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class LoaderPlan:
     """What a loader is made of.
 
     Attributes:
-        make_feeder: (worker number, report, status) -> the feeder of that worker's lanes.
+        make_feeder: (worker number, report, stopwatch) -> the feeder of that worker's lanes.
         workers: processes; 0 for none.
         depth: slabs.
         shape: of a slab.
@@ -92,14 +92,14 @@ class Loader:
     Attributes:
         health: counts of this rank since the start.
         wait_seconds: total time that the caller waited for batches.
-        times: of this rank's stages, since `take_times`.
     """
 
     def __init__(self, plan: LoaderPlan, start: DataState | None = None) -> None:
         self.plan = plan
         self.health = Health(plan.names)
         self.wait_seconds = 0.0
-        self.times = StageTimes()
+        self._times = StageTimes()  # since they were taken last
+        self._laps: list[Laps] = []  # what is still to be added to them
         self._step = int(start["step"]) if start else 0  # the batch that is handed out next
         self._asked = self._step  # the batch that workers are asked for next
         self._lanes: dict[str, Any] = dict(start["lanes"]) if start else {}  # after the last batch handed out
@@ -117,7 +117,7 @@ class Loader:
             self._refill()
             threading.Thread(target=self._watch, args=(list(self._workers),), daemon=True).start()
         else:
-            self._feeder = plan.make_feeder(0, self._merge_and_check, Status())
+            self._feeder = plan.make_feeder(0, self._merge_and_check, Stopwatch())
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -154,9 +154,14 @@ class Loader:
         }
 
     def take_times(self) -> StageTimes:
-        """What the stages took since the last take."""
-        taken, self.times = self.times, StageTimes()
+        """What this rank's stages took since the last take."""
+        self._count()
+        taken, self._times = self._times, StageTimes()
         return taken
+
+    def _count(self) -> None:
+        self._times.add(self._laps)
+        self._laps = []
 
     def close(self) -> None:
         """End the workers and give the shards back."""
@@ -195,9 +200,8 @@ class Loader:
         if self._feeder is not None:
             self._copies.reading(step - 1, wait=True)  # there is one slab
             part = self._feeder.fill(step, self._ring[step])
-            self._feeder.trace(IDLE, "")
-            self.times.merge(part.times)
-            self._merge_and_check(part.health)
+            self._feeder.watch.begin(IDLE, "")
+            self._merge_and_check(part)
             return [part]
         self._refill()
         began, worry = time.monotonic(), WORRY
@@ -233,9 +237,9 @@ class Loader:
 
     def _hangs(self, worker: Worker, began: float) -> bool:
         """Whether a worker neither used a sample nor got a byte of a shard for too long."""
-        doing, age = worker.status.get()
+        doing, age = worker.watch.doing()
         quiet = time.monotonic() - max(began, worker.useful_at)
-        if doing.startswith(OPENING):
+        if doing.startswith(OPEN):
             quiet = min(quiet, age)
         return quiet > self.plan.stall_timeout
 
@@ -248,10 +252,9 @@ class Loader:
             worker.filled_last = message.step
             worker.useful_at = time.monotonic()
             self._parts.setdefault(message.step, []).append(message)
-            self.times.merge(message.times)
-            self._merge_and_check(message.health)
-        elif isinstance(message, Health):
-            if any(source.used for source in message.sources.values()):
+            self._merge_and_check(message)
+        elif isinstance(message, Report):
+            if any(source.used for source in message.health.sources.values()):
                 worker.useful_at = time.monotonic()
             self._merge_and_check(message)
         elif isinstance(message, ClipstreamError):
@@ -259,8 +262,11 @@ class Loader:
         else:
             raise DataError(f"data worker {number} (pid {worker.process.pid}) failed {message}")
 
-    def _merge_and_check(self, delta: Health) -> None:
-        for line in self.health.merge(delta)[: max(0, FAULTS_TOLD - self._faults_told)]:
+    def _merge_and_check(self, report: Report) -> None:
+        self._laps.append(report.laps)
+        if len(self._laps) == UNCOUNTED:
+            self._count()
+        for line in self.health.merge(report.health)[: max(0, FAULTS_TOLD - self._faults_told)]:
             self._faults_told += 1
             print(f"warning: {line}", file=sys.stderr, flush=True)
         self.plan.budget.check(self.health)
@@ -276,7 +282,7 @@ class Loader:
         """What each worker is at, and what became of what was read."""
         lines = []
         for number, worker in enumerate(self._workers):
-            doing, age = worker.status.get()
+            doing, age = worker.watch.doing()
             lines.append(f"  worker {number} (pid {worker.process.pid}): {doing}, for {age:.0f} s")
         lines += [f"  source {name!r}: {health.funnel()}" for name, health in self.health.sources.items()]
         return "\n".join(lines)
@@ -313,8 +319,8 @@ def _batch(slab: Slab, keys: dict[int, str], step: int, slots: Slots) -> Batch:
     )
 
 
-def _bind(make_feeder: MakeFeeder, number: int) -> Callable[[Callable[[Any], None], Status], Feeder]:
-    def make(report: Callable[[Any], None], status: Status) -> Feeder:
-        return make_feeder(number, report, status)
+def _bind(make_feeder: MakeFeeder, number: int) -> Callable[[Callable[[Any], None], Stopwatch], Feeder]:
+    def make(report: Callable[[Any], None], watch: Stopwatch) -> Feeder:
+        return make_feeder(number, report, watch)
 
     return make

@@ -12,7 +12,7 @@ from typing import Any
 
 from clipstream.batch import ImageSpec
 from clipstream.data.crops import TrainTransform
-from clipstream.data.feeder import Feeder, Lane, Reader
+from clipstream.data.feeder import Feeder, Lane, Reader, Report
 from clipstream.data.fields import CaptionExtractor, build_caption, build_transform
 from clipstream.data.health import FIRST_PLACES, FIRST_SAMPLES, Budget, Health
 from clipstream.data.images import EvalTransform
@@ -30,7 +30,6 @@ from clipstream.data.stages import Stopwatch
 from clipstream.data.text import Tokenizer
 from clipstream.data.tracing import Tracer
 from clipstream.data.walk import OnceWalk, OpenShards, Walk, WindowWalk
-from clipstream.data.worker import Status
 from clipstream.errors import DataError, SettingsError
 from clipstream.world import World
 
@@ -55,16 +54,15 @@ class _Stream:
     traced: int = 0
     opened: list[OpenShards] = field(default_factory=list)  # by this process
 
-    def feeder(self, worker: int, report: Callable[[Any], None], status: Status) -> Feeder:
+    def feeder(self, worker: int, report: Callable[[Report], None], watch: Stopwatch) -> Feeder:
         """The feeder of a worker: every `workers`-th lane of the rank."""
-        self.store.alive = status.touch
-        trace = Stopwatch(status.set)
+        self.store.alive = watch.touch
         tracer = Tracer(self.traced if worker == 0 else 0)
         feeder = Feeder(
-            [], self.slots, self.readers, self.mix, self.tokenizer, Health(self.names), report, trace, tracer
+            [], self.slots, self.readers, self.mix, self.tokenizer, Health(self.names), report, watch, tracer
         )
         shards = [
-            OpenShards(opener, lambda name=name: feeder.health.sources[name], trace)  # type: ignore[misc]
+            OpenShards(opener, lambda name=name: feeder.health.sources[name], watch.begin)  # type: ignore[misc]
             for name, opener in zip(self.names, self.openers, strict=True)
         ]
         self.opened.extend(shards)

@@ -1,4 +1,4 @@
-"""Owns how long each stage of the data takes: counts, seconds and quantiles; never decides what to do about it.
+"""Owns what is being done with the data, and how long each stage takes; never decides what to do about it.
 
     open        a shard is opened, or fetched from elsewhere
     order       the next sample is looked up
@@ -14,20 +14,41 @@ A stage lasts until the next one is named, so nothing is measured twice and noth
 
 from __future__ import annotations
 
+import mmap
 import time
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-IDLE, HAND_OVER = "idle", "hand-over"
+OPEN, IDLE, HAND_OVER = "open", "idle", "hand-over"
+STAGES = (OPEN, "order", "read", "transform", "decode", "tokenize", HAND_OVER, IDLE)
+NUMBER = {stage: number for number, stage in enumerate(STAGES)}
 SHORTEST = 1e-6  # s
-KEPT = 5000  # beginnings of stages that wait to be counted
 FINENESS = 4  # buckets to a factor of 2: a quantile is within 9% of what it was
 WIDEST = 256  # buckets: 2^(256 / 4) times the shortest, which nothing lasts
+
+
+# Words: when it began or bytes came, when these came last, how many, the stage (or minus the next where no name belongs
+# to it), the length of the name; then the name.
+_SINCE, _CAME, _SIZE, _STAGE, _LENGTH = range(5)
+_START = 40  # byte at which the name begins
+_LONGEST = 1000  # bytes of it
+
+
+class Laps(NamedTuple):
+    """Stages that one followed the other, not counted yet.
+
+    Attributes:
+        numbers: of the stages, uint8 [n].
+        began: when each began, and the end of the last, float64 [n + 1], s.
+    """
+
+    numbers: bytes
+    began: bytes
 
 
 @dataclass
@@ -42,18 +63,20 @@ class StageTimes:
     seconds: Counter[str] = field(default_factory=Counter)
     buckets: dict[str, Counter[int]] = field(default_factory=dict)
 
-    def add(self, stages: Sequence[str], seconds: Sequence[float] | NDArray[np.float64]) -> None:
-        """Count passages: stages [n] and their durations [n]."""
-        number = {stage: i for i, stage in enumerate(dict.fromkeys(stages))}
-        numbers, lasted = np.fromiter(map(number.__getitem__, stages), int, len(stages)), np.asarray(seconds)
-        buckets = np.rint(FINENESS * np.log2(np.maximum(lasted, SHORTEST) / SHORTEST)).astype(int)
-        sums = np.bincount(numbers, lasted, len(number)).tolist()
-        counts = np.bincount(numbers * WIDEST + buckets, minlength=len(number) * WIDEST).reshape(-1, WIDEST)
-        for stage, i in number.items():
-            self.seconds[stage] += sums[i]
-            (found,) = counts[i].nonzero()
-            times = dict(zip(found.tolist(), counts[i][found].tolist(), strict=True))
-            self.buckets.setdefault(stage, Counter()).update(times)
+    def add(self, laps: Sequence[Laps]) -> None:
+        """Count what stopwatches took."""
+        if not laps:
+            return
+        numbers = np.frombuffer(b"".join(lap.numbers for lap in laps), np.uint8).astype(int)
+        seconds = np.concatenate([np.diff(np.frombuffer(lap.began)) for lap in laps])
+        buckets = np.rint(FINENESS * np.log2(np.maximum(seconds, SHORTEST) / SHORTEST)).astype(int)
+        counts = np.bincount(numbers * WIDEST + buckets, minlength=len(STAGES) * WIDEST)
+        (found,) = counts.nonzero()
+        for place, count in zip(found.tolist(), counts[found].tolist(), strict=True):
+            self.buckets.setdefault(STAGES[place // WIDEST], Counter())[place % WIDEST] += count
+        sums = np.bincount(numbers, seconds, len(STAGES)).tolist()
+        for stage in self.buckets:
+            self.seconds[stage] += sums[NUMBER[stage]]
 
     def merge(self, other: StageTimes) -> None:
         """Add another's."""
@@ -92,35 +115,54 @@ class StageTimes:
 class Stopwatch:
     """Takes the names of stages as they begin, and charges the time to the one before.
 
-    Args:
-        tell: called with each stage and what it is at.
+    What is being done now stands in shared memory besides, readable by who forked the process that has the stopwatch,
+    also when that process hangs or is dead. It is told of several times for each sample, among much else that wants the
+    processor's caches: so it keeps flat numbers, and who takes them counts them.
     """
 
-    def __init__(self, tell: Callable[[str, str], None]) -> None:
-        self._tell = tell
-        self._times = StageTimes()
-        self._begun: list[tuple[float, str]] = []  # when, which stage
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, _START + _LONGEST)
+        self._words = memoryview(self._memory).cast("d")
+        self._sample = ""  # whose name stands there
+        self._began, self._numbers = array("d"), array("B")
 
-    def __call__(self, stage: str, sample: str) -> None:
-        """A stage begins."""
-        # It is called several times for each sample, among much else that wants the processor's caches: what it takes
-        # is counted later, all at once.
-        self._begun.append((time.perf_counter(), stage))
-        if len(self._begun) == KEPT:
-            self._count()
-        self._tell(stage, sample)
+    def begin(self, stage: str, sample: str) -> None:
+        """A stage begins, at this sample or shard; '' where it is at none."""
+        now, number, words = time.monotonic(), NUMBER[stage], self._words
+        self._began.append(now)
+        self._numbers.append(number)
+        if sample and sample is not self._sample:  # what stands there already is not written again
+            self._sample = sample
+            try:
+                name = sample.encode()
+                self._memory[_START : _START + len(name)] = name
+            except (UnicodeEncodeError, IndexError):  # what a file system makes of odd bytes, or too long
+                name = sample.encode(errors="backslashreplace")[:_LONGEST]
+                self._memory[_START : _START + len(name)] = name
+            words[_LENGTH] = len(name)
+        words[_STAGE] = number if sample else ~number
+        words[_SINCE] = now
 
-    def take(self) -> StageTimes:
-        """What was measured since the last take."""
-        self._count()
-        taken, self._times = self._times, StageTimes()
-        return taken
+    def touch(self, size: int) -> None:
+        """Say that what is being done goes on, and how many bytes have come."""
+        self._words[_SIZE] = size
+        self._words[_CAME] = self._words[_SINCE] = time.monotonic()
 
-    def _count(self) -> None:
-        if len(self._begun) > 1:
-            began, stages = zip(*self._begun, strict=True)
-            self._times.add(stages[:-1], np.diff(began))
-            del self._begun[:-1]  # the last stage lasts
+    def doing(self) -> tuple[str, float]:
+        """What is being done, and how many seconds ago it was begun or a byte came."""
+        since, came, size, stage, length = self._words[: _LENGTH + 1]
+        if not since:
+            return "start", 0.0
+        text = STAGES[int(stage) if stage >= 0 else ~int(stage)]
+        if stage >= 0:
+            text += " " + self._memory[_START : _START + int(length)].decode(errors="replace")
+        return f"{text}{f' ({size:,.0f} bytes came)' if came == since else ''}", time.monotonic() - since
+
+    def take(self) -> Laps:
+        """What was measured since the last take; the last stage lasts."""
+        laps = Laps(self._numbers[:-1].tobytes(), self._began.tobytes())
+        del self._numbers[:-1], self._began[:-1]
+        return laps
 
 
 def merged(parts: Iterable[StageTimes]) -> StageTimes:

@@ -17,12 +17,12 @@ from clipstream.data.opening import Opener, OpenShard
 from clipstream.data.order import Cursor, Order
 from clipstream.data.remote import ShardError
 from clipstream.data.shards import redact
+from clipstream.data.stages import OPEN
 from clipstream.data.tarstream import SampleRef, ShardIndex
 from clipstream.data.transfer import end_command
 from clipstream.errors import Dropped
 
 LAST_SECONDS = 2.0  # for a transfer ahead to end by itself
-OPENING = "open"  # the stage of a worker that opens, and perhaps fetches, a shard
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class OpenShards:
             return shard
         name = self.opener.names[number]
         shown = redact(name)
-        self._trace(OPENING, shown)
+        self._trace(OPEN, shown)
         health = self._health()
         health.shards.add(number)
         try:

@@ -8,13 +8,10 @@ first, and ends them), and end, with the commands that they run, when the parent
 from __future__ import annotations
 
 import gc
-import mmap
 import multiprocessing
 import os
 import signal
-import struct
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,44 +21,9 @@ from typing import Any
 from clipstream.data.ending import END, Ended, end, end_with, listen
 from clipstream.data.feeder import Feeder
 from clipstream.data.slab import SlabRing
-from clipstream.data.stages import IDLE
+from clipstream.data.stages import IDLE, Stopwatch
 from clipstream.data.transfer import end_commands
 from clipstream.errors import ClipstreamError
-
-_HEAD = struct.Struct("<dQ")  # when, bytes that came
-_STAGE = struct.Struct("<dQ12sH")  # the same, the stage, length of the sample's name
-_LONGEST = 1000  # bytes of the name
-
-
-class Status:
-    """A worker's last word on what it is doing, in shared memory, readable also when the worker hangs or is dead."""
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, _STAGE.size + _LONGEST)
-        self._sample, self._length = "", 0  # whose name stands there
-
-    def set(self, stage: str, sample: str) -> None:
-        """Say what is being done now: a stage of at most 12 bytes."""
-        # Several times for each sample, so what stands there already is not written again.
-        if sample and sample is not self._sample:
-            name = sample.encode(errors="backslashreplace")[:_LONGEST]
-            self._sample, self._length = sample, len(name)
-            self._memory[_STAGE.size : _STAGE.size + len(name)] = name
-        length = self._length if sample else 0
-        _STAGE.pack_into(self._memory, 0, time.monotonic(), 0, stage.encode(), length)
-
-    def touch(self, size: int) -> None:
-        """Say that what is being done goes on, and how many bytes have come."""
-        _HEAD.pack_into(self._memory, 0, time.monotonic(), size)
-
-    def get(self) -> tuple[str, float]:
-        """What was said last, and how many seconds ago it was said or a byte came."""
-        since, size, stage, length = _STAGE.unpack_from(self._memory, 0)
-        if not since:
-            return "start", 0.0
-        name = self._memory[_STAGE.size : _STAGE.size + length].decode(errors="replace")
-        text = f"{stage.rstrip(bytes(1)).decode()} {name}".rstrip()
-        return f"{text}{f' ({size:,} bytes came)' if size else ''}", time.monotonic() - since
 
 
 @dataclass
@@ -76,24 +38,24 @@ class Worker:
 
     process: multiprocessing.process.BaseProcess
     connection: Connection
-    status: Status
+    watch: Stopwatch
     asked_last: int = -1
     filled_last: int = -1
     useful_at: float = 0.0
 
     @classmethod
-    def start(cls, make_feeder: Callable[[Callable[[Any], None], Status], Feeder], ring: SlabRing) -> Worker:
-        """Fork a worker; `make_feeder` is called in it with what sends a report, and with its status."""
+    def start(cls, make_feeder: Callable[[Callable[[Any], None], Stopwatch], Feeder], ring: SlabRing) -> Worker:
+        """Fork a worker; `make_feeder` is called in it with what sends a report, and with its stopwatch."""
         ours, theirs = multiprocessing.Pipe()
-        status = Status()
+        watch = Stopwatch()
         process = multiprocessing.get_context("fork").Process(
-            target=_main, args=(make_feeder, ring, theirs, ours, status, os.getpid()), daemon=True
+            target=_main, args=(make_feeder, ring, theirs, ours, watch, os.getpid()), daemon=True
         )
         sys.stdout.flush()
         sys.stderr.flush()
         process.start()
         theirs.close()
-        return cls(process, ours, status)
+        return cls(process, ours, watch)
 
     def stop(self) -> None:
         """End the process, and the commands that it runs, and wait for it."""
@@ -116,7 +78,7 @@ class Worker:
         return self._end(self.process.exitcode)
 
     def _end(self, code: int | None) -> str:
-        doing, _ = self.status.get()
+        doing, _ = self.watch.doing()
         if code is not None and code < 0:
             name = signal.Signals(-code).name
             hint = " (the system kills the largest process when memory runs out)" if name == "SIGKILL" else ""
@@ -134,11 +96,11 @@ def _main(*args: Any) -> None:
 
 
 def _work(
-    make_feeder: Callable[[Callable[[Any], None], Status], Feeder],
+    make_feeder: Callable[[Callable[[Any], None], Stopwatch], Feeder],
     ring: SlabRing,
     connection: Connection,
     parents_end: Connection,
-    status: Status,
+    watch: Stopwatch,
     parent: int,
 ) -> None:
     """Wait for a batch number, fill it, report."""
@@ -149,17 +111,17 @@ def _work(
         gc.freeze()  # or the collector writes to all that was inherited, which is the parent's memory until then
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(1)
-        feeder = make_feeder(connection.send, status)
+        feeder = make_feeder(connection.send, watch)
         while True:
             step = connection.recv()
             connection.send(feeder.fill(step, ring[step]))
-            feeder.trace(IDLE, "")
+            watch.begin(IDLE, "")
     except (Ended, EOFError, BrokenPipeError, ConnectionResetError):
         return  # the loader was closed, or the parent died
     except ClipstreamError as error:
         connection.send(error)
     except BaseException:
-        doing, _ = status.get()
+        doing, _ = watch.doing()
         connection.send(RuntimeError(f"while it was at: {doing}\n{traceback.format_exc()}"))
     finally:
         end_commands()  # of threads that fetch ahead
