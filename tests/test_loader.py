@@ -6,6 +6,8 @@ import hashlib
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -22,7 +24,7 @@ from clipstream.data.sources import evaluation_loader, training_loader
 from clipstream.errors import DataError, SettingsError
 from clipstream.world import World
 from tests.pictures import ByteTokenizer, make_shards, picture
-from tests.ranks import command_runs
+from tests.ranks import TIMEOUT, command_runs
 from tests.tars import write_tar
 
 IMAGE = ImageSpec((16, 16))
@@ -382,3 +384,13 @@ def test_no_worker_outlives_its_loader(shards: list[str]) -> None:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_a_process_ends_that_forgets_to_close_its_loader(tmp_path: Path) -> None:
+    shards = make_shards(tmp_path, [20])
+    script = "from tests.test_loader import data, loader; import sys; stream = loader(data(sys.argv[1:], workers=2))"
+    command = [sys.executable, "-c", f"{script}; print(*next(stream).keys, *stream.worker_pids())", *shards]
+    ended = subprocess.run(command, timeout=TIMEOUT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    for pid in ended.stdout.split()[-2:]:
+        assert not Path(f"/proc/{pid}").exists()

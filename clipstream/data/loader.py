@@ -10,6 +10,7 @@ With workers = 0 the training process fills the slab itself, when the batch is a
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import sys
 import threading
@@ -116,6 +117,7 @@ class Loader:
                 self._workers.append(Worker.start(_bind(plan.make_feeder, number), self._ring))
             self._refill()
             threading.Thread(target=self._watch, args=(list(self._workers),), daemon=True).start()
+            atexit.register(self.close)  # before multiprocessing, which would wait for workers that nobody asked to end
         else:
             self._feeder = plan.make_feeder(0, self._merge_and_check, Stopwatch())
 
@@ -165,6 +167,7 @@ class Loader:
 
     def close(self) -> None:
         """End the workers and give the shards back."""
+        atexit.unregister(self.close)
         self._closed.set()
         for worker in self._workers:
             worker.stop()
