@@ -11,7 +11,7 @@ import pytest
 
 from clipstream.data.epochs import EpochPlan
 from clipstream.data.indexed import IndexedOrder
-from clipstream.data.order import Cursor, Draws, Order, SourceOrder, mix
+from clipstream.data.order import Draws, Order, SourceOrder, mix
 
 LANES, SHARDS, SIZE = 8, 40, 100
 Make = Callable[[int], Order]  # seed -> order
@@ -86,9 +86,9 @@ def test_neighbours_in_a_shard_end_up_far_apart(make: Make) -> None:
 def test_keys_of_samples_never_collide_in_64_lanes_and_1000_epochs() -> None:
     order = SourceOrder(3, 0, SHARDS, 64, "resampled", 4, 150)
     groups = [*range(1000), *(epoch << 32 for epoch in range(1, 1001))]  # of the other modes, of exact epochs
-    cursors = [Cursor(group, *at) for group in groups for at in ((0, 0), (0, 1), (1, 0))]
-    seen = {order.sample_key(lane, cursor) for lane in range(64) for cursor in cursors}
-    assert len(seen) == 64 * len(cursors)
+    places = [(group, *at) for group in groups for at in ((0, 0), (0, 1), (1, 0))]
+    seen = {mix(at, state=order.window_key(lane, *of)) for lane in range(64) for *of, at in places}
+    assert len(seen) == 64 * len(places)
 
 
 def test_keys_of_all_purposes_never_collide() -> None:

@@ -33,9 +33,11 @@ def _scramble(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def mix(*values: int) -> int:
-    """A 64-bit hash of integers, in order; each step is a bijection of its state, so no linear collisions."""
-    state = 0
+def mix(*values: int, state: int = 0) -> int:
+    """A 64-bit hash of integers, in order; each step is a bijection of its state, so no linear collisions.
+
+    With the hash of others as `state`, it is that of all of them.
+    """
     for value in values:
         state = _scramble((state * 0xD1342543DE82EF95 + (value & _MASK) + _GOLDEN) & _MASK)
     return state
@@ -159,8 +161,8 @@ class Order(Protocol):
         """A window's samples as (place of the shard in the group, number of the sample in the shard), permuted."""
         ...
 
-    def sample_key(self, lane: int, cursor: Cursor) -> int:
-        """Key of the draws of the sample that `cursor` stands at."""
+    def window_key(self, lane: int, group: int, window: int) -> int:
+        """Hash of a window; with a position in it, `mix(position, state=…)`, it is the key of that sample's draws."""
         ...
 
 
@@ -193,9 +195,9 @@ class Windowed:
         order = permutation(len(samples), mix(self.seed, 3, self.source, lane, group, window))
         return [samples[i] for i in order]
 
-    def sample_key(self, lane: int, cursor: Cursor) -> int:
-        """Key of the draws of the sample that `cursor` stands at."""
-        return mix(self.seed, 4, self.source, lane, cursor.group, cursor.window, cursor.position)
+    def window_key(self, lane: int, group: int, window: int) -> int:
+        """See Order."""
+        return mix(self.seed, 4, self.source, lane, group, window)
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from clipstream.data.health import SourceHealth
 from clipstream.data.opening import Opener, OpenShard
-from clipstream.data.order import Cursor, Order
+from clipstream.data.order import Cursor, Order, mix
 from clipstream.data.remote import ShardError
 from clipstream.data.shards import redact
 from clipstream.data.stages import OPEN
@@ -25,8 +23,7 @@ from clipstream.errors import Dropped
 LAST_SECONDS = 2.0  # for a transfer ahead to end by itself
 
 
-@dataclass(frozen=True)
-class Taken:
+class Taken(NamedTuple):
     """A sample that a lane stands at.
 
     Attributes:
@@ -34,17 +31,19 @@ class Taken:
         ref: its key and where its members are.
         url: the shard's name, without credentials.
         draws_key: key of its own generator; None in evaluation, where nothing is drawn.
+        name: 'SHARD_BASENAME/KEY'.
     """
 
     shard: OpenShard
     ref: SampleRef
     url: str
     draws_key: int | None
+    name: str
 
-    @cached_property
-    def name(self) -> str:
-        """'SHARD_BASENAME/KEY'."""
-        return f"{self.url.rstrip('/').rpartition('/')[2]}/{self.ref.key}"
+    @classmethod
+    def of(cls, shard: OpenShard, ref: SampleRef, url: str, draws_key: int | None) -> Taken:
+        """With its name."""
+        return cls(shard, ref, url, draws_key, f"{url.rstrip('/').rpartition('/')[2]}/{ref.key}")
 
 
 class AbsentShard:
@@ -234,21 +233,23 @@ class WindowWalk:
         self._numbers: list[int] = []
         self._sizes: list[int] | None = None  # None: the cursor's group is not open
         self._samples: list[tuple[int, int]] | None = None  # None: the cursor's window is not laid out
+        self._key = 0  # of the window's draws
 
     def take(self) -> Taken:
         """The next sample; opens the next group or window where the last one is used up."""
         samples = self._samples
         while samples is None or self.cursor.position >= len(samples):
             samples = self._advance(samples is not None)
-        place, number = samples[self.cursor.position]
+        position = self.cursor.position
+        place, number = samples[position]
         shard = self._held.get(place, _ABSENT)
-        if number < len(shard.index.samples):
-            ref = shard.index.samples[number]
+        held = shard.index.samples
+        if number < len(held):
+            ref = held[number]
         else:
             shard, ref = _ABSENT, SampleRef(f"#{number}", {})
-        key = self._order.sample_key(self._lane, self.cursor)
-        self.cursor.position += 1
-        return Taken(shard, ref, self._shards.title(self._numbers[place]), key)
+        self.cursor.position = position + 1
+        return Taken.of(shard, ref, self._shards.title(self._numbers[place]), mix(position, state=self._key))
 
     def _advance(self, window_done: bool) -> list[tuple[int, int]] | None:
         """Lay out the cursor's window, or step to the next window or group. None: call again."""
@@ -266,6 +267,7 @@ class WindowWalk:
             self._pulse()  # a source without one readable shard must not spin here unseen
             return None
         self._samples = self._order.walk(self._lane, cursor.group, cursor.window, self._sizes)
+        self._key = self._order.window_key(self._lane, cursor.group, cursor.window)
         if cursor.window == self._order.windows(self._sizes) - 1:  # sooner would take twice the disk
             self._shards.ahead(self._order.group(self._lane, self._following()))
         return self._samples
@@ -326,6 +328,6 @@ class OnceWalk:
             samples = shard.index.samples
             size = len(samples) if limit is None else min(len(samples), limit - before)
             for i in range(lane * size // lanes, (lane + 1) * size // lanes):
-                yield Taken(shard, samples[i], shards.title(number), None)
+                yield Taken.of(shard, samples[i], shards.title(number), None)
             shards.release(number)
             before += size
