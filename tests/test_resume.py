@@ -137,6 +137,8 @@ def test_a_run_goes_on_from_its_remote_copy(place: Path, capsys: pytest.CaptureF
     assert "fetching file://" in capsys.readouterr().err
     for key in ("loss", "text_to_image_R@1"):
         assert lines(place, "gone", key) == lines(place, "here", key)
+    for name in ("here", "gone"):
+        assert (far / name / "metrics.jsonl").read_bytes() == (place / "runs" / name / "metrics.jsonl").read_bytes()
     assert same_weights(weights(place, "gone", 8), weights(place, "here", 8))
     assert names(far / "gone" / "checkpoints") == names(far / "here" / "checkpoints")
     address = f"file://{far}/here/checkpoints/step_00000008"

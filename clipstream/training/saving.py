@@ -209,6 +209,8 @@ class Saver:
     ) -> None:
         if isinstance(error, KeyboardInterrupt):
             return  # at once
+        if error is None and self._mirror is not None:
+            self._mirror.wake()  # the metrics' last line, that the run has ended, comes after the last save
         if error is None or self.world.size == 1:
             self.close()
         else:
