@@ -13,7 +13,7 @@ import torch
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import evaluation_loader
 from clipstream.evals.fingerprints import Reading, of_weights
-from clipstream.evals.protocol import EvalRunner
+from clipstream.evals.protocol import EvalContext, EvalRunner
 from clipstream.evals.settings import EvalSettings
 from clipstream.report.figures import FiguresFile, add, traced
 from clipstream.world import World
@@ -87,6 +87,25 @@ def test_what_an_evaluation_was_made_with(tmp_path: Path) -> None:
     assert [part["samples"] for part in near["data"]] == [17, 17]
     mine, others = run_ranks(2, evaluate, str(tmp_path))
     assert others == [] and {**mine[0][1], "ranks": 1} == about
+
+
+def test_weights_are_summed_up_once_for_all_evaluators_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_shards(tmp_path, [5])
+    towers, taken, told = tiny_towers(8), [], []
+    whole = towers.state_dict
+    monkeypatch.setattr(towers, "state_dict", lambda: taken.append(0) or whole())
+    context = EvalContext(towers, ByteTokenizer(), World(), towers.image)
+    data = {"shards": f"{tmp_path}/*.tar"}
+    kinds: dict[str, Any] = {"type": "zero_shot", "data": data, "classes": ["a", "b", "c"], "templates": "plain"}
+    sections = {name: EvalSettings.model_validate(kinds) for name in ("one", "other")}
+    runner = EvalRunner(sections, context, lambda record: None, trace=lambda _, about: told.append(about["weights"]))
+    for step in (1, 2):
+        assert not [record["error"] for record in runner(step, last=True) if "error" in record]
+        with torch.no_grad():
+            next(towers.parameters()).add_(1)
+    assert len(taken) == 2 and told[0] == told[1] != told[2] == told[3]
 
 
 def evaluation(step: int, name: str = "val", **more: Any) -> dict[str, Any]:

@@ -172,7 +172,7 @@ class EvalRunner:
             ran = self._ran.setdefault(kind, {})
             names = [name for name in self.due(step, last) if kind in self.settings[name].kinds and name not in ran]
             self.context.figures = {name: record for name, record in ran.items() if "error" not in record}
-            with weights() if names else nullcontext():
+            with self._weighed(weights) if names else nullcontext():
                 for name in names:
                     ran[name] = record = self._run(step, name, eval_name(name, kind))
                     if self.context.world.is_main:
@@ -201,11 +201,21 @@ class EvalRunner:
                 f"(python -m clipstream.evaluate), or take more GPUs ({str(error).splitlines()[0]})"
             ) from error
 
+    @contextmanager
+    def _weighed(self, weights: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+        """With these weights, of which a fingerprint is taken once: evaluators leave them as they are."""
+        with weights():
+            self.context.weights = self.context.fingerprint()
+            try:
+                yield
+            finally:
+                self.context.weights = None
+
     def _run(self, step: int, name: str, called: str) -> Record:
         context = self.context
         context.name, context.examples, context.tables = name, [], []
         began, dropped = time.perf_counter(), context.dropped
-        context.weights, context.readings = context.fingerprint(), []
+        context.readings = []
         # Rank 0's: a run's end must not hang on a rank's last digit.
         metrics = self.world.broadcast_object(self._metrics(name))
         if "error" not in metrics:
@@ -216,7 +226,6 @@ class EvalRunner:
         about = self._about(name)
         if self.trace is not None and self.world.is_main:
             self.trace(record, about)
-        context.weights = None
         return record
 
     def _metrics(self, name: str) -> Record:
