@@ -141,6 +141,23 @@ def test_a_followers_evaluations_are_in_it(tmp_path: Path) -> None:
     assert "a newer picture" in page and "a bird" in page and "the worst classes" not in page
 
 
+def test_an_evaluation_that_failed_is_in_it_until_it_succeeds(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "mine")
+    sink = MetricsFile(folder, 2000)
+    sink.write({"step": 2000, "eval": "animals", "error": "no <shard>", "dropped": 0, "seconds": 0.1})
+    sink.write({"step": 2000, "eval": "never", "error": "no class", "dropped": 0, "seconds": 0.1})
+    page = render([read_run(folder)])
+    assert "failed at step 2000: no &lt;shard&gt;" in page and "failed at step 2000: no class" in page
+    assert "step 2000, 120 samples, 3 dropped, 2.5s" in page, "of the last one that has figures"
+    for name in ("animals", "never"):
+        sink.write({"step": 2000, "eval": name, "top1": 0.5})
+    sink.close()
+    broken = {"step": 1500, "eval": "animals", "error": "no memory", "metrics": ["dropped"], "dropped": 0}
+    add(folder / WATCH_FOLDER / FIGURES_FILE, broken)
+    page = render([read_run(folder)])
+    assert page.count("failed at") == 1 and "failed at step 1500: no memory" in page
+
+
 def test_a_report_that_cannot_be_written_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run(tmp_path / "mine")
     (folder / REPORT_FILE).mkdir()

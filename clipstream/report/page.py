@@ -132,7 +132,7 @@ def _series(names: Sequence[str], points: Sequence[Points]) -> tuple[Series, ...
 def _evaluations(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
     """Of each evaluator: charts of its metrics over the steps, and a row for each metric with a cell for each run."""
     found = []
-    for name in dict.fromkeys(name for run in runs for name in run.evaluations):
+    for name in dict.fromkeys(name for run in runs for name in (*run.evaluations, *run.failed)):
         of_runs = [run.evaluations.get(name, {}) for run in runs]
         last = {metric: points[-1][1] for metrics in of_runs for metric, points in metrics.items()}
         charts, rows = [], []
@@ -148,7 +148,8 @@ def _evaluations(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, An
             charts.append(Chart(metric, _series(names, lines), chance, share))
         about = list(dict.fromkeys(_about(metrics) for metrics in of_runs if metrics))
         pages = [(of, page) for of, page in _pages(runs, names) if page.name == name]
-        found.append({"name": name, "about": about, "rows": rows, "charts": charts, "pages": pages})
+        failed = [(of, *run.failed[name]) for of, run in zip(names, runs, strict=True) if name in run.failed]
+        found.append({"name": name, "about": about, "failed": failed, "rows": rows, "charts": charts, "pages": pages})
     return found
 
 

@@ -31,6 +31,7 @@ class Run:
         stages: what the data's stages took in the last training line's steps.
         starts: one for each process that began or resumed the run: step, time, versions, …
         end: what the run said as it ended: step, total_steps, early_stop (see `EarlyStop.why`); empty before.
+        failed: of evaluators whose newest evaluation failed: its step, and why.
         rollbacks: returns to a checkpoint's weights: step, to, skipped.
         settings: the resolved settings, key -> value.
         pages: pictures.
@@ -43,6 +44,7 @@ class Run:
     stages: dict[str, dict[str, float]] = field(default_factory=dict)
     starts: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] = field(default_factory=dict)
+    failed: dict[str, tuple[float, str]] = field(default_factory=dict)
     rollbacks: list[dict[str, Any]] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
     pages: list[Page] = field(default_factory=list)
@@ -93,7 +95,10 @@ def _take(run: Run, record: dict[str, Any]) -> None:
         run.health = record["health"]
     elif "stages" in record:
         run.stages = record["stages"]
+    elif "error" in record:
+        run.failed[str(record["eval"])] = step, str(record["error"])
     else:
+        run.failed.pop(str(record.get("eval")), None)
         into = run.evaluations.setdefault(str(record["eval"]), {}) if "eval" in record else run.curves
         for key, value in record.items():
             number = value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
@@ -105,6 +110,9 @@ def _take_watched(run: Run, path: Path) -> None:
     """Add a follower's evaluations, the last one of a step, beside those of the run itself."""
     found: dict[tuple[str, str], dict[float, float]] = {}
     for _, record in lines(path):
+        if "error" in record:
+            run.failed.setdefault(str(record["eval"]), (record["step"], str(record["error"])))
+            continue
         for metric in record.get("metrics", []):
             value = record[metric]
             by_step = found.setdefault((str(record["eval"]), metric), {})
