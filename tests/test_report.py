@@ -141,6 +141,29 @@ def test_a_followers_evaluations_are_in_it(tmp_path: Path) -> None:
     assert "a newer picture" in page and "a bird" in page and "the worst classes" not in page
 
 
+def test_what_was_evaluated_afterwards_is_in_it_if_it_was_made_alike(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "mine")
+
+    def told(step: int, name: str, top1: float, pictures: str, into: Path = folder, **more: Any) -> None:
+        data = [{"shards": f"{step}.tar", "samples": 9, "pictures": pictures, "pairs": "cd"}]
+        section = {"type": "zero_shot", "every": step, "templates": "plain", "data": {"shards": f"{step}.tar"}, **more}
+        record = {"step": step, "eval": name, "top1": top1, "metrics": ["top1"], "data": data, "settings": section}
+        add(into / FIGURES_FILE, record if step % 500 == 0 and name == "animals" else {**record, "checkpoint": "c"})
+
+    told(500, "animals", 0.4, "ab")
+    told(700, "animals", 0.6, "ab")
+    told(800, "animals", 0.9, "other data")
+    told(900, "animals", 0.9, "ab", templates="openai")
+    told(1200, "animals", 0.7, "ab", folder / WATCH_FOLDER)
+    told(1300, "animals", 0.9, "other data", folder / WATCH_FOLDER)
+    for step, top1, pictures in ((1000, 0.1, "ab"), (1000, 0.2, "newer data"), (500, 0.3, "newer data")):
+        told(step, "birds", top1, pictures)
+    run = read_run(folder)
+    found = [(500, 0.4), (700, 0.6), (1000, 0.5), (1200, 0.7), (1500, 0.4), (2000, 0.4)]
+    assert run.evaluations["animals"]["top1"] == found
+    assert run.evaluations["birds"]["top1"] == [(500, 0.3), (1000, 0.2)]
+
+
 def test_an_evaluation_that_failed_is_in_it_until_it_succeeds(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "mine")
     sink = MetricsFile(folder, 2000)

@@ -22,6 +22,7 @@ from clipstream.versions import versions
 FIGURES_FILE = "evaluations.jsonl"
 TABLE_FILE = "evaluations.csv"
 WATCH_FOLDER = "watch"  # in a run's folder: the same files of those who evaluate its checkpoints meanwhile
+NO_PART = ("every", "every_epochs", "fetch", "on_error", "weights", "batch_size", "prompts")  # settings, in figures
 NO_METRIC = ("step", "eval", "error")
 TABLE = (
     "step", "eval", "metric", "value", "run", "checkpoint", "model", "pretrained", "weights", "shards", "samples",
@@ -46,6 +47,16 @@ def traced(record: Record, about: Record, subject: Record) -> dict[str, Any]:
         "time": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"),
         "versions": versions(),
     }
+
+
+def way_of(evaluation: Record) -> tuple[Any, Any]:
+    """What the figures of a traced evaluation depend on besides the model: what was read, and how.
+
+    Where the data lie is no part of it, as they may be staged elsewhere.
+    """
+    data = [(part["pictures"], part["pairs"]) for part in evaluation.get("data", [])]
+    settings = {key: value for key, value in evaluation.get("settings", {}).items() if key not in NO_PART}
+    return data, {key: _without(value, "shards", "index", "folder") for key, value in settings.items()}
 
 
 def add(path: Path, *evaluations: Record) -> None:
@@ -121,6 +132,11 @@ def _without_credentials(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _shown(value) if key == "shards" else _without_credentials(value) for key, value in tree.items()}
     return tree
+
+
+def _without(value: Any, *keys: str) -> Any:
+    """A source's settings without some."""
+    return {k: v for k, v in value.items() if k not in keys} if isinstance(value, dict) and "shards" in value else value
 
 
 def _shown(shards: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import yaml
 
 from clipstream.errors import SettingsError
 from clipstream.report.album import Album, Page
-from clipstream.report.figures import FIGURES_FILE, WATCH_FOLDER
+from clipstream.report.figures import FIGURES_FILE, WATCH_FOLDER, way_of
 from clipstream.report.sinks import METRICS_FILE, flat, lines
 
 _NO_CURVE = ("step", "samples", "epoch")
@@ -68,10 +69,8 @@ def read_run(folder: Path) -> Run:
     newest = {page.name: page for page in sorted(pages, key=lambda page: page.step)}
     run = Run(name=folder.resolve().name, pages=[newest[name] for name in dict.fromkeys(page.name for page in pages)])
     for _, record in lines(metrics):
-        _take(run, record)
-    watched = folder / WATCH_FOLDER / FIGURES_FILE
-    if watched.is_file():
-        _take_watched(run, watched)
+        take(run, record)
+    _take_afterwards(run, folder)
     config = folder / "config.yaml"
     if config.is_file():
         try:
@@ -82,7 +81,8 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def _take(run: Run, record: dict[str, Any]) -> None:
+def take(run: Run, record: Mapping[str, Any]) -> None:
+    """Add a record, as metrics.jsonl has it."""
     step = record.get("step", 0)
     if "start" in record:
         run.starts.append({"step": step, **record["start"]})
@@ -106,20 +106,35 @@ def _take(run: Run, record: dict[str, Any]) -> None:
                 into.setdefault(key, []).append((step, math.nan if value is None else value))
 
 
-def _take_watched(run: Run, path: Path) -> None:
-    """Add a follower's evaluations, the last one of a step, beside those of the run itself."""
+def _records(file: Path) -> list[dict[str, Any]]:
+    return [record for _, record in lines(file)] if file.is_file() else []
+
+
+def _take_afterwards(run: Run, folder: Path) -> None:
+    """Add what `clipstream evaluate` and a follower found, the last of a step, beside the run's own evaluations.
+
+    Figures of one name are one curve only if they were made of the same data in the same way: that of the run's own, or
+    else of the newest.
+    """
+    told, watched = (_records(file) for file in (folder / FIGURES_FILE, folder / WATCH_FOLDER / FIGURES_FILE))
+    others = [*(record for record in told if "checkpoint" in record), *watched]
+    own = [record for record in told if "checkpoint" not in record]
+    ways = {str(record["eval"]): way_of(record) for record in (*others, *own) if "error" not in record}
     found: dict[tuple[str, str], dict[float, float]] = {}
-    for _, record in lines(path):
+    failed: dict[str, tuple[float, str]] = {}
+    for record in others:
+        step, name = record["step"], str(record["eval"])
         if "error" in record:
-            run.failed.setdefault(str(record["eval"]), (record["step"], str(record["error"])))
-            continue
-        for metric in record.get("metrics", []):
-            value = record[metric]
-            by_step = found.setdefault((str(record["eval"]), metric), {})
-            by_step[record["step"]] = math.nan if value is None else value
+            failed[name] = step, str(record["error"])
+        elif way_of(record) == ways[name]:
+            failed.pop(name, None)
+            for metric in record["metrics"]:
+                value = record[metric]
+                found.setdefault((name, metric), {})[step] = math.nan if value is None else value
     for (name, metric), by_step in found.items():
         metrics = run.evaluations.setdefault(name, {})
         metrics[metric] = sorted({**by_step, **dict(metrics.get(metric, []))}.items())
+    run.failed = {**failed, **run.failed}
 
 
 def _shown(value: Any) -> str:
