@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,10 +30,11 @@ from clipstream.training.saving import Saver
 from clipstream.training.settings import CheckpointSettings
 from clipstream.world import World
 from tests import hubtree
+from tests.browser import look, needs_browser
 from tests.evaluating import CONFIG, context_of, tiny_towers
 from tests.pictures import ByteTokenizer, make_shards
 from tests.ranks import TIMEOUT
-from tests.savers import damage
+from tests.savers import damage, fill, small_disk
 
 OWN = Path(__file__).parent.parent
 BYTES = {"type": "tests.test_evaluate:Bytes"}
@@ -139,6 +141,51 @@ def test_a_model_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "give --model NAME --pretrained FILE" in capsys.readouterr().err
 
 
+@needs_browser
+def test_a_page_with_the_pictures_of_each_evaluation(run: Path, tmp_path: Path) -> None:
+    page = tmp_path / "pages" / "page.html"
+    flags = ["--evals.val.prompts", "[ein großer Hund]", "--evals.bad", "{type: zero_shot, classes: [a, b], templates: "
+             f"plain, data: {{shards: {run}/none.tar}}}}", "--output", f"{tmp_path}/out.csv"]  # fmt: skip
+    assert main(["--checkpoint", str(run), *flags, "--report", str(page)]) == 3
+    dom, complaints = look(page, 400)
+    assert complaints == []
+    assert "<h1>tiny step_00000007</h1>" in dom and "<h4>“ein großer Hund”</h4>" in dom and "<h4>best</h4>" in dom
+    assert "Examples of kinds" in dom and "the worst classes" in dom and dom.count("data:image/jpeg") > 20
+    assert re.search(r"failed at step 7: evals.bad: .*none.tar is not there", dom)
+    assert "<h2>Training</h2>" not in dom and "0 steps" not in dom, "there is none to tell of"
+    assert not list(run.glob("pictures")), "the run's own stay what they are"
+
+
+def test_files_that_cannot_be_written_are_told_before_and_cost_no_other_figures(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = ["--checkpoint", str(run), "--evals.kinds", "null"]
+    (tmp_path / "file").touch()
+    for flag, path in (("--output", tmp_path), ("--report", tmp_path), ("--output", tmp_path / "file" / "x.csv")):
+        assert main([*checkpoint, "--output", str(tmp_path / "out.jsonl"), flag, str(path)]) == 2
+        shown = capsys.readouterr()
+        assert "cannot be written" in shown.err and f"name another file by {flag}" in shown.err
+        assert "on val" not in shown.out and not (tmp_path / "out.jsonl").exists()
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with small_disk(disk, "64k"):
+        output = disk / "out.jsonl"
+        assert main([*checkpoint, "--output", str(output)]) == 0
+        before = output.read_bytes()
+        ballast = fill(disk, 0)
+        capsys.readouterr()
+        for _ in range(8):  # until the last block of the file is full
+            if (code := main([*checkpoint, "--output", str(output)])) != 0:
+                break
+        shown = capsys.readouterr()
+        assert code == 1 and shown.err.count(f"warning: {output} could not be written: No space left") == 1
+        assert "image_to_text_R@10" in shown.out and f"error: {output} lacks what was evaluated" in shown.err
+        assert output.read_bytes().startswith(before)
+        ballast.unlink()
+        assert main([*checkpoint, "--output", str(output)]) == 0
+        assert all(json.loads(line)["eval"] == "val" for line in output.read_text().splitlines()), "no line is torn"
+
+
 def test_what_fails_is_told_at_the_end_and_by_the_exit_code(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = ["--evals.bad", f"{{type: retrieval, data: {{shards: {run}/none.tar}}}}"]
     kinds = ["--evals.kinds", "null", "--output", str(run / "some.jsonl")]
@@ -171,8 +218,10 @@ def test_what_is_wrong_is_told(tmp_path: Path, run: Path, capsys: pytest.Capture
     assert main(["--checkpoint"]) == 2 and "--checkpoint: needs a value" in capsys.readouterr().err
     assert main(["--checkpoint", str(tmp_path / "no")]) == 2 and "no folder" in capsys.readouterr().err
     assert main(["--checkpoint", str(tmp_path)]) == 2 and "open_clip_config.json" in capsys.readouterr().err
-    assert main(["--checkpoint", str(run), "--evals.val.prompts", "[a cat]"]) == 2
-    assert "--watch RUN" in capsys.readouterr().err
+    prompts = ["--checkpoint", str(run), "--evals.val.prompts", "[a cat]"]
+    assert main(prompts) == 2 and "give --report FILE.html" in capsys.readouterr().err
+    assert main([*prompts, "--report", f"{tmp_path}/x.html", "--log.pictures", "0"]) == 2
+    assert "evals.val.prompts: log.pictures is 0" in capsys.readouterr().err
     assert main(["--checkpoint", str(run), "--model", "ViT-B-32"]) == 2
     assert "--model" in capsys.readouterr().err
     torn = tmp_path / "checkpoints" / "step_00000003"

@@ -99,6 +99,15 @@ def test_a_model_on_two_suites(sets: Path, capsys: pytest.CaptureFixture[str]) -
     assert re.search(r"robustness +mean +\d", capsys.readouterr().out)
 
 
+def test_prompts_of_a_suite_want_a_page(sets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    suite = sets.parent / "mine.yaml"
+    suite.write_text(f"evals:\n  a:\n    data: {{shards: 'benchmark:{sets}/wds_flickr30k'}}\n    prompts: [a cat]\n")
+    assert evaluate(sets.parent, "--suite", str(suite)) == 2
+    assert f"{suite}:4: evals.a.prompts show pictures in a page: give --report" in capsys.readouterr().err
+    assert evaluate(sets.parent, "--suite", str(suite), "--report", str(sets.parent / "page.html")) == 0
+    assert "“a cat”" in (sets.parent / "page.html").read_text()
+
+
 def test_what_is_missing_is_told_at_once_with_the_way_to_get_it(sets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(sets / "wds_objectnet")
     (sets / "wds_imagenet-r/test/1.tar").unlink()

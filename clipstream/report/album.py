@@ -39,6 +39,22 @@ class Page:
     pictures: list[dict[str, Any]]
     tables: list[dict[str, Any]] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> Page:
+        """What an evaluator, or 'train', shows."""
+        pictures = [
+            {
+                "src": _data_url(example),
+                "text": example.text,
+                "key": example.key,
+                "guesses": [[text, round(float(score), 4)] for text, score in example.guesses],
+                "group": example.group,
+                "note": example.note,
+            }
+            for example in examples
+        ]
+        return cls(name, step, pictures, [asdict(table) for table in tables])
+
     @property
     def groups(self) -> dict[str, list[dict[str, Any]]]:
         """The pictures under their headings, in their order."""
@@ -61,19 +77,8 @@ class Album:
             OSError: they cannot be written.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        pictures = [
-            {
-                "src": _data_url(example),
-                "text": example.text,
-                "key": example.key,
-                "guesses": [[text, round(float(score), 4)] for text, score in example.guesses],
-                "group": example.group,
-                "note": example.note,
-            }
-            for example in examples
-        ]
-        page = {"name": name, "step": step, "pictures": pictures, "tables": [asdict(table) for table in tables]}
-        durable.replace(self.folder / f"{_file_name(name)}.json", json.dumps(page).encode())
+        page = Page.of(step, name, examples, tables)
+        durable.replace(self.folder / f"{_file_name(name)}.json", json.dumps(asdict(page)).encode())
 
     def pages(self) -> list[Page]:
         """What is there, the training data first; a file that is no page of ours is left out."""

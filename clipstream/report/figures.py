@@ -63,16 +63,23 @@ def add(path: Path, *evaluations: Record) -> None:
     """Add traced evaluations to a file: to one called `.csv` a line a figure, to any other a JSON line each.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written, and is as it was.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8", newline="") as file:
-        if path.suffix.lower() != ".csv":
-            file.write("".join(map(json_line, evaluations)))
-            return
-        if file.tell() == 0:
-            file.write(_HEAD)
-        file.write("".join(_row(row) for one in evaluations for row in _figures(one)))
+    with path.open("ab", buffering=0) as file:
+        before = file.tell()
+        if path.suffix.lower() == ".csv":
+            text = "".join(_row(row) for one in evaluations for row in _figures(one))
+            text = text if before else _HEAD + text
+        else:
+            text = "".join(map(json_line, evaluations))
+        left = text.encode()
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except OSError:  # the next line must not be joined to a torn one
+            file.truncate(before)
+            raise
 
 
 class FiguresFile:

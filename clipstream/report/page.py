@@ -14,7 +14,7 @@ from clipstream import __version__, durable
 from clipstream.report.album import Page
 from clipstream.report.charts import COLOURS, Chart, Series, short
 from clipstream.report.progress import chance_of, duration, early_stop_line, is_share, milliseconds, percent
-from clipstream.report.reading import Points, Run, read_run
+from clipstream.report.reading import Points, Run, read_run, take
 from clipstream.report.sinks import Record
 
 REPORT_FILE = "report.html"
@@ -72,8 +72,26 @@ def write_report(folders: Sequence[Path], path: Path) -> None:
     durable.replace(path, render([read_run(folder) for folder in folders]).encode(errors="backslashreplace"))
 
 
-def render(runs: Sequence[Run]) -> str:
-    """The page."""
+def write_evaluations(path: Path, name: str, records: Sequence[Record], pages: Sequence[Page]) -> None:
+    """Write a page of evaluations that belong to no training.
+
+    Args:
+        path: the file.
+        name: of what was evaluated.
+        records: of the evaluations, as metrics.jsonl has them.
+        pages: what they show.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    run = Run(name, pages=[*pages])
+    for record in records:
+        take(run, record)
+    durable.replace(path, render([run], trained=False).encode(errors="backslashreplace"))
+
+
+def render(runs: Sequence[Run], *, trained: bool = True) -> str:
+    """The page; `trained` says whether there is a training to tell of."""
     names = _distinct([run.name for run in runs])
     evaluations = _evaluations(runs, names)
     shown = {evaluation["name"] for evaluation in evaluations}
@@ -88,6 +106,7 @@ def render(runs: Sequence[Run]) -> str:
             pages=[(name, page) for name, page in _pages(runs, names) if page.name not in shown],
             settings=_settings(runs),
             several=len(runs) > 1,
+            trained=trained,
             short=short,
             percent=percent,
             milliseconds=milliseconds,

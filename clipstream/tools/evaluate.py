@@ -1,4 +1,4 @@
-"""Owns the evaluation of a checkpoint outside training: where it lies, its settings, the table, the files of figures.
+"""Owns the evaluation of a checkpoint outside training: where it lies, its settings, the table, the files it leaves.
 
 Never trains, and never changes a checkpoint or the run's own metrics. Torch is imported when the settings are known to
 be right.
@@ -7,7 +7,8 @@ be right.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,13 +16,15 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from clipstream.cli import own_flags
 from clipstream.config import Settings, load
-from clipstream.errors import SettingsError
-from clipstream.evals.settings import Weights
+from clipstream.errors import ClipstreamError, SettingsError
+from clipstream.evals.settings import PromptedSettings, Weights
 from clipstream.failure import FailureWatch
 from clipstream.model.catalogue import LOCAL
 from clipstream.model.pretrained import AVERAGED_FILE, CONFIG_FILE, WEIGHT_FILES, preflight
 from clipstream.model.settings import ModelSettings
+from clipstream.report.album import Page
 from clipstream.report.figures import FIGURES_FILE, TABLE_FILE, add, traced
+from clipstream.report.page import write_evaluations
 from clipstream.report.progress import table
 from clipstream.tools import suites
 from clipstream.training import shelf
@@ -29,6 +32,7 @@ from clipstream.world import World
 
 if TYPE_CHECKING:
     from clipstream.evals.protocol import EvalContext, EvalRunner
+    from clipstream.example import Example, Table
 
 OWN_FLAGS = {
     "--checkpoint": "a run's folder (its latest checkpoint), a checkpoint's, or RUN/checkpoints/best; without it, the "
@@ -36,6 +40,7 @@ OWN_FLAGS = {
     "--weights": "trained (the default), or averaged: a checkpoint's averaged weights, of a run with train.ema",
     "--output": "file that the figures are added to: NAME.csv a line a figure, any other name a JSON line an "
     f"evaluation; {FIGURES_FILE} and {TABLE_FILE} in the run's folder unless given",
+    "--report": "FILE.html that shows the figures, and the pictures of each evaluation",
     **suites.OWN_FLAGS,
 }
 
@@ -67,8 +72,6 @@ def evaluate(argv: Sequence[str]) -> int:
     """
     tokens = [re.sub(r"^--out(?==|$)", "--output", token) for token in argv]
     own, flags = own_flags(tokens, OWN_FLAGS, many=(suites.SUITE,))
-    if pictures := [flag for flag in flags if re.match(r"--evals\.[^.]+\.prompts(=|$)", flag)]:
-        raise SettingsError(f"{pictures[0]} shows pictures in a report, which only training and --watch RUN write")
     weights, asked = _chosen_weights(own.get("--weights", "trained")), suites.Suites.of(own)
     subject = locate(own.get("--checkpoint"), flags)
     trained = [] if subject.run is None else ["--config", str(subject.run / "config.yaml")]
@@ -78,6 +81,8 @@ def evaluate(argv: Sequence[str]) -> int:
             "nothing to evaluate on: give --checkpoint RUN, --val-data SHARDS, --suite FILE, or --config with a "
             "section evals"
         )
+    report = Path(own["--report"]).expanduser() if "--report" in own else None
+    _check_prompts(settings, report, trained[1:])
     model = settings.model
     if subject.checkpoint is None:
         if weights == "averaged":
@@ -93,12 +98,15 @@ def evaluate(argv: Sequence[str]) -> int:
 
     def body(world: World, watch: FailureWatch) -> None:
         suites.check_same(settings, world)
-        runner = _runner(settings, model, subject, world, outputs, weights)
+        run = "" if subject.run is None else f"{subject.run.name} "
+        results = _Results(outputs, report, run + subject.label, settings.log.pictures)
+        if world.is_main:
+            results.check()
+        runner = _runner(settings, model, subject, world, results, weights)
         records = runner(subject.step, last=True)
         if world.is_main:
-            print(table([record for record in records if "error" not in record]))
-            if outputs:
-                print(f"written to {' and '.join(map(str, outputs))}")
+            print(table([record for record in records if "error" not in record]), flush=True)
+            results.close(records)
         for failure in runner.failures:  # the first: what ends the process must not be lost among figures
             raise failure.kind(failure.message)
 
@@ -178,14 +186,102 @@ def _outputs(told: str | None, subject: Subject) -> list[Path]:
     return [] if subject.run is None else [subject.run / FIGURES_FILE, subject.run / TABLE_FILE]
 
 
+def _check_prompts(settings: Settings, report: Path | None, trained: Sequence[str]) -> None:
+    """Prompts are shown in a page, or in the report of the run that names them itself.
+
+    Raises:
+        SettingsError: nobody would see some.
+    """
+    for name, section in settings.evals.items():
+        place = settings.places.of(("evals", name, "prompts"))
+        own = any(place.startswith(f"{file}:") for file in trained)
+        if not isinstance(section, PromptedSettings) or not section.prompts or (own and report is None):
+            continue
+        if report is None:
+            raise SettingsError(f"{place}: evals.{name}.prompts show pictures in a page: give --report FILE.html")
+        if not settings.log.pictures:
+            raise SettingsError(f"{place}: evals.{name}.prompts: log.pictures is 0, so nothing is shown: raise it")
+
+
+class _Results:
+    """What is left behind, on rank 0: figures that are added to files, and a page.
+
+    Args:
+        outputs: files of figures.
+        report: the page; None for none.
+        label: of what is evaluated.
+        pictures: that an evaluation shows in the page.
+    """
+
+    def __init__(self, outputs: Sequence[Path], report: Path | None, label: str, pictures: int) -> None:
+        self.outputs, self.report, self.label = outputs, report, label
+        self.pictures = 0 if report is None else pictures
+        self._pages: list[Page] = []
+        self._lost: dict[Path, str] = {}
+
+    def check(self) -> None:
+        """See that all can be written, before hours are spent on it.
+
+        Raises:
+            SettingsError: one cannot.
+        """
+        for flag, path in (*(("--output", path) for path in self.outputs), ("--report", self.report)):
+            if path is None:
+                continue
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                new = not path.exists()
+                path.open("ab").close()
+                if new:
+                    path.unlink()
+            except OSError as error:
+                text = f"{path} cannot be written ({error.strerror}): name another file by {flag}"
+                raise SettingsError(text) from error
+
+    def add(self, evaluation: dict[str, Any]) -> None:
+        """Add a traced evaluation to the files; what cannot be written is told, and the others go on."""
+        for path in self.outputs:
+            try:
+                add(path, evaluation)
+            except OSError as error:
+                self._lose(path, error)
+
+    def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table]) -> None:
+        """Keep the pictures of an evaluation for the page."""
+        if self.report is not None:
+            self._pages.append(Page.of(step, name, examples, tables))
+
+    def close(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Write the page, and say what is written.
+
+        Raises:
+            ClipstreamError: something could not be written.
+        """
+        if self.report is not None:
+            try:
+                write_evaluations(self.report, self.label, records, self._pages)
+            except OSError as error:
+                self._lose(self.report, error)
+        there = [str(path) for path in (*self.outputs, self.report) if path is not None and path not in self._lost]
+        if there:
+            print(f"written to {' and '.join(there)}")
+        for path, why in self._lost.items():
+            raise ClipstreamError(f"{path} lacks what was evaluated, as it could not be written: {why}")
+
+    def _lose(self, path: Path, error: OSError) -> None:
+        self._lost[path] = why = error.strerror or str(error)
+        print(f"warning: {path} could not be written: {why}", file=sys.stderr, flush=True)
+
+
 def _runner(
-    settings: Settings, model: ModelSettings, subject: Subject, world: World, outputs: Sequence[Path], weights: Weights
+    settings: Settings, model: ModelSettings, subject: Subject, world: World, results: _Results, weights: Weights
 ) -> EvalRunner:
     from clipstream.evals.protocol import EvalRunner
     from clipstream.model.pretrained import fetch
 
     fetch(model, settings.tokenizer, world)
     context = context_for(settings, model, world)
+    context.examples_wanted = results.pictures
     if world.is_main:
         print(f"{subject.label} on {', '.join(settings.evals)}, {world.size} x {world.device}", flush=True)
     about = {
@@ -195,11 +291,11 @@ def _runner(
     }
 
     def trace(record: dict[str, Any], made_with: dict[str, Any]) -> None:
-        for path in outputs:
-            add(path, traced(record, made_with, about))
+        results.add(traced(record, made_with, about))
 
     sections = {name: section.model_copy(update={"weights": weights}) for name, section in settings.evals.items()}
-    return EvalRunner(sections, context, lambda record: None, weights={weights: nullcontext}, trace=trace)
+    kinds = {weights: nullcontext}
+    return EvalRunner(sections, context, lambda record: None, results.show, weights=kinds, trace=trace)
 
 
 def context_for(settings: Settings, model: ModelSettings, world: World) -> EvalContext:

@@ -46,7 +46,7 @@ OWN_FLAGS = {
     "--watch": "a run's folder: its checkpoints are evaluated as they appear, each once, until the run has ended",
     "--idle": "seconds without a change in that folder after which to end all the same (3600)",
 }
-OF_ONE = ("--checkpoint", "--weights", "--output", "--out")  # flags of the evaluation of one checkpoint
+OF_ONE = ("--checkpoint", "--weights", "--output", "--out", "--report")  # flags of the evaluation of one checkpoint
 
 
 def follow(argv: Sequence[str]) -> int:
