@@ -44,11 +44,27 @@ def validate_run(settings: Settings, world: World) -> None:
         *_batch_problems(settings, world),
         *_model_problems(settings),
         *_data_problems(settings),
+        *_evals_problems(settings),
         *_average_problems(settings),
         *_checkpoint_problems(settings),
         *_early_stop_problems(settings),
         *_folder_problems(settings, world),
     ]
+    if found:
+        raise SettingsError(joined(problem(settings.places, path, text) for path, text in found))
+
+
+def validate_evals(settings: Settings, *, shown: bool) -> None:
+    """Check what evaluators need, where nothing is trained: before torch is imported and a model looked for.
+
+    Args:
+        settings: of the evaluators.
+        shown: whether there is a page for what they show.
+
+    Raises:
+        SettingsError: every contradiction, one line each.
+    """
+    found = _evals_problems(settings, shown=shown)
     if found:
         raise SettingsError(joined(problem(settings.places, path, text) for path, text in found))
 
@@ -143,14 +159,6 @@ def _data_problems(settings: Settings) -> Found:
     ]
     for name, evaluator in settings.evals.items():
         read += [(("evals", name, key), source, evaluator.fetch) for key, source in sources_of(evaluator).items()]
-        if evaluator.data is None and evaluator.reads and evaluator.type in EvalSettings.builtin:
-            text = f"the evaluator has no data: give --evals.{name}.data.shards, or remove it with --evals.{name} null"
-            found.append((("evals", name), text))
-        if isinstance(evaluator, PromptedSettings) and evaluator.prompts and not settings.log.pictures:
-            text = "log.pictures is 0, so nothing is shown: raise it, or leave the prompts out"
-            found.append((("evals", name, "prompts"), text))
-        if isinstance(evaluator, LabelledSettings):
-            found += _prompt_problems(name, evaluator)
     for path, source, fetch in read:
         caption = source.caption
         if "scenes:" not in str(source.shards):  # whose listing makes them
@@ -161,6 +169,20 @@ def _data_problems(settings: Settings) -> Found:
         if isinstance(caption, JsonCaption) and caption.weights and len(caption.weights) != len(caption.paths):
             text = f"{len(caption.weights)} weights for {len(caption.paths)} paths: give one for each"
             found.append(((*path, "caption", "weights"), text))
+    return found
+
+
+def _evals_problems(settings: Settings, *, shown: bool = True) -> Found:
+    found: Found = []
+    for name, evaluator in settings.evals.items():
+        if evaluator.data is None and evaluator.reads and evaluator.type in EvalSettings.builtin:
+            text = f"the evaluator has no data: give --evals.{name}.data.shards, or remove it with --evals.{name} null"
+            found.append((("evals", name), text))
+        if shown and isinstance(evaluator, PromptedSettings) and evaluator.prompts and not settings.log.pictures:
+            text = "log.pictures is 0, so nothing is shown: raise it, or leave the prompts out"
+            found.append((("evals", name, "prompts"), text))
+        if isinstance(evaluator, LabelledSettings):
+            found += _prompt_problems(name, evaluator)
     return found
 
 
@@ -205,7 +227,9 @@ def _prompt_problems(name: str, evaluator: LabelledSettings) -> Found:
             if given is not None and given not in OF_OPEN_CLIP:  # reading these imports torch
                 make(given)
         except SettingsError as error:
-            found.append((("evals", name, key), str(error).removeprefix(f"{key}: ")))
+            text = str(error).removeprefix(f"{key}: ")
+            if text not in [told for _, told in found]:  # names and templates may lack the same folder
+                found.append((("evals", name, key), text))
 
     read("classes", partial(class_spec, evaluator), class_names)
     if isinstance(evaluator, ZeroShotSettings):

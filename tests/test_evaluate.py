@@ -231,6 +231,20 @@ def test_what_is_wrong_is_told(tmp_path: Path, run: Path, capsys: pytest.Capture
             locate(str(path))
 
 
+def test_wrong_evaluators_are_told_before_any_model_is_looked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = {"type": "zero_shot", "data": {"shards": "a.tar"}, "classes": "none.txt", "templates": ["no place"]}
+    gone = {"type": "zero_shot", "data": {"shards": f"benchmark:{tmp_path}/none"}}
+    evals = ["--evals.kinds", json.dumps(kinds), "--evals.bare", "{type: retrieval}", "--evals.gone", json.dumps(gone)]
+    assert main(["--model", "no-such-model", *evals]) == 2
+    told = capsys.readouterr().err
+    for said in ("cannot read the file 'none.txt'", "'no place' has no {c}", "the evaluator has no data",
+                 f"evals.gone.classes: there is no folder {tmp_path}/none"):  # fmt: skip
+        assert said in told, said
+    assert "no-such-model" not in told
+
+
 def test_help_names_the_verbs_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out

@@ -189,6 +189,8 @@ def test_a_second_follower(run: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["--idle", "soon"], "--idle: expected seconds, not 'soon'"),
         (["--evals.val", "null", "--evals.kinds", "null"], "nothing to evaluate on"),
         (["--modl", "x"], "did you mean"),
+        (["--evals.val.prompts", "[a cat]", "--log.pictures", "0"], "evals.val.prompts: log.pictures is 0"),
+        (["--evals.kinds.classes", "[a]"], "evals.kinds.classes: 1 given"),
     ],
 )
 def test_wrong_settings(run: Path, argv: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,11 +102,13 @@ def _text(root: str, name: str) -> str | None:
     """A small file beside the shards; None where it is not there.
 
     Raises:
-        SettingsError: it cannot be read, or its host not be reached.
+        SettingsError: it cannot be read, or its host not be reached; there is no data set at all.
     """
     from clipstream.data.remote import ShardStore
 
     url = f"{root}/{name}"
+    if local_path(root) is not None and not Path(root).is_dir():
+        raise SettingsError(f"there is no folder {root}")
     try:
         if local_path(url) is not None:
             return Path(url).read_text(encoding="utf-8")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from clipstream.cli import own_flags
 from clipstream.config import Settings, load
+from clipstream.contradictions import validate_evals
 from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.evals.settings import PromptedSettings, Weights
 from clipstream.failure import FailureWatch
@@ -82,7 +83,9 @@ def evaluate(argv: Sequence[str]) -> int:
             "section evals"
         )
     report = Path(own["--report"]).expanduser() if "--report" in own else None
-    _check_prompts(settings, report, trained[1:])
+    if report is None:
+        _check_prompts(settings, trained[1:])
+    validate_evals(settings, shown=report is not None)
     model = settings.model
     if subject.checkpoint is None:
         if weights == "averaged":
@@ -186,8 +189,8 @@ def _outputs(told: str | None, subject: Subject) -> list[Path]:
     return [] if subject.run is None else [subject.run / FIGURES_FILE, subject.run / TABLE_FILE]
 
 
-def _check_prompts(settings: Settings, report: Path | None, trained: Sequence[str]) -> None:
-    """Prompts are shown in a page, or in the report of the run that names them itself.
+def _check_prompts(settings: Settings, trained: Sequence[str]) -> None:
+    """Without a page, prompts are for the report of the run that names them itself.
 
     Raises:
         SettingsError: nobody would see some.
@@ -195,12 +198,8 @@ def _check_prompts(settings: Settings, report: Path | None, trained: Sequence[st
     for name, section in settings.evals.items():
         place = settings.places.of(("evals", name, "prompts"))
         own = any(place.startswith(f"{file}:") for file in trained)
-        if not isinstance(section, PromptedSettings) or not section.prompts or (own and report is None):
-            continue
-        if report is None:
+        if isinstance(section, PromptedSettings) and section.prompts and not own:
             raise SettingsError(f"{place}: evals.{name}.prompts show pictures in a page: give --report FILE.html")
-        if not settings.log.pictures:
-            raise SettingsError(f"{place}: evals.{name}.prompts: log.pictures is 0, so nothing is shown: raise it")
 
 
 class _Results:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from clipstream.cli import own_flags
 from clipstream.config import Settings, load
+from clipstream.contradictions import validate_evals
 from clipstream.errors import SettingsError, Stopped
 from clipstream.evals.settings import Weights, eval_name
 from clipstream.failure import FailureWatch
@@ -69,6 +70,7 @@ def follow(argv: Sequence[str]) -> int:
             raise SettingsError(
                 "nothing to evaluate on: give --val-data SHARDS, --suite FILE, or --config with a section evals"
             )
+        validate_evals(settings, shown=True)
         fits = load(config).tokenizer == settings.tokenizer
         from clipstream.session import run_ranks
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clipstream.config import Settings
-from clipstream.data.benchmark import of_source
 from clipstream.data.settings import SourceSettings
 from clipstream.data.shards import expand, local_path, scheme_of
 from clipstream.errors import SettingsError
@@ -116,9 +115,6 @@ def _absent(section: EvalSettings) -> str | None:
 
 def _lacks(source: SourceSettings) -> str | None:
     try:
-        benchmark = of_source(source.shards)
-        if benchmark is not None and scheme_of(benchmark.root) is None and not os.path.isdir(benchmark.root):
-            return f"there is no folder {benchmark.root}"
         shards = expand(source.shards)
     except SettingsError as error:
         return str(error)
