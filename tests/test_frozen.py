@@ -117,6 +117,14 @@ def mean_of(world: World) -> float:
     return mean_average_precision(mine.features, clusters(7, 7, 4).features, several, world)
 
 
+def test_a_score_that_is_no_number_comes_last_and_gives_chance() -> None:
+    labels = torch.tensor([[1, 0], [1, 1], [0, 0], [0, 1]], dtype=torch.bool)
+    broken = torch.full((4, 2), torch.nan, dtype=torch.float64)
+    assert average_precision(broken, labels).tolist() == [0.5, 0.5]
+    broken[:, 0] = torch.tensor([torch.nan, 0.3, 0.2, 0.1])
+    assert float(average_precision(broken, labels)[0]) == pytest.approx((1 + 2 / 4) / 2)
+
+
 def test_mean_average_precision_on_any_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = mean_of(World())
     assert 0 < alone < 0.9

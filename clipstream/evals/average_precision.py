@@ -42,7 +42,8 @@ def average_precision(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
         scores: float64 [n, C], of -1 to 1; such as differ by less than `TIE` are equal.
         labels: bool [n, C].
     """
-    ranked, order = (scores / TIE).round().sort(dim=0, descending=True, stable=True)
+    # Below all others, and equal: what is no number would else come first, in the order of the data.
+    ranked, order = (scores / TIE).round().nan_to_num(nan=-2 / TIE).sort(dim=0, descending=True, stable=True)
     right = labels.gather(0, order).cumsum(dim=0).double()
     seen = torch.arange(1, len(scores) + 1, device=scores.device, dtype=torch.float64)[:, None]
     last = torch.ones_like(labels)  # of the equal scores: there the precision is read
