@@ -15,7 +15,7 @@ from clipstream.data.sources import evaluation_loader
 from clipstream.evals.fingerprints import Reading, of_weights
 from clipstream.evals.protocol import EvalContext, EvalRunner
 from clipstream.evals.settings import EvalSettings
-from clipstream.report.figures import FiguresFile, add, traced
+from clipstream.report.figures import FiguresFile, add, traced, way_of
 from clipstream.world import World
 from tests.evaluating import context_of, tiny_towers
 from tests.pictures import ByteTokenizer, make_shards
@@ -106,6 +106,29 @@ def test_weights_are_summed_up_once_for_all_evaluators_of_a_step(
         with torch.no_grad():
             next(towers.parameters()).add_(1)
     assert len(taken) == 2 and told[0] == told[1] != told[2] == told[3]
+
+
+def test_a_figure_tells_which_words_its_classes_had(tmp_path: Path) -> None:
+    make_shards(tmp_path, [5])
+    names, told = tmp_path / "names.txt", []
+    kinds = {"type": "zero_shot", "classes": str(names), "templates": "plain"}
+    sections = {
+        "kinds": {**kinds, "data": {"shards": f"{tmp_path}/*.tar"}},
+        "near": {"type": "knn", "data": {"shards": f"{tmp_path}/*.tar"}, "train": {"shards": f"{tmp_path}/*.tar"}},
+    }
+    context = context_of(World())
+    for text in ("a\nb\nc\n", "a\nb\nd\n", "a\nb\nc\n"):
+        names.write_text(text)
+        settings = {name: EvalSettings.model_validate(section) for name, section in sections.items()}
+        runner = EvalRunner(settings, context, lambda record: None, trace=lambda *both: told.append(traced(*both, {})))
+        runner(3, last=True)
+    first, near, other, _, again, _ = told
+    assert first["texts"] == again["texts"] != other["texts"] and near["texts"] is None
+    assert first["settings"] == other["settings"] and first["data"] == other["data"], "nothing else would tell"
+    assert way_of(first) == way_of(again) != way_of(other)
+    add(tmp_path / "figures.csv", first)
+    with (tmp_path / "figures.csv").open() as file:
+        assert {row["texts"] for row in csv.DictReader(file)} == {first["texts"]}
 
 
 def evaluation(step: int, name: str = "val", **more: Any) -> dict[str, Any]:

@@ -80,6 +80,7 @@ class EvalContext:
         tables: likewise, in words.
         readings: what `batches` read, one for each call.
         figures: metrics of the evaluators that have run at this step with these weights, by name.
+        texts: fingerprint of the texts that the evaluator that runs has made a classifier of; None where of none.
         weights: fingerprint of the towers' weights, while they stay as they are; None where nobody vouches for that.
     """
 
@@ -103,6 +104,7 @@ class EvalContext:
     tables: list[Table] = field(default_factory=list, init=False)
     readings: list[Reading] = field(default_factory=list, init=False)
     figures: dict[str, dict[str, float]] = field(default_factory=dict, init=False)
+    texts: str | None = field(default=None, init=False)
     weights: str | None = field(default=None, init=False)
     _kept: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict, init=False)
 
@@ -240,7 +242,8 @@ class EvalContext:
 
         Every rank calls this, with the same texts. The last `REMEMBERED` are kept.
         """
-        key = self.fingerprint(), hashlib.sha256("\0".join(texts).encode()).hexdigest()
+        digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+        key, self.texts = (self.fingerprint(), digest), digest[:16]
         self._kept[key] = made = self._kept.pop(key) if key in self._kept else make()
         while len(self._kept) > self.REMEMBERED:
             del self._kept[next(iter(self._kept))]

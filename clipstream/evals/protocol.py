@@ -95,7 +95,7 @@ class EvalRunner:
             only.
         weights: gives the context in which the towers have weights of this kind; entered where something is due.
         trace: called as trace(record, about) with what an evaluation was made with, so that its figures can be traced:
-            weights, data, settings, precision, ranks; on rank 0 only.
+            weights, data, texts, settings, precision, ranks; on rank 0 only.
 
     Attributes:
         failures: of evaluations that failed, in their order.
@@ -215,7 +215,7 @@ class EvalRunner:
         context = self.context
         context.name, context.examples, context.tables = name, [], []
         began, dropped = time.perf_counter(), context.dropped
-        context.readings = []
+        context.readings, context.texts = [], None
         # Rank 0's: a run's end must not hang on a rank's last digit.
         metrics = self.world.broadcast_object(self._metrics(name))
         if "error" not in metrics:
@@ -271,6 +271,7 @@ class EvalRunner:
         return {
             "weights": context.weights,
             "data": [context.readings[i].with_others([readings[i] for readings in parts]) for i in range(same)],
+            "texts": context.texts,
             "settings": self.settings[name].model_dump(mode="json"),
             "precision": context.precision,
             "ranks": self.world.size,

@@ -26,7 +26,7 @@ NO_PART = ("every", "every_epochs", "fetch", "on_error", "weights", "batch_size"
 NO_METRIC = ("step", "eval", "error")
 TABLE = (
     "step", "eval", "metric", "value", "run", "checkpoint", "model", "pretrained", "weights", "shards", "samples",
-    "pictures", "pairs", "precision", "ranks", "time", "clipstream", "torch", "open_clip_torch", "settings",
+    "pictures", "pairs", "precision", "ranks", "time", "clipstream", "torch", "open_clip_torch", "settings", "texts",
 )  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def traced(record: Record, about: Record, subject: Record) -> dict[str, Any]:
 
     Args:
         record: step, eval and metrics.
-        about: what EvalRunner tells: weights, data, settings, precision, ranks.
+        about: what EvalRunner tells: weights, data, texts, settings, precision, ranks.
         subject: what was evaluated: run, model, checkpoint, as far as there is one.
     """
     return {
@@ -56,7 +56,9 @@ def way_of(evaluation: Record) -> tuple[Any, Any]:
     """
     data = [(part["pictures"], part["pairs"]) for part in evaluation.get("data", [])]
     settings = {key: value for key, value in evaluation.get("settings", {}).items() if key not in NO_PART}
-    return data, {key: _without(value, "shards", "index", "folder") for key, value in settings.items()}
+    return (data, evaluation.get("texts")), {
+        key: _without(value, "shards", "index", "folder") for key, value in settings.items()
+    }
 
 
 def add(path: Path, *evaluations: Record) -> None:
@@ -118,7 +120,10 @@ def _figures(one: Record) -> list[dict[str, Any]]:
     """A row for each metric of a traced evaluation."""
     data, model, packages = one.get("data", []), one.get("model", {}), one.get("versions", {})
     rest = {
-        **{key: one.get(key) for key in ("step", "eval", "run", "checkpoint", "weights", "precision", "ranks", "time")},
+        **{
+            key: one.get(key)
+            for key in ("step", "eval", "run", "checkpoint", "weights", "precision", "ranks", "time", "texts")
+        },
         "model": model.get("name"),
         "pretrained": model.get("pretrained"),
         **{key: " + ".join(str(part[key]) for part in data) for key in ("shards", "samples", "pictures", "pairs")},
