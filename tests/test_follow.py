@@ -29,7 +29,7 @@ from clipstream.world import World
 from tests.evaluating import tiny_towers
 from tests.pictures import make_shards
 from tests.ranks import TIMEOUT, end_ranks
-from tests.savers import damage, names
+from tests.savers import damage, fill, names, small_disk
 from tests.test_train import MODEL, OWN, flags, lines, start
 
 END = {"step": 6, "end": {"total_steps": 6}}
@@ -196,6 +196,22 @@ def test_a_second_follower(run: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_wrong_settings(run: Path, argv: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--watch", str(run), *argv]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_full_disk_is_told_and_the_same_command_goes_on(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with small_disk(disk, "3m"):
+        there = Path(shutil.copytree(run, disk / "tiny"))
+        ballast = fill(disk, 0)
+        assert main(["--watch", str(there), "--log.tensorboard", "false"]) == 1
+        shown = capsys.readouterr().err
+        assert f"error: the disk of {there}/watch is full" in shown and "Traceback" not in shown
+        ballast.unlink()
+        assert main(["--watch", str(there), "--log.tensorboard", "false"]) == 0
+        assert made(there) == [(step, name) for step in (2, 4, 6) for name in ("val", "kinds")]
 
 
 def test_what_is_held_outlives_its_checkpoint(run: Path) -> None:

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from clipstream import durable
 from clipstream.cli import own_flags
 from clipstream.config import Settings, load
 from clipstream.contradictions import validate_evals
-from clipstream.errors import SettingsError, Stopped
+from clipstream.errors import ClipstreamError, SettingsError, Stopped
 from clipstream.evals.settings import Weights, eval_name
 from clipstream.failure import FailureWatch
 from clipstream.folder import held as locked
@@ -78,8 +79,14 @@ def follow(argv: Sequence[str]) -> int:
             suites.check_same(settings, world)
             busy = f"{run.folder} is being followed by {{}}: one follower is enough"
             lock = locked(run.folder / WATCH_FOLDER, "--watch: the folder", busy.format)
-            with lock if world.is_main else nullcontext(), _Files(run.folder, settings, world) as files:
-                _Follower(run, settings, fits, world, files).run(signals, idle)
+            try:
+                with lock if world.is_main else nullcontext(), _Files(run.folder, settings, world) as files:
+                    _Follower(run, settings, fits, world, files).run(signals, idle)
+            except OSError as error:
+                if not durable.is_full(error):
+                    raise
+                text = f"the disk of {run.folder / WATCH_FOLDER} is full: free some space; the same command goes on"
+                raise ClipstreamError(text) from error
 
         return run_ranks(settings.run, body)
 
