@@ -56,6 +56,12 @@ def test_labels(label: str, members: dict[str, Any], expected: str) -> None:
         assert drop.reason == expected
 
 
+def test_a_list_where_one_label_is_expected_tells_what_takes_it() -> None:
+    with pytest.raises(Dropped, match="labels: list") as caught:
+        LabelField("json:a")(raw(json=b'{"a": ["cat", "red"]}'), None)
+    assert caught.value.reason == "no_label"
+
+
 @pytest.mark.parametrize(
     ("label", "members", "expected"),
     [

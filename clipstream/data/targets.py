@@ -57,7 +57,10 @@ class LabelField:
         if self._path is None:
             label = text_of(sample, self.members, "no_label")
         else:
-            label = _name(value_at(object_of(sample, self.members, "no_label"), self._path))
+            found = value_at(object_of(sample, self.members, "no_label"), self._path)
+            if isinstance(found, list):
+                raise Dropped("no_label", "it is a list: zero_shot takes several labels of a picture by labels: list")
+            label = _name(found)
         if not label:
             raise Dropped("no_label", "the label is empty, or neither a whole number nor text")
         return label
