@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from clipstream.evals.agreement import AgreeingWorld, Failed, Failure, Torn
 from clipstream.evals.protocol import EvalContext, EvalRunner
 from clipstream.evals.settings import EvalSettings
 from clipstream.report.progress import evaluation_line
+from clipstream.report.sinks import json_line
 from clipstream.world import World
 from tests.evaluating import context_of
 from tests.pictures import make_shards
@@ -43,6 +45,36 @@ class Clumsy:
             world.gather_objects(turn)
             world.all_reduce_sum(rows.sum())
             world.broadcast_object(turn)
+
+
+class Careless:
+    """Yields what is no plain number."""
+
+    class Settings(EvalSettings):
+        type: str = "tests.test_failing_evaluators:Careless"
+        number: int = 0
+
+    def __init__(self, settings: Settings) -> None:
+        self.number = settings.number
+
+    def __call__(self, context: EvalContext) -> Iterator[tuple[str, Any]]:
+        whole = [("a", torch.tensor(0.5)), ("b", np.float32(0.5)), ("c", np.int64(3)), ("d", 2)]
+        yield from (whole, [("text", "0.5")], [("none", None)], [("rows", torch.ones(2))], [("error", 0.5)])[
+            self.number
+        ]
+
+
+def test_what_is_no_number_is_a_failure_and_a_scalar_a_number() -> None:
+    kind = Careless.Settings.model_fields["type"].default
+    sections = {f"e{n}": EvalSettings.model_validate({"type": kind, "number": n}) for n in range(5)}
+    told: list[str] = []
+    runner = EvalRunner(sections, context_of(World()), lambda record: told.append(json_line(record)))
+    whole, *others = runner(5, last=True)
+    assert list(map(json.loads, told)) == [whole, *others]
+    assert [whole[name] for name in "abcd"] == [0.5, 0.5, 3, 2] and type(whole["c"]) is int
+    said = ["'text' with '0.5', which is no number", "'none' with None", "Error: ", "a metric called 'error'"]
+    for record, words in zip(others, said, strict=True):
+        assert words in record["error"], record
 
 
 def run(world: World, folder: str, on_error: str = "report") -> tuple[list[dict[str, Any]], list[str]]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from numbers import Integral
 from typing import Any, Protocol
 
 from clipstream.data.settings import SourceSettings
@@ -28,6 +29,7 @@ from clipstream.training.precision import same_randomness
 __all__ = ["Encoder", "EvalContext", "EvalRunner", "Evaluator", "Record", "build_evaluators", "evaluating", "source_of"]
 
 Record = dict[str, Any]
+RECORD = ("step", "eval", "error", "dropped", "seconds")  # of an evaluation, beside its metrics
 
 
 class Evaluator(Protocol):
@@ -234,7 +236,7 @@ class EvalRunner:
         try:
             try:
                 with _named(name), evaluating(context.towers), same_randomness(context.world.device):
-                    metrics = dict(self.evaluators[name](context))
+                    metrics = _numbers(self.evaluators[name](context))
             except (Failed, Torn):
                 raise
             except Exception as error:
@@ -276,6 +278,22 @@ class EvalRunner:
             "precision": context.precision,
             "ranks": self.world.size,
         }
+
+
+def _numbers(yielded: Iterable[tuple[str, Any]]) -> dict[str, float]:
+    """What an evaluator yields, with scalars of numpy's and torch's as plain numbers.
+
+    Raises:
+        TypeError: a value is no number, or a name is one of a record's own.
+    """
+    found: dict[str, float] = {}
+    for name, value in yielded:
+        if name in RECORD:
+            raise TypeError(f"it yields a metric called {name!r}, as each evaluation has one of its own: rename it")
+        if isinstance(value, str) or not hasattr(value, "__float__"):
+            raise TypeError(f"it yields {name!r} with {value!r}, which is no number")
+        found[name] = int(value) if isinstance(value, Integral) else float(value)
+    return found
 
 
 def _end_frames(error: BaseException | None) -> None:
