@@ -116,7 +116,8 @@ def test_what_is_no_sample_is_passed_over(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for name, kind in [("d", "5"), ("__meta__.json", "0"), ("d/._1.jpg", "0"), ("README", "0"), ("d/1.jpg", "0"),
-                           ("d/1.txt", "2"), ("d/1.seg.PNG", "0")]:  # fmt: skip
+                           ("d/1.txt", "2"), ("d/1.", "0"), ("d/2.", "0"), ("d/1x", "0"),
+                           ("d/1.seg.PNG", "0")]:  # fmt: skip
             member = tarfile.TarInfo(name)
             member.type, member.size, member.linkname = kind.encode(), 3 if kind == "0" else 0, "d/1.jpg"
             tar.addfile(member, io.BytesIO(b"abc") if kind == "0" else None)

@@ -34,6 +34,10 @@ class SampleTable(Sequence[SampleRef]):
 
     def append(self, key: str, members: dict[str, tuple[int, int]]) -> None:
         """Add a sample."""
+        self.add(key, members, list(chain.from_iterable(members.values())))
+
+    def add(self, key: str, members: Iterable[str], places: list[int]) -> None:
+        """Add a sample by its members' suffixes and, of each in turn, offset and size."""
         suffixes = tuple(members)
         kind = self._kinds.get(suffixes)
         if kind is None:
@@ -42,7 +46,7 @@ class SampleTable(Sequence[SampleRef]):
         self._kind.append(kind)
         self._keys += key.encode()
         self._key_ends.append(len(self._keys))
-        self._places.extend(chain.from_iterable(members.values()))
+        self._places.fromlist(places)
         self._place_ends.append(len(self._places))
 
     def __len__(self) -> int:

@@ -24,6 +24,8 @@ from clipstream.errors import Dropped
 BLOCK = 512
 ZERO = bytes(BLOCK)
 ADLER = 65521
+_FILE = ord("0")
+_SPACES = b" " * 8  # which stand for the checksum while it is made
 BEHIND_ALL = "\0.end"  # a name with a key that no sample has: what lies before it is whole
 MAX_EXTRA = 1 << 20  # bytes of a PAX or long-name header; a larger one is damage
 TOGETHER = 1 << 13  # bytes within which a sample's members are read at once, and copied apart; else each by itself
@@ -82,32 +84,36 @@ def scan(path: str | Path) -> ShardIndex:
 def _scan(fd: int) -> ShardIndex:
     samples = SampleTable()
     key: str | None = None
-    members: dict[str, tuple[int, int]] = {}
+    members: list[str] = []  # suffixes of the sample that is being read
+    places: list[int] = []  # offset and size of each
     doubles: dict[int, str] = {}
     suffixes: dict[str, str] = {}
     fault: Fault | None = None
     try:
         for name, offset, size in _members(fd):
             dot = name.find(".", name.rfind("/") + 1)
-            if dot <= 0 or name[dot - 1] == "/" or dot == len(name) - 1 or (name[:2] == "__" and META.match(name)):
-                continue
-            if name[:dot] != key:
+            stem, end = name[:dot], name[dot:]
+            if stem != key:
+                if dot <= 0 or stem[-1] == "/" or end == "." or (stem[:2] == "__" and META.match(name)):
+                    continue
                 if members:
-                    samples.append(str(key), members)
-                key, members = name[:dot], {}
-            suffix = suffixes.get(name[dot:])
+                    samples.add(str(key), members, places)
+                key, members, places = stem, [], []
+            suffix = suffixes.get(end)
             if suffix is None:
-                suffix = suffixes[name[dot:]] = sys.intern(name[dot + 1 :].lower())
+                suffix = suffixes[end] = sys.intern(end[1:].lower())
             if suffix in members:
                 doubles.setdefault(len(samples), f"{key}.{suffix}")
-            members[suffix] = (offset, size)
+            elif suffix:
+                members.append(suffix)
+                places += (offset, size)
     except _Broken as broken:
         fault = broken.fault
         # A sample is whole once a header with another key was seen behind it.
         if not broken.name or _key(broken.name) in (None, key):
-            members = {}
+            members = []
     if members:
-        samples.append(str(key), members)
+        samples.add(str(key), members, places)
     if doubles:
         samples = SampleTable(ref for number, ref in enumerate(samples) if number not in doubles)
         first = next(iter(doubles.values()))
@@ -135,6 +141,15 @@ def _members(fd: int) -> Iterator[tuple[str, int, int]]:
             return _check_end(fd, position)
         size = _checked_size(header, position, length)
         kind = header[156]
+        start = position + BLOCK
+        if (kind == _FILE or kind == 0) and not (long_name or pax or shared_pax):  # nearly all
+            name = _name(header)
+            position = start + (size + BLOCK - 1) // BLOCK * BLOCK
+            if position > length:
+                raise _truncated(name, position, length)
+            if name[-1:] != "/":
+                yield name, start, size
+            continue
         name = ""
         if kind in b"0\0007123456S":  # the name of what follows, unless a header before it told it
             name = long_name or _name(header)
@@ -144,13 +159,11 @@ def _members(fd: int) -> Iterator[tuple[str, int, int]]:
             size = _pax_size(fields[b"size"], position) if b"size" in fields else size
             if any(field.startswith(b"GNU.sparse") for field in fields):
                 raise _Broken("unsupported_member", f"{name} is a sparse file; write the shard without them", name)
-        start = position + BLOCK
         # Links, devices and directories have no data, whatever their size field says.
         data = 0 if kind in b"123456" else size
         end = start + (data + BLOCK - 1) // BLOCK * BLOCK
         if end > length:
-            shown = name or "an extended header"
-            raise _Broken("truncated_member", f"{shown} needs bytes up to {end:,} of {length:,}", name)
+            raise _truncated(name, end, length)
         if kind in b"0\0007":
             if not name.endswith("/"):
                 yield name, start, size
@@ -171,6 +184,11 @@ def _members(fd: int) -> Iterator[tuple[str, int, int]]:
         position = end
 
 
+def _truncated(name: str, end: int, length: int) -> _Broken:
+    shown = name or "an extended header"
+    return _Broken("truncated_member", f"{shown} needs bytes up to {end:,} of {length:,}", name)
+
+
 def _checked_size(header: bytes, position: int, length: int) -> int:
     """The size field of a header whose checksum is right."""
     if len(header) < BLOCK:
@@ -184,7 +202,7 @@ def _checked_size(header: bytes, position: int, length: int) -> int:
     try:
         told = int(header[148:156].partition(b"\0")[0], 8)
         # Adler-32's low half is 1 + the sum of the bytes, modulo a prime: twenty times as fast as sum().
-        found = (adler32(header) & 0xFFFF) - 1 - sum(header[148:156]) + 8 * 32
+        found = (adler32(header[:148] + _SPACES + header[156:]) & 0xFFFF) - 1
         right = (found - told) % ADLER == 0 or told == _signed_sum(header)
     except ValueError:
         right = False
@@ -218,10 +236,11 @@ def _signed_sum(header: bytes) -> int:
 
 
 def _name(header: bytes) -> str:
-    name = header[:100].partition(b"\0")[0]
+    end = header.find(0, 0, 100)
+    name = header[: end if end >= 0 else 100]
     if header[345] and header[257:263] == b"ustar\0":
         name = header[345:500].partition(b"\0")[0] + b"/" + name
-    return name.decode("utf-8", "backslashreplace")
+    return str(name, "utf-8", "backslashreplace")
 
 
 def _text(raw: bytes) -> str:
