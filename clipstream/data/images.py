@@ -9,6 +9,7 @@ torch. Training's crops are in `crops`, decoders that are faster in `decoders`.
 from __future__ import annotations
 
 import io
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,12 @@ if TYPE_CHECKING:
 
 MAX_PIXELS = 178_956_970  # where Pillow refuses a picture as a decompression bomb (a quarter of 2 GiB of RGBX)
 # Not every format of Pillow: its EPS reader, for one, starts a program. An MPO is opened as a JPEG.
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", *(["AVIF"] if find_spec("PIL._avif") else []))
+PLUGINS = {"JPEG": "Jpeg", "PNG": "Png", "WEBP": "WebP", "GIF": "Gif", "BMP": "Bmp", "TIFF": "Tiff"}
+PLUGINS |= {"AVIF": "Avif"} if find_spec("PIL._avif") else {}
+FORMATS = tuple(PLUGINS)
+Image.preinit()  # Pillow would do it at the first picture: in each worker anew, which costs memory and time
+for _name in PLUGINS.values():
+    import_module(f"PIL.{_name}ImagePlugin")
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 Colour = tuple[int, int, int]
