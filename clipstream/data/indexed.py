@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clipstream.data.epochs import EpochPlan
-from clipstream.data.order import Windowed, mix, permutation
+from clipstream.data.order import Places, Windowed, mix, permutation
 
 _EPOCH = 1 << 32  # a group's number is its epoch times this, and its number in the epoch
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
@@ -44,9 +44,9 @@ class Piece(NamedTuple):
     start: int
     size: int
 
-    def sample(self, i: int) -> int:
-        """The number in the shard of the piece's sample i."""
-        return self.first + (self.start + i) % self.span
+    def samples(self, numbers: Numbers) -> Numbers:
+        """The numbers in the shard of samples of the piece, int64 [n]."""
+        return self.first + (self.start + numbers) % self.span
 
 
 class _Pass(NamedTuple):
@@ -95,10 +95,13 @@ class IndexedOrder(Windowed):
         """See Order: what the plan says, whatever was found."""
         return [piece.size for piece in self._group(lane, group)]
 
-    def walk(self, lane: int, group: int, window: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    def walk(self, lane: int, group: int, window: int, sizes: Sequence[int]) -> Places:
         """See Order."""
-        pieces = self._group(lane, group)
-        return [(place, pieces[place].sample(i)) for place, i in super().walk(lane, group, window, sizes)]
+        samples = super().walk(lane, group, window, sizes)
+        for place, piece in enumerate(self._group(lane, group)):
+            of = samples[:, 0] == place
+            samples[of, 1] = piece.samples(samples[of, 1])
+        return samples
 
     def _group(self, lane: int, group: int) -> list[Piece]:
         epoch, number = divmod(group, _EPOCH)

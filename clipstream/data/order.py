@@ -21,6 +21,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+# Samples of a group, int64 [n, 2]: the shard's place in the group, the sample's number in the shard.
+Places = np.ndarray[Any, np.dtype[np.int64]]
+
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
@@ -157,8 +160,8 @@ class Order(Protocol):
         """Number of windows of a group whose shards give `sizes` samples."""
         ...
 
-    def walk(self, lane: int, group: int, window: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """A window's samples as (place of the shard in the group, number of the sample in the shard), permuted."""
+    def walk(self, lane: int, group: int, window: int, sizes: Sequence[int]) -> Places:
+        """A window's samples, permuted."""
         ...
 
     def window_key(self, lane: int, group: int, window: int) -> int:
@@ -183,17 +186,14 @@ class Windowed:
         """Number of windows of a group whose shards hold `sizes` samples."""
         return -(-sum(sizes) // self.window)
 
-    def walk(self, lane: int, group: int, window: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """A window's samples as (place of the shard in the group, number of the sample in the shard), permuted."""
+    def walk(self, lane: int, group: int, window: int, sizes: Sequence[int]) -> Places:
+        """See Order."""
         count = self.windows(sizes)
         stretch = int(permutation(count, mix(self.seed, 6, self.source, lane, group))[window])
-        samples = [
-            (place, number)
-            for place, size in enumerate(sizes)
-            for number in range(stretch * size // count, (stretch + 1) * size // count)
-        ]
-        order = permutation(len(samples), mix(self.seed, 3, self.source, lane, group, window))
-        return [samples[i] for i in order]
+        numbers = [np.arange(stretch * size // count, (stretch + 1) * size // count) for size in sizes]
+        places = np.repeat(np.arange(len(sizes)), [len(some) for some in numbers])
+        order = permutation(len(places), mix(self.seed, 3, self.source, lane, group, window))
+        return np.stack((places[order], np.concatenate(numbers)[order]), axis=1)
 
     def window_key(self, lane: int, group: int, window: int) -> int:
         """See Order."""

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from clipstream.data.health import SourceHealth
 from clipstream.data.opening import Opener, OpenShard
 from clipstream.data.order import Cursor, Order, mix
@@ -232,7 +234,8 @@ class WindowWalk:
         self._held: dict[int, OpenShard] = {}  # place in the group -> shard
         self._numbers: list[int] = []
         self._sizes: list[int] | None = None  # None: the cursor's group is not open
-        self._samples: list[tuple[int, int]] | None = None  # None: the cursor's window is not laid out
+        # Of the cursor's window, which is not laid out where it is None. A view, as that gives Python's integers.
+        self._samples: memoryview | None = None
         self._key = 0  # of the window's draws
 
     def take(self) -> Taken:
@@ -241,7 +244,7 @@ class WindowWalk:
         while samples is None or self.cursor.position >= len(samples):
             samples = self._advance(samples is not None)
         position = self.cursor.position
-        place, number = samples[position]
+        place, number = samples[position, 0], samples[position, 1]
         shard = self._held.get(place, _ABSENT)
         held = shard.index.samples
         if number < len(held):
@@ -251,7 +254,7 @@ class WindowWalk:
         self.cursor.position = position + 1
         return Taken.of(shard, ref, self._shards.title(self._numbers[place]), mix(position, state=self._key))
 
-    def _advance(self, window_done: bool) -> list[tuple[int, int]] | None:
+    def _advance(self, window_done: bool) -> memoryview | None:
         """Lay out the cursor's window, or step to the next window or group. None: call again."""
         cursor = self.cursor
         if window_done:
@@ -266,7 +269,8 @@ class WindowWalk:
             self.cursor = Cursor(group=self._following())
             self._pulse()  # a source without one readable shard must not spin here unseen
             return None
-        self._samples = self._order.walk(self._lane, cursor.group, cursor.window, self._sizes)
+        places = self._order.walk(self._lane, cursor.group, cursor.window, self._sizes)
+        self._samples = places.astype(np.int32).data  # a worker holds one of each of its lanes
         self._key = self._order.window_key(self._lane, cursor.group, cursor.window)
         if cursor.window == self._order.windows(self._sizes) - 1:  # sooner would take twice the disk
             self._shards.ahead(self._order.group(self._lane, self._following()))
