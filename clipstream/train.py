@@ -97,7 +97,8 @@ def _train(settings: Settings, world: World, watch: FailureWatch, lanes: int | s
     if settings.data.workers == "auto":
         settings = _with_crew(settings, world, towers, tokenizer)
     if world.is_main:
-        _say_what(settings, world, towers, found)
+        _say_what(settings, world, towers)
+        _say_steps(settings, found, 0 if state is None else int(state["step"]))
     with StopSignals() as signals, _loader(settings, world, towers, tokenizer, state) as loader:
         watch.on_exit(loader.close)
         trainer, outputs, saver = _trainer(settings, world, towers, tokenizer, loader, signals, found, mirror)
@@ -342,7 +343,7 @@ def _write_config(settings: Settings) -> None:
     durable.replace(settings.run_folder / "config.yaml", dump(settings).encode())
 
 
-def _say_what(settings: Settings, world: World, towers: Towers, found: Path | None) -> None:
+def _say_what(settings: Settings, world: World, towers: Towers) -> None:
     """What will be trained on what, in a few lines."""
     data = settings.data
     for name, opener in openers(settings).items():
@@ -366,7 +367,13 @@ def _say_what(settings: Settings, world: World, towers: Towers, found: Path | No
     for name, section in settings.evals.items():
         when = f"every {section.every} steps" if section.every else "at the end"
         print(f"evals    {name}: {section.type}, {when}, {' and '.join(section.kinds)} weights")
+
+
+def _say_steps(settings: Settings, found: Path | None, step: int) -> None:
+    """How long will be trained, from which checkpoint on, and where the run's files are."""
     print(f"steps    {settings.total_steps}" + ("" if found is None else f", going on from {found}"))
+    if step >= settings.total_steps:
+        print(f"         which is at step {step}: nothing is left to train, only to evaluate (more: --steps)")
     stop = settings.train.early_stop
     if stop.metric is not None:
         by = f" by more than {stop.min_delta:g}" * (stop.min_delta > 0)

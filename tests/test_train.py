@@ -147,10 +147,13 @@ def test_a_start_that_failed_leaves_the_name_free(place: Path, capsys: pytest.Ca
     assert holds_a_run(place / "runs/notes") and not holds_a_run(place / "runs/none")
 
 
-def test_a_resumed_run_keeps_the_arithmetic_that_was_settled(place: Path) -> None:
+def test_a_resumed_run_keeps_the_arithmetic_that_was_settled(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = place / "runs/kept/config.yaml"
     assert main(flags(place, "kept", "--precision", "fp64", steps=2)) == 0
     assert main(flags(place, "kept", "--resume", "latest", steps=3)) == 0
+    assert "nothing is left" not in capsys.readouterr().out
+    assert main(flags(place, "kept", "--resume", "latest", steps=1)) == 0
+    assert "at step 3: nothing is left to train" in capsys.readouterr().out
     assert yaml.safe_load(config.read_text())["train"]["precision"] == "fp64"
 
 
