@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
+import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +14,10 @@ import pytest
 from clipstream.batch import ImageSpec
 from clipstream.data import crew
 from clipstream.data.settings import MOST_AUTO_WORKERS, DataSettings
+from clipstream.errors import DataError
 from clipstream.world import World
 from tests.pictures import ByteTokenizer, make_shards
-from tests.test_loader import data
+from tests.test_loader import data, loader
 
 IMAGE = ImageSpec((16, 16))
 
@@ -76,3 +81,17 @@ def test_on_a_cpu_nothing_is_tried(monkeypatch: pytest.MonkeyPatch, shards: list
     monkeypatch.setattr(crew, "cores", lambda: 64)
     assert settled(data(shards, workers="auto"), World()).workers == crew.ON_CPU
     assert settled(data(shards, workers="auto", lanes=1), World()).workers == 1
+
+
+def test_workers_that_cannot_all_be_started_are_told_and_none_is_left(shards: list[str]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = {int(name) for name in os.listdir("/dev/fd")}
+    few = next(itertools.islice((fd for fd in itertools.count() if fd not in opened), 20, None))
+    before = set(multiprocessing.active_children())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    try:
+        with pytest.raises(DataError, match=r"of 24 data workers could be started .*use fewer --workers"):
+            loader(data(shards, workers=24, lanes=24, global_batch_size=24))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert set(multiprocessing.active_children()) == before

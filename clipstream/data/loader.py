@@ -113,11 +113,19 @@ class Loader:
         self._closed = threading.Event()
         self._feeder: Feeder | None = None
         if plan.workers:
-            for number in range(plan.workers):
-                self._workers.append(Worker.start(_bind(plan.make_feeder, number), self._ring))
+            atexit.register(self.close)  # before multiprocessing, which would wait for workers that nobody asked to end
+            try:
+                for number in range(plan.workers):
+                    self._workers.append(Worker.start(_bind(plan.make_feeder, number), self._ring))
+            except OSError as error:
+                started = len(self._workers)
+                self.close()
+                raise DataError(
+                    f"{started} of {plan.workers} data workers could be started ({error.strerror}): "
+                    "use fewer --workers, or raise the system's limit"
+                ) from error
             self._refill()
             threading.Thread(target=self._watch, args=(list(self._workers),), daemon=True).start()
-            atexit.register(self.close)  # before multiprocessing, which would wait for workers that nobody asked to end
         else:
             self._feeder = plan.make_feeder(0, self._merge_and_check, Stopwatch())
 
