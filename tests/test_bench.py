@@ -38,6 +38,7 @@ def test_a_users_shards_are_measured(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--train-data", "a.tar", "--counts", "1,x"], "--counts: give numbers from 0 to"),
         (["--train-data", "a.tar", "--counts", "1,999"], "not '1,999'"),
         (["--train-data", "a.tar", "--seconds", "-1"], "--seconds: give a number above 0"),
+        (["--train-data", "a.tar", "--output", "absent/a.jsonl"], "--output: absent/a.jsonl cannot be written (No such"),
     ],
 )
 def test_wrong_flags_are_told(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,6 +81,7 @@ def bench(argv: Sequence[str]) -> int:
         raise SettingsError("there is nothing to measure: give --train-data SHARDS")
     settings = resolve(settings, World())
     counts = _counts(own.get("--counts"), int(settings.data.lanes))
+    output = _writable(own.get("--output"))
     preflight(settings.model, settings.tokenizer)
     tokenizer, image = _needs(settings)
     console = Console(markup=False, highlight=False, emoji=False)
@@ -94,8 +95,8 @@ def bench(argv: Sequence[str]) -> int:
     best = max(found, key=lambda one: one.rate)
     for line in needs(best, gpus, rates, cores()):
         console.print(line)
-    if "--output" in own:
-        with Path(own["--output"]).open("a", encoding="utf-8") as file:
+    if output is not None:
+        with output.open("a", encoding="utf-8") as file:
             file.writelines(json_line(_record(one)) for one in found)
     return 0
 
@@ -199,6 +200,21 @@ def _counts(given: str | None, lanes: int) -> list[int]:
     if counts[0] < 0 or counts[-1] > lanes:
         raise SettingsError(f"--counts: give numbers from 0 to {lanes}, the lanes, as in 1,2,4, not {given!r}")
     return counts
+
+
+def _writable(name: str | None) -> Path | None:
+    """The file that gets the figures, so that nothing is measured in vain. Raises SettingsError."""
+    if name is None:
+        return None
+    path = Path(name)
+    try:
+        new = not path.exists()
+        path.open("a").close()
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise SettingsError(f"--output: {path} cannot be written ({error.strerror})") from error
+    return path
 
 
 def _number(own: dict[str, str], flag: str, default: float) -> float:
