@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clipstream.data import crops, opening, tarstream, walk
+from clipstream.data import loader as loading
 from clipstream.data.stages import IDLE, NUMBER, Laps, StageTimes, Stopwatch, merged
 from clipstream.report.settings import LogSettings
 from clipstream.report.starving import PATIENCE, Starving
@@ -113,6 +114,15 @@ def test_a_delay_is_found_in_its_stage(
         times = stream.take_times()
     assert times.longest() == stage
     assert 0.9 * delay < times.quantile(stage, 0.5) < 20 * delay  # a busy machine sleeps for longer than it is told
+
+
+def test_what_waits_to_be_counted_does_not_grow_with_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "UNCOUNTED", 500)
+    with loader(data(make_shards(tmp_path, [30] * 4), global_batch_size=100)) as stream:
+        for _ in range(8):
+            next(stream)
+            assert sum(len(laps.numbers) for laps in stream._laps) < 500
+        assert stream.take_times().summary()["decode"]["count"] == 800
 
 
 def line(step: int, wait: float, seconds: float = 20.0) -> dict[str, Any]:

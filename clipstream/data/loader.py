@@ -36,7 +36,7 @@ from clipstream.errors import ClipstreamError, DataError
 
 DataState = dict[str, Any]
 WATCH = 2.0  # s between two looks after the workers while no batch is asked for
-UNCOUNTED = 200  # reports whose times wait to be counted
+UNCOUNTED = 50_000  # stages whose times wait to be counted, of nine bytes each
 WORRY = 60.0  # s that a batch is waited for before a word is said, and the first of the times it is said again
 FAULTS_TOLD = 10  # broken shards that a rank names on stderr; the rest are counted only
 
@@ -101,6 +101,7 @@ class Loader:
         self.wait_seconds = 0.0
         self._times = StageTimes()  # since they were taken last
         self._laps: list[Laps] = []  # what is still to be added to them
+        self._uncounted = 0  # stages in these
         self._step = int(start["step"]) if start else 0  # the batch that is handed out next
         self._asked = self._step  # the batch that workers are asked for next
         self._lanes: dict[str, Any] = dict(start["lanes"]) if start else {}  # after the last batch handed out
@@ -171,7 +172,7 @@ class Loader:
 
     def _count(self) -> None:
         self._times.add(self._laps)
-        self._laps = []
+        self._laps, self._uncounted = [], 0
 
     def close(self) -> None:
         """End the workers and give the shards back."""
@@ -275,7 +276,8 @@ class Loader:
 
     def _merge_and_check(self, report: Report) -> None:
         self._laps.append(report.laps)
-        if len(self._laps) == UNCOUNTED:
+        self._uncounted += len(report.laps.numbers)
+        if self._uncounted >= UNCOUNTED:
             self._count()
         for line in self.health.merge(report.health)[: max(0, FAULTS_TOLD - self._faults_told)]:
             self._faults_told += 1
