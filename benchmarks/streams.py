@@ -80,8 +80,7 @@ def clipstream(options: Options) -> Iterator[Batch]:
     image = ImageSpec((options.size, options.size))
     with training_loader(settings, world=World(), seed=0, tokenizer=tokenizer, image=image) as loader:
         for batch in loader:
-            planes = (batch.pixels, batch.ids, batch.weights, batch.sources)
-            yield Batch(len(batch), sum(plane.numel() * plane.element_size() for plane in planes))
+            yield Batch(len(batch), sum(plane.nbytes for plane in batch.moving()))
 
 
 def open_clip_train(options: Options) -> Iterator[Batch]:
