@@ -6,6 +6,7 @@ import itertools
 import multiprocessing
 import os
 import resource
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from clipstream.batch import ImageSpec
 from clipstream.data import crew
 from clipstream.data.settings import MOST_AUTO_WORKERS, DataSettings
+from clipstream.data.worker import PATIENCE
 from clipstream.errors import DataError
 from clipstream.world import World
 from tests.pictures import ByteTokenizer, make_shards
@@ -95,3 +97,14 @@ def test_workers_that_cannot_all_be_started_are_told_and_none_is_left(shards: li
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert set(multiprocessing.active_children()) == before
+
+
+def test_many_workers_are_not_ended_one_after_the_other_by_force(shards: list[str]) -> None:
+    took = []
+    for _ in range(3):
+        stream = loader(data(shards, workers=12, lanes=12))
+        next(stream)
+        began = time.monotonic()
+        stream.close()
+        took.append(time.monotonic() - began)
+    assert min(took) < 11 * PATIENCE, took

@@ -178,7 +178,7 @@ class Loader:
         """End the workers and give the shards back."""
         atexit.unregister(self.close)
         self._closed.set()
-        for worker in self._workers:
+        for worker in reversed(self._workers):  # who was forked later holds the others' pipes open, too
             worker.stop()
         self._workers = []
         self.plan.on_close()

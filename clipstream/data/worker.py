@@ -25,6 +25,8 @@ from clipstream.data.stages import IDLE, Stopwatch
 from clipstream.data.transfer import end_commands
 from clipstream.errors import ClipstreamError
 
+PATIENCE = 0.2  # s for a worker to see by itself that its loader was closed
+
 
 @dataclass
 class Worker:
@@ -60,7 +62,7 @@ class Worker:
     def stop(self) -> None:
         """End the process, and the commands that it runs, and wait for it."""
         self.connection.close()
-        end(self.process, patience=0.2)
+        end(self.process, PATIENCE)
 
     def killed(self) -> str:
         """How a signal ended the process, in words; '' where none did. It may be asked from any thread."""
