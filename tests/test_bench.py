@@ -29,6 +29,10 @@ def test_a_users_shards_are_measured(tmp_path: Path, capsys: pytest.CaptureFixtu
     for record in records:
         assert record["samples_per_s"] > 0 and record["first_batch_s"] > 0
         assert {"decode", "read", "tokenize"} <= record["stages"].keys()
+    if Path("/dev/full").exists():
+        assert main([*flags, "--counts", "0", "--seconds", "0.01", "--output", "/dev/full"]) == 1
+        told = capsys.readouterr()
+        assert "Workers" in told.out and "error: --output: /dev/full could not be written (No space" in told.err
 
 
 @pytest.mark.parametrize(
@@ -38,7 +42,10 @@ def test_a_users_shards_are_measured(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--train-data", "a.tar", "--counts", "1,x"], "--counts: give numbers from 0 to"),
         (["--train-data", "a.tar", "--counts", "1,999"], "not '1,999'"),
         (["--train-data", "a.tar", "--seconds", "-1"], "--seconds: give a number above 0"),
-        (["--train-data", "a.tar", "--output", "absent/a.jsonl"], "--output: absent/a.jsonl cannot be written (No such"),
+        (
+            ["--train-data", "a.tar", "--output", "absent/a.jsonl"],
+            "--output: absent/a.jsonl cannot be written (No such",
+        ),
     ],
 )
 def test_wrong_flags_are_told(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

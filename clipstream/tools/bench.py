@@ -20,7 +20,7 @@ from clipstream.cli import own_flags
 from clipstream.config import Settings, load, resolve
 from clipstream.data.settings import DataSettings
 from clipstream.data.stages import IDLE
-from clipstream.errors import SettingsError
+from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.model.pretrained import preflight
 from clipstream.report.progress import duration, milliseconds, percent
 from clipstream.report.sinks import json_line
@@ -72,6 +72,7 @@ def bench(argv: Sequence[str]) -> int:
     Raises:
         SettingsError: wrong settings, or nothing to measure.
         DataError: the shards give nothing.
+        ClipstreamError: the figures could not be written.
     """
     own, flags = own_flags(argv, OWN_FLAGS)
     seconds, gpus = _number(own, "--seconds", 10.0), _number(own, "--gpus", 1.0)
@@ -96,8 +97,11 @@ def bench(argv: Sequence[str]) -> int:
     for line in needs(best, gpus, rates, cores()):
         console.print(line)
     if output is not None:
-        with output.open("a", encoding="utf-8") as file:
-            file.writelines(json_line(_record(one)) for one in found)
+        try:
+            with output.open("a", encoding="utf-8") as file:
+                file.writelines(json_line(_record(one)) for one in found)
+        except OSError as error:
+            raise ClipstreamError(f"--output: {output} could not be written ({error.strerror})") from error
     return 0
 
 
