@@ -101,7 +101,7 @@ def test_a_delay_is_found_in_its_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, workers: int
 ) -> None:
     shards = make_shards(tmp_path, [3] * 12)
-    delay = DELAY * 12 if stage == "tokenize" else DELAY  # of a batch, of a sample
+    delay = DELAY * {"tokenize": 12, "open": 6}.get(stage, 1)  # of a batch, of a shard, of a sample
     source: dict[str, Any] = {"shards": shards}
     if stage == "transform":
         source["transform"] = f"{__name__}:slow_transform"
