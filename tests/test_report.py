@@ -87,6 +87,16 @@ def test_it_says_what_the_run_was(tmp_path: Path) -> None:
     assert "a &lt;b&gt;small&lt;/b&gt; cat 4" in page and "<b>small" not in page
 
 
+def test_it_shows_no_credentials(tmp_path: Path) -> None:
+    config = make_run(tmp_path / "mine") / "config.yaml"
+    url = "https://me:hunter2@host/{0..9}.tar?sig=hunter2"
+    pipe = "pipe:curl -H 'Authorization: Bearer hunter2' host/0.tar"
+    config.write_text(json.dumps({"data": {"sources": {"one": {"shards": url}, "two": {"shards": [pipe, url]}}}}))
+    page = html.unescape(render([read_run(config.parent)]))
+    assert "https://***@host/{0..9}.tar" in page and "pipe:curl" in page
+    assert "hunter2" not in page
+
+
 def test_it_needs_no_network(tmp_path: Path) -> None:
     page = render([read_run(make_run(tmp_path / "mine"))])
     assert page.startswith("<!doctype html>")

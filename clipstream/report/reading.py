@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from clipstream.data.shards import redact
 from clipstream.errors import SettingsError
 from clipstream.report.album import Album, Page
 from clipstream.report.figures import FIGURES_FILE, WATCH_FOLDER, way_of
@@ -138,9 +139,10 @@ def _take_afterwards(run: Run, folder: Path) -> None:
 
 
 def _shown(value: Any) -> str:
+    """As people read it, and without credentials: a report is shown around."""
     if value is None:
         return "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool) else redact(str(value))
 
 
 def fewer(points: Points, most: int = 400) -> Points:
