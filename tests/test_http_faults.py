@@ -95,3 +95,12 @@ def test_a_second_try_never_makes_a_mixture(site: Unruly, tags: str, kind: str) 
     assert path.read_bytes() == files[1 if "change" in kind else 0]
     assert place.done["cut"] == place.done[kind] == 1
     store.close()
+
+
+@pytest.mark.parametrize("told", ["-1", "many", "12, 12"])
+def test_a_length_that_is_no_number_is_none(site: Unruly, told: str) -> None:
+    body = tar_bytes([{"__key__": "0", "jpg": bytes(50_000), "txt": "x"}])
+    place = Place([body], "etag", random.Random(7), share=0.0, script=[f"length {told}"])
+    store = ShardStore(None, retries=0)
+    assert store.local(site.put("0.tar", place)).read_bytes() == body
+    store.close()

@@ -142,7 +142,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if kind == "chunked and cut":
             self.send_header("Transfer-Encoding", "chunked")
         elif not kind.startswith("no length"):
-            self.send_header("Content-Length", str(length))
+            self.send_header(
+                "Content-Length", kind.removeprefix("length ") if kind.startswith("length ") else str(length)
+            )
         if (tag := self._tag(place)) is not None:
             self.send_header("Last-Modified" if place.tags == "date" else "ETag", tag)
         self.end_headers()

@@ -147,8 +147,7 @@ class _Download:
         self.file.truncate()
         self.have = 0
         self.version = _strong_version(headers)
-        length = headers["Content-Length"]
-        self.total = int(length) if length else None
+        self.total = _told_length(headers)
 
     def _go_on(self, headers: Message) -> None:
         """The rest of what is here comes, unless the server sends another part, or that of another file."""
@@ -212,8 +211,8 @@ def http_about(url: str, timeout: float) -> About:
     try:
         request = _request(url, method="HEAD")
         with build_opener(_Http, _Https).open(request, timeout=timeout) as response:
-            length = response.headers["Content-Length"]
-            return About(response.headers["ETag"] or response.headers["Last-Modified"], int(length) if length else None)
+            headers = response.headers
+            return About(headers["ETag"] or headers["Last-Modified"], _told_length(headers))
     except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(getattr(error, "reason", error), TimeoutError):
             raise ShardError("timeout", redact(url)) from error
@@ -230,6 +229,12 @@ def _strong_version(headers: Message) -> str | None:
     tag: str | None = headers["ETag"]
     found: str | None = tag if tag and not tag.startswith("W/") else headers["Last-Modified"]
     return found
+
+
+def _told_length(headers: Message) -> int | None:
+    """Bytes that will come; None also for what is no number, as http.client then reads until the connection ends."""
+    length: str = headers["Content-Length"] or ""
+    return int(length) if length.isascii() and length.isdigit() else None
 
 
 def _request(url: str, method: str = "GET") -> Request:
