@@ -6,7 +6,7 @@ It keeps the list of what the folder holds, and never reads settings or says how
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import NoReturn, TypeVar
 
 from rich.filesize import decimal
 
+from clipstream.data import index
 from clipstream.data.shards import redact
 from clipstream.data.transfer import About
 from clipstream.errors import DataError
@@ -84,7 +85,13 @@ class Work:
         for shard in self.shards:
             (self.folder / shard.file).parent.mkdir(parents=True, exist_ok=True)
         bar = Bar("staging", [about.size for _, about in missing])
+        before = {shard.file: _written(self.folder / shard.file) for shard, _ in missing}
+        try:
+            self._copy(missing, bar)
+        finally:
+            self._drop_untold(before)
 
+    def _copy(self, missing: Sequence[tuple[Shard, About]], bar: Bar) -> None:
         def do(number: int, tell: Tell) -> Record | Failure:
             return self.copier.copy(*missing[number], number, tell)
 
@@ -105,6 +112,14 @@ class Work:
                 self.copied += 1
                 file.write(listing.line_of(made))
                 file.flush()
+
+    def _drop_untold(self, before: Mapping[str, int | None]) -> None:
+        """Remove copies that were made while all was given up: no record tells of them, and they would take room."""
+        for file, written in before.items():
+            path = self.folder / file
+            if file not in self.whole and _written(path) != written:
+                path.unlink(missing_ok=True)
+                Path(f"{path}{index.SUFFIX}").unlink(missing_ok=True)
 
     def _events(
         self, do: Callable[[int, Tell], Result], shards: Sequence[Shard], jobs: int, bar: Bar
@@ -143,6 +158,13 @@ class Work:
             f"the disk of {self.folder} is full: {len(self.whole):,} of {len(self.shards):,} shards "
             "are staged and stay; make room, and go on by the same command"
         )
+
+
+def _written(path: Path) -> int | None:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 @contextmanager
