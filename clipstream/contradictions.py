@@ -39,7 +39,8 @@ def validate_run(settings: Settings, world: World) -> None:
     Raises:
         SettingsError: every contradiction, one line each.
     """
-    found = [
+    _refuse(
+        settings,
         *_length_problems(settings),
         *_batch_problems(settings, world),
         *_model_problems(settings),
@@ -49,9 +50,7 @@ def validate_run(settings: Settings, world: World) -> None:
         *_checkpoint_problems(settings),
         *_early_stop_problems(settings),
         *_folder_problems(settings, world),
-    ]
-    if found:
-        raise SettingsError(joined(problem(settings.places, path, text) for path, text in found))
+    )
 
 
 def validate_evals(settings: Settings, *, shown: bool) -> None:
@@ -64,7 +63,10 @@ def validate_evals(settings: Settings, *, shown: bool) -> None:
     Raises:
         SettingsError: every contradiction, one line each.
     """
-    found = _evals_problems(settings, shown=shown)
+    _refuse(settings, *_evals_problems(settings, shown=shown))
+
+
+def _refuse(settings: Settings, *found: tuple[Path, str]) -> None:
     if found:
         raise SettingsError(joined(problem(settings.places, path, text) for path, text in found))
 
