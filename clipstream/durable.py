@@ -30,6 +30,18 @@ def replace(path: Path, content: bytes) -> None:
     flush(path.parent)
 
 
+def probe(path: Path) -> None:
+    """See that a file can be added to, or made, before work is done for it; what it holds stays, and none is left.
+
+    Raises:
+        OSError: it cannot.
+    """
+    new = not path.exists()
+    path.open("ab").close()
+    if new:
+        path.unlink()
+
+
 def write(path: Path, parts: Iterable[Any]) -> tuple[int, str]:
     """Make a file of parts (what has a buffer), on the disk when this returns, but for its name in the folder.
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from clipstream import durable
 from clipstream.cli import own_flags
 from clipstream.config import Settings, load, resolve
 from clipstream.data.settings import DataSettings
@@ -212,10 +213,7 @@ def _writable(name: str | None) -> Path | None:
         return None
     path = Path(name)
     try:
-        new = not path.exists()
-        path.open("a").close()
-        if new:
-            path.unlink()
+        durable.probe(path)
     except OSError as error:
         raise SettingsError(f"--output: {path} cannot be written ({error.strerror})") from error
     return path

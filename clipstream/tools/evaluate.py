@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from clipstream import durable
 from clipstream.cli import own_flags
 from clipstream.config import Settings, load
 from clipstream.contradictions import validate_evals
@@ -229,10 +230,7 @@ class _Results:
                 continue
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                new = not path.exists()
-                path.open("ab").close()
-                if new:
-                    path.unlink()
+                durable.probe(path)
             except OSError as error:
                 text = f"{path} cannot be written ({error.strerror}): name another file by {flag}"
                 raise SettingsError(text) from error
