@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from clipstream.data.commands import end_commands
 from clipstream.data.remote import ShardError, ShardStore
-from clipstream.data.transfer import end_commands
 from clipstream.errors import SettingsError
 from tests.ranks import command_runs
 from tests.tars import tar_bytes

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from clipstream.data import buckets
+from clipstream.data.commands import run_pipe
 from clipstream.data.packed import packing, unpack
 from clipstream.data.shards import local_path, redact, scheme_of
 from clipstream.data.transfer import (
@@ -25,7 +26,6 @@ from clipstream.data.transfer import (
     fetch_http,
     host_of,
     http_about,
-    run_pipe,
 )
 from clipstream.errors import ClipstreamError
 

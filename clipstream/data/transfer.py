@@ -1,22 +1,15 @@
-"""Owns the ways bytes come from elsewhere into a local file: http(s) and shell commands.
+"""Owns what a transfer into a local file is, whatever brings it, and the one by http(s).
 
-Each writes the whole of it or raises `ShardError`; what a partial transfer left in the file is the caller's to remove.
+It writes the whole of it or raises `ShardError`; what a partial transfer left in the file is the caller's to remove.
 """
 
 from __future__ import annotations
 
 import base64
-import contextlib
 import errno
 import http.client
-import os
 import random
 import re
-import shutil
-import signal
-import subprocess
-import tempfile
-import threading
 import time
 from email.message import Message
 from pathlib import Path
@@ -32,7 +25,6 @@ CHUNK = 1 << 20
 CONNECT_SECONDS = 10.0  # a host that does not answer within these is down, or behind a firewall
 TRANSIENT = (408, 425, 429)  # of the 4xx answers, those that say "later"
 PLACE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")  # a Content-Range
-TOLD = 300  # characters of a command's stderr that a message repeats
 
 
 class ShardError(Exception):
@@ -273,98 +265,3 @@ def _judge(download: _Download, error: Exception) -> tuple[ShardError, bool]:
         return ShardError("truncated_download", f"{shown}: after {download.have:,} bytes: {said}"), True
     passing = not isinstance(error, (ValueError, http.client.InvalidURL))
     return ShardError("unreachable", f"{shown}: {said}"), passing
-
-
-_running: dict[int, int | None] = {}  # process group of a command -> the thread that waits for it; None: ended by us
-_starting = threading.Lock()  # held while one starts
-_over = threading.Event()  # none starts any more
-
-
-def _after_fork() -> None:
-    """A forked process has none of its parent's threads, and must leave the parent's commands alone."""
-    global _starting
-    _starting = threading.Lock()
-    _running.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-def end_commands() -> None:
-    """Kill the commands that threads of this process wait for, and start no other: it is about to end."""
-    with _starting:
-        _over.set()
-    for group in list(_running):
-        _end(group)
-
-
-def end_command(thread: int | None) -> None:
-    """Kill the command that the thread of this identity waits for, if it does."""
-    for group, waiting in list(_running.items()):
-        if waiting == thread:
-            _end(group)
-
-
-def _end(group: int) -> None:
-    _running[group] = None
-    _kill(group)
-
-
-def _kill(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
-
-
-def run_pipe(command: str, part: Path, *, timeout: float, watch: Watch) -> None:
-    """Run a shell command with its output into `part`; only exit status 0 of every part of the pipeline counts.
-
-    All processes that it started are gone afterwards, whatever happens.
-
-    Raises:
-        ShardError: `pipe_failed`, or `timeout` when no byte came for `timeout` seconds.
-        TransferEnded: `end_command` or `end_commands` was called.
-    """
-    bash = shutil.which("bash")
-    shell = [bash, "-o", "pipefail", "-c", command] if bash else ["sh", "-c", command]
-    shown = redact(f"pipe:{command}")
-    with open(part, "wb") as out, tempfile.TemporaryFile() as errors:
-        with _starting:
-            if _over.is_set():
-                raise TransferEnded
-            process = subprocess.Popen(
-                shell, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, start_new_session=True
-            )
-            _running[process.pid] = threading.get_ident()
-        try:
-            silent = not _wait_while_growing(process.pid, out.fileno(), timeout, watch)
-        finally:
-            # Before the shell is reaped, so that its process group cannot be another's.
-            _kill(process.pid)
-            ended = _running.pop(process.pid) is None
-            status = process.wait()
-        if ended:
-            raise TransferEnded
-        size = os.fstat(out.fileno()).st_size
-        if silent:
-            raise ShardError("timeout", f"{shown}: no byte in {timeout:g} s after {size:,} bytes")
-        if status != 0:
-            errors.seek(max(0, errors.seek(0, os.SEEK_END) - TOLD))
-            said = redact(" ".join(errors.read().decode(errors="replace").split()))
-            detail = f"{shown}: exit status {status} after {size:,} bytes{': ' + said if said else ''}"
-            raise ShardError("pipe_failed", detail)
-        watch.expect(size)  # also of a command that was quicker than we looked
-
-
-def _wait_while_growing(pid: int, file: int, timeout: float, watch: Watch) -> bool:
-    """Wait for a child's end without reaping it; False when `file` stops growing for `timeout` seconds."""
-    size, since, pause = 0, time.monotonic(), 0.001
-    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        now = os.fstat(file).st_size
-        if now != size:
-            size, since = now, time.monotonic()
-            watch.came(now)
-        elif time.monotonic() - since > timeout:
-            return False
-        time.sleep(pause)
-        pause = min(0.02, pause * 2)
-    return True

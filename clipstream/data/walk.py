@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from clipstream.data.commands import end_command
 from clipstream.data.health import SourceHealth
 from clipstream.data.opening import Opener, OpenShard
 from clipstream.data.order import Cursor, Order, mix
@@ -19,7 +20,6 @@ from clipstream.data.remote import ShardError
 from clipstream.data.shards import redact
 from clipstream.data.stages import OPEN
 from clipstream.data.tarstream import SampleRef, ShardIndex
-from clipstream.data.transfer import end_command
 from clipstream.errors import Dropped
 
 LAST_SECONDS = 2.0  # for a transfer ahead to end by itself

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from clipstream.data.commands import end_commands
 from clipstream.data.ending import END, Ended, end, end_with, listen
 from clipstream.data.feeder import Feeder
 from clipstream.data.slab import SlabRing
 from clipstream.data.stages import IDLE, Stopwatch
-from clipstream.data.transfer import end_commands
 from clipstream.errors import ClipstreamError
 
 PATIENCE = 0.2  # s for a worker to see by itself that its loader was closed

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from clipstream.data import folders, index
+from clipstream.data.commands import end_commands
 from clipstream.data.ending import END, end_with
 from clipstream.data.fetching import about
 from clipstream.data.manifest import kind_of
 from clipstream.data.remote import ShardError, ShardStore
 from clipstream.data.shards import expand, local_path, redact, scheme_of
 from clipstream.data.tarstream import scan
-from clipstream.data.transfer import end_commands
 from clipstream.errors import DataError, SettingsError
 
 SAY_SECONDS = 5.0

@@ -1,0 +1,55 @@
+"""Commands whose output is a shard: whatever ends the process that waits for one, and whenever, the command ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import ROOT, TIMEOUT, command_runs
+
+WAITER = """
+import os, random, signal, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from clipstream.data.commands import end_commands, run_pipe
+
+class Ended(BaseException):
+    pass
+
+def end(*_):
+    if way == "raises":
+        raise Ended
+    end_commands()
+    os._exit(0)
+
+seconds, part, way = sys.argv[1:]
+signal.signal(signal.SIGALRM, end)
+watch = SimpleNamespace(came=lambda size: None, expect=lambda size: None)
+for number in range(200):
+    if way == "exits" and (child := os.fork()):
+        os.waitpid(child, 0)
+        continue
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0001, 0.008))
+        run_pipe("sleep " + seconds, Path(part), timeout=60.0, watch=watch)
+    except Ended:
+        continue
+    sys.exit("the command ended by itself")
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc")
+@pytest.mark.parametrize("way", ["raises", "exits"])
+def test_a_signal_at_any_moment_leaves_no_command(tmp_path: Path, way: str) -> None:
+    """Also before the command is known to the process that started it; nor does that process hang."""
+    mark = f"3600.{os.getpid()}"
+    subprocess.run([sys.executable, "-c", WAITER, mark, tmp_path / "part", way], cwd=ROOT, timeout=TIMEOUT, check=True)
+    end = time.monotonic() + 10
+    while command_runs(mark):
+        assert time.monotonic() < end, "a command outlives who waited for it"
+        time.sleep(0.05)
