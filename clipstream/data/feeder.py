@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,13 +23,14 @@ from clipstream.data.order import Draws, Mix, Slots
 from clipstream.data.slab import Slab
 from clipstream.data.stages import HAND_OVER, Laps, Stopwatch
 from clipstream.data.text import Tokenizer, readable
-from clipstream.data.tracing import Tracer
+from clipstream.data.tracing import Trace, Tracer
 from clipstream.data.walk import Taken, Walk
 from clipstream.errors import Dropped
 
 # When a feeder reports before its part is full: so many samples were dropped since, or so many seconds have passed.
 INTERIM_DROPS = 200
 INTERIM_SECONDS = 10.0
+AHEAD = 1 << 18  # bytes of pictures that are read before they are decoded; the last one may exceed it
 
 
 class ImageTransform(Protocol):
@@ -68,16 +69,6 @@ class Reader:
         return (*split_keys(self.image_key), *self.caption.members)
 
 
-class Found(NamedTuple):
-    """What a slot gets: a sample's name 'SHARD/KEY' and caption; no caption where the slot stays empty."""
-
-    name: str
-    caption: str | None
-
-
-PADDING = Found("", None)
-
-
 @dataclass
 class Lane:
     """A lane on its way: its walks by source, and how many of its places (samples, or empty ones) it has filled."""
@@ -89,6 +80,37 @@ class Lane:
     def save(self) -> dict[str, Any]:
         """The lane's state for JSON."""
         return {"drawn": self.drawn, "cursors": [walk.cursor.save() for walk in self.walks]}
+
+
+@dataclass(slots=True)
+class Place:
+    """A slot that is to be filled by a lane, and how far its sample is.
+
+    Attributes:
+        lane: of the feeder.
+        slot: of the rank's batch.
+        source: number of the source.
+        walk: the lane's, in that source.
+        reader: of the source.
+        taken: the sample.
+        draws: its own; None in evaluation.
+        traced: takes the words on it, where it is traced.
+        caption: of it; None where the slot stays empty.
+        data: the picture's file.
+        name: 'SHARD/KEY' of what the slot got, '' of padding; None where it has got nothing.
+    """
+
+    lane: Lane
+    slot: int
+    source: int
+    walk: Walk
+    reader: Reader
+    taken: Taken | None = None
+    draws: Draws | None = None
+    traced: Trace | None = None
+    caption: str | None = None
+    data: bytes = b""
+    name: str | None = None
 
 
 @dataclass
@@ -152,25 +174,24 @@ class Feeder:
         """Fill this feeder's slots of a batch; a slot is no part of it where its lane has ended."""
         captions: dict[int, str] = {}
         keys: dict[int, str] = {}
-        for lane in self.lanes:
-            for slot in self.slots.of(lane.number, step):
-                source = self.mix.source(lane.number, lane.drawn)
-                found = PADDING if source is None else self._next(lane.walks[source], self.readers[source], slab, slot)
-                if found is None:
-                    continue
-                lane.drawn += 1
-                keys[slot] = found.name
-                slab.sources[slot] = source or 0
-                if found.caption is None:
-                    slab.clear(slot)
+        slots = [(lane, self.slots.of(lane.number, step)) for lane in self.lanes]
+        for turn in range(max((len(mine) for _, mine in slots), default=0)):
+            for place in self._filled([(lane, mine[turn]) for lane, mine in slots if turn < len(mine)], slab):
+                if place.name is None:
+                    continue  # its lane is at its end
+                place.lane.drawn += 1
+                keys[place.slot] = place.name
+                slab.sources[place.slot] = place.source
+                if place.caption is None:
+                    slab.clear(place.slot)
                 else:
-                    slab.weights[slot] = 1.0
-                    captions[slot] = found.caption
+                    slab.weights[place.slot] = 1.0
+                    captions[place.slot] = place.caption
         if captions:
             self.watch.begin("tokenize", "")
             slab.ids[list(captions)] = self.tokenizer.encode(list(captions.values()))
         lanes = {lane.number: lane.save() for lane in self.lanes}
-        ended = not keys and any(self.slots.of(lane.number, step) for lane in self.lanes)
+        ended = not keys and any(mine for _, mine in slots)
         self._reported = time.monotonic()
         self.watch.begin(HAND_OVER, "")
         return Part(self.health.take(), self.watch.take(), step, keys, lanes, ended)
@@ -183,40 +204,55 @@ class Feeder:
             self._reported = now
             self.report(Report(self.health.take(), self.watch.take()))
 
-    def _next(self, walk: Walk, reader: Reader, slab: Slab, slot: int) -> Found | None:
-        """Write the next sample's pixels to its slot: the next usable one's, where places are not kept. None at the end
-        of the walk.
-        """
-        self.watch.begin("order", "")
-        while (taken := walk.take()) is not None:
-            health = self.health.sources[reader.name]
-            health.read += 1
-            draws = None if taken.draws_key is None else Draws(taken.draws_key)
-            traced = self.tracer.begin(taken.url, taken.ref.key)
-            try:
-                caption = self._read(taken, reader, draws, slab, slot, traced)
-            except Dropped as drop:
-                if traced:
-                    traced.end("dropped", f"{drop.reason}: {drop.detail}")
-                health.drop(Loss(reader.name, taken.url, taken.ref.key, drop.reason, drop.detail))
-                if sum(health.dropped.values()) <= PROFILED:
-                    with contextlib.suppress(Dropped):  # its members may be unreadable, too
-                        health.profile.add(_whole(taken))
-                self.pulse(reader.name)
-                if walk.keeps_places:
-                    return Found(taken.name, None)
-                self.watch.begin("order", "")
-                continue
-            if traced:
-                traced.end("used", f"slot {slot} of this rank's batch")
-            health.used += 1
-            self.pulse(reader.name)
-            return Found(taken.name, caption)
-        return None
+    def _filled(self, slots: Sequence[tuple[Lane, int]], slab: Slab) -> list[Place]:
+        """Fill slots of different lanes. As a lane has but one of them, its next sample can take a dropped one's place.
 
-    def _read(
-        self, taken: Taken, reader: Reader, draws: Draws | None, slab: Slab, slot: int, traced: Tracer | None
-    ) -> str:
+        Each step is done for some samples before the next step is, as the processor's caches hold the code of one.
+        """
+        places: list[Place] = []
+        for lane, slot in slots:
+            source = self.mix.source(lane.number, lane.drawn)
+            number = source or 0
+            place = Place(lane, slot, number, lane.walks[number], self.readers[number])
+            place.name = "" if source is None else None
+            places.append(place)
+        unfilled = [place for place in places if place.name is None]
+        while unfilled:
+            unfilled = self._tried(unfilled, slab)
+        return places
+
+    def _tried(self, places: list[Place], slab: Slab) -> list[Place]:
+        """Fill places with their lanes' next samples; those whose sample was dropped, and which want another."""
+        again: list[Place] = []
+        read: list[Place] = []
+        held = 0
+        for place in [place for place in places if self._takes(place)]:
+            try:
+                self._read(place)
+            except Dropped as drop:
+                again += self._dropped(place, drop)
+                continue
+            read.append(place)
+            held += len(place.data)
+            if held >= AHEAD:
+                again += self._decoded(read, slab)
+                read, held = [], 0
+        return again + self._decoded(read, slab)
+
+    def _takes(self, place: Place) -> bool:
+        """Take the lane's next sample; whether there is one."""
+        self.watch.begin("order", "")
+        taken = place.taken = place.walk.take()
+        if taken is None:
+            return False
+        place.draws = None if taken.draws_key is None else Draws(taken.draws_key)
+        place.traced = self.tracer.begin(taken.url, taken.ref.key)
+        return True
+
+    def _read(self, place: Place) -> None:
+        """Caption and picture of the place's sample. Raises Dropped."""
+        taken, reader, traced = place.taken, place.reader, place.traced
+        assert taken is not None
         self.watch.begin("read", taken.name)
         sample: Mapping[str, Any] = _sample(taken, reader.members)
         if traced:
@@ -226,17 +262,53 @@ class Feeder:
             sample = reader.transform(sample)
             if traced:
                 traced.members("transform", sample)
-        caption = reader.caption(sample, draws)
+        place.caption = reader.caption(sample, place.draws)
         if traced:
-            ids = self.tokenizer.encode([caption])[0].tolist()
-            traced.caption(caption, ids, readable(self.tokenizer, ids))
-        self.watch.begin("decode", taken.name)
-        data = image_bytes(sample, reader.image_key)
-        reader.image(data, draws, slab.pixels[slot])
-        if traced:
-            traced.picture(data, slab.pixels[slot])
-        slab.pictures[slot] = checksum(data)
-        return caption
+            ids = self.tokenizer.encode([place.caption])[0].tolist()
+            traced.caption(place.caption, ids, readable(self.tokenizer, ids))
+        place.data = image_bytes(sample, reader.image_key)
+
+    def _decoded(self, places: list[Place], slab: Slab) -> list[Place]:
+        """Write the pixels of the places' samples; the places that want another."""
+        again: list[Place] = []
+        for place in places:
+            assert place.taken is not None
+            self.watch.begin("decode", place.taken.name)
+            pixels = slab.pixels[place.slot]
+            try:
+                place.reader.image(place.data, place.draws, pixels)
+            except Dropped as drop:
+                again += self._dropped(place, drop)
+                continue
+            slab.pictures[place.slot] = checksum(place.data)
+            if place.traced:
+                place.traced.picture(place.data, pixels)
+                place.traced.end("used", f"slot {place.slot} of this rank's batch")
+            place.name, place.data = place.taken.name, b""
+            health = self.health.sources[place.reader.name]
+            health.read += 1
+            health.used += 1
+            self.pulse(place.reader.name)
+        return again
+
+    def _dropped(self, place: Place, drop: Dropped) -> list[Place]:
+        """Count a sample that cannot be used; its place, if it wants another: not where samples keep theirs."""
+        taken, name = place.taken, place.reader.name
+        assert taken is not None
+        if place.traced:
+            place.traced.end("dropped", f"{drop.reason}: {drop.detail}")
+        place.caption = None
+        health = self.health.sources[name]
+        health.read += 1
+        health.drop(Loss(name, taken.url, taken.ref.key, drop.reason, drop.detail))
+        if sum(health.dropped.values()) <= PROFILED:
+            with contextlib.suppress(Dropped):  # its members may be unreadable, too
+                health.profile.add(_whole(taken))
+        self.pulse(name)
+        if not place.walk.keeps_places:
+            return [place]
+        place.name = taken.name
+        return []
 
 
 def checksum(data: bytes) -> int:

@@ -16,7 +16,7 @@ SHOWN = 200  # characters of a text
 
 
 class Tracer:
-    """Prints the first samples that a feeder reads, used or dropped.
+    """Chooses the samples that are traced: the first that a feeder reads, used or dropped.
 
     Args:
         count: how many.
@@ -24,15 +24,24 @@ class Tracer:
 
     def __init__(self, count: int) -> None:
         self._count, self._done = count, 0
-        self._lines: list[str] = []
 
-    def begin(self, shard: str, key: str) -> Tracer | None:
+    def begin(self, shard: str, key: str) -> Trace | None:
         """A sample is read; None where it is not to be traced."""
         if self._done == self._count:
             return None
         self._done += 1
-        self._lines = [f"trace {self._done} of {self._count}: {key} in {shard}"]
-        return self
+        return Trace(f"trace {self._done} of {self._count}: {key} in {shard}")
+
+
+class Trace:
+    """Takes the words on one sample, and prints them.
+
+    Args:
+        title: the first line.
+    """
+
+    def __init__(self, title: str) -> None:
+        self._lines = [title]
 
     def members(self, stage: str, sample: Mapping[str, Any]) -> None:
         """What a sample consists of now."""

@@ -233,6 +233,7 @@ class WindowWalk:
         self._pulse = pulse
         self._held: dict[int, OpenShard] = {}  # place in the group -> shard
         self._numbers: list[int] = []
+        self._titles: list[str] = []  # of the group's shards
         self._sizes: list[int] | None = None  # None: the cursor's group is not open
         # Of the cursor's window, which is not laid out where it is None. A view, as that gives Python's integers.
         self._samples: memoryview | None = None
@@ -252,7 +253,7 @@ class WindowWalk:
         else:
             shard, ref = _ABSENT, SampleRef(f"#{number}", {})
         self.cursor.position = position + 1
-        return Taken.of(shard, ref, self._shards.title(self._numbers[place]), mix(position, state=self._key))
+        return Taken.of(shard, ref, self._titles[place], mix(position, state=self._key))
 
     def _advance(self, window_done: bool) -> memoryview | None:
         """Lay out the cursor's window, or step to the next window or group. None: call again."""
@@ -281,6 +282,7 @@ class WindowWalk:
 
     def _open_group(self) -> None:
         self._numbers = self._order.group(self._lane, self.cursor.group)
+        self._titles = [self._shards.title(number) for number in self._numbers]
         for place, number in enumerate(self._numbers):
             if place in self.cursor.skipped:
                 continue
@@ -329,9 +331,9 @@ class OnceWalk:
             pulse()
             if shard is None:
                 continue
-            samples = shard.index.samples
+            samples, title = shard.index.samples, shards.title(number)
             size = len(samples) if limit is None else min(len(samples), limit - before)
             for i in range(lane * size // lanes, (lane + 1) * size // lanes):
-                yield Taken.of(shard, samples[i], shards.title(number), None)
+                yield Taken.of(shard, samples[i], title, None)
             shards.release(number)
             before += size
