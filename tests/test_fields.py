@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from clipstream.data.fields import build_caption, build_transform, image_bytes, split_keys
+from clipstream.data.fields import build_caption, build_transform, image_bytes, json_object, split_keys
 from clipstream.data.order import Draws
 from clipstream.data.settings import CaptionSettings
 from clipstream.errors import Dropped, SettingsError
@@ -176,3 +178,27 @@ def test_a_users_transform() -> None:
     for path, word in wrong.items():
         with pytest.raises(SettingsError, match=word):
             build_transform(path)
+
+
+def _json_or_reason(parse: Any, text: str | bytes) -> str:
+    try:
+        return repr(parse(text))
+    except (Dropped, ValueError):
+        return "refused"
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+_TEXTS = st.one_of(
+    st.builds(lambda value, ascii_only: json.dumps({"a": value}, ensure_ascii=ascii_only), _VALUES, st.booleans()),
+    st.text('{}[]":,aA\\ud80 e+-.0123truflsnN\n\x00é').map(lambda text: '{"a":' + text),
+    st.sampled_from(['{"a":"\\ud800"}', '{"a":1,"a":2}', '{"a":1e400}', '\ufeff{"a":1}', '{"a":-Infinity}']),
+)
+
+
+@given(_TEXTS, st.sampled_from(["utf-8", "utf-8-sig", "utf-16", None]))
+def test_json_is_read_as_python_reads_it(text: str, encoding: str | None) -> None:
+    member = text if encoding is None else text.encode(encoding, "surrogatepass")
+    assert _json_or_reason(json_object, member) == _json_or_reason(json.loads, member)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+from pydantic_core import from_json
+
 from clipstream.data.settings import CaptionSettings, JsonCaption, TextCaption
 from clipstream.errors import Dropped, SettingsError
 from clipstream.plugins import load_function, load_plugin
@@ -270,12 +272,20 @@ def json_object(value: Any) -> dict[str, Any]:
     """
     if isinstance(value, (str, bytes, bytearray)):
         try:
-            value = json.loads(value)
+            value = _parsed(value)
         except (ValueError, RecursionError) as error:
             raise Dropped("json_invalid", str(error)) from error
     if not isinstance(value, dict):
         raise Dropped("json_not_object", f"{type(value).__name__} instead of an object")
     return value
+
+
+def _parsed(text: str | bytes | bytearray) -> Any:
+    """The value of a JSON text. Raises ValueError, RecursionError."""
+    try:
+        return from_json(text)  # in half the time
+    except ValueError:
+        return json.loads(text)  # forgives more: UTF-16, a byte order mark, halves of characters
 
 
 def _refuse(value: Any, suffixes: tuple[str, ...], reason: str) -> NoReturn:

@@ -230,12 +230,13 @@ class Loader:
 
     def _receive_all(self, timeout: float) -> bool:
         """Take what workers have sent, or send within `timeout` s; whether the next batch is whole."""
-        whole = len(self._parts.get(self._step, ())) == len(self._workers)
-        # Looked at also when nothing is waited for: the death of a worker is news before its parts run out.
-        wait([worker.connection for worker in self._workers], timeout=0.0 if whole else timeout)
-        for number, worker in enumerate(self._workers):
-            while worker.connection.poll():  # a death stands behind all that was filled before it
-                self._receive(number, worker)
+        if len(self._parts.get(self._step, ())) == len(self._workers):
+            timeout = 0.0  # looked at all the same: the death of a worker is news before its parts run out
+        workers: dict[Any, tuple[int, Worker]] = {one.connection: (n, one) for n, one in enumerate(self._workers)}
+        while ready := wait(workers, timeout=timeout):
+            for connection in ready:  # a worker's death stands behind all that it filled before
+                self._receive(*workers[connection])
+            timeout = 0.0
         return len(self._parts.get(self._step, ())) == len(self._workers)
 
     def _watch(self, workers: list[Worker]) -> None:
