@@ -192,6 +192,27 @@ def test_bad_samples_are_replaced_and_counted(tmp_path: Path) -> None:
     assert not stream.health.take_losses()
 
 
+def test_what_takes_a_dropped_samples_place_does_not_depend_on_how_many_are_read_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = [b"no picture", b"", picture(1)[:100]]
+    samples = [
+        {
+            "__key__": f"{n:03d}",
+            "jpg": bad[n % 3] if n % 5 == 0 else picture(n),
+            "txt": "" if n % 7 == 0 else f"text {n}",
+        }
+        for n in range(60)
+    ]
+    write_tar(tmp_path / "a.tar", samples)
+    settings = data(str(tmp_path / "a.tar"), lanes=3, global_batch_size=16, max_sample_failures=1.0)
+    many = digests(settings, 1, 30)
+    monkeypatch.setattr("clipstream.data.feeder.AHEAD", 1)
+    assert digests(settings, 1, 30) == many
+    monkeypatch.setattr("clipstream.data.feeder.SOON", -1.0)
+    assert digests(settings, 1, 30) == many
+
+
 def test_a_broken_shard_is_listed_once(shards: list[str], tmp_path: Path) -> None:
     broken = tmp_path / "cut.tar"
     broken.write_bytes(Path(shards[2]).read_bytes()[:9000])
@@ -280,7 +301,8 @@ def test_a_slow_source_is_no_stall(shards: list[str], monkeypatch: pytest.Monkey
     monkeypatch.setattr("clipstream.data.feeder.INTERIM_SECONDS", 0.5)
     sources = {"train": {"shards": shards, "transform": "tests.test_loader:slow"}}
     began = time.monotonic()
-    settings = data(shards, workers=1, stall_timeout=10.0, sources=sources, prefetch=1, global_batch_size=24)
+    sizes = {"lanes": 24, "global_batch_size": 24}
+    settings = data(shards, workers=1, stall_timeout=8.0, sources=sources, prefetch=1, **sizes)
     with loader(settings) as stream:
         next(stream)
     assert time.monotonic() - began > 10

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -30,7 +30,9 @@ from clipstream.errors import Dropped
 # When a feeder reports before its part is full: so many samples were dropped since, or so many seconds have passed.
 INTERIM_DROPS = 200
 INTERIM_SECONDS = 10.0
-AHEAD = 1 << 18  # bytes of pictures that are read before they are decoded; the last one may exceed it
+# When what was read is decoded: so many bytes of pictures are held, or so many seconds have passed.
+AHEAD = 1 << 18
+SOON = 1.0
 
 
 class ImageTransform(Protocol):
@@ -224,20 +226,39 @@ class Feeder:
     def _tried(self, places: list[Place], slab: Slab) -> list[Place]:
         """Fill places with their lanes' next samples; those whose sample was dropped, and which want another."""
         again: list[Place] = []
+        open_places = iter(places)
+        while taken := self._some_taken(open_places):
+            unread = iter(taken)
+            while read := self._some_read(unread, again):
+                again += self._decoded(read, slab)
+        return again
+
+    def _some_taken(self, places: Iterator[Place]) -> list[Place]:
+        """The next places whose lanes are not at their end, with a sample each. Opening a shard may take long."""
+        taken: list[Place] = []
+        began = time.monotonic()
+        for place in places:
+            if self._takes(place):
+                taken.append(place)
+                if time.monotonic() - began > SOON:
+                    break
+        return taken
+
+    def _some_read(self, places: Iterator[Place], dropped: list[Place]) -> list[Place]:
+        """The next places whose samples could be read; adds to `dropped` the others, if they want another sample."""
         read: list[Place] = []
-        held = 0
-        for place in [place for place in places if self._takes(place)]:
+        held, began = 0, time.monotonic()
+        for place in places:
             try:
                 self._read(place)
             except Dropped as drop:
-                again += self._dropped(place, drop)
+                dropped += self._dropped(place, drop)
                 continue
             read.append(place)
             held += len(place.data)
-            if held >= AHEAD:
-                again += self._decoded(read, slab)
-                read, held = [], 0
-        return again + self._decoded(read, slab)
+            if held >= AHEAD or time.monotonic() - began > SOON:
+                break
+        return read
 
     def _takes(self, place: Place) -> bool:
         """Take the lane's next sample; whether there is one."""

@@ -2,9 +2,9 @@
 
     open        a shard is opened, or fetched from elsewhere
     order       the next sample is looked up
-    read        its members are read
-    transform   the user's own function
-    decode      caption and picture, into the slab
+    read        its members are read, and its caption is found
+    transform   the user's own function, and the caption in what it gives
+    decode      the picture, into the slab
     tokenize    the captions of a part of a batch
     hand-over   the part is reported to the loader
     idle        there is no free slab: training is slower than the data
