@@ -5,9 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -24,7 +21,6 @@ from clipstream.data.sources import evaluation_loader, training_loader
 from clipstream.errors import DataError, SettingsError
 from clipstream.world import World
 from tests.pictures import ByteTokenizer, make_shards, picture
-from tests.ranks import TIMEOUT, command_runs
 from tests.tars import write_tar
 
 IMAGE = ImageSpec((16, 16))
@@ -291,49 +287,6 @@ def test_a_member_that_cannot_be_read_is_a_dropped_sample(tmp_path: Path, worker
     assert health.read == health.used + health.dropped.total()
 
 
-def slow(sample: dict[str, Any]) -> dict[str, Any]:
-    """A user's transform that is slow."""
-    time.sleep(0.5)
-    return sample
-
-
-def test_a_slow_source_is_no_stall(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clipstream.data.feeder.INTERIM_SECONDS", 0.5)
-    sources = {"train": {"shards": shards, "transform": "tests.test_loader:slow"}}
-    began = time.monotonic()
-    sizes = {"lanes": 24, "global_batch_size": 24}
-    settings = data(shards, workers=1, stall_timeout=8.0, sources=sources, prefetch=1, **sizes)
-    with loader(settings) as stream:
-        next(stream)
-    assert time.monotonic() - began > 10
-
-
-def test_a_killed_worker_is_named(shards: list[str]) -> None:
-    with loader(data(shards, workers=2, prefetch=1)) as stream:
-        next(stream)
-        os.kill(stream.worker_pids()[1], signal.SIGKILL)
-        with pytest.raises(DataError, match=r"data worker 1 .*SIGKILL"):
-            for _ in range(5):
-                next(stream)
-
-
-def sleepy(sample: dict[str, Any]) -> dict[str, Any]:
-    """A user's transform that hangs."""
-    time.sleep(600)
-    return sample
-
-
-def test_a_stall_names_worker_stage_and_sample(shards: list[str]) -> None:
-    sources = {"train": {"shards": shards, "transform": "tests.test_loader:sleepy"}}
-    began = time.monotonic()
-    with (
-        pytest.raises(DataError, match=r"worker 0 .*transform 0000\d\.tar/"),
-        loader(data(shards, workers=1, stall_timeout=6.0, sources=sources)) as stream,
-    ):
-        next(stream)
-    assert time.monotonic() - began < 240
-
-
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (1, 2), (2, 0), (3, 2)])
 def test_evaluation_sees_every_sample_once(shards: list[str], ranks: int, workers: int) -> None:
     source = SourceSettings(shards=shards)
@@ -382,37 +335,3 @@ def test_a_renewed_signature_and_a_moved_folder_leave_the_order(tmp_path: Path, 
     names = [_stable_names([f"https://host/{i}.tar?sig={sig}&se=2026" for i in range(3)]) for sig in ("A", "B")]
     assert names[0] == names[1] == ["0.tar", "1.tar", "2.tar"]
     assert len(set(_stable_names([f"https://host/get?id={i}" for i in range(3)]))) == 3
-
-
-@pytest.mark.usefixtures("commands")
-def test_a_pipes_command_ends_with_its_worker(tmp_path: Path) -> None:
-    mark = f"78.{os.getpid()}"
-    stream = loader(data(f"pipe:sleep {mark}", workers=1))
-    while not command_runs(mark):
-        time.sleep(0.05)
-    stream.close()
-    for _ in range(100):
-        if not command_runs(mark):
-            return
-        time.sleep(0.05)
-    pytest.fail("the command of the pipe is still running")
-
-
-def test_no_worker_outlives_its_loader(shards: list[str]) -> None:
-    stream = loader(data(shards, workers=3))
-    pids = stream.worker_pids()
-    next(stream)
-    stream.close()
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-
-
-def test_a_process_ends_that_forgets_to_close_its_loader(tmp_path: Path) -> None:
-    shards = make_shards(tmp_path, [20])
-    script = "from tests.test_loader import data, loader; import sys; stream = loader(data(sys.argv[1:], workers=2))"
-    command = [sys.executable, "-c", f"{script}; print(*next(stream).keys, *stream.worker_pids())", *shards]
-    ended = subprocess.run(command, timeout=TIMEOUT, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    for pid in ended.stdout.split()[-2:]:
-        assert not Path(f"/proc/{pid}").exists()
