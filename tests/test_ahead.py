@@ -20,14 +20,9 @@ from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import evaluation_loader
 from clipstream.errors import DataError
 from clipstream.world import World
-from tests.pictures import ByteTokenizer, make_shards
+from tests.pictures import ByteTokenizer
 from tests.ranks import command_runs
 from tests.test_loader import IMAGE, data, digest, digests, loader
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return make_shards(tmp_path_factory.mktemp("shards"), [13, 7, 20, 1, 16, 9])
 
 
 class Folder(http.server.SimpleHTTPRequestHandler):

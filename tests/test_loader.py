@@ -62,11 +62,6 @@ def digests(settings: DataSettings, ranks: int, steps: int, start: DataState | N
             one.close()
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return make_shards(tmp_path_factory.mktemp("shards"), [13, 7, 20, 1, 16, 9])
-
-
 @pytest.mark.parametrize("mode", ["resampled", "epoch"])
 def test_global_batches_are_the_same_for_every_layout(shards: list[str], mode: str) -> None:
     changes: dict[str, Any] = {"sampling": {"mode": mode}, "lanes": 6, "augment": {"scale": (0.5, 1.0), "flip": 0.5}}

@@ -18,11 +18,6 @@ from tests.ranks import TIMEOUT, command_runs
 from tests.test_loader import data, loader
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return make_shards(tmp_path_factory.mktemp("shards"), [13, 7, 20, 1, 16, 9])
-
-
 def slow(sample: dict[str, Any]) -> dict[str, Any]:
     """A user's transform that is slow."""
     time.sleep(0.5)
