@@ -6,7 +6,7 @@ Two loaders without workers fill the same batches of the same shards, which are 
 one names its stages, keeps their times and tells what it is at as always; the other's stopwatch does nothing at all.
 The cost is the median over the rounds of the ratio of their CPU times. Small pictures show it at its worst.
 
-Found, with other work on the machine: for pictures of 64 px (318 µs a sample) +2.5 to +4.6% in seven comparisons, where
+Found, with other work on the machine: for pictures of 64 px (318 µs a sample) +2.5 to +4.6% in eight comparisons, where
 two loaders of one kind differ by up to 1%; +1.0 and +1.3% for 256 px, -0.1 and +0.1% for 512 px. Called in a loop, the
 stopwatch takes 3 µs a sample, 1% of the smallest; the rest is what it costs to have other things in the processor's
 caches.

@@ -94,12 +94,12 @@ class Place:
         source: number of the source.
         walk: the lane's, in that source.
         reader: of the source.
+        name: 'SHARD/KEY' of what the slot got, '' of padding; None where it has got nothing.
         taken: the sample.
         draws: its own; None in evaluation.
         traced: takes the words on it, where it is traced.
         caption: of it; None where the slot stays empty.
         data: the picture's file.
-        name: 'SHARD/KEY' of what the slot got, '' of padding; None where it has got nothing.
     """
 
     lane: Lane
@@ -107,12 +107,12 @@ class Place:
     source: int
     walk: Walk
     reader: Reader
+    name: str | None
     taken: Taken | None = None
     draws: Draws | None = None
     traced: Trace | None = None
     caption: str | None = None
     data: bytes = b""
-    name: str | None = None
 
 
 @dataclass
@@ -215,9 +215,8 @@ class Feeder:
         for lane, slot in slots:
             source = self.mix.source(lane.number, lane.drawn)
             number = source or 0
-            place = Place(lane, slot, number, lane.walks[number], self.readers[number])
-            place.name = "" if source is None else None
-            places.append(place)
+            name = "" if source is None else None
+            places.append(Place(lane, slot, number, lane.walks[number], self.readers[number], name))
         unfilled = [place for place in places if place.name is None]
         while unfilled:
             unfilled = self._tried(unfilled, slab)
