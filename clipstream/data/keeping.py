@@ -208,6 +208,15 @@ def newest(entries: Iterable[Path]) -> Path | None:
     return max(written, key=lambda path: written[path], default=None)
 
 
+def stamp(target: Path) -> tuple[int, int, int] | None:
+    """What another file in an entry's place does not share; None where there is none."""
+    try:
+        stat = target.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+
+
 def discard(target: Path) -> None:
     """Remove an entry, by who holds its lock alone."""
     target.unlink(missing_ok=True)

@@ -234,8 +234,8 @@ class ShardStore:
             # other lets go for a moment, in which another process may remove the spool: hence the loop.
             self._lock(lock, fcntl.LOCK_SH, target)
             while not self._is_there(target):
-                alone = self._lock(lock, fcntl.LOCK_EX, target)
-                if not self._is_there(target):
+                alone = self._lock_alone(lock, target)
+                if alone is not None and not self._is_there(target):
                     if failure := keeping.failure_since(asked, target):
                         raise ShardError(*failure)
                     self._fill(target, fill, alone=alone)
@@ -262,15 +262,25 @@ class ShardStore:
             return True
         return False
 
-    def _lock(self, lock: int, kind: int, target: Path) -> bool:
-        """flock; false on file systems without it: two processes may download one shard there, both get it whole."""
+    def _lock_alone(self, lock: int, target: Path) -> bool | None:
+        """As `_lock`, unless another, who looked as we did, was first: it then holds the lock shared as it reads."""
+        found = keeping.stamp(target)
+        return self._lock(lock, fcntl.LOCK_EX, target, unless=lambda: keeping.stamp(target) != found)
+
+    def _lock(self, lock: int, kind: int, target: Path, unless: Callable[[], bool] = lambda: False) -> bool | None:
+        """flock. False on file systems without it: two processes may download one shard there, both get it whole.
+
+        None where it had to be waited for and `unless` came true: then nothing is locked.
+        """
         size, looked = 0, 0.0
         while True:
             try:
                 fcntl.flock(lock, kind | fcntl.LOCK_NB)
                 return True
             except BlockingIOError:
-                pass
+                fcntl.flock(lock, fcntl.LOCK_UN)  # some file systems leave what was held, and two would wait for ever
+                if unless():
+                    return None
             except OSError as error:
                 if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP):
                     return False
