@@ -87,7 +87,7 @@ def test_remote_shards_are_fetched_before_they_are_needed(
 @pytest.mark.usefixtures("commands")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_command_that_fetches_ahead_ends_with_who_wants_it(shards: list[str], tmp_path: Path, workers: int) -> None:
-    seconds = f"3600.{os.getpid()}"
+    seconds = f"3602.{os.getpid()}"
     slow = f"pipe:cat {shards[0]}; test -e {tmp_path}/first && sleep {seconds}; touch {tmp_path}/first"
     changes: dict[str, Any] = {
         "lanes": 1,

@@ -30,12 +30,12 @@ def end(*_):
 seconds, part, way = sys.argv[1:]
 signal.signal(signal.SIGALRM, end)
 watch = SimpleNamespace(came=lambda size: None, expect=lambda size: None)
-for number in range(200):
+for number in range(400):
     if way == "exits" and (child := os.fork()):
         os.waitpid(child, 0)
         continue
     try:
-        signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0001, 0.008))
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0001, 0.006))
         run_pipe("sleep " + seconds, Path(part), timeout=60.0, watch=watch)
     except Ended:
         continue
@@ -47,7 +47,7 @@ for number in range(200):
 @pytest.mark.parametrize("way", ["raises", "exits"])
 def test_a_signal_at_any_moment_leaves_no_command(tmp_path: Path, way: str) -> None:
     """Also before the command is known to the process that started it; nor does that process hang."""
-    mark = f"3600.{os.getpid()}"
+    mark = f"3601.{os.getpid()}"
     subprocess.run([sys.executable, "-c", WAITER, mark, tmp_path / "part", way], cwd=ROOT, timeout=TIMEOUT, check=True)
     end = time.monotonic() + 10
     while command_runs(mark):

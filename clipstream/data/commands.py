@@ -5,6 +5,7 @@ It writes the whole output or raises `ShardError`; what a partial one left in th
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import shutil
@@ -13,7 +14,6 @@ import subprocess
 import tempfile
 import threading
 import time
-from concurrent.futures import Future
 from pathlib import Path
 from typing import IO
 
@@ -24,7 +24,7 @@ TOLD = 300  # characters of a command's stderr that a message repeats
 
 _running: dict[int, int | None] = {}  # process group of a command -> the thread that waits for it; None: ended by us
 _starting = threading.RLock()  # held while one starts; by a handler of a signal too, even within another
-_over = threading.Event()  # none starts any more
+_is_over = False  # none starts any more
 
 
 def _after_fork() -> None:
@@ -42,8 +42,9 @@ def end_commands() -> None:
 
     A handler of a signal may call it.
     """
+    global _is_over
     with _starting:
-        _over.set()
+        _is_over = True
     for group in list(_running):
         _end(group)
 
@@ -65,6 +66,60 @@ def _kill(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
+class _Start:
+    """The start of a command, in a thread of its own: no handler of a signal can run there.
+
+    One that came between the start and its note would leave a command that nobody knows, or wait for a lock that it
+    holds itself. Whoever waits here may be cut off by a handler anywhere. So nothing is shared but what takes a single
+    step: an exception out of the inside of a Condition (also a Future's, or that of a Thread's start) leaves it locked,
+    or becomes another one.
+    """
+
+    def __init__(self, shell: list[str], out: IO[bytes], errors: IO[bytes]) -> None:
+        self._shell, self._out, self._errors = shell, out, errors
+        self._claim = threading.Lock()  # of the thread, once it goes on; of the one who waits, if that gave up before
+        self._outcome: subprocess.Popen[bytes] | BaseException | None = None
+
+    def run(self, waiting: int) -> None:
+        """To be called in the thread: start the command, and note that the thread `waiting` waits for it."""
+        if not self._claim.acquire(blocking=False):
+            return
+        try:
+            with _starting:
+                if _is_over:
+                    raise TransferEnded
+                process = subprocess.Popen(
+                    self._shell,
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._out,
+                    stderr=self._errors,
+                    start_new_session=True,
+                )
+                _running[process.pid] = waiting
+            self._outcome = process
+        except BaseException as error:
+            self._outcome = error
+
+    def given_up(self) -> bool:
+        """Have the command not started, if the thread did not come to it."""
+        return self._claim.acquire(blocking=False)
+
+    def result(self) -> subprocess.Popen[bytes]:
+        """The command, when it runs; raises what prevented that."""
+        while self._outcome is None:
+            time.sleep(0.001)
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        return self._outcome
+
+    def process(self) -> subprocess.Popen[bytes] | None:
+        """The command, when the thread is through; None where it could not be started."""
+        try:
+            return self.result()
+        except Exception:  # told already; what cuts us off is none
+            return None
+
+
 def run_pipe(command: str, part: Path, *, timeout: float, watch: Watch) -> None:
     """Run a shell command with its output into `part`; only exit status 0 of every part of the pipeline counts.
 
@@ -78,18 +133,13 @@ def run_pipe(command: str, part: Path, *, timeout: float, watch: Watch) -> None:
     shell = [bash, "-o", "pipefail", "-c", command] if bash else ["sh", "-c", command]
     shown = redact(f"pipe:{command}")
     with open(part, "wb") as out, tempfile.TemporaryFile() as errors:
-        begun: Future[subprocess.Popen[bytes]] = Future()
-        starter = threading.Thread(
-            target=_start, args=(shell, out, errors, threading.get_ident(), begun), daemon=True, name="start"
-        )
+        start = _Start(shell, out, errors)
         try:
-            starter.start()
-            silent = not _wait_while_growing(begun.result().pid, out.fileno(), timeout, watch)
+            _thread.start_new_thread(start.run, (threading.get_ident(),))
+            silent = not _wait_while_growing(start.result().pid, out.fileno(), timeout, watch)
         finally:
-            if starter.is_alive():
-                starter.join()
-            if begun.done() and begun.exception() is None:
-                ended, status = _over_with(begun.result())
+            if not start.given_up() and (process := start.process()) is not None:
+                ended, status = _over_with(process)
         if ended:
             raise TransferEnded
         size = os.fstat(out.fileno()).st_size
@@ -101,28 +151,6 @@ def run_pipe(command: str, part: Path, *, timeout: float, watch: Watch) -> None:
             detail = f"{shown}: exit status {status} after {size:,} bytes{': ' + said if said else ''}"
             raise ShardError("pipe_failed", detail)
         watch.expect(size)  # also of a command that was quicker than we looked
-
-
-def _start(
-    shell: list[str], out: IO[bytes], errors: IO[bytes], waiting: int, begun: Future[subprocess.Popen[bytes]]
-) -> None:
-    """Start a command and note which thread waits for it.
-
-    In a thread of its own, where no handler of a signal can run: one that came between the start and the note would
-    leave a command that nobody knows, or wait for a lock that it holds itself.
-    """
-    try:
-        with _starting:
-            if _over.is_set():
-                raise TransferEnded
-            process = subprocess.Popen(
-                shell, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, start_new_session=True
-            )
-            _running[process.pid] = waiting
-    except BaseException as error:
-        begun.set_exception(error)
-    else:
-        begun.set_result(process)
 
 
 def _over_with(process: subprocess.Popen[bytes]) -> tuple[bool, int]:
