@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from clipstream.data.fields import build_caption, build_transform, image_bytes, json_object, split_keys
@@ -198,6 +198,7 @@ _TEXTS = st.one_of(
 )
 
 
+@example('{"a":"\ud800"}', None)
 @given(_TEXTS, st.sampled_from(["utf-8", "utf-8-sig", "utf-16", None]))
 def test_json_is_read_as_python_reads_it(text: str, encoding: str | None) -> None:
     member = text if encoding is None else text.encode(encoding, "surrogatepass")

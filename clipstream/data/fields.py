@@ -284,7 +284,7 @@ def _parsed(text: str | bytes | bytearray) -> Any:
     """The value of a JSON text. Raises ValueError, RecursionError."""
     try:
         return from_json(text)  # in half the time
-    except ValueError:
+    except (ValueError, TypeError):  # the second where a str holds halves of characters
         return json.loads(text)  # forgives more: UTF-16, a byte order mark, halves of characters
 
 
