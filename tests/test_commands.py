@@ -53,3 +53,59 @@ def test_a_signal_at_any_moment_leaves_no_command(tmp_path: Path, way: str) -> N
     while command_runs(mark):
         assert time.monotonic() < end, "a command outlives who waited for it"
         time.sleep(0.05)
+
+
+TRACED = """
+import itertools, sys
+from pathlib import Path
+from types import SimpleNamespace
+from clipstream.data.commands import run_pipe
+
+class Ended(BaseException):
+    pass
+
+def raising_at(number):
+    events = itertools.count()
+    def look(frame, event, argument):
+        if next(events) == number:
+            where.append(frame.f_code.co_name)
+            raise Ended
+        return look
+    return look
+
+seconds, part = sys.argv[1:]
+watch = SimpleNamespace(came=lambda size: None, expect=lambda size: None)
+where = []
+for number in itertools.count():
+    sys.settrace(raising_at(number))
+    try:
+        run_pipe("sleep " + seconds, Path(part), timeout=60.0, watch=watch)
+    except Ended:
+        sys.settrace(None)
+    if where.count("_wait_while_growing") == 3:
+        break
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc")
+def test_what_a_handler_raises_ends_the_command_wherever_it_comes(tmp_path: Path) -> None:
+    """At every line, and behind every call: also where a lock of a class of Python's own is left taken."""
+    mark = f"3603.{os.getpid()}"
+    subprocess.run([sys.executable, "-c", TRACED, mark, tmp_path / "part"], cwd=ROOT, timeout=TIMEOUT, check=True)
+    assert not command_runs(mark)
+
+
+ENDER = """
+import random, signal
+from clipstream.data.commands import end_commands
+
+signal.signal(signal.SIGALRM, lambda *_: end_commands())
+for _ in range(5000):
+    signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 3e-5))
+    for _ in range(10):
+        end_commands()
+"""
+
+
+def test_a_second_signal_while_the_commands_are_ended_does_not_hang() -> None:
+    subprocess.run([sys.executable, "-c", ENDER], cwd=ROOT, timeout=TIMEOUT, check=True)
