@@ -223,6 +223,22 @@ def test_who_reads_waits_for_the_room_of_what_comes_ahead(site: Site, tmp_path: 
     store.close()
 
 
+def test_who_waits_for_room_does_not_get_on_while_what_takes_it_hangs(site: Site, tmp_path: Path) -> None:
+    (slow, gate), url = site.put_slowly("0.tar", body(0)), site.put("1.tar", body(1))
+    early, store = (ShardStore(str(tmp_path), limit=SIZE) for _ in range(2))
+    told: list[float] = []
+    store.alive = lambda size: told.append(time.monotonic())
+    ahead = threading.Thread(target=early.bring, args=(slow,))
+    ahead.start()
+    wait_for(lambda: any(path.stat().st_size for path in tmp_path.glob("*.part")))
+    hung: list[float] = []
+    threading.Timer(2.0, lambda: (hung.append(time.monotonic()), gate.set())).start()
+    store.local(url)
+    ahead.join()
+    store.close()
+    assert len([when for when in told if when < hung[0]]) <= 4, "or a stall would never be one"
+
+
 def wait_for(done: Callable[[], bool]) -> None:
     end = time.monotonic() + TIMEOUT
     while not done():

@@ -231,10 +231,19 @@ def remove_parts(target: Path) -> None:
 
 def size_of_parts(target: Path) -> int:
     """Bytes that have come of an entry by now."""
+    return _bytes_of(_parts(target))
+
+
+def bytes_coming(folder: Path) -> int:
+    """Bytes that have come by now of all entries on their way."""
+    return _bytes_of(folder.glob("*.part"))
+
+
+def _bytes_of(paths: Iterable[Path]) -> int:
     total = 0
-    for part in _parts(target):
-        with contextlib.suppress(OSError):
-            total += part.stat().st_size
+    for path in paths:
+        with contextlib.suppress(OSError):  # it has gone meanwhile
+            total += path.stat().st_size
     return total
 
 

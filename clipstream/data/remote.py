@@ -62,8 +62,12 @@ class _Coming:
         self._store.tell(size)
 
     def _have(self, reserve: Callable[..., bool], size: int) -> None:
+        come = -1
         while not reserve(self._target, size, ahead=not _is_waited_for()):
-            self._store.tell(self._size)  # what has to be here first has time limits of its own
+            # What has to be here first may hang, as not every source has time limits: we get on as long as it does.
+            if (now := keeping.bytes_coming(self._target.parent)) != come:
+                come = now
+                self._store.tell(self._size)
             time.sleep(0.1)
         self._reserved = size
 
