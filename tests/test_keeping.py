@@ -310,6 +310,24 @@ def test_a_damaged_entry_makes_room_for_the_new_one(site: Site, tmp_path: Path) 
     assert entry.read_bytes() == body(0)
 
 
+def test_a_damaged_entry_is_fetched_again_also_while_others_read_it(site: Site, tmp_path: Path) -> None:
+    """These may wait for the one that found the damage: a batch is made by all."""
+    url = site.put("0.tar", body(0))
+    early = ShardStore(str(tmp_path))
+    with open(early.local(url), "rb") as reading:
+        passed_an_hour_ago(entry := entries(tmp_path)[0])
+        damaged = body(0)[:-1] + b"\0"
+        entry.write_bytes(damaged)
+        others = [FORK.Process(target=read_all, args=(tmp_path, [url]), daemon=True) for _ in range(3)]
+        for other in others:
+            other.start()
+        for other in others:
+            other.join(TIMEOUT)
+        assert [other.exitcode for other in others] == [0] * 3
+        assert entry.read_bytes() == body(0) and reading.read() == damaged
+    early.close()
+
+
 def test_without_locks_a_part_that_another_writes_is_left_alone(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,7 @@ GROWTH = 64 << 20  # bytes that are reserved at a time for what does not say how
 GIB = 1 << 30
 FRESH = 3600.0  # s that a check of an entry holds
 # What else is in the folder is somebody's own.
-ENTRY = re.compile(r"(?P<entry>[0-9a-f]{24}-.+\.tar)(?P<kind>|\.reserved|\.[a-z0-9_]+(?:\.unpacked)?\.part)")
+ENTRY = re.compile(r"(?P<entry>[0-9a-f]{24}-.+\.tar)(?P<kind>|\.reserved|\.[a-z0-9_]+(?:\.(?:unpacked|sum))?\.part)")
 AHEAD = "ahead"  # behind the bytes that are reserved for what nobody waits for yet
 
 
@@ -163,7 +163,7 @@ def _remove_of_dead(path: str, target: Path) -> bool:
 def seal(part: Path, target: Path) -> None:
     """Note size, time and checksum of what is going to be `target`."""
     size, checksum = crc_of(part)
-    draft = Path(f"{target}.sum.part")
+    draft = part.with_suffix(".sum.part")
     draft.write_text(json.dumps({"size": size, "crc32": checksum, "written": part.stat().st_mtime_ns}))
     draft.replace(_seal(target))
 

@@ -267,9 +267,21 @@ class ShardStore:
         return False
 
     def _lock_alone(self, lock: int, target: Path) -> bool | None:
-        """As `_lock`, unless another, who looked as we did, was first: it then holds the lock shared as it reads."""
-        found = keeping.stamp(target)
-        return self._lock(lock, fcntl.LOCK_EX, target, unless=lambda: keeping.stamp(target) != found)
+        """As `_lock`, unless another, who looked as we did, was first: it then holds the lock shared as it reads.
+
+        False, with the lock held shared, also where what is there is damaged, and others go on reading it: they may
+        wait for us. It is replaced under their hands, who have the former file open, or will open the new one.
+        """
+        found, end = keeping.stamp(target), time.monotonic() + LOOK
+
+        def others_have_it() -> bool:
+            return keeping.stamp(target) != found or (found is not None and time.monotonic() > end)
+
+        alone = self._lock(lock, fcntl.LOCK_EX, target, unless=others_have_it)
+        if alone is None and keeping.stamp(target) == found:
+            self._lock(lock, fcntl.LOCK_SH, target)
+            return False
+        return alone
 
     def _lock(self, lock: int, kind: int, target: Path, unless: Callable[[], bool] = lambda: False) -> bool | None:
         """flock. False on file systems without it: two processes may download one shard there, both get it whole.
