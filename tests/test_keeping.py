@@ -228,14 +228,12 @@ def test_who_waits_for_room_does_not_get_on_while_what_takes_it_hangs(site: Site
     early, store = (ShardStore(str(tmp_path), limit=SIZE) for _ in range(2))
     told: list[float] = []
     store.alive = lambda size: told.append(time.monotonic())
-    ahead = threading.Thread(target=early.bring, args=(slow,))
-    ahead.start()
+    (ahead := threading.Thread(target=early.bring, args=(slow,))).start()
     wait_for(lambda: any(path.stat().st_size for path in tmp_path.glob("*.part")))
     hung: list[float] = []
     threading.Timer(2.0, lambda: (hung.append(time.monotonic()), gate.set())).start()
     store.local(url)
     ahead.join()
-    store.close()
     assert len([when for when in told if when < hung[0]]) <= 4, "or a stall would never be one"
 
 
@@ -316,14 +314,8 @@ def test_a_damaged_entry_is_fetched_again_also_while_others_read_it(site: Site, 
     early = ShardStore(str(tmp_path))
     with open(early.local(url), "rb") as reading:
         passed_an_hour_ago(entry := entries(tmp_path)[0])
-        damaged = body(0)[:-1] + b"\0"
-        entry.write_bytes(damaged)
-        others = [FORK.Process(target=read_all, args=(tmp_path, [url]), daemon=True) for _ in range(3)]
-        for other in others:
-            other.start()
-        for other in others:
-            other.join(TIMEOUT)
-        assert [other.exitcode for other in others] == [0] * 3
+        entry.write_bytes(damaged := body(1))
+        assert read_by_processes(3, tmp_path, [url]) == [0] * 3
         assert entry.read_bytes() == body(0) and reading.read() == damaged
     early.close()
 
@@ -388,13 +380,18 @@ def test_a_shard_that_has_just_come_is_counted_once(tmp_path: Path) -> None:
 
 def test_all_processes_get_a_shard_by_one_download(site: Site, tmp_path: Path) -> None:
     urls = [site.put(f"{n}.tar", body(n)) for n in range(4)]
-    processes = [FORK.Process(target=read_all, args=(tmp_path, urls)) for _ in range(8)]
+    assert read_by_processes(8, tmp_path, urls) == [0] * 8
+    assert [site.asked[f"GET /{n}.tar"] for n in range(4)] == [1] * 4
+
+
+def read_by_processes(count: int, folder: Path, urls: list[str]) -> list[int | None]:
+    """How they ended."""
+    processes = [FORK.Process(target=read_all, args=(folder, urls), daemon=True) for _ in range(count)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(TIMEOUT)
-    assert [process.exitcode for process in processes] == [0] * 8
-    assert [site.asked[f"GET /{n}.tar"] for n in range(4)] == [1] * 4
+    return [process.exitcode for process in processes]
 
 
 def read_all(folder: Path, urls: list[str]) -> None:
