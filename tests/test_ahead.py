@@ -21,7 +21,7 @@ from clipstream.data.sources import evaluation_loader
 from clipstream.errors import DataError
 from clipstream.world import World
 from tests.pictures import ByteTokenizer
-from tests.ranks import command_runs
+from tests.ranks import TIMEOUT, command_runs
 from tests.test_loader import IMAGE, data, digest, digests, loader
 
 
@@ -75,7 +75,7 @@ def test_remote_shards_are_fetched_before_they_are_needed(
     with loader(data([urls[i] for i in kept], **changes)) as stream:
         folder = stream.plan.on_close.__self__.store.folder  # type: ignore[attr-defined]
         found = [digest([next(stream)])]
-        end = time.monotonic() + 30
+        end = time.monotonic() + TIMEOUT
         while len(asked) < 2:
             assert time.monotonic() < end, "the next group is not fetched while this one lasts"
             time.sleep(0.02)
@@ -98,11 +98,11 @@ def test_a_command_that_fetches_ahead_ends_with_who_wants_it(shards: list[str], 
     }
     with loader(data([slow, f"{slow}; true"], sampling={"mode": "epoch"}, **changes)) as stream:
         next(stream)
-        end = time.monotonic() + 30
+        end = time.monotonic() + TIMEOUT
         while not command_runs(seconds):
             assert time.monotonic() < end, "nothing is fetched ahead"
             time.sleep(0.05)
-    end = time.monotonic() + 10
+    end = time.monotonic() + TIMEOUT
     while command_runs(seconds):
         assert time.monotonic() < end, "the command outlives who wants it"
         time.sleep(0.05)

@@ -23,7 +23,7 @@ import pytest
 from clipstream.data.commands import end_commands
 from clipstream.data.remote import ShardError, ShardStore
 from clipstream.errors import SettingsError
-from tests.ranks import command_runs
+from tests.ranks import TIMEOUT, command_runs
 from tests.tars import tar_bytes
 
 BODY = tar_bytes([{"__key__": f"{i}", "jpg": bytes([i]) * 9000, "txt": "x"} for i in range(20)])
@@ -222,7 +222,7 @@ def test_who_looked_at_the_same_moment_need_not_wait_for_the_reader_to_end(
             reader.start()
         time.sleep(0.3)
     for reader in readers:
-        reader.join(10)
+        reader.join(TIMEOUT)
         assert not reader.is_alive(), "it waits for the one that has it, and goes on reading"
     assert path.read_bytes() == BODY and Handler.asked["/a/0.tar"] == 2
 

@@ -20,6 +20,7 @@ from clipstream.report.settings import LogSettings
 from clipstream.report.starving import PATIENCE, Starving
 from clipstream.training.loop import NEGLIGIBLE
 from tests.pictures import ByteTokenizer, make_shards
+from tests.ranks import TIMEOUT
 from tests.test_loader import data, loader
 
 DELAY = 0.02
@@ -181,7 +182,7 @@ def test_a_hook_may_be_a_command_and_may_fail(tmp_path: Path, capsys: pytest.Cap
         for step in range(4):
             sink.write(line(step, 0.9))
     assert "log.alert 'math:sqrt' failed: TypeError" in capsys.readouterr().err
-    end = time.monotonic() + 20
+    end = time.monotonic() + TIMEOUT
     while not (tmp_path / "said").exists() or not (tmp_path / "said").read_text():
         assert time.monotonic() < end
         time.sleep(0.05)
