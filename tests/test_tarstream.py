@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 import tarfile
 import tracemalloc
 from pathlib import Path
@@ -51,6 +52,17 @@ def test_whole_tars_of_every_format(tmp_path: Path, format: int, prefix: str) ->
     index, loaded = scan_bytes(tmp_path, tar_bytes(samples, format))
     assert index.fault is None
     assert loaded == as_bytes(samples)
+
+
+def test_small_members_and_large_ones_in_turn(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    small = [draw.randrange(3000) for _ in range(150)]
+    samples: list[dict[str, bytes | str]] = [
+        {"__key__": f"{i:04d}", "jpg": draw.randbytes(size), "txt": f"caption {i}"}
+        for i, size in enumerate([*small, *[200_000] * 8, *small])
+    ]
+    index, loaded = scan_bytes(tmp_path, tar_bytes(samples))
+    assert index.fault is None and loaded == as_bytes(samples)
 
 
 @settings(max_examples=120, deadline=None)

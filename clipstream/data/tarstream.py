@@ -22,6 +22,8 @@ from clipstream.data.refs import SampleTable
 from clipstream.errors import Dropped
 
 BLOCK = 512
+AHEAD = 1 << 16  # bytes that are read at once where headers are near each other
+NEAR = 1 << 13  # bytes from one to the next, on average
 ZERO = bytes(BLOCK)
 ADLER = 65521
 _FILE = ord("0")
@@ -135,8 +137,14 @@ def _members(fd: int) -> Iterator[tuple[str, int, int]]:
     long_name = None
     pax: dict[bytes, bytes] = {}
     shared_pax: dict[bytes, bytes] = {}
+    held, begin, headers = b"", 0, 0  # some bytes of the file, where they begin, and headers so far
     while True:
-        header = os.pread(fd, BLOCK, position)
+        header = held[position - begin : position - begin + BLOCK]
+        if len(header) < BLOCK:
+            near = position <= headers * NEAR  # then one read gives several
+            held, begin = os.pread(fd, AHEAD if near else BLOCK, position), position
+            header = held[:BLOCK]
+        headers += 1
         if header == ZERO:
             return _check_end(fd, position)
         size = _checked_size(header, position, length)
