@@ -73,6 +73,21 @@ def test_what_is_being_done_is_told() -> None:
     assert watch.doing()[0] == "read 0.tar/b"
 
 
+def test_samples_are_named_together() -> None:
+    watch = Stopwatch()
+    watch.name(["0.tar/a", "0.tar/\udcff", "1.tar/c"])
+    for which, name in enumerate(["0.tar/a", "0.tar/\\udcff", "1.tar/c"]):
+        watch.at("decode", which)
+        assert watch.doing()[0] == f"decode {name}"
+    watch.name(["k" * 40_000] * 3)
+    watch.at("read", 0)
+    assert watch.doing()[0] == "read " + "k" * 500
+    watch.at("read", 2)  # beyond what is kept
+    assert watch.doing()[0] == "read ?"
+    watch.begin("tokenize")
+    assert watch.doing()[0] == "tokenize"
+
+
 def slowed(function: Callable[..., Any], delay: float) -> Callable[..., Any]:
     def slow(*args: Any, **more: Any) -> Any:
         time.sleep(delay)

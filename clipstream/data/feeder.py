@@ -21,7 +21,7 @@ from clipstream.data.fields import CaptionExtractor, SampleTransform, image_byte
 from clipstream.data.health import PROFILED, Health, Loss
 from clipstream.data.order import Draws, Mix, Slots
 from clipstream.data.slab import Slab
-from clipstream.data.stages import HAND_OVER, Laps, Stopwatch
+from clipstream.data.stages import HAND_OVER, ORDER, Laps, Stopwatch
 from clipstream.data.text import Tokenizer, readable
 from clipstream.data.tracing import Trace, Tracer
 from clipstream.data.walk import Taken, Walk
@@ -96,6 +96,7 @@ class Place:
         reader: of the source.
         name: 'SHARD/KEY' of what the slot got, '' of padding; None where it has got nothing.
         taken: the sample.
+        which: of the samples that the stopwatch knows by name it is.
         draws: its own; None in evaluation.
         traced: takes the words on it, where it is traced.
         caption: of it; None where the slot stays empty.
@@ -109,6 +110,7 @@ class Place:
     reader: Reader
     name: str | None
     taken: Taken | None = None
+    which: int = -1
     draws: Draws | None = None
     traced: Trace | None = None
     caption: str | None = None
@@ -190,12 +192,12 @@ class Feeder:
                     slab.weights[place.slot] = 1.0
                     captions[place.slot] = place.caption
         if captions:
-            self.watch.begin("tokenize", "")
+            self.watch.begin("tokenize")
             slab.ids[list(captions)] = self.tokenizer.encode(list(captions.values()))
         lanes = {lane.number: lane.save() for lane in self.lanes}
         ended = not keys and any(mine for _, mine in slots)
         self._reported = time.monotonic()
-        self.watch.begin(HAND_OVER, "")
+        self.watch.begin(HAND_OVER)
         return Part(self.health.take(), self.watch.take(), step, keys, lanes, ended)
 
     def pulse(self, source: str) -> None:
@@ -227,6 +229,7 @@ class Feeder:
         again: list[Place] = []
         open_places = iter(places)
         while taken := self._some_taken(open_places):
+            self.watch.name([place.taken.name for place in taken if place.taken])
             unread = iter(taken)
             while read := self._some_read(unread, again):
                 again += self._decoded(read, slab)
@@ -237,7 +240,10 @@ class Feeder:
         taken: list[Place] = []
         began = time.monotonic()
         for place in places:
+            if not taken:
+                self.watch.begin(ORDER)
             if self._takes(place):
+                place.which = len(taken)
                 taken.append(place)
                 if time.monotonic() - began > SOON:
                     break
@@ -261,7 +267,6 @@ class Feeder:
 
     def _takes(self, place: Place) -> bool:
         """Take the lane's next sample; whether there is one."""
-        self.watch.begin("order", "")
         taken = place.taken = place.walk.take()
         if taken is None:
             return False
@@ -273,12 +278,12 @@ class Feeder:
         """Caption and picture of the place's sample. Raises Dropped."""
         taken, reader, traced = place.taken, place.reader, place.traced
         assert taken is not None
-        self.watch.begin("read", taken.name)
+        self.watch.at("read", place.which)
         sample: Mapping[str, Any] = _sample(taken, reader.members)
         if traced:
             traced.members("read", sample)
         if reader.transform is not None:
-            self.watch.begin("transform", taken.name)
+            self.watch.at("transform", place.which)
             sample = reader.transform(sample)
             if traced:
                 traced.members("transform", sample)
@@ -293,7 +298,7 @@ class Feeder:
         again: list[Place] = []
         for place in places:
             assert place.taken is not None
-            self.watch.begin("decode", place.taken.name)
+            self.watch.at("decode", place.which)
             pixels = slab.pixels[place.slot]
             try:
                 place.reader.image(place.data, place.draws, pixels)

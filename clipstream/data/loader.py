@@ -212,7 +212,7 @@ class Loader:
         if self._feeder is not None:
             self._copies.reading(step - 1, wait=True)  # there is one slab
             part = self._feeder.fill(step, self._ring[step])
-            self._feeder.watch.begin(IDLE, "")
+            self._feeder.watch.begin(IDLE)
             self._merge_and_check(part)
             return [part]
         self._refill()

@@ -1,7 +1,7 @@
 """Owns what is being done with the data, and how long each stage takes; never decides what to do about it.
 
     open        a shard is opened, or fetched from elsewhere
-    order       the next sample is looked up
+    order       the next samples are looked up, some at once
     read        its members are read, and its caption is found
     transform   the user's own function, and the caption in what it gives
     decode      the picture, into the slab
@@ -24,19 +24,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-OPEN, IDLE, HAND_OVER = "open", "idle", "hand-over"
-STAGES = (OPEN, "order", "read", "transform", "decode", "tokenize", HAND_OVER, IDLE)
+OPEN, ORDER, IDLE, HAND_OVER = "open", "order", "idle", "hand-over"
+STAGES = (OPEN, ORDER, "read", "transform", "decode", "tokenize", HAND_OVER, IDLE)
 NUMBER = {stage: number for number, stage in enumerate(STAGES)}
 SHORTEST = 1e-6  # s
 FINENESS = 4  # buckets to a factor of 2: a quantile is within 9% of what it was
 WIDEST = 256  # buckets: 2^(256 / 4) times the shortest, which nothing lasts
 
 
-# Words: when it began or bytes came, when these came last, how many, the stage (or minus the next where no name belongs
-# to it), the length of the name; then the name.
-_SINCE, _CAME, _SIZE, _STAGE, _LENGTH = range(5)
-_START = 40  # byte at which the name begins
-_LONGEST = 1000  # bytes of it
+# Words: when it began or bytes came, when these came last, how many, the stage, and which of the names belongs to it
+# (none where it is below 0), the length of the names; then the names.
+_SINCE, _CAME, _SIZE, _STAGE, _WHICH, _LENGTH = range(6)
+_START = 48  # byte at which the names begin
+_SPACE = 1 << 16  # bytes for them
+_LONGEST = 500  # characters of a name that are told
+_BETWEEN = "\0"  # two names
 
 
 class Laps(NamedTuple):
@@ -117,30 +119,35 @@ class Stopwatch:
 
     What is being done now stands in shared memory besides, readable by who forked the process that has the stopwatch,
     also when that process hangs or is dead. It is told of several times for each sample, among much else that wants the
-    processor's caches: so it keeps flat numbers, and who takes them counts them.
+    processor's caches: so it keeps flat numbers, and who takes them counts them; and the names of some samples are
+    written together, so that at each of them a number is.
     """
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, _START + _LONGEST)
+        self._memory = mmap.mmap(-1, _START + _SPACE)
         self._words = memoryview(self._memory).cast("d")
-        self._sample = ""  # whose name stands there
-        self._began, self._numbers = array("d"), array("B")
+        self._began: list[float] = []  # arrays would be smaller and take longer to grow
+        self._numbers: list[int] = []
 
-    def begin(self, stage: str, sample: str) -> None:
-        """A stage begins, at this sample or shard; '' where it is at none."""
+    def begin(self, stage: str, name: str = "") -> None:
+        """A stage begins, at this shard; '' where it is at none."""
+        if name:
+            self.name([name])
+        self.at(stage, 0 if name else -1)
+
+    def name(self, names: Sequence[str]) -> None:
+        """The samples that stages will be at."""
+        text = _BETWEEN.join(names).encode(errors="backslashreplace")[:_SPACE]  # file systems know odd bytes
+        self._memory[_START : _START + len(text)] = text
+        self._words[_LENGTH] = len(text)
+
+    def at(self, stage: str, which: int) -> None:
+        """A stage begins, at this one of the samples that were named."""
         now, number, words = time.monotonic(), NUMBER[stage], self._words
         self._began.append(now)
         self._numbers.append(number)
-        if sample and sample is not self._sample:  # what stands there already is not written again
-            self._sample = sample
-            try:
-                name = sample.encode()
-                self._memory[_START : _START + len(name)] = name
-            except (UnicodeEncodeError, IndexError):  # what a file system makes of odd bytes, or too long
-                name = sample.encode(errors="backslashreplace")[:_LONGEST]
-                self._memory[_START : _START + len(name)] = name
-            words[_LENGTH] = len(name)
-        words[_STAGE] = number if sample else ~number
+        words[_STAGE] = number
+        words[_WHICH] = which
         words[_SINCE] = now
 
     def touch(self, size: int) -> None:
@@ -150,17 +157,18 @@ class Stopwatch:
 
     def doing(self) -> tuple[str, float]:
         """What is being done, and how many seconds ago it was begun or a byte came."""
-        since, came, size, stage, length = self._words[: _LENGTH + 1]
+        since, came, size, stage, which, length = self._words[: _LENGTH + 1]
         if not since:
             return "start", 0.0
-        text = STAGES[int(stage) if stage >= 0 else ~int(stage)]
-        if stage >= 0:
-            text += " " + self._memory[_START : _START + int(length)].decode(errors="replace")
+        text = STAGES[int(stage)]
+        if which >= 0:
+            names = self._memory[_START : _START + int(length)].decode(errors="replace").split(_BETWEEN)
+            text += " " + (names[int(which)][:_LONGEST] if which < len(names) else "?")  # others were just written
         return f"{text}{f' ({size:,.0f} bytes came)' if came == since else ''}", time.monotonic() - since
 
     def take(self) -> Laps:
         """What was measured since the last take; the last stage lasts."""
-        laps = Laps(self._numbers[:-1].tobytes(), self._began.tobytes())
+        laps = Laps(bytes(self._numbers[:-1]), array("d", self._began).tobytes())
         del self._numbers[:-1], self._began[:-1]
         return laps
 

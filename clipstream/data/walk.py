@@ -18,7 +18,7 @@ from clipstream.data.opening import Opener, OpenShard
 from clipstream.data.order import Cursor, Order, mix
 from clipstream.data.remote import ShardError
 from clipstream.data.shards import redact
-from clipstream.data.stages import OPEN
+from clipstream.data.stages import OPEN, ORDER
 from clipstream.data.tarstream import SampleRef, ShardIndex
 from clipstream.errors import Dropped
 
@@ -113,6 +113,7 @@ class OpenShards:
             return None
         finally:
             self._ahead.taken(name)
+            self._trace(ORDER, "")
         if shard.index.fault is not None:
             health.faults[shown] = str(shard.index.fault)
         if not shard.index.samples:

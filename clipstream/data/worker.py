@@ -117,7 +117,7 @@ def _work(
         while True:
             step = connection.recv()
             connection.send(feeder.fill(step, ring[step]))
-            watch.begin(IDLE, "")
+            watch.begin(IDLE)
     except (Ended, EOFError, BrokenPipeError, ConnectionResetError):
         return  # the loader was closed, or the parent died
     except ClipstreamError as error:
