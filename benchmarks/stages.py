@@ -6,8 +6,8 @@ Two loaders without workers fill the same batches of the same shards, which are 
 one names its stages, keeps their times and tells what it is at as always; the other's stopwatch does nothing at all.
 The cost is the median over the rounds of the ratio of their CPU times. Small pictures show it at its worst.
 
-Found: for pictures of 64 px (240 µs a sample) +1.8% in the median of nine comparisons, which were between +1.4 and
-+2.6%, where two loaders of one kind differ by up to 1%; +0.6% for 256 and for 512 px. It was +3.6% while the name of
+Found: for pictures of 64 px (240 µs a sample) +1.8% in the median of 15 comparisons, which were between +1.4 and
++2.7%, where two loaders of one kind differ by up to 1%; +0.6% for 256 and for 512 px. It was +3.6% while the name of
 each sample was written by itself, twice, and the times were kept in arrays.
 """
 
@@ -59,14 +59,11 @@ class Bytes:
 class Silent(Stopwatch):
     """Measures nothing and tells nothing."""
 
-    def begin(self, stage: str, name: str = "") -> None:
-        """A stage begins, and nobody minds."""
-
     def name(self, names: Sequence[str]) -> None:
         """Nobody wants to know."""
 
     def at(self, stage: str, which: int) -> None:
-        """As `begin`."""
+        """A stage begins, and nobody minds."""
 
 
 def make(folder: Path, pixels: int) -> str:

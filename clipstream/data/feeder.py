@@ -229,7 +229,6 @@ class Feeder:
         again: list[Place] = []
         open_places = iter(places)
         while taken := self._some_taken(open_places):
-            self.watch.name([place.taken.name for place in taken if place.taken])
             unread = iter(taken)
             while read := self._some_read(unread, again):
                 again += self._decoded(read, slab)
@@ -238,15 +237,19 @@ class Feeder:
     def _some_taken(self, places: Iterator[Place]) -> list[Place]:
         """The next places whose lanes are not at their end, with a sample each. Opening a shard may take long."""
         taken: list[Place] = []
+        names: list[str] = []
         began = time.monotonic()
         for place in places:
             if not taken:
                 self.watch.begin(ORDER)
-            if self._takes(place):
+            if (sample := self._take(place)) is not None:
                 place.which = len(taken)
                 taken.append(place)
+                names.append(sample.name)
                 if time.monotonic() - began > SOON:
                     break
+        if taken:
+            self.watch.name(names)
         return taken
 
     def _some_read(self, places: Iterator[Place], dropped: list[Place]) -> list[Place]:
@@ -265,14 +268,13 @@ class Feeder:
                 break
         return read
 
-    def _takes(self, place: Place) -> bool:
-        """Take the lane's next sample; whether there is one."""
+    def _take(self, place: Place) -> Taken | None:
+        """Give the place its lane's next sample, if there is one."""
         taken = place.taken = place.walk.take()
-        if taken is None:
-            return False
-        place.draws = None if taken.draws_key is None else Draws(taken.draws_key)
-        place.traced = self.tracer.begin(taken.url, taken.ref.key)
-        return True
+        if taken is not None:
+            place.draws = None if taken.draws_key is None else Draws(taken.draws_key)
+            place.traced = self.tracer.begin(taken.url, taken.ref.key)
+        return taken
 
     def _read(self, place: Place) -> None:
         """Caption and picture of the place's sample. Raises Dropped."""

@@ -142,7 +142,7 @@ class Stopwatch:
         self._words[_LENGTH] = len(text)
 
     def at(self, stage: str, which: int) -> None:
-        """A stage begins, at this one of the samples that were named."""
+        """A stage begins, at this one of the samples that were named; at none where the number is below 0."""
         now, number, words = time.monotonic(), NUMBER[stage], self._words
         self._began.append(now)
         self._numbers.append(number)
