@@ -13,8 +13,9 @@ unexport PYTHONDONTWRITEBYTECODE
 quickstart: .venv/.installed
 	$(BIN)/python -m clipstream.train --config configs/quickstart.yaml
 
+# The lines before the last say what took longest and what was skipped.
 test: .venv/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --durations=15
 
 # The slow tests too: quickstart's figures, whole runs.
 test-all: .venv/.installed-dev
@@ -36,7 +37,7 @@ bench-loss: .venv/.installed-dev
 # Figures on Fashion-MNIST (Debian's dataset-fashion-mnist) beside those of clip-benchmark's own code, which works with
 # no later numpy.
 reference: .venv/.installed-dev build/reference
-	PYTHONPATH=$(CURDIR)/build/reference TQDM_DISABLE=1 $(BIN)/python -m pytest -q -s -m slow tests/test_reference.py
+	PYTHONPATH="$(CURDIR)/build/reference" $(BIN)/python -m pytest -q -s -m slow tests/evals/test_reference.py
 
 build/reference: | .venv/.installed-dev
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target $@.part \

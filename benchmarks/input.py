@@ -1,13 +1,13 @@
-"""The input path: samples per second of clipstream, of open_clip's trainer and of webdataset, and the floor.
+"""The input path: samples per second of clipstream, open_clip's trainer and webdataset, and an upper bound ("floor").
 
-    make bench-input                                            # pictures that are made here: half an hour
-    python benchmarks/input.py 'shards/{00000..00007}.tar'      # one's own shards
+    make bench-input                                            # generated images: half an hour on two cores
+    python benchmarks/input.py 'shards/{00000..00007}.tar'      # your own shards
     python benchmarks/input.py 'emoji/*.tar' --size 64 --caption-json caption.en
 
-The streams (see `streams.py`) take turns over several rounds in one run, and the medians are compared, because machines
-are shared and noisy. `make peers` brings the webdataset that open_clip's trainer works with, and spdl, which needs
-FFmpeg's libraries; without them their streams are left out. Ratios are clipstream's over the other's; memory is what a
-worker has written and shares with nobody, above an idle one that has imported the same.
+The streams (see `streams.py`) alternate over several rounds in one run, and medians are compared, because machines
+are shared and noisy. `make peers` installs the webdataset version that open_clip's trainer needs, and spdl, which
+needs FFmpeg's libraries; without them their streams are skipped. Ratios are clipstream's rate divided by the other's.
+Memory is a worker's private dirty memory, minus that of an idle process with the same imports.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from made import KINDS, make
 from steps import STEPS
 from streams import Options
 
-from clipstream.data.fields import build_caption
+from clipstream.data.decode.captions import build_caption
 from clipstream.data.settings import CaptionSettings
-from clipstream.data.shards import expand
+from clipstream.data.sources.registry import expand
 from clipstream.errors import Dropped
 
 BUILD = Path(__file__).parent.parent / "build"

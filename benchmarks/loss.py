@@ -1,14 +1,14 @@
-"""Contrastive losses beside open_clip's, and beside chunks by hand: time and memory of forward and backward.
+"""Contrastive losses of clipstream and open_clip, and chunked by hand: time and memory of forward and backward.
 
     make bench-loss                                    # a quarter of an hour on two cores
     python benchmarks/loss.py --sizes 1024 2048 4096   # a minute
 
-`open_clip` is its loss on one process. `by hand` is what people write when that is out of memory: rows in chunks, each
-with its own backward pass, as GradCache's loss over cached features. Each measurement is a process of its own, forked
-from one that has imported everything, so that peaks do not mix; the cases take turns over the rounds, as machines are
-shared and noisy. Above `--beside` samples clipstream's runs alone, once: dense logits would take 30 GB at 65,536.
-Memory is the peak of resident memory above features and their gradients, MiB; time is the median over the rounds, s;
-the ratio is open_clip's time over clipstream's.
+`open_clip` is its loss on one process. `by hand` is the usual workaround for its memory: chunks of rows, each with
+its own backward pass, as in GradCache's loss over cached features. Each measurement runs in its own process, forked
+after all imports, so that peaks do not mix; cases alternate over the rounds, because machines are shared and noisy.
+Above `--beside` samples only clipstream's loss runs, once: dense logits would need 30 GB at 65,536. Memory is the
+peak of resident memory minus features and their gradients, MiB; time is the median over the rounds, s; the ratio is
+open_clip's time divided by clipstream's.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import open_clip.loss
 import torch
 import torch.nn.functional as F
 
-from clipstream.batch import Batch
-from clipstream.model.losses import ClipLoss, SiglipLoss
-from clipstream.model.settings import ClipLossSettings, SiglipLossSettings
-from clipstream.model.towers import Features
-from clipstream.world import World
+from clipstream.data.batch import Batch
+from clipstream.distributed.world import World
+from clipstream.losses.contrastive import ClipLoss, SiglipLoss
+from clipstream.losses.settings import ClipLossSettings, SiglipLossSettings
+from clipstream.models.towers import Features
 
 CHUNK = 1024
 Pass = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]  # forward and backward

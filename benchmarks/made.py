@@ -1,7 +1,7 @@
-"""Owns the pictures that benchmarks make: noise with the spectrum of photographs, edges and gradients, in shards.
+"""Generated images for benchmarks: noise with the spectrum of photographs, edges and gradients, in shards.
 
-Photographs have power spectra that fall about as 1/f² (Field 1987, J. Opt. Soc. Am. A 4, 2379), which is what decides
-how many bytes a JPEG takes and how long it is decoded.
+Photographs have power spectra that fall about as 1/f² (Field 1987, J. Opt. Soc. Am. A 4, 2379), which determines the
+size of a JPEG and the time to decode it.
 """
 
 from __future__ import annotations

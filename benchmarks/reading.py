@@ -1,13 +1,13 @@
-"""Raw samples per CPU-second out of local tars: the verified reader beside webdataset's.
+"""Raw samples per CPU-second from local tars: clipstream's verifying reader and webdataset's.
 
     python benchmarks/reading.py
 
-Both give every sample's key and the bytes of its three members (jpg, txt, json), of the same shards, which are made in
-a temporary folder and lie in the system's memory by then: `small` has pictures of 2 kB, `photos` of 20 to 120 kB. The
-two take turns, several rounds in one run; the ratio is the median over the rounds. CPU time, as machines are shared.
+Both yield every sample's key and the bytes of its three members (jpg, txt, json) from the same generated shards,
+which are in the page cache: `small` has images of 2 kB, `photos` of 20 to 120 kB. They alternate over several rounds
+in one run; the ratio is the median over the rounds. CPU time is measured, because machines are shared.
 
-Found on two cores: small 15,043 samples per CPU-second where webdataset 1.0.2 reads 2,436, 5.8 times as many (4.9 to
-7.3 over the rounds); photos 12,426 and 2,571, 5.5 times (4.5 to 6.3).
+On two cores of a shared server: small 15,043 samples per CPU-second, webdataset 1.0.2 2,436, ratio 5.8 (4.9 to 7.3 over
+the rounds); photos 12,426 and 2,571, ratio 5.5 (4.5 to 6.3).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import webdataset as wds
 
-from clipstream.data.tarstream import Shard
+from clipstream.data.tar import Shard
 
 KINDS = {"small": (2_000, 2_000, 10_000), "photos": (20_000, 120_000, 1_000)}  # bytes of a picture, samples of a shard
 

@@ -27,9 +27,9 @@ from pathlib import Path
 
 import torch
 
-from clipstream.evals.ranking import COLUMNS, ROWS, Tile
-from clipstream.evals.retrieval import recalls
-from clipstream.world import World
+from clipstream.distributed.world import World
+from clipstream.evals.evaluators.retrieval import recalls
+from clipstream.evals.metrics import COLUMNS, ROWS, Tile
 
 LARGE = (1_000_000, 5_000_000)
 

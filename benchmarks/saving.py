@@ -1,16 +1,16 @@
-"""What a save takes from training: wall time and CPU-seconds, as a share of one step.
+"""The cost of a save during training: wall time and CPU-seconds, relative to one step.
 
     python benchmarks/saving.py --model ViT-S-32-alt --batch 64
 
-Rounds of steps take turns: in one a checkpoint is saved after the first step, in the other none is. A round has as
-many steps as it takes until the save is on the disk, so what its thread takes from the steps is counted; so is the
-removal of the checkpoint before. A save's cost is the difference between the means of the rounds with and without,
-over a step's mean. The call is the part in which training stands still: the copy.
+Rounds of steps alternate: with a checkpoint saved after the first step, and without. A round lasts until the save is
+on disk, so that the writing thread's effect on the steps is included, and so is the removal of the previous
+checkpoint. The cost of a save is the difference between the means of the rounds with and without, divided by a step's
+mean. "The call" is the part during which training stands still: the copy.
 
-Found on two cores, which train as well: 97 MB (8 M parameters) with steps of 0.86 s: 0.108 ± 0.026 s a save, 12.6% of a
-step, in CPU time 0.191 ± 0.048 s, 11.3%; the call 0.025 s. The time goes by bytes (of these the copy takes 0.03 s and
-CRC-32 0.045), so a step of more samples has a smaller share: with steps of 3.4 s (768 samples) 0.148 ± 0.158 s, 4.4%,
-and 4.1% in CPU time.
+On two otherwise idle cores of a server, which train as well: 97 MB (8 M parameters) with steps of 0.86 s: 0.108 ±
+0.026 s per save, 12.6% of a step, in CPU time 0.191 ± 0.048 s, 11.3%; the call takes 0.025 s. The time depends on the
+bytes (0.03 s for the copy, 0.045 s for CRC-32), so its share is smaller for longer steps: with steps of 3.4 s (768
+samples) 0.148 ± 0.158 s, 4.4%, and 4.1% in CPU time.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ from typing import Any
 
 import torch
 
-from clipstream.batch import Batch
-from clipstream.model.losses import ClipLoss
-from clipstream.model.settings import ClipLossSettings, ModelSettings
-from clipstream.model.towers import Towers, build_towers
+from clipstream.checkpoint.async_writer import AsyncWriter
+from clipstream.data.batch import Batch
+from clipstream.distributed.world import World
+from clipstream.losses.contrastive import ClipLoss
+from clipstream.losses.settings import ClipLossSettings
+from clipstream.models.settings import ModelSettings
+from clipstream.models.towers import Towers, build_towers
 from clipstream.training.optim import build_optimizer
-from clipstream.training.saving import Saver
-from clipstream.training.settings import CheckpointSettings, OptimSettings
+from clipstream.training.optim.adamw import AdamW
+from clipstream.training.settings import CheckpointSettings
+from clipstream.training.state import TrainState
 from clipstream.training.step import TrainStep
-from clipstream.world import World
 
 
 def batch_of(towers: Towers, size: int, step: int) -> Batch:
@@ -51,12 +54,14 @@ class Training:
         self.world = World(device=args.device)
         towers = build_towers(ModelSettings.model_validate({"name": args.model}), seed=0).to(args.device)
         towers.train()
-        optimizer = build_optimizer(towers, OptimSettings(), batch_norm=towers.has_batch_norm)
+        optimizer = build_optimizer(towers, AdamW.Settings(), "ViT")
         self.step = TrainStep(
             towers, ClipLoss(ClipLossSettings()), optimizer, self.world, precision=args.precision,
             micro_batch_size=args.micro_batch,
         )  # fmt: skip
-        self.saver = Saver(folder, self.world, CheckpointSettings(keep_last=1), towers=towers, optimizer=optimizer)
+        self.saver = AsyncWriter(
+            folder, self.world, CheckpointSettings(keep_last=1), towers=towers, optimizer=optimizer
+        )
         self.batch = batch_of(towers, args.batch, 0)
         self.parameters, self.saves = towers.n_parameters, 0
 
@@ -70,7 +75,7 @@ class Training:
         """Begin a save; the seconds that training stood still."""
         began = time.perf_counter()
         self.saves += 1
-        self.saver.save(self.saves, {"samples": self.saves})
+        self.saver.save(TrainState(self.saves, samples=self.saves))
         return time.perf_counter() - began
 
     def round(self, steps: int, save: bool) -> tuple[float, float, float]:

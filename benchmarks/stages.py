@@ -1,14 +1,13 @@
-"""What the measuring of the data's stages costs: the same batches with the stopwatch and without.
+"""The cost of timing the stages of the data pipeline: the same batches with the stopwatch and without.
 
     python benchmarks/stages.py
 
-Two loaders without workers fill the same batches of the same shards, which are made in a temporary folder, in turn:
-one names its stages, keeps their times and tells what it is at as always; the other's stopwatch does nothing at all.
-The cost is the median over the rounds of the ratio of their CPU times. Small pictures show it at its worst.
+Two loaders without workers fill the same batches of the same generated shards in turn: one times its stages as usual,
+the other has a stopwatch that does nothing. The cost is the median over the rounds of the ratio of their CPU times.
+Small images are the worst case.
 
-Found: for pictures of 64 px (240 µs a sample) +1.8% in the median of 15 comparisons, which were between +1.4 and
-+2.7%, where two loaders of one kind differ by up to 1%; +0.6% for 256 and for 512 px. It was +3.6% while the name of
-each sample was written by itself, twice, and the times were kept in arrays.
+On one core of a shared server: images of 64 px (240 µs per sample) +1.9% in the median of 18 comparisons, between
++1.4 and +2.7%, where two equal loaders differ by up to 1%; +0.6% for 256 and for 512 px.
 """
 
 from __future__ import annotations
@@ -26,12 +25,13 @@ import numpy as np
 import webdataset as wds
 from PIL import Image
 
-from clipstream.batch import ImageSpec
-from clipstream.data import loader, sources
-from clipstream.data.loader import Loader
+from clipstream.data import build
+from clipstream.data.batch import ImageSpec
+from clipstream.data.loader import loader
+from clipstream.data.loader.loader import Loader
+from clipstream.data.loader.stage_timing import Stopwatch
 from clipstream.data.settings import DataSettings
-from clipstream.data.stages import Stopwatch
-from clipstream.world import World
+from clipstream.distributed.world import World
 
 SAMPLES, SHARDS = 500, 4
 BATCH = 64
@@ -86,7 +86,7 @@ def make_loader(shards: str, pixels: int, stopwatch: type[Stopwatch]) -> Loader:
         {"global_batch_size": BATCH, "lanes": 16, "workers": 0, "sources": {"train": {"shards": shards}}}
     )
     image = ImageSpec((min(pixels, 224),) * 2)
-    return sources.training_loader(settings, world=World(), seed=0, tokenizer=Bytes(), image=image)
+    return build.training_loader(settings, world=World(), seed=0, tokenizer=Bytes(), image=image)
 
 
 def abba(one: Loader, other: Loader) -> tuple[float, float]:

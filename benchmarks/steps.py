@@ -1,7 +1,7 @@
-"""webdataset's pipeline, arranged like open_clip's, with steps of clipstream's input path taken one after the other.
+"""webdataset's pipeline as open_clip arranges it, with steps of clipstream's input path added one after the other.
 
-Each of `STEPS` has the steps before it as well; what clipstream does beyond the last is to read by offsets and to write
-into slabs. `input.py --streams` runs them, beside clipstream.
+Each of `STEPS` includes the steps before it; clipstream itself also reads by offset and writes into shared buffers.
+`input.py --streams` runs them beside clipstream.
 """
 
 from __future__ import annotations
@@ -66,27 +66,26 @@ def _bytes(size: int) -> tuple[Make, Encode]:
 
 
 def _batched_ids(size: int) -> tuple[Make, Encode]:
+    from clipstream.data.decode.tokenizers import build_tokenizer
     from clipstream.data.settings import TokenizerSettings
-    from clipstream.data.text import build_tokenizer
 
     tokenizer = build_tokenizer(TokenizerSettings.model_validate({}), tokenize(), 77)
     return _bytes(size)[0], tokenizer.encode
 
 
 def _decoded(size: int, *, scaled: bool) -> tuple[Make, Encode]:
-    from clipstream.data.crops import crop_box
-    from clipstream.data.decoders import FACTORS, decode, read_header
-    from clipstream.data.images import FILTERS
-    from clipstream.data.order import Draws
+    from clipstream.data.decode.images import FACTORS, FILTERS, decode, read_header
+    from clipstream.data.decode.train_transform import SPARE, crop_box
+    from clipstream.data.order.rng import SampleRNG
     from clipstream.data.settings import AugmentSettings
 
-    draws, augment = Draws(1), AugmentSettings()
+    draws, augment = SampleRNG(1), AugmentSettings()
 
     def make(data: bytes) -> Pixels:
         header = read_header(data, upright=False)
         left, top, width, height = crop_box(header.size, augment, draws)
         room = min(width, height) / size
-        factor = next((f for f in FACTORS if f <= room), 1) if scaled and header.scales else 1
+        factor = next((f for f in FACTORS if f * SPARE <= room), 1) if scaled and header.scales else 1
         picture = Image.fromarray(decode(data, header, factor, WHITE)[..., :3])
         right, bottom = min((left + width) / factor, picture.width), min((top + height) / factor, picture.height)
         box = (left / factor, top / factor, right, bottom)
@@ -96,12 +95,12 @@ def _decoded(size: int, *, scaled: bool) -> tuple[Make, Encode]:
 
 
 def _resized(size: int) -> tuple[Make, Encode]:
-    from clipstream.batch import ImageSpec
-    from clipstream.data.crops import TrainTransform
-    from clipstream.data.order import Draws
+    from clipstream.data.batch import ImageSpec
+    from clipstream.data.decode.train_transform import TrainTransform
+    from clipstream.data.order.rng import SampleRNG
     from clipstream.data.settings import AugmentSettings
 
-    draws, transform = Draws(1), TrainTransform(ImageSpec((size, size)), AugmentSettings(), "white", upright=False)
+    draws, transform = SampleRNG(1), TrainTransform(ImageSpec((size, size)), AugmentSettings(), "white", upright=False)
     return lambda data: transform(data, draws), _batched_ids(size)[1]
 
 

@@ -61,24 +61,25 @@ class Batch:
 
 def clipstream(options: Options) -> Iterator[Batch]:
     """Batches of clipstream's loader."""
-    from clipstream.batch import ImageSpec
+    from clipstream.data.batch import ImageSpec
+    from clipstream.data.build import training_loader
+    from clipstream.data.decode.tokenizers import build_tokenizer
+    from clipstream.data.order.lanes import lanes_for
     from clipstream.data.settings import DataSettings, TokenizerSettings
-    from clipstream.data.sources import training_loader
-    from clipstream.data.text import build_tokenizer
-    from clipstream.world import World
+    from clipstream.distributed.world import World
 
     caption = {"type": "json", "path": options.caption} if options.caption else {"type": "text"}
     settings = DataSettings.model_validate(
         {
             "global_batch_size": options.batch_size,
-            "lanes": min(48, options.batch_size),
+            "lanes": lanes_for(options.batch_size),
             "workers": options.workers,
             "sources": {"train": {"shards": options.shards, "caption": caption}},
         }
     )
     tokenizer = build_tokenizer(TokenizerSettings.model_validate({}), tokenize(), 77)
     image = ImageSpec((options.size, options.size))
-    with training_loader(settings, world=World(), seed=0, tokenizer=tokenizer, image=image) as loader:
+    with training_loader(settings, world=World(), seed=0, tokenizer=tokenizer, image=image, views=True) as loader:
         for batch in loader:
             yield Batch(len(batch), sum(plane.nbytes for plane in batch.moving()))
 
@@ -157,12 +158,12 @@ def floor(options: Options) -> Iterator[Batch]:
 
 
 def _floor(options: Options, number: int, counts: Connection) -> None:
-    from clipstream.batch import ImageSpec
-    from clipstream.data.crops import TrainTransform
-    from clipstream.data.fields import image_bytes
-    from clipstream.data.order import Draws
+    from clipstream.data.batch import ImageSpec
+    from clipstream.data.decode.captions import image_bytes
+    from clipstream.data.decode.train_transform import TrainTransform
+    from clipstream.data.order.rng import SampleRNG
     from clipstream.data.settings import AugmentSettings
-    from clipstream.data.tarstream import Shard
+    from clipstream.data.tar import Shard
     from clipstream.errors import Dropped
 
     torch.set_num_threads(1)
@@ -177,7 +178,7 @@ def _floor(options: Options, number: int, counts: Connection) -> None:
                 continue
     count = 0
     while True:
-        transform(pictures[count % len(pictures)], Draws(count))
+        transform(pictures[count % len(pictures)], SampleRNG(count))
         count += 1
         if count % 8 == 0:
             counts.send(8)  # far less than a pipe takes at once, so processes never mix theirs
@@ -255,7 +256,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     if name == "clipstream":
-        import clipstream.data.sources  # noqa: F401  # imports are not the first batch
+        import clipstream.data.build  # noqa: F401  # imports are not the first batch
     elif name == "open_clip":
         import open_clip_train.data  # noqa: F401
     tokenize()

@@ -2,7 +2,7 @@
 
 import sys
 
-from clipstream.cli import main
+from clipstream.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,26 +1,17 @@
-"""Owns the verb `python -m clipstream.bench --train-data SHARDS`: its help and its exit code; `tools` do the work."""
+"""The verb `python -m clipstream.bench --train-data SHARDS`: measures how fast shards are read (see `tools.bench`)."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from clipstream.cli import load_or_help, run_main, wants_help
+from clipstream.cli.main import run_main, show_help
 from clipstream.tools.bench import OWN_FLAGS, bench
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, and give the exit code; errors for users go to stderr."""
-    return run_main(_main, argv)
-
-
-def _main(argv: list[str]) -> int:
-    if wants_help(argv):
-        for flag, meaning in OWN_FLAGS.items():
-            print(f"{flag:<14}{meaning}")
-        load_or_help("bench", argv)
-        return 0
-    return bench(argv)
+    """Run the verb, and return its exit code."""
+    return run_main(lambda argv: 0 if show_help("bench", argv, OWN_FLAGS) else bench(argv), argv)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The verb `python -m clipstream.check SHARDS`: what a data set holds, and what training would use of it."""
+"""The verb `python -m clipstream.check SHARDS`: the content of a data set, and the samples that training would use."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from pydantic import ValidationError
 
-from clipstream.cli import run_main
+from clipstream.cli.main import run_main
+from clipstream.config.print_config import print_config, take_flag
+from clipstream.config.settings import load
 from clipstream.data.settings import CaptionSettings, JsonCaption, SourceSettings, TextCaption
 from clipstream.errors import SettingsError
 
@@ -18,15 +19,15 @@ DEFAULT_IMAGE_KEY: str = SourceSettings.model_fields["image_key"].default
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Look into a data set, and give the exit code: 0, 2 for wrong usage, 3 where nothing is usable."""
+    """Run the verb, and return its exit code: 0, 2 for wrong usage, 3 if no sample is usable."""
     return run_main(_main, argv)
 
 
 def _main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m clipstream.check",
-        description="Look into a data set: its shards, members and JSON fields, what the given settings would use and "
-        "drop, and the flags to train on it. Exit code 3 where nothing is usable.",
+        description="Inspect a data set: its shards, members and JSON fields, the samples that these settings would "
+        "use and drop, and the flags to train on it. Exit code 3 if no sample is usable.",
     )
     parser.add_argument(
         "shards",
@@ -41,44 +42,51 @@ def _main(argv: list[str]) -> int:
     parser.add_argument("--image-key", metavar="SUFFIXES", help=f"suffixes of the image member ({DEFAULT_IMAGE_KEY})")
     parser.add_argument("--folder", help="what a manifest's relative paths begin at (its own folder)")
     parser.add_argument("--separator", metavar="CHARACTER", help="of a CSV (from its header)")
+    parser.add_argument("--print-config", action="store_true", help="print these flags as YAML for --config, and end")
     parser.add_argument("--samples", type=int, default=500, metavar="N", help="samples to read; 0 for all (500)")
+    every, argv = take_flag(argv)
     options = parser.parse_args(argv)
     if options.samples < 0:
         parser.error(f"--samples must be 0 or more, not {options.samples}")
-    # Late, so that --help and wrong usage answer at once.
-    from clipstream.data.profile import SHORT_FLAGS
-    from clipstream.data.shards import redact
+    # Not before, so that --help and wrong usage answer at once.
+    from clipstream.data.decode.sample_profile import SHORT_FLAGS
+    from clipstream.data.shard_url import redact
+    from clipstream.data.sources.patterns import in_braces
     from clipstream.tools.check import check
 
-    some = "::".join(options.shards[:3]) + ("::…" if len(options.shards) > 3 else "")
-    words = ["--train-data", redact(some)]
+    shards = "::".join(in_braces(options.shards))
+    words = ["--train-data", redact(shards)]
     for name in ("caption_key", "caption_json", "image_key", "folder", "separator"):
         if getattr(options, name) is not None:
             flag = name.replace("_", "-") if name not in ("folder", "separator") else f"{SHORT_FLAGS}.{name}"
             words += [f"--{flag}", getattr(options, name)]
+    if every is not None:
+        return print_config(load(["--train-data", shards, *words[2:]]), "check", every)
     source = {name: getattr(options, name) for name in ("image_key", "folder", "separator") if getattr(options, name)}
     source |= {"shards": options.shards, "caption": _caption(options.caption_key, options.caption_json)}
     check(_settings(source), shlex.join(["python", "-m", "clipstream.train", *words]), options.samples)
     return 0
 
 
-def _settings(values: dict[str, Any]) -> SourceSettings:
+def _settings(values: dict[str, object]) -> SourceSettings:
     try:
         return SourceSettings.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        raise SettingsError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from error
+        raise SettingsError(
+            f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg'].removeprefix('Value error, ')}"
+        ) from error
 
 
 def _caption(key: str | None, paths: str | None) -> CaptionSettings:
-    """As training's flags: with both, the paths first and then the text member."""
+    """The caption that training's flags mean; with both, the text member is the fallback."""
     try:
         if paths is None:
             return TextCaption() if key is None else TextCaption(key=key)
         return JsonCaption(path=[path.strip() for path in paths.split(";")], fallback=key)
     except ValidationError as error:
         flag = "--caption-key" if paths is None else "--caption-json"
-        raise SettingsError(f"{flag}: {error.errors()[0]['msg']}") from error
+        raise SettingsError(f"{flag}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
 
 
 if __name__ == "__main__":

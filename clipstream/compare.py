@@ -1,4 +1,4 @@
-"""The verb `python -m clipstream.compare RUN…`: one page that shows runs side by side, or one run's report anew."""
+"""The verb `python -m clipstream.compare RUN…`: one page that shows runs side by side, or the report of one run."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from clipstream.cli import run_main
+from clipstream.cli.main import run_main
+from clipstream.config.error_messages import enumerate_words
+from clipstream.config.section import with_home
 from clipstream.errors import SettingsError
-from clipstream.report.page import write_report
+from clipstream.report.html_report import write_comparison
+from clipstream.report.run_reader import read_run
+from clipstream.utils.logs import logger
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare, and give the exit code: 0, or 2 where a folder holds no run."""
+    """Run the verb, and return its exit code: 0, or 2 if no folder contains a run."""
     return run_main(_main, argv)
 
 
@@ -21,15 +25,27 @@ def _main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m clipstream.compare",
         description="Write one HTML file, without network, that shows runs side by side: curves, evaluations, settings "
-        "that differ, pictures, data health. Runs that go on or were killed are shown as far as they are.",
+        "that differ, pictures, data health. Unfinished runs are shown up to their last step.",
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (LOGS/NAME)")
-    parser.add_argument("--out", type=Path, default=Path("compare.html"), metavar="FILE", help="(compare.html)")
+    parser.add_argument("runs", nargs="+", type=with_home, metavar="RUN", help="folder of a run (LOGS/NAME)")
+    parser.add_argument("--out", type=with_home, default="compare.html", metavar="FILE", help="(compare.html)")
     options = parser.parse_args(argv)
+    runs, wrong = [], []
+    for folder in options.runs:
+        try:
+            runs.append(read_run(Path(folder)))
+        except SettingsError as error:
+            wrong.append(str(error))
+    if not runs:
+        raise SettingsError(enumerate_words(wrong))
+    for text in wrong:
+        print(f"warning: {text}; it is left out", file=sys.stderr, flush=True)
     try:
-        write_report(options.runs, options.out)
+        others = write_comparison(runs, Path(options.out))
     except OSError as error:
         raise SettingsError(f"--out: {options.out} cannot be written: {error.strerror}") from error
+    for text in others:
+        logger.warning(f"not comparable: {text}")
     print(options.out)
     return 0
 

@@ -1,11 +1,11 @@
-"""Owns the checks that users call on parts of their own, in their own tests: caption extractor, transform, tokenizer,
-loss, evaluator.
+"""Checks for parts of your own, to call in your own tests: each raises AssertionError that says what to change.
 
-Each raises AssertionError with what is wrong and what to do, and gives nothing back. No test framework is needed.
+There is one for each kind of plug-in. No test framework is needed.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import tempfile
@@ -14,30 +14,96 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from PIL import Image
 
-from clipstream.data.fields import CaptionExtractor
-from clipstream.data.order import Draws
-from clipstream.data.text import Tokenizer
+from clipstream.data.decode.captions import CaptionExtractor
+from clipstream.data.decode.images import PictureTransform
+from clipstream.data.decode.tokenizers import Tokenizer
+from clipstream.data.order.rng import SampleRNG
+from clipstream.data.sources.protocol import SourceContext, SourceType
+from clipstream.distributed.world import World
 from clipstream.errors import Dropped
-from clipstream.world import World
 
 if TYPE_CHECKING:
     import torch
 
-    from clipstream.batch import Batch
-    from clipstream.evals.protocol import EvalContext
-    from clipstream.model.losses import ContrastiveLoss
-    from clipstream.model.towers import Features
+    from clipstream.data.batch import Batch
+    from clipstream.data.settings import SourceSettings
+    from clipstream.evals.runner import EvalContext
+    from clipstream.losses.contrastive import ContrastiveLoss
+    from clipstream.models.towers import Features
+    from clipstream.report.sinks import RunInfo, Sink
+    from clipstream.training.optim import Optimizer, OptimSettings, Schedule
 
-ROWS, WIDTH = 5, 8  # of the features that a loss is checked on
+ROWS, WIDTH = 5, 8  # of the random features
 RANKS = 2
-CLOSE = {"float64": 1e-9, "float32": 1e-5}  # two ways to one loss, by the type that it is computed in
+CLOSE = {"float64": 1e-9, "float32": 1e-5}  # tolerance for two computations of a loss, by dtype
 SMALL_MODEL = {
     "embed_dim": 32,
     "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16},
     "text_cfg": {"context_length": 24, "vocab_size": 49408, "layers": 1, "width": 32, "heads": 2},
 }
+SINK_RECORDS: tuple[dict[str, Any], ...] = (
+    {"step": 10, "start": {"ranks": 1}},
+    {"step": 20, "samples": 1280, "loss": 2.5, "lr": 1e-3, "samples_per_s": 100.0, "data_wait": 0.1, "seconds": 1.0},
+    {"step": 20, "stages": {"decode": {"p50": 0.01, "p99": 0.02}}, "data_wait": 0.1, "seconds": 1.0},
+    {"step": 20, "health": {"train": {"read": 9, "used": 8, "dropped": {"no_caption": 1}}}},
+    {"step": 20, "quarantine": [{"source": "train", "shard": "0.tar", "key": "0", "reason": "no_caption"}]},
+    {"step": 20, "nonfinite": {"loss": "nan", "grad_norm": "nan", "keys": ["0.tar/0"]}},
+    {"step": 20, "rollback": {"to": 10, "skipped": 3}},
+    {"step": 20, "eval": "val", "top1": 0.5, "n": 100, "chance": 0.1, "seconds": 1.0},
+    {"step": 20, "eval": "val", "error": "no such file", "seconds": 1.0},
+    {"step": 20, "end": {"status": "done"}},
+)
 TEXTS = ("a photo of a cat", "", "Ein Käfer & 2 Äpfel 🍎", "word " * 500)
+
+
+def check_source(make: type[SourceType], settings: SourceSettings) -> None:
+    """Check a source type on shards that exist: the lists of shards and samples, and members of some samples.
+
+    Args:
+        make: the user's own class.
+        settings: its settings, which name at least one shard.
+
+    Raises:
+        AssertionError: it breaks the protocol of `clipstream.data.sources.protocol.SourceType`.
+    """
+    assert SourceType in make.__mro__, "derive it from clipstream.data.sources.protocol.SourceType"
+    specs = [settings.shards] if isinstance(settings.shards, str) else settings.shards
+    lists = []
+    for _ in range(2):
+        source = make(settings, SourceContext())
+        lists.append([shard for spec in specs for shard in source.list_shards(spec)])
+    shards = lists[0]
+    assert shards, "it lists no shard"
+    assert all(isinstance(shard, str) for shard in shards), f"a name of a shard is not a str: {shards[:3]!r}"
+    assert shards == lists[1], "two calls of list_shards gave different shards: a run could not be repeated"
+    assert len(set(shards)) == len(shards), "two shards have the same name"
+    assert isinstance(source.describe(shards), str), "describe must return a str"
+    for shard in shards[:3]:
+        first, again = source.open(shard), source.open(shard)
+        keys = [ref.key for ref in first.index.samples]
+        assert keys, f"{shard} has no sample"
+        assert all(isinstance(key, str) for key in keys), f"{shard}: a key is not a str: {keys[:3]!r}"
+        assert len(set(keys)) == len(keys), f"{shard}: two samples have the same key"
+        assert keys == [ref.key for ref in again.index.samples], f"{shard}: opened again, it has other samples"
+        count = source.num_samples(shard)
+        assert count in (None, len(keys)), f"{shard}: num_samples gave {count}, and it has {len(keys)} samples"
+        for number in sorted({0, len(keys) // 2, len(keys) - 1}):
+            ref = first.index.samples[number]
+            members = first.load(ref)
+            assert members and all(
+                isinstance(name, str) and isinstance(data, bytes) for name, data in members.items()
+            ), f"{shard}: {ref.key}: load gave {members!r:.200}: return members as bytes by suffix"
+            upper = [name for name in members if name != name.lower()]
+            assert not upper, f"{shard}: {ref.key}: write the suffix {upper[:1]} in lower case"
+            assert again.load(ref) == members, f"{shard}: {ref.key}: load gave other members the second time"
+            for name, data in members.items():
+                assert first.load(ref, (name,)).get(name) == data, (
+                    f"{shard}: {ref.key}: load with suffixes ({name!r},) lacks that member, or changed it"
+                )
+        first.close()
+        again.close()
 
 
 def check_caption_extractor(extractor: CaptionExtractor, sample: Mapping[str, Any]) -> None:
@@ -48,7 +114,7 @@ def check_caption_extractor(extractor: CaptionExtractor, sample: Mapping[str, An
         sample: `__key__`, `__url__`, and members as bytes by suffix in lower case.
 
     Raises:
-        AssertionError: it breaks the protocol of `clipstream.data.fields.CaptionExtractor`.
+        AssertionError: it breaks the protocol of `clipstream.data.decode.captions.CaptionExtractor`.
     """
     assert hasattr(extractor, "members"), "give it an attribute `members`: the suffixes that it reads, or None for all"
     members = extractor.members
@@ -58,12 +124,12 @@ def check_caption_extractor(extractor: CaptionExtractor, sample: Mapping[str, An
     before = dict(sample)
     first = _caption(extractor, sample, None)
     assert _caption(extractor, sample, None) == first, (
-        "two calls with draws=None gave different captions: evaluation must not depend on chance"
+        "two calls with rng=None gave different captions: evaluation must not depend on chance"
     )
     for key in range(20):
-        drawn = _caption(extractor, sample, Draws(key))
-        assert _caption(extractor, sample, Draws(key)) == drawn, (
-            "two calls with the same draws gave different captions: take all chance from `draws`, not from random, "
+        drawn = _caption(extractor, sample, SampleRNG(key))
+        assert _caption(extractor, sample, SampleRNG(key)) == drawn, (
+            "two calls with the same rng gave different captions: take all chance from `rng`, not from random, "
             "numpy or torch"
         )
     assert dict(sample) == before, "it changed the sample: other parts read it too"
@@ -103,6 +169,47 @@ def check_transform(transform: Callable[[dict[str, Any]], Mapping[str, Any] | No
     )
 
 
+def check_image_transform(transform: PictureTransform, size: tuple[int, int] = (32, 48)) -> None:
+    """Check an image transform on pictures of several shapes.
+
+    Args:
+        transform: the user's own, already constructed.
+        size: (height, width) of the model that it is to work with.
+
+    Raises:
+        AssertionError: it breaks the protocol of `clipstream.data.decode.images.PictureTransform`.
+    """
+    noise = np.random.default_rng(0)
+    for height, width in ((480, 640), (100, 20), (5, 7), (1, 1)):
+        picture = Image.fromarray(noise.integers(0, 256, (height, width, 3), dtype=np.uint8))
+        before = picture.tobytes()
+        for key in (None, *range(5)):
+            results = []
+            for _ in range(2):
+                try:
+                    results.append(transform(picture, size, None if key is None else SampleRNG(key)))
+                except Dropped:
+                    continue
+                except Exception as error:
+                    raise AssertionError(
+                        f"a picture of {width} x {height} made it raise {error!r}: a run counts that as "
+                        "image_transform_error and drops the sample; raise clipstream.errors.Dropped(reason) for "
+                        "pictures that cannot be used"
+                    ) from error
+            for pixels in results:
+                assert isinstance(pixels, np.ndarray) and pixels.dtype == np.uint8 and pixels.shape == (*size, 3), (
+                    f"it gave {getattr(pixels, 'dtype', type(pixels).__name__)} {getattr(pixels, 'shape', '')} for a "
+                    f"picture of {width} x {height}: return a numpy array uint8 {(*size, 3)}"
+                )
+            assert len(results) != 1 and (not results or np.array_equal(results[0], results[1])), (
+                "two calls with rng=None gave different pixels: evaluation must not depend on chance"
+                if key is None
+                else "two calls with the same rng gave different pixels: take all chance from `rng`, not from random, "
+                "numpy or torch"
+            )
+        assert picture.tobytes() == before, "it changed the picture: make a copy of it"
+
+
 def _same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     return list(first) == list(second) and all(
         np.array_equal(value, second[key]) if isinstance(value, np.ndarray) else bool(value == second[key])
@@ -111,10 +218,10 @@ def _same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
 
 
 def check_tokenizer(tokenizer: Tokenizer, texts: Sequence[str] = TEXTS) -> None:
-    """Check a tokenizer: shape, type and range of its ids, and that a text's ids depend on that text alone.
+    """Check a tokenizer: shape, dtype and range of its ids, and that the ids of a text depend on that text only.
 
     Raises:
-        AssertionError: it breaks the protocol of `clipstream.data.text.Tokenizer`.
+        AssertionError: it breaks the protocol of `clipstream.data.decode.tokenizers.Tokenizer`.
     """
     for name in ("context_length", "vocab_size"):
         value = getattr(tokenizer, name, None)
@@ -139,9 +246,9 @@ def check_tokenizer(tokenizer: Tokenizer, texts: Sequence[str] = TEXTS) -> None:
     assert isinstance(decoded, str), f"decode gave {type(decoded).__name__}: return a str"
 
 
-def _caption(extractor: CaptionExtractor, sample: Mapping[str, Any], draws: Draws | None) -> str:
+def _caption(extractor: CaptionExtractor, sample: Mapping[str, Any], rng: SampleRNG | None) -> str:
     try:
-        caption = extractor(sample, draws)
+        caption = extractor(sample, rng)
     except Dropped as drop:
         raise AssertionError(f"it dropped the sample ({drop}): check it with a sample that has a caption") from drop
     except Exception as error:
@@ -157,15 +264,15 @@ def _caption(extractor: CaptionExtractor, sample: Mapping[str, Any], draws: Draw
 def check_loss(loss: ContrastiveLoss, *, logit_bias: bool = False) -> None:
     """Check a loss on random features: alone, with a sample of weight 0, and on two ranks with unequal rows.
 
-    The ranks are two processes of gloo: forked from this one or, where CUDA forbids that, fresh ones, for which the
-    loss must be picklable.
+    The ranks are two gloo processes, forked from this one, or spawned if CUDA is available; then the loss must be
+    picklable.
 
     Args:
         loss: the user's own, already constructed.
-        logit_bias: whether it is for models with a logit bias.
+        logit_bias: whether the loss is for models with a logit bias.
 
     Raises:
-        AssertionError: it breaks the protocol of `clipstream.model.losses.ContrastiveLoss`.
+        AssertionError: it breaks the protocol of `clipstream.losses.contrastive.ContrastiveLoss`.
     """
     import torch
 
@@ -173,7 +280,11 @@ def check_loss(loss: ContrastiveLoss, *, logit_bias: bool = False) -> None:
     assert limit is None or (isinstance(limit, int | float) and limit > 0), (
         f"`max_logit_scale` is {limit!r}: make it a positive number, or None for no limit"
     )
-    parts = _on_ranks(loss, logit_bias)  # first: a process whose autograd has run may not be forked where CUDA is
+    lower = getattr(loss, "min_logit_scale", None)
+    assert lower is None or (isinstance(lower, int | float) and 0 < lower <= (limit or lower)), (
+        f"`min_logit_scale` is {lower!r}: make it a positive number up to `max_logit_scale`, or None for no limit"
+    )
+    parts = _on_ranks(loss, logit_bias)  # first, as a process cannot fork after autograd has used CUDA
     ones = torch.ones(ROWS, dtype=torch.float64)
     value, gradients = _one_pass(loss, _random_features(logit_bias), ones, World(), ROWS)
     again, _ = _one_pass(loss, _random_features(logit_bias), ones, World(), ROWS)
@@ -209,7 +320,7 @@ def _close(one: Any, other: Any, like: Any = None) -> bool:
 
 
 def _on_ranks(loss: ContrastiveLoss, logit_bias: bool) -> list[dict[str, Any]]:
-    """Each rank's share and gradients."""
+    """Run the loss on RANKS processes; returns each rank's share and gradients."""
     import torch
     from torch.multiprocessing.spawn import start_processes
 
@@ -246,7 +357,7 @@ def _on_rank(rank: int, loss: ContrastiveLoss, logit_bias: bool, folder: str) ->
 def _random_features(logit_bias: bool) -> Features:
     import torch
 
-    from clipstream.model.towers import Features
+    from clipstream.models.towers import Features
 
     generator = torch.Generator().manual_seed(0)
     image, text = torch.randn(2, ROWS, WIDTH, dtype=torch.float64, generator=generator)
@@ -262,7 +373,7 @@ def _rows(features: Features, start: int, stop: int) -> Features:
 def _one_pass(
     loss: ContrastiveLoss, features: Features, weights: Any, world: World, global_size: int, start: int = 0
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The share, and the gradients of the features and scalars by name; zeros for what was not used."""
+    """The share, and the gradients of features and scalars by name; zeros if unused."""
     import torch
 
     leaves = {name: leaf.requires_grad_() for name, leaf in features._asdict().items() if leaf is not None}
@@ -276,10 +387,10 @@ def _one_pass(
 
 
 def _captions(weights: torch.Tensor, start: int, global_size: int) -> Batch:
-    """A batch without pixels, whose captions differ."""
+    """A batch without pixels, with distinct captions."""
     import torch
 
-    from clipstream.batch import Batch
+    from clipstream.data.batch import Batch
 
     numbers = range(start, start + len(weights))
     return Batch(
@@ -294,13 +405,147 @@ def _captions(weights: torch.Tensor, start: int, global_size: int) -> Batch:
     )
 
 
+def check_optimizer(make: Callable[[Any], Optimizer], settings: OptimSettings, *, model: str = "ViT-B-32") -> None:
+    """Check an optimizer on a small module, part of which is frozen.
+
+    Args:
+        make: the user's class.
+        settings: its settings.
+        model: the model's name that it is called with.
+
+    Raises:
+        AssertionError: it breaks the protocol of `clipstream.training.optim.Optimizer`.
+    """
+    import torch
+    from torch import nn
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        generator = torch.Generator().manual_seed(0)
+        towers = nn.Sequential(nn.Linear(WIDTH, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+        towers.register_parameter("logit_scale", nn.Parameter(torch.zeros(())))
+        for parameter in towers.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+        towers[2].requires_grad_(False)
+        return towers, make(settings)(towers, model)
+
+    def step(towers: nn.Module, optimizer: torch.optim.Optimizer, lr: float, seed: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        for parameter in towers.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+        return [parameter.detach().clone() for parameter in towers.parameters()]
+
+    towers, optimizer = build()
+    assert isinstance(optimizer, torch.optim.Optimizer), (
+        f"it gave {type(optimizer).__name__}: return a torch.optim.Optimizer"
+    )
+    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    trainable = [id(parameter) for parameter in towers.parameters() if parameter.requires_grad]
+    assert sorted(held) == sorted(trainable), (
+        "its groups must hold each trainable parameter once and no frozen one: use parameter_groups(towers, wd)"
+    )
+    before = [parameter.detach().clone() for parameter in towers.parameters()]
+    still = step(towers, optimizer, 0.0, 1)
+    assert all(map(torch.equal, before, still)), (
+        "a step with learning rate 0 changed weights: take the rate from param_groups[i]['lr'], which training sets"
+    )
+    moved = step(towers, optimizer, 0.01, 2)
+    assert all(weights.isfinite().all() for weights in moved), "a step gave weights that are NaN or infinite"
+    assert not all(map(torch.equal, before, moved)), "a step with learning rate 0.01 changed no weight"
+    state = optimizer.state_dict()
+    for values in state["state"].values():
+        for name, value in values.items():
+            assert isinstance(value, torch.Tensor), (
+                f"the state {name!r} is {value!r}: checkpoints store tensors only; do without, or make it one"
+            )
+    resumed, again = build()
+    for parameter, weights in zip(resumed.parameters(), moved, strict=True):
+        parameter.data = weights.clone()
+    again.load_state_dict(copy.deepcopy(state))
+    assert all(map(torch.equal, step(towers, optimizer, 0.01, 3), step(resumed, again, 0.01, 3))), (
+        "a step after state_dict and load_state_dict differs: keep everything that it remembers in its state"
+    )
+
+
+def check_schedule(schedule: Schedule, *, warmup: int = 0, peak: float = 1e-3, total_steps: int = 100) -> None:
+    """Check a learning-rate schedule on all steps of a run.
+
+    Args:
+        schedule: the user's own, already constructed with its settings.
+        warmup: `settings.warmup`; earlier steps are not asked for.
+        peak: `optim.lr`.
+
+    Raises:
+        AssertionError: it breaks the protocol of `clipstream.training.optim.Schedule`.
+    """
+    steps = range(warmup, total_steps)
+    rates = {step: schedule(step, peak=peak, total_steps=total_steps) for step in steps}
+    for step, rate in rates.items():
+        number = isinstance(rate, int | float) and not isinstance(rate, bool)
+        assert number and math.isfinite(rate) and rate >= 0, (
+            f"the learning rate of step {step} is {rate!r}: return a finite number, 0 or more"
+        )
+    again = {step: schedule(step, peak=peak, total_steps=total_steps) for step in reversed(steps)}
+    assert again == rates, "the steps in another order gave other rates: a rate must depend on the step alone"
+
+
+def check_sink(make: Callable[[Any, RunInfo], Sink], settings: Any) -> None:
+    """Check a sink with a record of each kind and a picture, in a run that starts and in one that resumes.
+
+    Args:
+        make: the user's own class; called as make(settings, run).
+        settings: its settings.
+
+    Raises:
+        AssertionError: it breaks the protocol of `clipstream.report.sinks.Sink`.
+    """
+    import torch
+
+    from clipstream.evals.example import Example, Table
+    from clipstream.report.sinks import RunInfo
+
+    example = Example(torch.zeros((3, 8, 8), dtype=torch.uint8), "a text", key="0.tar/0", guesses=(("a text", 0.5),))
+    table = Table("a table", ("class", "right"), (("a cat", "1 of 2"),))
+    with tempfile.TemporaryDirectory() as folder:
+        for resume_step in (None, 10):
+            run = RunInfo(Path(folder), total_steps=20, resume_step=resume_step)
+            when = "a new run" if resume_step is None else "a resumed run"
+            try:
+                sink = make(settings, run)
+            except Exception as error:
+                raise AssertionError(f"in {when} its construction raised {error!r}") from error
+            for name in ("write", "show", "status", "close"):
+                assert callable(getattr(sink, name, None)), (
+                    f"it has no method `{name}`: derive from clipstream.report.sinks.Sink, whose methods do nothing"
+                )
+            for record in SINK_RECORDS:
+                given = copy.deepcopy(record)
+                try:
+                    sink.write(given)
+                except Exception as error:
+                    raise AssertionError(
+                        f"in {when} `write` raised {error!r} for {record!r}: return early for unused records"
+                    ) from error
+                assert given == record, f"`write` changed the record {record!r}: other sinks read it too"
+            try:
+                sink.show(20, "val", [example], [table])
+                sink.status("saving")
+                sink.status("")
+                sink.close()
+            except Exception as error:
+                raise AssertionError(f"in {when} `show`, `status` or `close` raised {error!r}") from error
+
+
 def small_context() -> EvalContext:
-    """What an evaluator works with, around a small CLIP of random weights on the CPU; for `check_evaluator`."""
+    """The context of an evaluator, with a small CLIP of random weights on the CPU; for `check_evaluator`."""
+    from clipstream.data.decode.tokenizers import build_tokenizer
     from clipstream.data.settings import DataSettings, TokenizerSettings
-    from clipstream.data.text import build_tokenizer
-    from clipstream.evals.protocol import EvalContext
-    from clipstream.model.settings import ModelSettings
-    from clipstream.model.towers import build_towers
+    from clipstream.evals.runner import EvalContext
+    from clipstream.models.settings import ModelSettings
+    from clipstream.models.towers import build_towers
 
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "small.json")
@@ -321,7 +566,7 @@ def check_evaluator(
         context: the model; `small_context()` unless given.
 
     Raises:
-        AssertionError: it breaks the protocol of `clipstream.evals.protocol.Evaluator`.
+        AssertionError: it breaks the protocol of `clipstream.evals.runner.Evaluator`.
     """
     context = context or small_context()
     first = _metrics(evaluator, context)

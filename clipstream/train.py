@@ -1,47 +1,53 @@
-"""Wires a training run: settings to parts, parts to a Trainer. The way of a run, read top to bottom.
+"""Train a CLIP or SigLIP model.
 
     python -m clipstream.train --config configs/quickstart.yaml
 
-Settings are checked, and missing weights found, before torch is imported. It computes nothing itself.
+`main` checks the settings and finds missing weights before torch is imported; `train` prepares the run's folder on
+each rank; `run` and `fit` are the recipe: settings, model, data, optimizer, step, loop.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clipstream import durable
-from clipstream.cli import load_or_help, run_main
-from clipstream.config import LANES, Settings, dump, openers, resolve, with_known_epoch
-from clipstream.contradictions import validate_run
-from clipstream.errors import ClipstreamError, SettingsError
-from clipstream.failure import FailureWatch
-from clipstream.folder import occupied
-from clipstream.model.settings import chosen_loss_type
-from clipstream.world import World
+from clipstream.checkpoint.run_lock import occupied
+from clipstream.cli.main import load_or_help, run_main
+from clipstream.config.settings import Settings, dump, require_equal, resolve, secrets, with_known_epoch
+from clipstream.config.validate import validate_run
+from clipstream.data.shard_url import redact
+from clipstream.distributed.failure import FailureWatch
+from clipstream.distributed.world import World
+from clipstream.errors import ClipstreamError, Interrupted, SettingsError, Stopped
+from clipstream.losses.settings import chosen_loss_type
+from clipstream.utils import atomic_write, early_signals
+from clipstream.utils.logs import announce, logger
 
 if TYPE_CHECKING:
-    from clipstream.data.loader import Loader
-    from clipstream.data.text import Tokenizer
-    from clipstream.evals.protocol import EvalRunner
+    from clipstream.checkpoint.async_writer import AsyncWriter
+    from clipstream.checkpoint.remote_sync import RemoteSync
+    from clipstream.data.batch import Batch
+    from clipstream.data.decode.tokenizers import Tokenizer
+    from clipstream.data.loader.loader import Loader
+    from clipstream.distributed.signals import StopSignals
+    from clipstream.evals.runner import EvalRunner
     from clipstream.evals.settings import Weights
-    from clipstream.model.towers import Towers
+    from clipstream.models.towers import Towers
+    from clipstream.report.ending import Ending
     from clipstream.report.outputs import Outputs
-    from clipstream.training.early_stop import EarlyStop
-    from clipstream.training.loop import Trainer
-    from clipstream.training.mirror import Mirror
-    from clipstream.training.saving import Saver
-    from clipstream.training.sharding import FullTowers, ShardedTowers
+    from clipstream.training.parallel.fsdp import FullTowers, ShardedTowers
+    from clipstream.training.state import TrainState
     from clipstream.training.step import TrainStep
-    from clipstream.training.stopping import StopSignals
+
+FREE_SPACE = 64 << 10  # bytes that a run writes before its first step
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The verb: the exit code of this process."""
+    """Train as the command line says; returns the exit code."""
     return run_main(_main, argv)
 
 
@@ -51,15 +57,11 @@ def _main(argv: list[str]) -> int:
         return 0
     settings = with_known_epoch(settings)
     validate_run(settings, World.from_env())
-    from clipstream.model.pretrained import preflight
+    from clipstream.models.pretrained import preflight
 
-    preflight(
-        settings.model,
-        settings.tokenizer,
-        loss_type=chosen_loss_type(settings.loss),
-        ask=World.from_env().local_rank == 0,
-    )
-    from clipstream.session import run_ranks
+    loss_type, ask = chosen_loss_type(settings.loss), World.from_env().local_rank == 0
+    preflight(settings.model, settings.tokenizer, loss_type=loss_type, ask=ask)
+    from clipstream.distributed.launch import run_ranks
 
     return run_ranks(settings.run, partial(train, settings))
 
@@ -68,67 +70,178 @@ def train(settings: Settings, world: World, watch: FailureWatch) -> None:
     """A whole run on this rank.
 
     Raises:
-        ClipstreamError: as its parts do.
+        ClipstreamError: settings, data or training failed, or a signal stopped the run.
     """
-    lanes = settings.data.lanes
-    settings = resolve(settings, world)
+    from clipstream.distributed.signals import StopSignals
+    from clipstream.report.ending import Ending
+    from clipstream.report.run_log import run_log
+
+    require_equal(settings, world)
+    signals = StopSignals(
+        deferring=False, broadcast=watch.broadcast_stop, on_exit=watch.run_cleanups, announce=world.is_main
+    )
+    watch.on_stop(signals.receive)
+    own_lanes, ending = settings.data.lanes != "auto", None
     try:
-        with occupied(settings.run_folder) if world.is_main else nullcontext():
-            _train(settings, world, watch, lanes)
+        with signals:
+            early_signals.expect(early_signals.INTERRUPTED, "interrupted")
+            settings = resolve(settings, world)
+            if world.is_main:  # the folder is locked until the process ends
+                watch.held.enter_context(occupied(settings.run_folder))
+                atomic_write.require_space(settings.run_folder, FREE_SPACE)
+                watch.held.enter_context(run_log(settings.run_folder))
+                ending = watch.on_end = Ending(settings.run_folder, report=settings.log.report)
+            run(settings, world, watch, signals, ending, own_lanes=own_lanes)
+    except Interrupted:
+        raise Stopped(early_signals.BEFORE_TRAINING.format(signals.received)) from None
     except OSError as error:
-        if not durable.is_full(error):
+        if not atomic_write.is_full(error):
             raise
-        # Once it trains, a full disk does not end it; what it writes before that cannot wait.
+        # During training a full disk is a warning; before the first step, nothing can be written later.
         text = f"{error.filename or settings.run_folder} cannot be written, as its disk is full: free some space"
         raise ClipstreamError(text) from error
 
 
-def _train(settings: Settings, world: World, watch: FailureWatch, lanes: int | str) -> None:
-    """In a folder that is ours."""
-    from clipstream import resuming
-    from clipstream.training import checkpoint
-    from clipstream.training.stopping import StopSignals
+def run(
+    settings: Settings,
+    world: World,
+    watch: FailureWatch,
+    signals: StopSignals,
+    ending: Ending | None,
+    *,
+    own_lanes: bool,
+) -> None:
+    """Settings, model and data of a run whose folder is locked; then `fit`.
 
-    mirror = resuming.mirror_of(settings, world)
-    found = resuming.find(settings, world, mirror)
-    state = None if found is None else checkpoint.read_state(found)
-    settings = resuming.carried_over(settings, state, world, own_lanes=lanes != "auto")
-    towers, tokenizer = _model(settings, world)
-    if settings.data.workers == "auto":
-        settings = _with_crew(settings, world, towers, tokenizer)
+    Args:
+        ending: on rank 0, the record of how the run ends.
+        own_lanes: whether the user set data.lanes.
+    """
+    from clipstream.checkpoint.state import read_meta
+    from clipstream.tools import resume
+    from clipstream.tools.run_summary import print_best, print_summary
+
+    # Settings: a resumed run keeps what was resolved when it began.
+    mirror = resume.build_remote_sync(settings, world)
+    found = resume.find(settings, world, mirror)
+    meta = None if found is None else read_meta(found)
+    state = None if meta is None else meta.train
+    settings = resume.carried_over(settings, state, world, own_lanes=own_lanes)
+
+    # Model and data.
+    towers, tokenizer = build_model(settings, world)
+    settings = with_workers(settings, world)
     if world.is_main:
-        _say_what(settings, world, towers)
-        _say_steps(settings, found, 0 if state is None else int(state["step"]))
-    with StopSignals() as signals, _loader(settings, world, towers, tokenizer, state) as loader:
+        print_summary(settings, world, towers, found, meta)
+    with build_loader(settings, world, towers, tokenizer, state) as loader:
         watch.on_exit(loader.close)
-        trainer, outputs, saver = _trainer(settings, world, towers, tokenizer, loader, signals, found, mirror)
-        watch.on_exit(saver.close)
-        if world.is_main:  # not before: a resume that fails leaves the run's settings as they were
-            _write_config(settings)
-        try:
-            with saver:
-                trainer.run()
-            if world.is_main:
-                _say_best(settings)
-        finally:
-            outputs.close()
+
+        # Optimizer, step, loop.
+        fit(settings, world, towers, tokenizer, loader, watch, signals, ending, found, mirror)
+        if world.is_main:
+            print_best(settings)
 
 
-def _model(settings: Settings, world: World) -> tuple[Towers, Tokenizer]:
-    """The towers on this rank's device, in their final type, and what makes their ids."""
-    from clipstream.data.text import build_tokenizer
-    from clipstream.model.pretrained import fetch
-    from clipstream.model.towers import build_towers
+def fit(
+    settings: Settings,
+    world: World,
+    towers: Towers,
+    tokenizer: Tokenizer,
+    loader: Loader,
+    watch: FailureWatch,
+    signals: StopSignals,
+    ending: Ending | None,
+    found: Path | None,
+    mirror: RemoteSync | None,
+) -> None:
+    """Optimizer, step and loop, resumed from the checkpoint `found`, if any."""
+    from clipstream.data.decode.tokenizers import readable
+    from clipstream.losses.duplicates import warn_of_duplicates
+    from clipstream.report.outputs import Outputs
+    from clipstream.report.sinks import RunInfo
+    from clipstream.training.early_stop import EarlyStop
+    from clipstream.training.optim import build_schedule
+    from clipstream.training.rollback import Rollback
+    from clipstream.training.state import TrainState
+    from clipstream.training.trainer import Trainer
+
+    # Step, and the weights, moments and random states of the checkpoint.
+    layout, step = build_step(settings, world, towers)
+    resumed = None if found is None else load_checkpoint(found, step)
+    state = resumed or TrainState()
+
+    # Outputs and evaluators; their metrics' names are known from a dry run.
+    train, total, log = settings.train, settings.total_steps, settings.log
+    early_stop = EarlyStop(train.early_stop, state.early_stop)
+    done = None if resumed is None else state.step
+    ended = done is not None and (done >= total or early_stop.should_stop)
+    info = RunInfo(settings.run_folder, total, done, world.size, ended, state.evaluation_pending)
+    outputs = Outputs(log, world, info, subject={"run": settings.run.name, "model": settings.model.label})
+    run_evals = build_evals(settings, world, layout, step, tokenizer, outputs)
+    run_evals.context.interrupt = lambda: signals.received is not None
+    writer = build_writer(settings, world, towers, step, mirror)
+    metrics = run_evals.dry_run()
+    early_stop.expect(metrics)
+    writer.expect(metrics)
+    outputs.begin()
+
+    def evaluate(done: int, last: bool) -> None:
+        records = run_evals(done, last)
+        early_stop.on_eval(records)
+        writer.on_eval(records)
+
+    def show(number: int, batch: Batch) -> None:
+        if number == 0:
+            warn_of_duplicates(settings.loss, batch, world)
+        outputs.show_batch(number, batch, decode=partial(readable, tokenizer))
+
+    # Loop.
+    trainer = Trainer(
+        step,
+        loader,
+        lr=build_schedule(settings.schedule, peak=settings.optim.lr, total_steps=total),
+        world=world,
+        total_steps=total,
+        log_every=log.every,
+        sinks=[outputs],
+        evaluate=evaluate,
+        writer=writer,
+        signals=signals,
+        rollback=Rollback(train, partial(restore_checkpoint, writer, step, found), state.rollback),
+        state=resumed,
+        epoch_samples=train.epoch_samples,
+        show=show,
+        show_every=log.pictures_every,
+        early_stop=early_stop,
+        status=outputs.status,
+    )
+    watch.on_exit(writer.close)
+    if ending is not None:
+        outputs.ending, ending.step = ending, lambda: trainer.step
+    if world.is_main:  # only now: a failed resume leaves the run's config.yaml as it was
+        write_config(settings)
+    with closing(outputs), writer:
+        trainer.run()
+
+
+def build_model(settings: Settings, world: World) -> tuple[Towers, Tokenizer]:
+    """The towers, on the CPU and in the dtype they train in, and the tokenizer.
+
+    Raises:
+        SettingsError: the tokenizer has more tokens than the model.
+    """
+    from clipstream.data.decode.tokenizers import build_tokenizer
+    from clipstream.models.pretrained import fetch
+    from clipstream.models.towers import build_towers
     from clipstream.training.precision import check_device, prepare, seed_all
 
+    model, seed = settings.model, settings.run.seed
     check_device(world.device, settings.train.arithmetic)
-    fetch(settings.model, settings.tokenizer, world)
-    seed_all(settings.run.seed, world.rank)
-    towers = build_towers(
-        settings.model, seed=settings.run.seed, loss_type=chosen_loss_type(settings.loss), tokenizer=settings.tokenizer
-    )
+    fetch(model, settings.tokenizer, world)
+    seed_all(seed, world.rank)
+    towers = build_towers(model, seed=seed, loss_type=chosen_loss_type(settings.loss), tokenizer=settings.tokenizer)
     tokenizer = build_tokenizer(
-        settings.tokenizer, towers.open_clip_tokenizer(), towers.context_length, cache_dir=settings.model.cache_dir
+        settings.tokenizer, towers.open_clip_tokenizer(), towers.context_length, cache_dir=model.cache_dir
     )
     if tokenizer.vocab_size > towers.vocab_size:
         raise SettingsError(
@@ -139,20 +252,32 @@ def _model(settings: Settings, world: World) -> tuple[Towers, Tokenizer]:
     return towers, tokenizer
 
 
-def _with_crew(settings: Settings, world: World, towers: Towers, tokenizer: Tokenizer) -> Settings:
-    """The settings with a number of workers."""
-    from clipstream.data.crew import settle
+def with_workers(settings: Settings, world: World) -> Settings:
+    """The settings with `data.workers` resolved, and no more workers than lanes."""
+    data, most = settings.data, int(settings.data.lanes) // world.size
+    if data.workers == "auto":
+        from clipstream.data.auto_workers import resolve_workers
 
-    crew = settle(settings.data, world, tokenizer, towers.image)
+        workers, why = resolve_workers(data, world)
+    elif data.workers > most:
+        workers, why = most, f"there are {data.lanes} lanes for {data.workers} workers on each of {world.size} ranks "
+        why += "(more by --data.lanes, which changes the order of samples)"
+    else:
+        return settings
     if world.is_main:
-        print(f"workers  {crew.workers} a rank: {crew.why}")
-    return settings.model_copy(update={"data": settings.data.model_copy(update={"workers": crew.workers})})
+        announce(f"workers  {workers} a rank: {why}")
+    return settings.model_copy(update={"data": data.model_copy(update={"workers": workers})})
 
 
-def _loader(
-    settings: Settings, world: World, towers: Towers, tokenizer: Tokenizer, state: dict[str, Any] | None
+def build_loader(
+    settings: Settings, world: World, towers: Towers, tokenizer: Tokenizer, state: TrainState | None
 ) -> Loader:
-    from clipstream.data.sources import training_loader
+    """The loader of this rank's batches, at the position of `state`. Collective.
+
+    Raises:
+        SettingsError: the ranks find different shards.
+    """
+    from clipstream.data.build import training_loader
 
     loader = training_loader(
         settings.data,
@@ -160,76 +285,58 @@ def _loader(
         seed=settings.run.seed,
         tokenizer=tokenizer,
         image=towers.image,
-        start=None if state is None else state["data"],
+        start=None if state is None else state.data,
         approximate=settings.checkpoint.resume_approximate,
+        views=True,
     )
-    orders = world.gather_objects(loader.plan.order)
+    orders = world.gather_objects(loader.fingerprint)
     if other := [rank for rank, order in enumerate(orders) if order != orders[0]]:
         loader.close()
         raise SettingsError(f"data.sources: rank {other[0]} finds other shards than rank 0: is the folder shared?")
     return loader
 
 
-def _trainer(
-    settings: Settings,
-    world: World,
-    towers: Towers,
-    tokenizer: Tokenizer,
-    loader: Loader,
-    signals: StopSignals,
-    found: Path | None,
-    mirror: Mirror | None,
-) -> tuple[Trainer, Outputs, Saver]:
-    """The trainer, at the checkpoint's position if there is one, and what is written for people."""
-    from clipstream.data.text import readable
-    from clipstream.report.outputs import Outputs
-    from clipstream.training.batch_norm import synchronize_batch_norm
-    from clipstream.training.early_stop import EarlyStop
-    from clipstream.training.loop import Trainer
-    from clipstream.training.optim import build_optimizer, lr_at
-    from clipstream.training.recovery import Recovery
-    from clipstream.training.sharding import parallelize
+def build_step(settings: Settings, world: World, towers: Towers) -> tuple[FullTowers | ShardedTowers, TrainStep]:
+    """The towers on this rank's device, sharded with fsdp, and the step that trains them.
 
-    train, total = settings.train, settings.total_steps
+    Raises:
+        SettingsError: micro_batch_size is auto on the CPU.
+    """
+    from clipstream.losses.contrastive import build_loss
+    from clipstream.training.ema import WeightAverages
+    from clipstream.training.optim import build_optimizer
+    from clipstream.training.parallel.batch_norm import synchronize_batch_norm
+    from clipstream.training.parallel.fsdp import parallelize
+    from clipstream.training.step import TrainStep
+
+    train = settings.train
     towers.train()
     synchronize_batch_norm(towers, world)
     layout = parallelize(towers, world, parallel=train.parallel, precision=train.arithmetic)
-    optimizer = build_optimizer(towers, settings.optim, batch_norm=towers.has_batch_norm)
-    step = _step(settings, world, towers, optimizer)
-    state = None if found is None else _load(found, step)
-    log, done = settings.log, None if state is None else int(state["step"])
-    early_stop = EarlyStop(train.early_stop, None if state is None else state.get("early_stop"))
-    subject = {"run": settings.run.name, "model": settings.model.label}
-    ended = done is not None and (done >= total or early_stop.over)
-    outputs = Outputs(settings.run_folder, log, world, total=total, done=done, ended=ended, subject=subject)
-    evaluate = _evaluate(settings, world, layout, step, tokenizer, outputs)
-    saver = _saver(settings, world, towers, step, mirror)
-    evaluated = _heard(evaluate, early_stop, saver)
-    outputs.begin()
-    trainer = Trainer(
-        step,
-        loader,
-        lr=partial(lr_at, peak=settings.optim.lr, schedule=settings.schedule, total_steps=total),
-        world=world,
-        total_steps=total,
-        log_every=settings.log.every,
-        sinks=[outputs],
-        evaluate=evaluated,
-        saves=saver,
-        signals=signals,
-        recovery=Recovery(
-            train, partial(_restore, saver, step, found), None if state is None else state.get("recovery")
-        ),
-        state=state,
-        epoch_samples=train.epoch_samples,
-        show=partial(outputs.show_batch, decode=partial(readable, tokenizer)),
-        show_every=log.pictures_every,
-        early_stop=early_stop,
+    optimizer = build_optimizer(towers, settings.optim, settings.model.name)
+    if train.micro_batch_size == "auto" and not world.device.startswith("cuda"):
+        raise SettingsError(
+            "train.micro_batch_size: auto finds out when a GPU's memory is full; on the CPU the system ends the run "
+            "instead: give a number"
+        )
+    if train.compile:
+        towers.compile()
+    loss = build_loss(settings.loss, towers.loss_type)
+    return layout, TrainStep(
+        towers,
+        loss,
+        optimizer,
+        world,
+        precision=train.arithmetic,
+        micro_batch_size=train.micro_batch_size,
+        clip_norm=settings.optim.grad_clip_norm,
+        max_logit_scale=loss.max_logit_scale,
+        min_logit_scale=getattr(loss, "min_logit_scale", None),
+        averages=None if train.ema is None else WeightAverages(towers, train.ema, warmup=train.ema_warmup),
     )
-    return trainer, outputs, saver
 
 
-def _evaluate(
+def build_evals(
     settings: Settings,
     world: World,
     layout: FullTowers | ShardedTowers,
@@ -237,9 +344,9 @@ def _evaluate(
     tokenizer: Tokenizer,
     outputs: Outputs,
 ) -> EvalRunner:
-    """The evaluators, at work on the towers that train."""
-    from clipstream.evals.protocol import EvalContext, EvalRunner
-    from clipstream.model.losses import build_loss
+    """The evaluators, with the weights that are trained and their averages."""
+    from clipstream.evals.runner import EvalContext, EvalRunner
+    from clipstream.losses.contrastive import build_loss
 
     context = EvalContext.for_towers(
         layout.full,
@@ -253,141 +360,64 @@ def _evaluate(
     weights: dict[Weights, Any] = {"trained": partial(layout.full_weights, world.device)}
     if step.averages is not None:
         weights["averaged"] = partial(layout.full_weights, world.device, instead=step.averages.tensors)
-    return EvalRunner(settings.evals, context, outputs.write, outputs.show, weights, outputs.trace)
+    return EvalRunner(settings.evals, context, outputs.write, outputs.show, weights, outputs.trace, outputs.status)
 
 
-def _heard(evaluate: EvalRunner, *hearers: Saver | EarlyStop) -> Callable[[int, bool], None]:
-    """Evaluates what is due, for those who act on it; they have heard of its metrics in a rehearsal."""
-    metrics = evaluate.rehearse()
-    for hearer in hearers:
-        hearer.expect(metrics)
-
-    def evaluated(done: int, last: bool) -> None:
-        records = evaluate(done, last)
-        for hearer in hearers:
-            hearer.hear(records)
-
-    return evaluated
-
-
-def _step(settings: Settings, world: World, towers: Towers, optimizer: Any) -> TrainStep:
-    from clipstream.model.losses import build_loss
-    from clipstream.training.averaging import Averages
-    from clipstream.training.step import TrainStep
-
-    train = settings.train
-    if train.micro_batch_size == "auto" and not world.device.startswith("cuda"):
-        raise SettingsError(
-            "train.micro_batch_size: auto finds out when a GPU's memory is full; on the CPU the system ends the run "
-            "instead: give a number"
-        )
-    if train.compile:
-        towers.compile()
-    loss = build_loss(settings.loss, towers.loss_type)
-    return TrainStep(
-        towers,
-        loss,
-        optimizer,
-        world,
-        precision=train.arithmetic,
-        micro_batch_size=train.micro_batch_size,
-        clip_norm=settings.optim.grad_clip_norm,
-        max_logit_scale=loss.max_logit_scale,
-        averages=None if train.ema is None else Averages(towers, train.ema, warmup=train.ema_warmup),
-    )
-
-
-def _saver(settings: Settings, world: World, towers: Towers, step: TrainStep, mirror: Mirror | None) -> Saver:
-    from clipstream.model.pretrained import AVERAGED_FILE
-    from clipstream.training.saving import Saver
+def build_writer(
+    settings: Settings, world: World, towers: Towers, step: TrainStep, mirror: RemoteSync | None
+) -> AsyncWriter:
+    """The writer of checkpoints, with averaged weights as a further file."""
+    from clipstream.checkpoint.async_writer import AsyncWriter
+    from clipstream.models.pretrained import AVERAGED_FILE
+    from clipstream.tools.resume import noted
 
     averages = step.averages
-    return Saver(
+    return AsyncWriter(
         settings.run_folder / "checkpoints",
         world,
         settings.checkpoint,
         towers=towers,
         optimizer=step.optimizer,
-        state=step.state,
+        recorded=noted(settings),
         tensors=None if averages is None else {AVERAGED_FILE: lambda: averages.among(towers.clip.state_dict())},
-        mirror=mirror,
+        sync=mirror,
     )
 
 
-def _load(found: Path, step: TrainStep) -> dict[str, Any]:
-    """Put back what a step changes, from a checkpoint; its state."""
-    from clipstream.model.pretrained import AVERAGED_FILE
-    from clipstream.training import checkpoint
-    from clipstream.training.sharding import reshard
+def load_checkpoint(checkpoint: Path, step: TrainStep) -> TrainState:
+    """Load weights, moments, averages, loss scale and random states; returns the position of the run."""
+    from clipstream.checkpoint.state import load
+    from clipstream.models.pretrained import AVERAGED_FILE
+    from clipstream.training.parallel.fsdp import reshard
 
     reshard(step.towers)
-    state = checkpoint.load(found, towers=step.towers, optimizer=step.optimizer, world=step.world)
-    step.load_state(state)
+    state = load(checkpoint, towers=step.towers, optimizer=step.optimizer, world=step.world)
+    step.load_state(state.train_step)
     if step.averages is not None:
-        step.averages.load(found / AVERAGED_FILE, state.get("averages"))
+        step.averages.load(checkpoint / AVERAGED_FILE, state.train_step.ema_updates)
     return state
 
 
-def _restore(saver: Saver, step: TrainStep, found: Path | None, good: Sequence[int]) -> int | None:
-    """Put back what a step changes, from the newest good checkpoint that is whole; its step.
+def restore_checkpoint(writer: AsyncWriter, step: TrainStep, found: Path | None, good: Sequence[int]) -> int | None:
+    """Load the newest undamaged checkpoint with one of the steps `good`; returns its step.
 
     Args:
-        found: the one that the run was resumed from, which may lie elsewhere.
-        good: steps of good checkpoints.
+        found: the checkpoint that the run was resumed from, which may be in another folder.
     """
-    chosen = saver.whole(sorted(good, reverse=True), instead=found)
-    return None if chosen is None else int(_load(chosen, step)["step"])
+    chosen = writer.whole(sorted(good, reverse=True), instead=found)
+    return None if chosen is None else load_checkpoint(chosen, step).step
 
 
-def _write_config(settings: Settings) -> None:
-    durable.replace(settings.run_folder / "config.yaml", dump(settings).encode())
-
-
-def _say_what(settings: Settings, world: World, towers: Towers) -> None:
-    """What will be trained on what, in a few lines."""
-    data = settings.data
-    for name, opener in openers(settings).items():
-        print(f"source   {name}: {opener.summary()}, weight {data.sources[name].weight:g}")
-        if data.sampling.deals_shards and data.lanes == len(opener.names) < LANES:
-            print(f"lanes    {data.lanes}, as {name} has no more shards: in {data.sampling.words} each lane needs one")
-    if settings.epochs is not None:
-        print(f"epoch    {settings.epochs.summary()}")
-    trained = sum(parameter.numel() for parameter in towers.parameters() if parameter.requires_grad)
-    count = f"{towers.n_parameters:,} parameters"
-    count += "" if trained == towers.n_parameters else f", {trained:,} of them trained"
-    print(f"model    {settings.model.name}, {count}, {towers.loss_type} loss")
-    count_of_workers = min(data.most_workers, -(-int(data.lanes) // world.size))
-    workers = f"{count_of_workers} worker{'s' * (count_of_workers != 1)}"
-    sizes = "".join(f", {size} from step {step}" for step, size in data.batch_schedule)
-    print(
-        f"batch    {data.global_batch_size}{sizes} on {world.size} x {world.device}"
-        f"{', fsdp' if settings.train.parallel == 'fsdp' and world.size > 1 else ''}, {workers} a rank, "
-        f"{data.lanes} lanes, {data.sampling.mode}, {settings.train.precision}"
-    )
-    for name, section in settings.evals.items():
-        when = f"every {section.every} steps" if section.every else "at the end"
-        print(f"evals    {name}: {section.type}, {when}, {' and '.join(section.kinds)} weights")
-
-
-def _say_steps(settings: Settings, found: Path | None, step: int) -> None:
-    """How long will be trained, from which checkpoint on, and where the run's files are."""
-    print(f"steps    {settings.total_steps}" + ("" if found is None else f", going on from {found}"))
-    if step >= settings.total_steps:
-        print(f"         which is at step {step}: nothing is left to train, only to evaluate (more: --steps)")
-    stop = settings.train.early_stop
-    if stop.metric is not None:
-        by = f" by more than {stop.min_delta:g}" * (stop.min_delta > 0)
-        print(f"         or until {stop.metric} is no better{by} in {stop.patience} evaluations in a row")
-    print(f"folder   {settings.run_folder}", flush=True)
-
-
-def _say_best(settings: Settings) -> None:
-    """Which checkpoint is the best one, where the settings say by what."""
-    from clipstream.training import shelf
-
-    best = shelf.best_of(settings.run_folder / "checkpoints")
-    if best is not None and best.metric == settings.checkpoint.keep_best:
-        print(f"best     {settings.run_folder / 'checkpoints' / best.name}: {best.metric} {best.value:.4g}", flush=True)
+def write_config(settings: Settings) -> None:
+    """Write config.yaml; with mode 0600 and a warning if it holds a credential."""
+    keys, copied = secrets(settings), settings.checkpoint.remote_sync
+    if keys:
+        synced = "" if copied is None else f", and --remote-sync copies it to {redact(copied)}"
+        logger.warning(
+            f"{', '.join(keys)} holds a password or key, which config.yaml repeats: the file has mode 0600"
+            f"{synced}; write ${{NAME}} instead, which is taken from the environment"
+        )
+    atomic_write.replace(settings.run_folder / "config.yaml", dump(settings).encode(), private=bool(keys))
 
 
 if __name__ == "__main__":

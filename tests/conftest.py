@@ -1,14 +1,93 @@
-"""Owns what all tests share: property tests have no time limit of their own, as machines are shared and noisy."""
+"""What all tests share: the same environment everywhere, markers, and the closing line about skipped tests.
+
+Property tests have no deadline, because machines are shared and noisy.
+"""
 
 from __future__ import annotations
+
+import ast
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from tests.pictures import make_shards
+from clipstream.utils.logs import on_terminal
+from tests.support.environment import hide
+
+HOME = hide()  # before a test module imports torch or the Hub's client
 
 settings.register_profile("shared", deadline=None)
 settings.load_profile("shared")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--wds-secure` instead of the variable, which is hidden as all others are."""
+    parser.addoption("--wds-secure", action="store_true", help="run the tests with WDS_SECURE=1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set what must be set before webdataset is imported, and know the markers wherever the tests' root folder is."""
+    for marker in ("unit", "process"):
+        config.addinivalue_line("markers", f"{marker}: see pyproject.toml")
+    if config.getoption("--wds-secure"):
+        os.environ["WDS_SECURE"] = "1"
+
+
+def pytest_unconfigure() -> None:
+    """Leave no home folder behind."""
+    shutil.rmtree(HOME, ignore_errors=True)
+
+
+PROCESSES = {"subprocess", "multiprocessing", "tests.support.ranks", "tests.support.runs", "tests.support.loaders"}
+
+
+@lru_cache
+def starts_processes(path: Path) -> bool:
+    """Whether a test module imports what starts processes: Python's modules, or the support for ranks and loaders."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return bool(PROCESSES & (names | {node.module for node in nodes if isinstance(node, ast.ImportFrom)}))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark each test `process` or `unit` by what its module imports."""
+    item.add_marker("process" if starts_processes(item.path) else "unit")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+    """Say in one line, the last but pytest's own, what was skipped and why."""
+    yield
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        for report in terminalreporter.stats.get("skipped", [])
+    )
+    if reasons:
+        told = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
+        terminalreporter.write_line(f"skipped {reasons.total()}: {told}")
+    else:
+        terminalreporter.write_line("skipped 0")
+
+
+@pytest.fixture(autouse=True)
+def closed_loaders() -> Iterator[None]:
+    """Leave no loader open."""
+    yield
+    if "tests.support.loaders" in sys.modules:
+        sys.modules["tests.support.loaders"].close_loaders()
+
+
+@pytest.fixture(autouse=True)
+def _messages_on_terminal() -> Iterator[None]:
+    """Show the package's messages as the verbs do, also where a test calls a part of it."""
+    with on_terminal():
+        yield
 
 
 @pytest.fixture
@@ -20,4 +99,6 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Shards of different sizes, one of a single sample; modules may have others by this name."""
+    from tests.support.pictures import make_shards  # imports torch
+
     return make_shards(tmp_path_factory.mktemp("shards"), [13, 7, 20, 1, 16, 9])

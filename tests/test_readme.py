@@ -1,4 +1,4 @@
-"""README's commands are typed as they stand, in a folder like its reader's, with a small model's flags behind them."""
+"""README's commands run as they are written, in a folder like its reader's, with a small model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import open_clip
 import pytest
 
 from clipstream import check, compare, evaluate, index, stage, train
-from clipstream.config import load
-from clipstream.contradictions import validate_run
+from clipstream.config.settings import load
+from clipstream.config.validate import validate_run
+from clipstream.distributed.world import World
 from clipstream.tools.stage import OWN_FLAGS
-from clipstream.world import World
-from tests.clipbenchmark import fashion, write_benchmark
-from tests.evaluating import CONFIG
-from tests.pictures import make_shards
-from tests.ranks import ROOT
+from tests.support.clipbenchmark import drawn, write_benchmark
+from tests.support.evaluating import CONFIG
+from tests.support.pictures import make_shards
+from tests.support.ranks import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAINS: dict[str, Callable[[list[str]], int]] = {
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "web").symlink_to("shards")
     (home / "animals.txt").write_text("cat\ndog\neel\n")
     for split in ("test", "train"):
-        write_benchmark(home / "sets/cars", fashion(3), split=split)
+        write_benchmark(home / "sets/cars", drawn(3), split=split)
     text = {**CONFIG["text_cfg"], "vocab_size": 49408}  # type: ignore[dict-item]
     (home / "my.yaml").write_text(
         "data: {sources: {train: {shards: 'shards/{00000..00099}.tar'}}}\ntrain: {steps: 5}\nmodel: {name: model.json}"
@@ -102,7 +102,7 @@ def test_commands_of_many_ranks_are_right(folder: Path, monkeypatch: pytest.Monk
 
 def test_commands_of_copied_shards_are_right(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    copy, training = (words for words in commands() if words[0] == "python" and "my.yaml" in words)
+    copy, training = (words for words in commands() if words[0] == "python" and {"--config", "my.yaml"} <= {*words})
     assert MAINS["stage"](copy[3:]) == 0
     settings = load(training[3:])
     validate_run(settings, World())
@@ -139,13 +139,27 @@ def test_the_end_that_readme_recommends_is_right(folder: Path, monkeypatch: pyte
 
 
 def test_flags_that_readme_names_exist() -> None:
-    from clipstream.shorts import BY_FLAG
+    from clipstream.config.flag_aliases import BY_FLAG
 
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+(?![\w.-])", README))
-    others = {"--config", "--help", "--into", *evaluate.OWN_FLAGS, *evaluate.WATCH_FLAGS}
+    others = {"--config", "--help", "--print-config", "--into", *evaluate.OWN_FLAGS, *evaluate.WATCH_FLAGS}
     others |= {"--nodes", "--ntasks", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time", "--signal"}
     others |= {"--requeue", "--open-mode", "--wait"}  # Slurm's
     others |= {"--nnodes", "--nproc-per-node", "--max-restarts", "--rdzv-backend", "--rdzv-conf", "--rdzv-endpoint"}
     others |= {"--rdzv-id", "--shutdown-timeout", "--signals-to-handle"}  # torchrun's
     of_open_clip = {"--local-loss", "--gather-with-grad", "--lock-image-freeze-bn-stats"}  # in the table, as theirs
     assert named - set(BY_FLAG) - set(OWN_FLAGS) - others - of_open_clip == set()
+
+
+def test_figures_carry_their_machine() -> None:
+    """Whatever says how long or how fast something was on so many cores says of what machine."""
+    files = [ROOT / "README.md", *(ROOT / "benchmarks").glob("*.py"), *(ROOT / "configs").glob("*.yaml")]
+    paragraphs = [text for path in files for text in re.split(r"\n\s*#?\s*\n", path.read_text(encoding="utf-8"))]
+    told = [
+        text
+        for text in paragraphs
+        if re.search(r"\b(took|takes|found|samples per second)\b.*\bcores?\b", text, re.S | re.I)
+    ]
+    assert len(told) > 3
+    for text in told:
+        assert re.search(r"\bserver|\bAVX|\bXeon|\bEPYC|\bGPU", text), text

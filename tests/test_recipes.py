@@ -1,4 +1,4 @@
-"""The recipes in configs/: the command in each one's head runs as it stands, and reaches the figures that it names."""
+"""The recipes in configs/: the command in each file's head runs as it is written and reaches the stated results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clipstream.data import scenes
+from clipstream.data.sources import toy_data
 from clipstream.train import main
 
 ROOT = Path(__file__).parents[1]
@@ -37,11 +37,11 @@ def metrics(folder: Path) -> dict[str, dict[str, Any]]:
 def small_scenes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Scenes of a few shards, in a cache folder of the test's own."""
     monkeypatch.setenv("CLIPSTREAM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(scenes, "SHARD_SAMPLES", 40)
-    monkeypatch.setattr(scenes, "SHARDS", {"train": 2, "heldout": 1, "gallery": 1})
-    scenes.gallery_scenes.cache_clear()
+    monkeypatch.setattr(toy_data, "SHARD_SAMPLES", 40)
+    monkeypatch.setattr(toy_data, "SHARDS", {"train": 2, "heldout": 1, "gallery": 1})
+    toy_data.gallery_scenes.cache_clear()
     yield
-    scenes.gallery_scenes.cache_clear()
+    toy_data.gallery_scenes.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,20 @@
-"""Owns the settings of the data room: tokenizer, sources, captions, sampling; imports no torch."""
+"""Settings of the data: tokenizer, sources, captions, image transforms, order, augmentation. Imports no torch."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator
 
-from clipstream.plugins import load_function
-from clipstream.section import PluginSection, Section
+from clipstream.config.plugins import load_function
+from clipstream.config.section import PathText, PluginSection, Section
+from clipstream.data.json_path import parse_path
 
 Share = Annotated[float, Field(ge=0, le=1)]
-MOST_AUTO_WORKERS = 16  # a rank; there are lanes for as many before it is known how many there will be
+AUTO = "auto"  # the type of a source follows from the names of its shards
+MAX_AUTO_WORKERS = 16  # of a rank
 
 
 class TokenizerSettings(PluginSection):
@@ -21,24 +24,32 @@ class TokenizerSettings(PluginSection):
     context_length: int | None = Field(None, ge=1, description="tokens a caption; the model's own unless set")
 
 
-class ModelTokenizer(TokenizerSettings):
+class _HuggingFace(TokenizerSettings):
+    """A tokenizer that may come from Hugging Face."""
+
+    trust_remote_code: bool = Field(
+        False, description="run the Python code that a tokenizer's repository or folder brings (auto_map)"
+    )
+
+
+class ModelTokenizer(_HuggingFace):
     """The tokenizer that belongs to the model."""
 
     type: Literal["model"] = "model"
 
 
-class HubTokenizer(TokenizerSettings):
+class HubTokenizer(_HuggingFace):
     """A tokenizer of the Hugging Face Hub."""
 
     type: Literal["hub"] = "hub"
     name: str = Field(description="repository on the Hub, e.g. timm/ViT-B-16-SigLIP")
 
 
-class PathTokenizer(TokenizerSettings):
+class PathTokenizer(_HuggingFace):
     """A tokenizer in a local folder (tokenizer.json, tokenizer_config.json)."""
 
     type: Literal["path"] = "path"
-    name: str = Field(description="folder with tokenizer.json, or that file")
+    name: PathText = Field(description="folder with tokenizer.json, or that file")
 
 
 TokenizerSettings.builtin = {"model": ModelTokenizer, "hub": HubTokenizer, "path": PathTokenizer}
@@ -60,12 +71,15 @@ class TextCaption(CaptionSettings):
 class JsonCaption(CaptionSettings):
     """A field of the JSON member holds the caption.
 
-    A path is names and list positions joined by dots (`texts.1.t`). Several are tried in order, or drawn by
-    `weights`. A path that ends at a list of strings gives one of them, drawn in training, the first in evaluation.
+    A path is names and list positions joined by dots (`texts.1.t`), `*` for all elements (`texts.*.t`), and filters
+    (`texts[lang=en].t`). Several are tried in order, or drawn by `weights`. A path that leads to several strings, or to
+    a list of them, gives one, drawn in training, the first in evaluation.
     """
 
     type: Literal["json"] = "json"
-    path: str | list[str] = Field(description="path into the JSON member, e.g. caption.en; several: tried in order")
+    path: str | list[str] = Field(
+        description="path into the JSON member, e.g. caption.en or texts.*.t; several: tried in order"
+    )
     key: str = Field("json", min_length=1, description="suffix of the JSON member")
     fallback: str | None = Field(None, description="suffix of a text member used when no path gives a caption")
     weights: list[float] | None = Field(None, description="one per path: draw the path instead of taking the first")
@@ -77,10 +91,12 @@ class JsonCaption(CaptionSettings):
 
     @field_validator("path")
     @classmethod
-    def _no_empty_path(cls, value: str | list[str]) -> str | list[str]:
+    def _well_formed(cls, value: str | list[str]) -> str | list[str]:
         paths = [value] if isinstance(value, str) else value
-        if not paths or any(not part for path in paths for part in path.split(".")):
-            raise ValueError("a path is names and list positions joined by single dots, e.g. caption.en or texts.1.t")
+        if not paths:
+            raise ValueError("name at least one path, e.g. caption.en or texts.*.t")
+        for path in paths:
+            parse_path(path)
         return value
 
     @field_validator("weights")
@@ -90,17 +106,46 @@ class JsonCaption(CaptionSettings):
             raise ValueError("weights must be 0 or more, and one of them positive")
         return value
 
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Keys of several paths."""
+        if self.weights and len(self.weights) != len(self.paths):
+            yield "weights", f"{len(self.weights)} weights for {len(self.paths)} paths: give one for each"
+
 
 CaptionSettings.builtin = {"text": TextCaption, "json": JsonCaption}
 
 
-class SourceSettings(Section):
-    """One named source of image-text pairs: WebDataset shards and how to read them."""
+class ImageTransformSettings(PluginSection):
+    """How a picture becomes pixels of the model's size. `type` may be a user's own `package.module:Name`."""
 
+    type: str = Field(
+        "default",
+        description="default: the random crop of data.augment in training, the model's own preprocessing in "
+        "evaluation; or package.module:Name",
+    )
+
+
+class DefaultImageTransform(ImageTransformSettings):
+    """The random crop of data.augment in training, the model's own preprocessing in evaluation."""
+
+    type: Literal["default"] = "default"
+
+
+ImageTransformSettings.builtin = {"default": DefaultImageTransform}
+
+
+class SourceSettings(PluginSection):
+    """One named source of image-text pairs: its shards and how to read them. `type` may be your own `module:Name`."""
+
+    type: str = Field(
+        AUTO,
+        description="auto (by the names of the shards), tar, table, folder, imagenet, benchmark, toy, synthetic, "
+        "or package.module:Name",
+    )
     shards: str | list[str] = Field(
         description="tars: braces, lists, '::', globs, pipe:, http(s):, s3:, gs:, az:, hf:; manifests: .csv, .tsv, "
         ".jsonl, .json and .parquet; folder:PATH (one folder a class); benchmark:ROOT (CLIP_benchmark's layout); "
-        "scenes:SPLIT (the embedded data); synthetic: (speed tests)"
+        "toy:SPLIT (toy data); synthetic: (speed tests)"
     )
     weight: float = Field(1.0, gt=0, description="share of the samples, relative to the other sources' weights")
     image_key: str = Field(
@@ -108,7 +153,7 @@ class SourceSettings(Section):
         min_length=1,
         description="suffixes of the image member, or a manifest's columns with its path, by ';', first present wins",
     )
-    folder: str | None = Field(
+    folder: PathText | None = Field(
         None, description="what a manifest's relative paths begin at; the manifest's own folder unless set"
     )
     separator: str | None = Field(None, min_length=1, max_length=1, description="of a CSV; from its header unless set")
@@ -118,13 +163,17 @@ class SourceSettings(Section):
     caption: SerializeAsAny[CaptionSettings] = Field(
         default_factory=TextCaption, description="where the caption is: {type: text, key: txt}, {type: json, path: …}"
     )
-    index: str | None = Field(
+    index: PathText | None = Field(
         None,
         description="what tells how many samples each shard holds, for the mode indexed: a folder that "
         "`clipstream index` wrote, or wids' index (JSON); what lies beside local shards is found without",
     )
     transform: str | None = Field(
         None, description="the user's own sample -> sample or None (drop), as package.module:fn, before the caption"
+    )
+    image_transform: SerializeAsAny[ImageTransformSettings] = Field(
+        default_factory=DefaultImageTransform,
+        description="decoded picture -> pixels: {type: default}, or your own {type: package.module:Name}",
     )
     background: str = Field("white", description="colour laid under transparent pixels: a name or #rrggbb")
     orientation: Literal["auto", "exif", "stored"] = Field(
@@ -158,6 +207,11 @@ class SourceSettings(Section):
         return value
 
 
+SourceSettings.builtin = dict.fromkeys(
+    (AUTO, "tar", "table", "folder", "imagenet", "benchmark", "toy", "synthetic"), SourceSettings
+)
+
+
 def rgb(name: str) -> tuple[int, int, int]:
     """The colour of a name or #rrggbb, each part 0 to 255.
 
@@ -174,12 +228,12 @@ def rgb(name: str) -> tuple[int, int, int]:
 
 
 class SamplingSettings(Section):
-    """In which order shards come."""
+    """The order of samples."""
 
     mode: Literal["resampled", "epoch", "indexed"] = Field(
         "resampled",
-        description="resampled: shards drawn by lot, endless; epoch: each shard once a pass; indexed: each sample once "
-        "an epoch (`clipstream index` first)",
+        description="resampled: shards drawn with replacement, endlessly; epoch: each shard once per pass; indexed: "
+        "each sample once per epoch (run `clipstream index` first)",
     )
     shards: Literal["shared", "split"] = Field(
         "shared", description="shared: every lane draws from all shards; split: each lane has a fixed part of its own"
@@ -187,32 +241,40 @@ class SamplingSettings(Section):
     replacement: bool = Field(
         True, description="of the mode resampled: false draws no shard again before the lane has seen all of them"
     )
-    tail: Literal["drop", "pad", "wrap"] = Field(
+    remainder: Literal["drop", "pad", "wrap"] = Field(
         "drop",
         description="of the mode indexed, where an epoch is no whole number of batches: drop leaves samples out, pad "
         "fills up with samples of weight 0, wrap with some that come again",
     )
 
-    @property
-    def deals_shards(self) -> bool:
-        """Whether a lane takes whole shards out of a fixed number, so that each needs one at least."""
-        return self.mode == "epoch" or (self.mode == "resampled" and self.shards == "split")
-
-    @property
-    def words(self) -> str:
-        """The mode for messages."""
-        return f"the mode {self.mode!r}{' with shards: split' * (self.shards == 'split')}"
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Keys of one mode only."""
+        if not self.replacement and self.mode != "resampled":
+            text = f"only the mode 'resampled' draws with replacement, and the mode is {self.mode!r}: leave it out"
+            yield "replacement", text
+        if self.remainder != "drop" and self.mode != "indexed":
+            text = f"the mode {self.mode!r} has no remainder: leave it out, or set --data.sampling.mode indexed"
+            yield "remainder", text
 
 
 class ShuffleSettings(Section):
-    """How far samples are mixed. A window is `window` samples out of `shards` shards that are open together."""
+    """How well samples are mixed. A window is `window` samples from `shards` shards that are open together."""
 
     window: int = Field(2000, ge=1, description="samples of a lane that are permuted together")
-    shards: int = Field(4, ge=1, description="shards of a lane that are open together")
+    shards: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
+        "auto",
+        description="shards of a lane that are open together; auto: so many that a node of all lanes has 192 open, or "
+        "one a lane where there are more lanes (4 where the source has few shards)",
+    )
+
+    @property
+    def open_shards(self) -> int | None:
+        """The number of shards; None for auto."""
+        return None if self.shards == "auto" else self.shards
 
 
 class AugmentSettings(Section):
-    """Training's picture transform: a random crop, resized to the model's size."""
+    """Training's image transform: a random crop, resized to the model's size."""
 
     scale: tuple[float, float] = Field(
         (0.9, 1.0), description="share of the picture's area that a crop takes, min and max"
@@ -250,48 +312,67 @@ class AugmentSettings(Section):
             raise ValueError("a crop takes a share of the picture: max is at most 1")
         return value
 
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Keys of colour jitter."""
+        if self.color_jitter_prob and self.color_jitter is None:
+            text = "how strong? Give --data.augment.color-jitter '[0.4, 0.4, 0.4, 0.1]' as well"
+            yield "color_jitter_prob", text
+        if self.color_jitter is not None and not self.color_jitter_prob:
+            yield "color_jitter", "how often? Give --data.augment.color-jitter-prob as well, 0 to 1"
+
 
 class DataSettings(Section):
-    """What a run trains on, and how samples are read, ordered and fed."""
+    """The training data, and how samples are ordered and read."""
 
     global_batch_size: int = Field(512, ge=2, description="samples a step over all ranks")
     batch_schedule: list[tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=2)]]] = Field(
         default_factory=list, description="later sizes of the global batch: [[step, samples], …], each from its step on"
     )
     lanes: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
-        "auto", description="virtual lanes of the run; the order of samples depends on them, not on ranks or workers"
+        "auto",
+        description="virtual lanes of the run; the order of samples depends on them, not on ranks or workers, of which "
+        "there are at most so many; auto: by the global batch alone, 192 and from 2,048 samples on about 3 for 16",
     )
     workers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
         "auto",
-        description="reading processes a rank; 0 reads in the training process; auto: what the cores allow, by a short "
-        "measurement at the start",
+        description="worker processes of a rank; 0 reads in the training process; auto: one for each core but one, or "
+        "2 if the model is on the CPU",
     )
-    prefetch: int = Field(3, ge=1, description="batches of a rank that are filled ahead, each in its slab")
+    prefetch: int = Field(3, ge=1, description="batches of a rank that are filled ahead, each in its buffer")
     sources: dict[str, SourceSettings] = Field(default_factory=dict, description="named sources, mixed by weight")
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
     shuffle: ShuffleSettings = Field(default_factory=ShuffleSettings)
     augment: AugmentSettings = Field(default_factory=AugmentSettings)
     decoder: Literal["fast", "exact"] = Field(
         "fast",
-        description="fast: training pictures are decoded no larger than their crops need; exact: open_clip's pixels, "
-        "bit for bit; evaluation is always exact",
+        description="fast: training pictures are decoded no larger than their crops need, as sharp as open_clip's; "
+        "exact: open_clip's pixels, bit for bit; evaluation is always exact",
     )
-    cache: str | None = Field(None, description="folder for spooled remote shards; a temporary one unless set")
+    cache: PathText | None = Field(None, description="folder for spooled remote shards; a temporary one unless set")
     cache_gib: float | None = Field(
         None,
         gt=0,
         description="GiB that data.cache may hold: shards that were not used for longest go; no limit unless set",
     )
+    max_shard_gib: float = Field(
+        64.0, gt=0, description="GiB that a shard may have: the transfer of a larger one is given up"
+    )
     on_shard_error: Literal["skip", "raise"] = Field(
         "skip",
-        description="skip: what is whole of a broken shard is used, and it counts; raise: the first ends the run",
+        description="skip: intact samples of a broken shard are used, and the fault is counted; raise: the first "
+        "one ends the run",
     )
     max_shard_failures: Share = Field(
         0.1, description="share of opened shards, at least one, that may fail before the run ends"
     )
     max_sample_failures: Share = Field(0.5, description="share of read samples that may be dropped before the run ends")
-    trace: int = Field(0, ge=0, description="print what each stage makes of the first so many samples")
-    stall_timeout: float = Field(300.0, gt=0, description="seconds without a batch before the run ends")
+    trace: int = Field(0, ge=0, description="print the result of each stage for the first so many samples")
+    stall_timeout: float = Field(
+        300.0,
+        gt=0,
+        allow_inf_nan=True,
+        description="seconds without a batch before the run ends; bytes that come slower than 16 KiB/s do not count",
+    )
     transfer_timeout: float = Field(
         60.0,
         gt=0,
@@ -306,19 +387,22 @@ class DataSettings(Section):
             raise ValueError("its steps must rise from entry to entry")
         return value
 
-    @property
-    def most_workers(self) -> int:
-        """Reading processes that a rank may come to have."""
-        return MOST_AUTO_WORKERS if self.workers == "auto" else self.workers
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Keys of the cache's limit and of batches that change their size."""
+        if self.cache_gib is not None and self.cache is None:
+            yield "cache_gib", "the limit of which folder? Give --data.cache FOLDER as well"
+        if self.batch_schedule and self.sampling.mode == "indexed":
+            text = "the mode 'indexed' needs batches of one size: leave it out, or set --data.sampling.mode resampled"
+            yield "batch_schedule", text
 
     @property
     def batch_changes(self) -> list[int]:
-        """The steps from which on the global batch has another size, 0 first."""
+        """The steps at which the size of the global batch changes, 0 first."""
         return [0, *(step for step, _ in self.batch_schedule)]
 
     @property
     def batch_sizes(self) -> list[int]:
-        """The sizes that the global batch takes, in their order."""
+        """The sizes of the global batch, in order."""
         return [self.global_batch_size, *(size for _, size in self.batch_schedule)]
 
     def batch_size(self, step: int) -> int:
@@ -327,7 +411,7 @@ class DataSettings(Section):
         return sizes[-1] if sizes else self.global_batch_size
 
     def steps_for(self, samples: int) -> int:
-        """The fewest steps that train on so many samples."""
+        """Number of steps that train on at least so many samples."""
         changes = self.batch_changes
         for start, end in itertools.pairwise(changes):
             held = (end - start) * self.batch_size(start)

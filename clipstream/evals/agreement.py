@@ -1,8 +1,7 @@
-"""Owns how ranks agree that an evaluation failed on one of them, so that the others do not wait for it for ever.
+"""Agreement of the ranks that an evaluation failed on one of them, so that the others do not wait for it forever.
 
-A rank that fails cannot reach the others where they are: in some collective of the evaluator. So before each of them
-the ranks tell one another that all is well, and a rank that failed tells that instead, once. It catches no error of its
-own.
+A rank that fails cannot reach the others, which are in some collective of the evaluator. `AgreeingWorld` therefore
+exchanges a status before each collective: a rank that failed sends its failure there, once, and all ranks raise it.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
-from clipstream.world import World
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong on a rank.
+    """An error on one rank.
 
     Attributes:
         rank: that rank.
@@ -34,7 +33,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception, rank: int) -> Failure:
-        """What an error says."""
+        """The failure that an error describes."""
         if isinstance(error, ClipstreamError):
             return cls(rank, str(error), type(error))
         return cls(rank, f"{type(error).__name__}: {error}")
@@ -49,11 +48,11 @@ class Failed(Exception):
 
 
 class Torn(RuntimeError):
-    """A collective broke off: the ranks can agree on nothing any more. The cause is its error."""
+    """A collective itself failed: the ranks can no longer agree. Its cause is the collective's error."""
 
 
 class AgreeingWorld(World):
-    """A world whose collectives raise `Failed` on all ranks where one of them has told a failure instead."""
+    """A world whose collectives raise `Failed` on all ranks if a rank sent a failure instead of taking part."""
 
     @classmethod
     def of(cls, world: World) -> AgreeingWorld:
@@ -61,34 +60,34 @@ class AgreeingWorld(World):
         return cls(**{field.name: getattr(world, field.name) for field in fields(World)})
 
     def settle(self, failure: Failure | None = None) -> None:
-        """Tell how this rank is, and hear how the others are. Collective, and matched by any other collective.
+        """Exchange this rank's status with the others. Collective; any other collective matches it.
 
         Raises:
-            Failed: some rank has failed; the first of them is told.
+            Failed: some rank failed; has the failure of the first one.
         """
         try:
-            told = World.gather_objects(self, failure)
+            statuses = World.gather_objects(self, failure)
         except Exception as error:
             raise Torn(str(error)) from error
-        if found := [one for one in told if one is not None]:
-            raise Failed(found[0])
+        if failures := [status for status in statuses if status is not None]:
+            raise Failed(failures[0])
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """As World's."""
+        """See World."""
         found: list[Any] = self._together(super().gather_objects, value)
         return found
 
     def broadcast_object(self, value: Any) -> Any:
-        """As World's."""
+        """See World."""
         return self._together(super().broadcast_object, value)
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As World's."""
+        """See World."""
         found: torch.Tensor = self._together(super().all_reduce_sum, tensor)
         return found
 
     def gather_rows(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
-        """As World's."""
+        """See World."""
         found: torch.Tensor = self._together(super().gather_rows, tensor, counts)
         return found
 

@@ -1,6 +1,6 @@
-"""Owns what evaluators work with: the towers without gradient, batches of a source, what is kept and shown; no metric.
+"""The context of an evaluator: encodes images and texts without gradient, reads sources, collects pictures to show.
 
-Towers are put back as they were, and a batch has no padding. The rehearsal of an evaluation is a context as well.
+The towers' modes are restored after each use, and batches have no padding. `DryRun` is a context for a few samples.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import ClassVar, Protocol
 import torch
 from torch import nn
 
-from clipstream.batch import Batch, ImageSpec
-from clipstream.data.crew import without_trial
-from clipstream.data.fields import CaptionExtractor
+from clipstream.data.auto_workers import auto_workers
+from clipstream.data.batch import Batch, ImageSpec
+from clipstream.data.build import evaluation_loader
+from clipstream.data.decode.captions import CaptionExtractor
+from clipstream.data.decode.tokenizers import Tokenizer, readable
 from clipstream.data.settings import DataSettings, SourceSettings
-from clipstream.data.shards import redact
-from clipstream.data.sources import evaluation_loader
-from clipstream.data.text import Tokenizer, readable
-from clipstream.errors import DataError
+from clipstream.data.shard_url import redact
+from clipstream.distributed.world import World
+from clipstream.errors import DataError, Interrupted, Stopped
+from clipstream.evals.example import Example, Table
 from clipstream.evals.fingerprints import Reading, of_weights
-from clipstream.example import Example, Table
-from clipstream.model.losses import ContrastiveLoss
-from clipstream.model.towers import Features
+from clipstream.losses.contrastive import ContrastiveLoss
+from clipstream.models.towers import Features
 from clipstream.training.precision import Precision, autocast
-from clipstream.world import World
 
 
 class Encoder(Protocol):
-    """What evaluators need of the towers: `clipstream.model.towers.Towers` is one.
+    """The part of `clipstream.models.towers.Towers` that evaluators use.
 
     Attributes:
-        image: how pictures become its pixels.
+        image: how images become pixels.
     """
 
     image: ImageSpec
@@ -46,42 +46,44 @@ class Encoder(Protocol):
         """int [n, T] -> L2-normalised [n, D]."""
 
     def scalars(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """exp(logit_scale), and the logits' bias where the model has one; scalars."""
+        """exp(logit_scale), and logit_bias if the model has one; scalars."""
 
     def modules(self) -> Iterator[nn.Module]:
-        """All modules, as nn.Module has it."""
+        """See nn.Module."""
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
-        """All weights by name, as nn.Module has it."""
+        """See nn.Module."""
 
 
 @dataclass
 class EvalContext:
-    """What an evaluator works with, on one rank.
+    """What an evaluator is called with, on one rank.
 
     Attributes:
         towers: the model, without DDP's wrapper.
-        tokenizer: of the model's texts.
-        world: this rank among the others.
-        image: how pictures become pixels.
-        workers: reading processes a rank.
+        tokenizer: of the model.
+        world: the ranks.
+        image: how images become pixels.
+        workers: data workers per rank.
         precision: 'fp32', 'bf16' (autocast) or 'fp64', as in training.
-        cache: folder for spooled remote shards; None for a temporary one an evaluation.
-        cache_gib: what it may hold; None for no limit.
+        cache: folder for downloaded shards; None for a temporary one per evaluation.
+        cache_gib: its limit; None for none.
         stall_timeout: seconds without a batch before an evaluation ends.
-        transfer_timeout: seconds without a byte of a remote shard before its transfer is given up.
-        loss: the one that is trained; None where nothing says.
-        global_batch_size: of the training, where it begins.
-        examples_wanted: pictures with words that an evaluation should show to people; 0 for none.
-        name: of the evaluator that runs, for messages.
+        transfer_timeout: seconds without a byte before the download of a shard is given up.
+        loss: the training loss; None if there is none.
+        global_batch_size: of the training, at its first step.
+        examples_wanted: pictures that an evaluation should show; 0 for none.
+        name: of the current evaluator, for messages.
+        interrupt: called between batches and while waiting for one; if it returns True on some rank, `Stopped` is
+            raised on all.
         dropped: samples that `batches` could not use on this rank, since the start.
-        complaint: why this rank could use nothing of the last source that it read; '' where it could.
-        examples: what the evaluator that runs has shown; rank 0's alone are looked at.
-        tables: likewise, in words.
-        readings: what `batches` read, one for each call.
-        figures: metrics of the evaluators that have run at this step with these weights, by name.
-        texts: fingerprint of the texts that the evaluator that runs has made a classifier of; None where of none.
-        weights: fingerprint of the towers' weights, while they stay as they are; None where nobody vouches for that.
+        complaint: why this rank could use no sample of the last source; '' if it could.
+        examples: pictures that the current evaluator showed; only those of rank 0 are used.
+        tables: likewise.
+        readings: what `batches` read, one per call.
+        figures: metrics of the evaluators that already ran at this step with these weights, by name.
+        texts: fingerprint of the prompts of the current evaluator's classifier; None if it has none.
+        weights: fingerprint of the towers' weights while they do not change; None if that is not known.
     """
 
     towers: Encoder
@@ -98,6 +100,7 @@ class EvalContext:
     global_batch_size: int = 0
     examples_wanted: int = 0
     name: str = "NAME"
+    interrupt: Callable[[], bool] = lambda: False
     dropped: int = field(default=0, init=False)
     complaint: str = field(default="", init=False)
     examples: list[Example] = field(default_factory=list, init=False)
@@ -108,7 +111,7 @@ class EvalContext:
     weights: str | None = field(default=None, init=False)
     _kept: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict, init=False)
 
-    AT_MOST: ClassVar[int | None] = None  # samples of a source, whatever the evaluator asks for
+    AT_MOST: ClassVar[int | None] = None  # limit on the samples of a source
     REMEMBERED: ClassVar[int] = 8  # classifiers; ImageNet's is 2 to 4 MB
 
     @classmethod
@@ -123,13 +126,13 @@ class EvalContext:
         loss: ContrastiveLoss | None = None,
         examples: int = 0,
     ) -> EvalContext:
-        """The context that reads as the run's settings say."""
+        """The context for a run's data settings."""
         return cls(
             towers,
             tokenizer,
             world,
             towers.image,
-            workers=without_trial(world) if data.workers == "auto" else data.workers,
+            workers=auto_workers(world) if data.workers == "auto" else data.workers,
             precision=precision,
             cache=data.cache,
             cache_gib=data.cache_gib,
@@ -150,20 +153,20 @@ class EvalContext:
         max_samples: int | None = None,
         key: str = "data",
     ) -> Iterator[Batch]:
-        """This rank's part of a source: every sample once over all ranks, those of weight 0 left out.
+        """This rank's part of a source, without padding: each sample once over all ranks.
+
+        If no rank gets a batch, the evaluator has to raise `unusable`.
 
         Args:
             source: what to read.
-            batch_size: samples a batch on this rank, at most.
-            target: what `ids` are made of; the source's caption unless set.
-            tokenizer: what makes `ids` of it; the model's unless set.
-            max_samples: only the first so many samples of the source.
-            key: of the evaluator's settings, where the source stands; for messages.
-
-        Where no rank gets a batch, the evaluator has to say so: with `unusable`.
+            batch_size: maximum samples per batch on this rank.
+            target: extracts the text that becomes `ids`; the source's caption extractor by default.
+            tokenizer: turns it into `ids`; the model's by default.
+            max_samples: read only the first samples of the source.
+            key: the source's key in the evaluator's settings, for messages.
 
         Raises:
-            DataError: a shard is missing or broken, or the first 2,000 samples of this rank give nothing.
+            DataError: a shard is missing or broken, or none of this rank's first 2,000 samples is usable.
         """
         loader = evaluation_loader(
             source,
@@ -184,18 +187,24 @@ class EvalContext:
         reading = Reading(" ".join(map(redact, specs)))
         self.readings.append(reading)
         with loader:
-            for batch in map(Batch.without_padding, loader):
-                reading.add(batch)
-                yield batch
+            loader.interrupt = self.interrupt
+            try:
+                for batch in map(Batch.without_padding, loader):
+                    if self.interrupt():
+                        raise Interrupted
+                    reading.add(batch)
+                    yield batch
+            except Interrupted:
+                raise Stopped(f"evaluation {self.name!r} was interrupted") from None
             self.dropped += sum(source.dropped.total() for source in loader.health.sources.values())
             self.complaint = loader.complaint()
 
     def unusable(self, what: str) -> DataError:
-        """The error of a source that gave no rank anything usable, with what this rank saw of it."""
+        """The error for a source without a usable sample on any rank, with this rank's reason."""
         return DataError(f"the source has no usable {what}" + (f": {self.complaint}" if self.complaint else ""))
 
     def show(self, example: Example) -> None:
-        """Show a picture with words to people; never more than `examples_wanted` are kept."""
+        """Show a picture in the report; at most `examples_wanted` are kept."""
         if len(self.examples) < self.examples_wanted:
             self.examples.append(example)
 
@@ -212,35 +221,35 @@ class EvalContext:
         return self._encode(self.towers.encode_text, ids)
 
     def encode_prompts(self, prompts: Sequence[str], batch_size: int = 256) -> torch.Tensor:
-        """Texts [n] -> L2-normalised float32 [n, D] on every rank; each rank encodes its share of them.
+        """Texts [n] -> L2-normalised float32 [n, D] on every rank; each rank encodes its share.
 
-        Every rank calls this, with the same texts (at least one).
+        Collective, with the same texts (at least one) on all ranks.
         """
         rank, size = self.world.rank, self.world.size
         mine = prompts[len(prompts) * rank // size : len(prompts) * (rank + 1) // size]
-        # A rank without a share encodes one text all the same: only so it knows D.
+        texts = mine or prompts[:1]  # a rank without a share encodes one text to know D
         parts = [
-            self.encode_text(torch.from_numpy(self.tokenizer.encode(some)))
-            for some in _chunks(mine or prompts[:1], batch_size)
+            self.encode_text(torch.from_numpy(self.tokenizer.encode(texts[start : start + batch_size])))
+            for start in range(0, len(texts), batch_size)
         ]
         return self.world.gather_rows(torch.cat(parts)[: len(mine)])
 
     @torch.no_grad()
     def with_scalars(self, images: torch.Tensor, texts: torch.Tensor) -> Features:
-        """What a loss takes: features [n, D] with the present scale and bias of the logits."""
+        """The input of a loss: features [n, D] with the model's logit scale and bias."""
         scale, bias = self.towers.scalars()
         return Features(images, texts, scale.to(images), None if bias is None else bias.to(images))
 
     def fingerprint(self) -> str:
-        """Of the towers' weights. Collective: rank 0's, which are everyone's."""
+        """Fingerprint of the towers' weights, from rank 0. Collective."""
         if self.weights is not None:
             return self.weights
         return str(self.world.broadcast_object(of_weights(self.towers.state_dict()) if self.world.is_main else None))
 
     def remember(self, texts: Sequence[str], make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `make` gives for these texts and the present weights: made once, and kept for evaluations to come.
+        """The result of `make` for these texts and the current weights, from a cache of the last `REMEMBERED`.
 
-        Every rank calls this, with the same texts. The last `REMEMBERED` are kept.
+        Collective, with the same texts on all ranks.
         """
         digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
         key, self.texts = (self.fingerprint(), digest), digest[:16]
@@ -251,26 +260,25 @@ class EvalContext:
 
     def _encode(self, encode: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
         device = self.world.device
-        # no_grad, not inference_mode: a tensor that a tower keeps for later (a mask, a table of positions) has to
-        # work in the next training step.
+        # no_grad, not inference_mode: tensors that a tower caches (masks, position tables) must work in training too.
         with evaluating(self.towers), torch.no_grad(), autocast(device, self.precision):
             return encode(rows.to(device, non_blocking=True)).float()
 
 
-class Rehearsal(EvalContext):
-    """A context of few samples, whose features are constant: what an evaluator reads is real, what it yields is not."""
+class DryRun(EvalContext):
+    """A context with few samples and constant features: an evaluator reads real data and yields meaningless metrics."""
 
     AT_MOST: ClassVar[int | None] = 64
     WIDTH: ClassVar[int] = 8
 
     @classmethod
-    def of(cls, context: EvalContext, name: str) -> Rehearsal:
-        """The rehearsal of an evaluation in this context."""
+    def of(cls, context: EvalContext, name: str) -> DryRun:
+        """The dry run of an evaluation in this context."""
         kept = {item.name: getattr(context, item.name) for item in fields(context) if item.init}
         return cls(**{**kept, "workers": 0, "examples_wanted": 0, "name": name})
 
     def encode_prompts(self, prompts: Sequence[str], batch_size: int = 256) -> torch.Tensor:
-        """Made-up features [n, WIDTH]; nothing is tokenized."""
+        """Constant features [n, WIDTH]."""
         return self._unit(len(prompts))
 
     def with_scalars(self, images: torch.Tensor, texts: torch.Tensor) -> Features:
@@ -278,7 +286,7 @@ class Rehearsal(EvalContext):
         return Features(images, texts, images.new_ones(()), images.new_zeros(()))
 
     def remember(self, texts: Sequence[str], make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `make` gives."""
+        """The result of `make`."""
         return make()
 
     def _encode(self, encode: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
@@ -290,7 +298,7 @@ class Rehearsal(EvalContext):
 
 @contextmanager
 def evaluating(towers: Encoder) -> Iterator[None]:
-    """The towers in eval mode; afterwards each module has its former mode (a frozen tower may have been in another)."""
+    """Put the towers into eval mode; afterwards each module has its former mode."""
     training = [module for module in towers.modules() if module.training]
     for module in training:
         module.training = False
@@ -299,8 +307,3 @@ def evaluating(towers: Encoder) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _chunks(texts: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-    for start in range(0, len(texts), size):
-        yield texts[start : start + size]

@@ -1,7 +1,7 @@
-"""Owns the numbers that say what an evaluation was made with: which weights, and which samples it read.
+"""Fingerprints of what an evaluation used: weights, tokenizer and samples.
 
-Equal content gives equal fingerprints, whatever the device, the number of ranks, the order, or how samples are packed
-into shards. They tell accidents, not forgers: they are sums and products of 64 bits.
+Equal content has equal fingerprints on any device and number of ranks, in any order and packing into shards. They
+detect accidents, not forgery: they are 64-bit sums and products.
 """
 
 from __future__ import annotations
@@ -14,40 +14,41 @@ from typing import Any
 import numpy as np
 import torch
 
-from clipstream.batch import Batch
+from clipstream.data.batch import Batch
+from clipstream.data.decode.tokenizers import Tokenizer
 
 Numbers = np.ndarray[Any, np.dtype[np.uint64]]
 
-AT_ONCE = 1 << 18  # numbers of a tensor that are summed together: what fits a CPU's cache is five times as fast
+AT_ONCE = 1 << 18  # elements summed at once: fits a CPU's cache, which is five times as fast
 FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as int64
 
 
 def of_weights(state: Mapping[str, torch.Tensor]) -> str:
-    """16 hexadecimal digits of a model's tensors by name, as they are in float32; the same on all devices.
+    """16 hexadecimal digits for a state dict, as float32; the same on all devices.
 
-    Args:
-        state: as `state_dict` gives it.
+    Of each tensor, the bits of its elements times different odd factors are summed modulo 2^64, so that any single
+    change changes the sum.
     """
     digest = hashlib.sha256()
     for name in sorted(state):
-        tensor = state[name]
-        digest.update(f"{name} {tuple(tensor.shape)} {_sum(tensor)}\n".encode())
+        flat = state[name].detach().reshape(-1)
+        total = torch.zeros((), dtype=torch.int64, device=flat.device)
+        for start in range(0, len(flat), AT_ONCE):
+            bits = flat[start : start + AT_ONCE].float().view(torch.int32).long()
+            factors = torch.arange(start, start + len(bits), device=flat.device).mul_(2).add_(1).mul_(FACTOR)
+            total += (bits * factors).sum()
+        digest.update(f"{name} {tuple(state[name].shape)} {int(total) % (1 << 64)}\n".encode())
     return digest.hexdigest()[:16]
 
 
-def _sum(tensor: torch.Tensor) -> int:
-    """The bits of the numbers times different odd factors, summed modulo 2^64: no single change leaves it as it is."""
-    flat = tensor.detach().reshape(-1)
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start in range(0, len(flat), AT_ONCE):
-        bits = flat[start : start + AT_ONCE].float().view(torch.int32).long()
-        factors = torch.arange(start, start + len(bits), device=flat.device).mul_(2).add_(1).mul_(FACTOR)
-        total += (bits * factors).sum()
-    return int(total) % (1 << 64)
+def of_tokenizer(tokenizer: Tokenizer) -> str:
+    """16 hexadecimal digits for a tokenizer, from its ids of a sample text."""
+    ids = tokenizer.encode(["A photo of 2 red-brown cats, isn't it?", "Tokenizers differ"]).astype(np.int64)
+    return hashlib.sha256(f"{ids.shape}".encode() + ids.tobytes()).hexdigest()[:16]
 
 
 def of_samples(batch: Batch) -> tuple[Numbers, Numbers]:
-    """Two numbers for each sample, uint64 [n]: of its picture's file, and of that with its ids."""
+    """Two numbers per sample, uint64 [n] each: of its image file, and of that file with its ids."""
     pictures = torch.zeros(len(batch), dtype=torch.int64) if batch.pictures is None else batch.pictures
     files = _scrambled(pictures.numpy().astype(np.uint64))
     ids = batch.ids.numpy().astype(np.uint64)
@@ -57,7 +58,7 @@ def of_samples(batch: Batch) -> tuple[Numbers, Numbers]:
 
 
 def _scrambled(x: Numbers) -> Numbers:
-    """splitmix64's finaliser, as `data.order` has it."""
+    """The finalizer of splitmix64."""
     with np.errstate(over="ignore"):
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -67,13 +68,13 @@ def _scrambled(x: Numbers) -> Numbers:
 
 @dataclass
 class Reading:
-    """What was read of a source.
+    """The samples that were read from a source.
 
     Attributes:
-        shards: how the source names them, without credentials.
-        samples: how many were used.
-        pictures: sum of their pictures' numbers, modulo 2^64.
-        pairs: sum of the numbers of their pictures with ids, which the tokenizer has made (or classes).
+        shards: as in the settings, without credentials.
+        samples: used ones.
+        pictures: sum of their image numbers (see `of_samples`), modulo 2^64.
+        pairs: sum of their numbers of image and ids, modulo 2^64.
     """
 
     shards: str
@@ -89,7 +90,7 @@ class Reading:
         self.pairs = (self.pairs + int(pairs.sum(dtype=np.uint64))) % (1 << 64)
 
     def with_others(self, parts: list[Reading]) -> dict[str, Any]:
-        """What all ranks read of it, for a record."""
+        """The sum over the ranks' `parts`, for a record."""
         return {
             "shards": self.shards,
             "samples": sum(part.samples for part in parts),

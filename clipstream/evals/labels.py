@@ -1,6 +1,6 @@
-"""Owns how the labels of an evaluator's pictures are read, whatever its settings leave open, and their figures.
+"""Reading of labels for evaluators of labelled images, and their accuracy metrics.
 
-What is not set comes from a data set in CLIP_benchmark's layout, where the evaluator tests on one. It encodes nothing.
+Defaults come from the data set if it has CLIP_benchmark's layout.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Literal
 
 import torch
 
-from clipstream.batch import Batch
-from clipstream.data.benchmark import MULTILABEL
-from clipstream.data.fields import CaptionExtractor
+from clipstream.data.batch import Batch
+from clipstream.data.decode.captions import CaptionExtractor
+from clipstream.data.decode.labels import LabelEncoder, LabelField, LabelsEncoder, LabelsField, NumberEncoder
+from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.settings import SourceSettings
-from clipstream.data.targets import LabelEncoder, LabelField, LabelsEncoder, LabelsField, NumberEncoder
-from clipstream.data.text import Tokenizer
+from clipstream.data.sources.clip_benchmark import MULTILABEL
 from clipstream.errors import SettingsError
 from clipstream.evals.context import EvalContext
 from clipstream.evals.prompts import benchmark_of, class_names, class_spec
@@ -30,9 +30,9 @@ class Labelling:
     """How labels are read.
 
     Attributes:
-        label: member or JSON path that holds them.
-        labels: how many a picture has, and in which form.
-        classes: names in the order of their numbers; None where labels are numbers and nothing names them.
+        label: member or JSON path with the label.
+        labels: labels per image, and their form.
+        classes: names by number; None if labels are numbers without names.
     """
 
     label: str
@@ -41,10 +41,10 @@ class Labelling:
 
     @classmethod
     def of(cls, settings: LabelledSettings) -> Labelling:
-        """What the settings say.
+        """From settings.
 
         Raises:
-            SettingsError: a file of names is not there or wrong.
+            SettingsError: a file of names is missing or invalid.
         """
         benchmark, spec = benchmark_of(settings), class_spec(settings)
         labels: Labels | None = getattr(settings, "labels", None)
@@ -54,7 +54,7 @@ class Labelling:
 
     @property
     def named(self) -> list[str]:
-        """The class names of an evaluator that cannot do without.
+        """The class names of an evaluator that needs them.
 
         Raises:
             SettingsError: there are none.
@@ -65,12 +65,12 @@ class Labelling:
 
     @property
     def target(self) -> CaptionExtractor:
-        """What takes the label, or the labels, out of a sample."""
+        """Extracts the label or labels of a sample."""
         return LabelField(self.label) if self.labels == "one" else LabelsField(self.label)
 
     @property
     def encoder(self) -> Tokenizer:
-        """What makes ids of it: class numbers [n, 1], or a 0 or 1 for each class, [n, C]."""
+        """Turns them into class numbers [n, 1], or 0 and 1 per class [n, C]."""
         if self.labels != "one":
             return LabelsEncoder(self.named, multi_hot=self.labels == "multi_hot")
         return NumberEncoder() if self.classes is None else LabelEncoder(self.classes)
@@ -78,18 +78,18 @@ class Labelling:
     def batches(
         self, context: EvalContext, source: SourceSettings, batch_size: int, key: str = "data"
     ) -> Iterator[Batch]:
-        """The batches of a source (see `EvalContext.batches`), whose ids are what `encoder` makes."""
+        """See `EvalContext.batches`; `ids` are the output of `encoder`."""
         return context.batches(source, batch_size, target=self.target, tokenizer=self.encoder, key=key)
 
 
 def figures(tally: torch.Tensor) -> Iterator[tuple[str, float]]:
-    """The metrics of a whole data set of one label a picture, from its sums by class.
+    """Accuracy metrics of a data set with one label per image, from sums per class.
 
     Args:
-        tally: float64 [C, 3]: top1, top5 and n; one picture at least.
+        tally: float64 [C, 3]: top1, top5 and n; at least one image.
 
     Yields:
-        top1, top5, mean_per_class_recall (over the classes that the data have), n and chance.
+        top1, top5, mean_per_class_recall (over the classes in the data), n and chance.
     """
     top1, top5, n = tally.cpu().unbind(dim=1)
     total = int(n.sum())

@@ -1,14 +1,16 @@
-"""Owns the words of zero-shot classification: class names and prompt templates, from settings, files or open_clip.
+"""Class names and prompt templates of zero-shot classification, from settings, files, data sets or open_clip.
 
-Imports no torch but for the names and templates that open_clip holds. It encodes nothing.
+Imports torch only for open_clip's names and templates.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
-from clipstream.data.benchmark import Benchmark, of_source
+from clipstream.data.sources.clip_benchmark import Benchmark, of_source
 from clipstream.errors import SettingsError
 from clipstream.evals.settings import LabelledSettings, ZeroShotSettings
 
@@ -17,19 +19,19 @@ OF_OPEN_CLIP = ("imagenet", "openai", "simple")
 
 
 def benchmark_of(settings: LabelledSettings) -> Benchmark | None:
-    """The data set in CLIP_benchmark's layout that an evaluator tests on, if it does.
+    """The evaluator's data set if it has CLIP_benchmark's layout, else None.
 
     Raises:
-        SettingsError: its address is wrong.
+        SettingsError: its address is invalid.
     """
-    return None if settings.data is None else of_source(settings.data.shards)
+    return None if settings.data is None else of_source(settings.data.shards, settings.data.type)
 
 
 def class_spec(settings: LabelledSettings) -> str | list[str] | None:
-    """The setting for `class_names`: the evaluator's own, or else its benchmark's names; None where neither is there.
+    """The argument of `class_names`: the evaluator's setting, else the names of its data set, else None.
 
     Raises:
-        SettingsError: the names of the benchmark cannot be read.
+        SettingsError: the names of the data set cannot be read.
     """
     if settings.classes is not None:
         return settings.classes
@@ -38,7 +40,11 @@ def class_spec(settings: LabelledSettings) -> str | list[str] | None:
 
 
 def template_spec(settings: ZeroShotSettings) -> str | list[str]:
-    """The setting for `prompt_templates`: the evaluator's own, or else its benchmark's, or else openai. Raises so."""
+    """The argument of `prompt_templates`: the evaluator's setting, else that of its data set, else 'openai'.
+
+    Raises:
+        SettingsError: the templates of the data set cannot be read.
+    """
     if settings.templates is not None:
         return settings.templates
     benchmark = benchmark_of(settings)
@@ -46,7 +52,7 @@ def template_spec(settings: ZeroShotSettings) -> str | list[str]:
 
 
 def class_names(spec: str | Sequence[str]) -> list[str]:
-    """The names that a setting gives: a list, 'imagenet' (open_clip's names), or a file with one a line.
+    """Class names from a list, 'imagenet' (open_clip's names), or a file with one per line.
 
     Raises:
         SettingsError: no such file, or fewer than 2 names.
@@ -61,8 +67,15 @@ def class_names(spec: str | Sequence[str]) -> list[str]:
     return names
 
 
+def repeated(names: Sequence[str]) -> list[str]:
+    """The names of more than one class, ignoring case as labels do; each once."""
+    counts = Counter(name.strip().casefold() for name in names)
+    first = {name.strip().casefold(): name for name in reversed(names)}
+    return [first[name] for name, count in counts.items() if count > 1]
+
+
 def prompt_templates(spec: str | Sequence[str]) -> list[Template]:
-    """The templates that a setting gives: a list, 'openai', 'simple', 'plain', or a file with one a line.
+    """Templates from a list, 'openai', 'simple', 'plain', or a file with one per line.
 
     Raises:
         SettingsError: no such file, or a template without {c} or {}.
@@ -77,22 +90,21 @@ def prompt_templates(spec: str | Sequence[str]) -> list[Template]:
             raise SettingsError(f"templates: {text!r} has no {{c}} or {{}} where the class name goes")
     if not texts:
         raise SettingsError("templates: none given")
-    return [_template(text) for text in texts]
+    return [partial(_fill, text) for text in texts]
 
 
 def has_place(text: str) -> bool:
-    """Whether a template says where the class name goes."""
+    """Whether a template has a placeholder for the class name."""
     return "{c}" in text or "{}" in text
 
 
-def _template(text: str) -> Template:
-    return lambda name: text.replace("{c}", name).replace("{}", name)
+def _fill(text: str, name: str) -> str:
+    return text.replace("{c}", name).replace("{}", name)
 
 
 def _lines(path: str, what: str) -> list[str]:
-    """The lines of a text file that are not blank."""
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{what}: cannot read the file {path!r}: {error}") from error
     return [line.strip() for line in text.splitlines() if line.strip()]

@@ -1,13 +1,15 @@
-"""Owns the settings of evaluators; imports no torch."""
+"""Settings of evaluators. Imports no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator
 
+from clipstream.config.section import PathText, PluginSection
+from clipstream.data.json_path import parse_path
 from clipstream.data.settings import SourceSettings
-from clipstream.section import PluginSection
 
 Weights = Literal["trained", "averaged"]
 
@@ -21,7 +23,9 @@ class EvalSettings(PluginSection):
     every: int = Field(0, ge=0, description="steps between evaluations; 0 evaluates at the end only")
     every_epochs: float | None = Field(None, gt=0, description="epochs between evaluations, in place of every")
     data: SourceSettings | None = Field(None, description="the source that is evaluated")
-    fetch: str | None = Field(None, description="command that brings the data here, told where they are not there")
+    fetch: str | None = Field(
+        None, description="command that downloads the data, named in the error if they are missing"
+    )
     batch_size: int = Field(256, ge=1, description="samples encoded at once on a rank")
     weights: Literal["trained", "averaged", "both"] = Field(
         "trained", description="which weights it evaluates: with averaged ones (train.ema) it is called NAME_averaged"
@@ -35,8 +39,13 @@ class EvalSettings(PluginSection):
         return ("trained", "averaged") if self.weights == "both" else (self.weights,)
 
     on_error: Literal["report", "raise"] = Field(
-        "report", description="report: an evaluation that fails is told and the run goes on; raise: it ends the run"
+        "report", description="report: a failed evaluation is a warning and the run goes on; raise: it ends the run"
     )
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Keys of the same interval."""
+        if self.every_epochs is not None and self.every != type(self).model_fields["every"].default:
+            yield "every", "every and every_epochs are both given: keep the one that is meant"
 
 
 class PromptedSettings(EvalSettings):
@@ -69,9 +78,17 @@ class LabelledSettings(EvalSettings):
         min_length=1,
         description="members with the class (number or name; npy: an array), or json:PATH into the JSON member",
     )
-    classes: str | list[str] | None = Field(
+    classes: PathText | list[str] | None = Field(
         None, description="class names: a list, a file with one a line, or imagenet; a benchmark: source has its own"
     )
+
+    @field_validator("label")
+    @classmethod
+    def _well_formed(cls, value: str) -> str:
+        kind, colon, path = value.partition(":")
+        if colon and kind.strip().lower() == "json":
+            parse_path(path)
+        return value
 
 
 class ZeroShotSettings(LabelledSettings, PromptedSettings):
@@ -83,7 +100,7 @@ class ZeroShotSettings(LabelledSettings, PromptedSettings):
         description="of a picture: one; list: all that apply; multi_hot: a 0 or 1 for each class; one unless set, or "
         "as a benchmark: source has them",
     )
-    templates: str | list[str] | None = Field(
+    templates: PathText | list[str] | None = Field(
         None,
         description="prompts with {c} or {}: a list, a file, openai (80), simple (7) or plain (1); openai unless set, "
         "or those of a benchmark: source",
@@ -106,7 +123,7 @@ class LossEvalSettings(EvalSettings):
 class FrozenSettings(LabelledSettings):
     """What evaluators have in common that learn from the features of labelled pictures."""
 
-    train: SourceSettings = Field(description="the source that is learnt from; data is what is tested")
+    train: SourceSettings = Field(description="the source to train on; `data` is the test set")
 
 
 class LinearProbeSettings(FrozenSettings):

@@ -1,16 +1,17 @@
-"""Owns how numbers over steps become a line chart, as SVG that a page colours; never reads a file.
+"""Line charts of metrics over steps. Points enter; SVG leaves.
 
-Lines carry the classes s0, s1, … for the page's colours; chance has the class `chance`. A value that is no number makes
-a gap. Nothing is scaled to be pretty: the axis spans what the values span, from 0 where they come near it.
+Lines have the CSS classes s0, s1, …, chance has `chance`, and lines that may not be compared with the first one have
+`other`. NaN makes a gap. The axis spans the values, and starts at 0 if they come near it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from html import escape
 
-from clipstream.report.reading import Points, fewer
+from clipstream.report.run_reader import Points, fewer
 
 WIDTH, HEIGHT = 360, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 22
@@ -24,12 +25,14 @@ class Series:
     Attributes:
         name: of the run, for the legend.
         points: (step, value).
-        number: which of the page's colours.
+        number: of its colour.
+        other: whether its values may not be compared with those of the first line.
     """
 
     name: str
     points: Points
     number: int = 0
+    other: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,10 @@ class Chart:
     """One chart.
 
     Attributes:
-        title: what is shown.
+        title: of the chart.
         series: its lines.
-        chance: what guessing gives, where that is known.
-        share: whether the values are shown in percent.
+        chance: value for random guesses, if it is known.
+        share: whether values are shown in percent.
     """
 
     title: str
@@ -49,7 +52,7 @@ class Chart:
     share: bool = False
 
     def svg(self) -> str:
-        """The drawing; empty where there are no two points to join."""
+        """The chart as SVG; '' if no line has two points."""
         lines = [fewer(series.points) for series in self.series]
         ys = [y for points in lines for _, y in points if math.isfinite(y)]
         xs = [x for points in lines for x, _ in points]
@@ -59,12 +62,16 @@ class Chart:
             ys.append(self.chance)
         ticks = nice_ticks(min(ys), max(ys))
         frame = _Frame(min(xs), max(xs), min(*ticks, *ys), max(*ticks, *ys))
-        parts = [self._opening(frame)]
+        # The page's script turns positions back into values by the data attributes.
+        inner = f"{LEFT} {WIDTH - RIGHT} {TOP} {HEIGHT - BOTTOM}"
+        spans = f'data-x0="{frame.x0}" data-x1="{frame.x1}" data-y0="{frame.y0}" data-y1="{frame.y1}"'
+        label = f'role="img" aria-label="{escape(self.title)}" data-share="{str(self.share).lower()}"'
+        parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" {label} {spans} data-inner="{inner}">']
         for tick in ticks:
             y = frame.y(tick)
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
             parts.append(
-                f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{self.say(tick)}</text>'
+                f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{self.format(tick)}</text>'
             )
         for x, anchor in ((frame.x0, "start"), (frame.x1, "end")):
             shown = f'{frame.x(x):.1f}" y="{HEIGHT - 6}" text-anchor="{anchor}">{short(x)}'
@@ -73,30 +80,25 @@ class Chart:
             y = frame.y(self.chance)
             parts.append(f'<line class="chance" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         for series, points in zip(self.series, lines, strict=True):
-            about = f'class="s{series.number % COLOURS}" data-name="{escape(series.name)}"'
-            for run in _unbroken(points):
-                places = [(frame.x(x), frame.y(y)) for x, y in run]
-                if len(places) == 1:
-                    parts.append(f'<circle {about} cx="{places[0][0]:.1f}" cy="{places[0][1]:.1f}" r="2"/>')
+            about = f'class="s{series.number % COLOURS}{" other" * series.other}" data-name="{escape(series.name)}"'
+            for finite, run in itertools.groupby(points, key=lambda point: math.isfinite(point[1])):
+                if not finite:
+                    continue
+                positions = [(frame.x(x), frame.y(y)) for x, y in run]
+                if len(positions) == 1:
+                    parts.append(f'<circle {about} cx="{positions[0][0]:.1f}" cy="{positions[0][1]:.1f}" r="2"/>')
                 else:
-                    parts.append(f'<polyline {about} points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}"/>')
+                    parts.append(f'<polyline {about} points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in positions)}"/>')
         return "".join([*parts, "</svg>"])
 
-    def _opening(self, frame: _Frame) -> str:
-        """The tag, with what a page's script needs to turn places into values again."""
-        inner = f"{LEFT} {WIDTH - RIGHT} {TOP} {HEIGHT - BOTTOM}"
-        spans = f'data-x0="{frame.x0}" data-x1="{frame.x1}" data-y0="{frame.y0}" data-y1="{frame.y1}"'
-        about = f'role="img" aria-label="{escape(self.title)}" data-share="{str(self.share).lower()}"'
-        return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" {about} {spans} data-inner="{inner}">'
-
-    def say(self, value: float) -> str:
-        """A value for reading."""
+    def format(self, value: float) -> str:
+        """A value as text."""
         return f"{100 * value:.3g}%" if self.share else short(value)
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """Values to places in the drawing."""
+    """Maps values to positions in the chart."""
 
     x0: float
     x1: float
@@ -110,19 +112,8 @@ class _Frame:
         return HEIGHT - BOTTOM - (value - self.y0) / (self.y1 - self.y0 or 1) * (HEIGHT - TOP - BOTTOM)
 
 
-def _unbroken(points: Points) -> list[Points]:
-    """The stretches of finite values."""
-    runs: list[Points] = [[]]
-    for x, y in points:
-        if math.isfinite(y):
-            runs[-1].append((x, y))
-        elif runs[-1]:
-            runs.append([])
-    return [run for run in runs if run]
-
-
 def nice_ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Round values from around `low` to around `high`, at equal distances of 1, 2 or 5 times a power of ten."""
+    """About `about` round values from `low` to `high`, with a step of 1, 2 or 5 times a power of ten."""
     if low > 0 and low < 0.35 * high:
         low = 0.0
     size = max(abs(low), abs(high))
@@ -130,7 +121,7 @@ def nice_ticks(low: float, high: float, about: int = 4) -> list[float]:
     power = 10 ** math.floor(math.log10(span / about))
     step = next(power * factor for factor in (1, 2, 5, 10) if span / (power * factor) <= about)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    digits = 2 - math.floor(math.log10(step))  # rounding errors of the product are not shown
+    digits = 2 - math.floor(math.log10(step))  # hides rounding errors of the product
     return [round(step * k, digits) for k in range(first, max(last, first + 1) + 1)]
 
 

@@ -1,94 +1,172 @@
-"""Owns what a run writes for people, behind one sink: metrics, TensorBoard, the terminal, pictures, report.html."""
+"""The outputs of a run, behind one object: records and pictures enter, and go to every sink.
+
+The files that resuming and the report read are always written; `log.sinks` adds to them.
+"""
 
 from __future__ import annotations
 
-import platform
-import sys
-from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clipstream import durable
-from clipstream.example import Example, Table
-from clipstream.report.album import Album, Shows
-from clipstream.report.figures import FiguresFile, traced
-from clipstream.report.page import Report
-from clipstream.report.progress import Progress
-from clipstream.report.settings import LogSettings
-from clipstream.report.sinks import MetricsFile, NonfiniteFile, QuarantineFile, Record, TensorBoard
-from clipstream.report.starving import Starving
-from clipstream.versions import versions
-from clipstream.world import World
+from clipstream.config.plugins import make_plugin, raised
+from clipstream.data.shard_url import redact_value
+from clipstream.distributed.run_record import command_line, start_record
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.evals.example import Example, Table
+from clipstream.report.data_stall import DataStallWarning
+from clipstream.report.ending import Ending
+from clipstream.report.eval_results import FIGURES_FILE, FiguresFile, traced
+from clipstream.report.html_report import REPORT_FILE, Report
+from clipstream.report.pictures import PictureFiles
+from clipstream.report.settings import LogSettings, SinkSettings
+from clipstream.report.sinks import (
+    NONFINITE_FILE,
+    QUARANTINE_FILE,
+    MetricsFile,
+    NonfiniteFile,
+    QuarantineFile,
+    Record,
+    RunInfo,
+    Sink,
+    TensorBoard,
+)
+from clipstream.report.terminal import ProgressDisplay
+from clipstream.utils import atomic_write
+from clipstream.utils.logs import logger
 
 if TYPE_CHECKING:
-    from clipstream.batch import Batch
+    from clipstream.data.batch import Batch
+
+BUILTIN: dict[str, Callable[[Any, RunInfo], Sink]] = {
+    "jsonl": lambda settings, run: MetricsFile(
+        run.folder, run.resume_step, file=settings.file, ended=run.repeats_end, owed=run.repeats_evals
+    ),
+    "tensorboard": lambda settings, run: TensorBoard(run.folder, run.resume_step, subfolder=settings.folder),
+    "terminal": lambda settings, run: ProgressDisplay(
+        run.total_steps, start=run.resume_step or 0, mode=settings.progress
+    ),
+}
 
 
-class Outputs:
-    """A sink that hands every record to all of a run's sinks, and examples to those that show pictures.
+def build_sinks(settings: Mapping[str, SinkSettings], run: RunInfo) -> dict[str, Sink]:
+    """The sinks that the settings name, by name, in their order.
+
+    Raises:
+        SettingsError: a class is not found or cannot be constructed.
+    """
+    sinks: dict[str, Sink] = {}
+    for name, section in settings.items():
+        make = BUILTIN.get(section.type) or partial(make_plugin, section.type)
+        try:
+            sinks[name] = make(section, run)
+        except BaseException as error:
+            for sink in sinks.values():
+                sink.close()
+            if isinstance(error, (SettingsError, ValueError)):
+                raise SettingsError(f"log.sinks.{name}: {error}") from error
+            raise
+    return sinks
+
+
+class SinkGroup(Sink):
+    """Hands everything to several sinks, and keeps a failing one from ending the run.
 
     Args:
-        folder: the run's.
-        settings: what to write.
-        world: this rank; others than rank 0 write nothing.
-        total: steps of the run.
-        done: steps before this process, of a resumed run: what was written after them is cut off; None starts anew.
-        ended: whether the run had ended then: it evaluates again.
-        subject: what trains, for the files of figures: run, model.
+        sinks: by name, in the order in which they are called.
+        plugins: names of users' own sinks, which may fail in any way. Of the others only pictures and a full disk may
+            fail.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        settings: LogSettings,
-        world: World,
-        *,
-        total: int,
-        done: int | None,
-        ended: bool = False,
-        subject: Record | None = None,
-    ) -> None:
-        self._world, self._pictures, self._done, self._subject = world, settings.pictures, done or 0, subject or {}
-        self._sinks: list[Any] = []
-        self._shows: list[Shows] = []
-        self._full: set[str] = set()  # sinks that a full disk keeps from writing
-        if not world.is_main:
-            return
-        self._sinks.append(MetricsFile(folder, done, ended=ended))
-        self._sinks += [QuarantineFile(folder, done), NonfiniteFile(folder, done)]
-        self._figures = FiguresFile(folder, done, ended=ended)
-        self._shows.append(Album(folder))
-        if settings.tensorboard:
-            board = TensorBoard(folder, done)
-            self._sinks.append(board)
-            self._shows.append(board)
-        self._sinks.append(Progress(total, start=self._done, mode=settings.progress))
-        self._sinks.append(Starving(settings.starving, world.size, settings.alert))
-        if settings.report:
-            self._sinks.append(Report(folder))  # the last: it reads what the others have written
-
-    def begin(self) -> None:
-        """Note that this process starts or resumes the run: at which step, when, on what, with which versions."""
-        self.write(_start(self._done, self._world))
+    def __init__(self, sinks: Mapping[str, Sink], plugins: Collection[str] = ()) -> None:
+        self.sinks, self._plugins = dict(sinks), plugins
+        self._failing: set[str] = set()  # sinks whose last call failed
 
     def write(self, record: Record) -> None:
-        """Hand a record to all sinks."""
-        for sink in self._sinks:
-            self._spare(sink, partial(sink.write, record))
+        """Hand over a record."""
+        for name, sink in self.sinks.items():
+            self.call(name, partial(sink.write, record))
+
+    def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
+        """Hand over pictures and tables. Any failure is reported, and never raised."""
+        for sink in self.sinks.values():
+            try:
+                sink.show(step, name, examples, tables)
+            except Exception as error:
+                logger.warning(f"the pictures of {name!r} could not be kept: {error}")
+
+    def status(self, text: str) -> None:
+        """Hand over what the run does besides training."""
+        for name, sink in self.sinks.items():
+            self.call(name, partial(sink.status, text))
+
+    def close(self) -> None:
+        """Close all."""
+        for name, sink in self.sinks.items():
+            self.call(name, sink.close)
+
+    def call(self, name: str, method: Callable[[], object]) -> None:
+        """Call a method of the sink `name`; a failure that may happen is reported once in a row, and not raised."""
+        try:
+            method()
+            self._failing.discard(name)
+        except Exception as error:
+            if isinstance(error, OSError) and atomic_write.is_full(error):
+                text = f"the disk is full: what {name} could not write is missing"
+            elif name in self._plugins:
+                text = f"log.sinks.{name} failed, and the run goes on: {raised(f'log.sinks.{name}', error)}"
+            else:
+                raise
+            if name not in self._failing:
+                logger.warning(f"{text}")
+            self._failing.add(name)
+
+
+class Outputs(SinkGroup):
+    """All sinks of a run that trains, and its files of figures.
+
+    Args:
+        settings: which sinks.
+        world: ranks other than 0 write nothing.
+        run: the run, and where it resumes.
+        subject: what trains, for the files of figures: run, model.
+
+    Attributes:
+        ending: stamps the record of the end, on rank 0.
+    """
+
+    def __init__(self, settings: LogSettings, world: World, run: RunInfo, *, subject: Record | None = None) -> None:
+        super().__init__({}, settings.sinks)
+        self._world, self._pictures, self._run, self._subject = world, settings.pictures, run, subject or {}
+        self.ending: Ending | None = None
+        if not world.is_main:
+            return
+        folder, done = run.folder, run.resume_step
+        self.sinks = {
+            **build_sinks(settings.all_sinks, run),
+            QUARANTINE_FILE: QuarantineFile(folder, done),
+            NONFINITE_FILE: NonfiniteFile(folder, done),
+            "pictures": PictureFiles(folder),
+            "data_stall_warning": DataStallWarning(settings.data_stall_warning, world.size, settings.alert),
+        }
+        if settings.report:
+            self.sinks[REPORT_FILE] = Report(folder)  # last: it reads what the others have written
+        self._figures = FiguresFile(folder, done, ended=run.repeats_end or run.repeats_evals)
+
+    def begin(self) -> None:
+        """Write the record that this process starts or resumes the run: step, time, command, hardware."""
+        if self._world.is_main:
+            command = [redact_value(part) for part in command_line()]
+            self.write(start_record(self._run.resume_step or 0, self._world.size, self._world.device, command))
+
+    def write(self, record: Record) -> None:
+        """Hand over a record."""
+        super().write(record if self.ending is None else self.ending.stamped(record))
 
     def trace(self, record: Record, about: Record) -> None:
         """Add an evaluation to the files of figures, with what it was made with; on rank 0 only."""
         self._figures.add(traced(record, about, self._subject))
-
-    def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
-        """Keep these in place of the name's earlier ones. What cannot be kept is told, and never ends a run."""
-        for shows in self._shows:
-            try:
-                shows.show(step, name, examples, tables)
-            except Exception as error:
-                print(f"warning: the pictures of {name!r} could not be kept: {error}", file=sys.stderr, flush=True)
 
     def show_batch(self, step: int, batch: Batch, decode: Callable[[Sequence[int]], str]) -> None:
         """Show the first samples of a training batch as the model sees them.
@@ -98,47 +176,13 @@ class Outputs:
             batch: this rank's.
             decode: the ids of a text -> the text.
         """
-        count = self._pictures
-        if self._shows and count and batch.pixels is not None:
-            there = batch.weights.nonzero().flatten().tolist()[:count]  # and not what holds a place
-            texts = [decode(ids) for ids in batch.ids[there].tolist()]
-            self.show(step, "train", list(map(Example, batch.pixels[there], texts, [batch.keys[i] for i in there])))
+        if self.sinks and self._pictures and batch.pixels is not None:
+            rows = batch.weights.nonzero().flatten().tolist()[: self._pictures]  # without padding
+            texts = [decode(ids) for ids in batch.ids[rows].tolist()]
+            self.show(step, "train", list(map(Example, batch.pixels[rows], texts, [batch.keys[i] for i in rows])))
 
     def close(self) -> None:
-        """Write out what is left, everywhere."""
-        files = [self._figures] if self._world.is_main else []
-        for sink in (*files, *self._sinks):
-            self._spare(sink, sink.close)
-
-    def _spare(self, sink: object, act: Callable[[], object]) -> None:
-        """Have a sink act; a full disk is told once, and never ends a run."""
-        name = type(sink).__name__
-        try:
-            act()
-            self._full.discard(name)
-        except OSError as error:
-            if not durable.is_full(error):
-                raise
-            if name not in self._full:
-                print(f"warning: the disk is full: what {name} could not write is missing", file=sys.stderr, flush=True)
-            self._full.add(name)
-
-
-def _start(step: int, world: World) -> Record:
-    return {
-        "step": step,
-        "start": {
-            "time": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-            "ranks": world.size,
-            "device": _device_name(world.device),
-            "versions": versions(),
-        },
-    }
-
-
-def _device_name(device: str) -> str:
-    if device.startswith("cuda"):
-        import torch
-
-        return torch.cuda.get_device_name(device)
-    return f"{device} ({platform.machine()})"
+        """Close all sinks and files."""
+        if self._world.is_main:
+            self.call(FIGURES_FILE, self._figures.close)
+        super().close()

@@ -1,13 +1,47 @@
-"""Owns the settings of what a run shows of itself; imports no torch."""
+"""Settings of logging: sinks, pictures, the report and warnings. Imports no torch."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, SerializeAsAny, field_validator
 
-from clipstream.plugins import is_plugin, load_function
-from clipstream.section import Section
+from clipstream.config.plugins import is_plugin, load_function
+from clipstream.config.section import PathText, PluginSection, Section
+
+Progress = Literal["auto", "bar", "lines", "none"]
+
+
+class SinkSettings(PluginSection):
+    """A destination of the run's records. `type` may be a user's own `package.module:Name`."""
+
+    type: str = Field("jsonl", description="jsonl, tensorboard, terminal, or package.module:Name")
+
+
+class JsonLinesSettings(SinkSettings):
+    """A JSON object per record, as in metrics.jsonl."""
+
+    type: Literal["jsonl"] = "jsonl"
+    file: PathText = Field("metrics.jsonl", min_length=1, description="its path, relative to the run's folder")
+
+
+class TensorBoardSettings(SinkSettings):
+    """TensorBoard events: scalars, pictures and tables."""
+
+    type: Literal["tensorboard"] = "tensorboard"
+    folder: PathText = Field(
+        "tensorboard", min_length=1, description="where they are written; relative to the run's folder"
+    )
+
+
+class TerminalSettings(SinkSettings):
+    """Training lines, evaluations and warnings on standard output."""
+
+    type: Literal["terminal"] = "terminal"
+    progress: Progress = Field("auto", description="auto: a bar on a terminal, lines elsewhere")
+
+
+SinkSettings.builtin = {"jsonl": JsonLinesSettings, "tensorboard": TensorBoardSettings, "terminal": TerminalSettings}
 
 
 class LogSettings(Section):
@@ -17,22 +51,44 @@ class LogSettings(Section):
         10, ge=1, description="steps between training lines in metrics.jsonl, TensorBoard and the terminal"
     )
     tensorboard: bool = Field(True, description="write TensorBoard events")
+    sinks: dict[str, SerializeAsAny[SinkSettings]] = Field(
+        default_factory=dict,
+        description="further destinations of records, by name, beside metrics.jsonl, TensorBoard and the terminal",
+    )
     pictures: int = Field(16, ge=0, description="pictures shown of a training batch and of each evaluation; 0 for none")
     pictures_every: int = Field(1000, ge=1, description="steps between training batches that are shown")
     report: bool = Field(True, description="write report.html after evaluations and at the end")
-    starving: float = Field(
-        0.2, ge=0, le=1, description="share of the time waited for data above which a warning names the slow stage"
+    data_stall_warning: float = Field(
+        0.2, ge=0, le=1, description="share of time waiting for data above which a warning names the slow stage"
     )
     alert: str | None = Field(
         None, description="called with that warning: module:function, or a shell command ($CLIPSTREAM_ALERT)"
     )
-    progress: Literal["auto", "bar", "lines", "none"] = Field(
-        "auto", description="auto: a bar on a terminal, lines elsewhere"
+    progress: Progress = Field("auto", description="auto: a bar on a terminal, lines elsewhere")
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="messages of this level and above are shown; out.log has info and above in any case"
     )
+
+    @property
+    def all_sinks(self) -> dict[str, SinkSettings]:
+        """The built-in sinks that are on, and those of `sinks`, by name; an entry of `sinks` wins over a built-in."""
+        board = {"tensorboard": TensorBoardSettings()} if self.tensorboard else {}
+        terminal = TerminalSettings(progress=self.progress)
+        return {"metrics": JsonLinesSettings(), **board, "terminal": terminal, **self.sinks}
+
+    @field_validator("sinks")
+    @classmethod
+    def _write_files_of_their_own(cls, value: dict[str, SinkSettings]) -> dict[str, SinkSettings]:
+        if "metrics" in value:
+            raise ValueError("'metrics' is the name of metrics.jsonl, which is always written: choose another name")
+        for name, sink in value.items():
+            if isinstance(sink, JsonLinesSettings) and sink.file == "metrics.jsonl":
+                raise ValueError(f"{name}: metrics.jsonl is always written: give another file")
+        return value
 
     @field_validator("alert")
     @classmethod
-    def _a_function_that_is_there(cls, value: str | None) -> str | None:
+    def _check_that_it_loads(cls, value: str | None) -> str | None:
         if value is not None and is_plugin(value):
             load_function(value)
         return value

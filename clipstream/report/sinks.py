@@ -1,24 +1,24 @@
-"""Owns the files that metrics go to: metrics.jsonl and TensorBoard's events; never talks to the terminal.
+"""Sinks: what a run's records and pictures are handed to. Here: the protocol, metrics.jsonl and TensorBoard.
 
-A sink takes records: a training line (step, loss, …), what the data's stages took in it (step, stages), an evaluation
-(step, eval, metrics), the data's health (step, health), what could not be used (step, quarantine), a step that was left
-out (step, nonfinite), a return to a checkpoint's weights (step, rollback), the start of a process (step, start) or the
-end of the run (step, end). One process writes: rank 0. A run that is resumed at step s keeps what was written up to s
-and loses the rest, so that a file holds each step once.
+A record is a dictionary of plain values with a step and one of: a training line (loss, ...), the time of the data
+stages (stages), an evaluation (eval, metrics), data health (health), unusable samples (quarantine), a skipped step
+(nonfinite), a rollback (rollback), the start of a process (start), the end of the run (end). Only rank 0 has sinks. A
+run that resumes at step s keeps what was written up to s and drops the rest, so that a file holds each step once.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
-from clipstream import durable
 from clipstream.errors import SettingsError
-from clipstream.example import Example, Table
+from clipstream.evals.example import Example, Table
+from clipstream.utils import atomic_write
+from clipstream.utils.logs import logger
 
 Record = Mapping[str, Any]
 
@@ -26,64 +26,104 @@ METRICS_FILE = "metrics.jsonl"
 QUARANTINE_FILE = "quarantine.jsonl"
 NONFINITE_FILE = "nonfinite.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
-LISTED = 1_000_000  # losses that a run lists, some 250 MB; all are counted
+LISTED = 1_000_000  # dropped samples listed per run, about 250 MB; further ones are only counted
 
 
-class Growing:
-    """A file that texts are added to, handed to the system at once.
+@dataclass(frozen=True)
+class RunInfo:
+    """What a sink is constructed with, beside its settings.
 
-    What a full disk does not take is kept and written with the next text: a checkpoint that was too large for it may be
-    gone by then.
+    Attributes:
+        folder: of the run; `folder.name` is the run's name.
+        total_steps: of the whole run; 0 where only its checkpoints are evaluated.
+        resume_step: steps done before this process, of a resumed run: drop what you wrote for later steps. None starts
+            anew.
+        world_size: ranks of the run.
+        repeats_end: whether `resume_step` is the last step of a finished run, which evaluates again.
+        repeats_evals: whether the evaluations of `resume_step` were interrupted and run again.
+    """
 
-    Args:
-        path: the file; the first text makes it, if it is not there.
+    folder: Path
+    total_steps: int
+    resume_step: int | None = None
+    world_size: int = 1
+    repeats_end: bool = False
+    repeats_evals: bool = False
+
+
+class Sink(Protocol):
+    """A destination of a run's records, on rank 0. Constructed as `Name(settings, run)` with `run` a `RunInfo`.
+
+    Derive from this class to implement only what you need. A `log.sinks` entry that raises is reported once and does
+    not end the run.
+    """
+
+    def write(self, record: Record) -> None:
+        """Take a record. The same dictionary goes to the other sinks: do not change it."""
+        return None
+
+    def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
+        """Take pictures with their texts, and tables, of the evaluator `name` or of training batches ('train')."""
+        return None
+
+    def status(self, text: str) -> None:
+        """Take what the run does besides training, such as 'saving'; '' when it is over."""
+        return None
+
+    def close(self) -> None:
+        """Flush and close, at the end of the run or after an error."""
+        return None
+
+
+class AppendedFile:
+    """A file to which text is appended, unbuffered. The first text creates it.
+
+    Text that does not fit on a full disk is kept in memory and written with the next text.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: IO[bytes] | None = None
-        self._waiting = b""
+        self._pending = b""
 
     def add(self, text: str) -> None:
-        """Write a text at the end."""
-        told = bool(self._waiting)
-        self._waiting += text.encode()
+        """Append a text."""
+        warned = bool(self._pending)
+        self._pending += text.encode()
         try:
-            self._write()
+            if self._pending and self._file is None:
+                self._file = self.path.open("ab", buffering=0)
+            while self._pending and self._file is not None:
+                self._pending = self._pending[self._file.write(self._pending) :]
         except OSError as error:
-            if not durable.is_full(error):
+            if not atomic_write.is_full(error):
                 raise
-            if not told:
-                print(f"warning: the disk of {self.path} is full: its lines wait", file=sys.stderr, flush=True)
+            if not warned:
+                logger.warning(f"the disk of {self.path} is full: its lines wait")
 
     def close(self) -> None:
         """Close the file."""
         self.add("")
-        if self._waiting:
-            lost = self._waiting.count(b"\n")
-            print(f"warning: the disk of {self.path} is full: {lost} lines are lost", file=sys.stderr, flush=True)
+        if self._pending:
+            lost = self._pending.count(b"\n")
+            logger.warning(f"the disk of {self.path} is full: {lost} lines are lost")
         if self._file is not None:
             self._file.close()
 
-    def _write(self) -> None:
-        if self._waiting and self._file is None:
-            self._file = self.path.open("ab", buffering=0)
-        while self._waiting and self._file is not None:
-            self._waiting = self._waiting[self._file.write(self._waiting) :]
 
-
-class JsonLines(Growing):
-    """A file with a JSON object a line. JSON has no word for NaN and infinity: they become null.
+class JsonLines(AppendedFile):
+    """A file with a JSON object per line; NaN and infinity become null.
 
     Args:
         path: the file.
-        resume_step: the checkpoint's step of a resumed run: later lines, and a line that a kill tore, are cut off.
-            None starts the file anew.
-        ended: whether that step is the run's last, after which it evaluates again: those lines are cut off, too.
-        keep: which lines stay all the same.
+        resume_step: step of the checkpoint that the run resumes from: later and torn lines are removed. None empties
+            the file.
+        ended: whether that step is the last one of a finished run: lines of its evaluations are removed as well.
+        owed: whether the evaluations of that step were interrupted: likewise.
+        keep: lines that stay in any case.
 
     Attributes:
-        count: lines in it.
+        count: of lines.
     """
 
     def __init__(
@@ -92,6 +132,7 @@ class JsonLines(Growing):
         resume_step: int | None = None,
         *,
         ended: bool = False,
+        owed: bool = False,
         keep: Callable[[Record], bool] = lambda record: False,
     ) -> None:
         super().__init__(path)
@@ -99,23 +140,32 @@ class JsonLines(Growing):
         if resume_step is not None and self.path.exists():
             for line, record in lines(self.path):
                 step = record.get("step", 0)
-                if step < resume_step or (step == resume_step and (not ended or "loss" in record)) or keep(record):
+                again = (ended and "loss" not in record) or (owed and "eval" in record)
+                if step < resume_step or (step == resume_step and not again) or keep(record):
                     kept.append(line)
         if self.path.exists():
-            durable.replace(self.path, b"".join(kept))
+            atomic_write.replace(self.path, b"".join(kept))
         self.count = len(kept)
 
     def append(self, *records: Record) -> None:
-        """Add a line for each."""
+        """Append records."""
         self.count += len(records)
         self.add("".join(map(json_line, records)))
 
 
-class MetricsFile(JsonLines):
-    """FOLDER/metrics.jsonl: all records but those of single samples. Arguments as for JsonLines."""
+class MetricsFile(JsonLines, Sink):
+    """FOLDER/metrics.jsonl: all records except those about single samples. Arguments as for JsonLines."""
 
-    def __init__(self, folder: str | Path, resume_step: int | None = None, *, ended: bool = False) -> None:
-        super().__init__(Path(folder) / METRICS_FILE, resume_step, ended=ended)
+    def __init__(
+        self,
+        folder: str | Path,
+        resume_step: int | None = None,
+        *,
+        file: str = METRICS_FILE,
+        ended: bool = False,
+        owed: bool = False,
+    ) -> None:
+        super().__init__(Path(folder) / file, resume_step, ended=ended, owed=owed)
         self.path.touch()
 
     def write(self, record: Record) -> None:
@@ -124,53 +174,59 @@ class MetricsFile(JsonLines):
             self.append(record)
 
 
-class QuarantineFile(JsonLines):
+class QuarantineFile(JsonLines, Sink):
     """FOLDER/quarantine.jsonl: samples and shards that could not be used, with reason. Arguments as for JsonLines."""
 
     def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
         super().__init__(Path(folder) / QUARANTINE_FILE, resume_step)
 
     def write(self, record: Record) -> None:
-        """Append the record's losses; once the list is full, a last line that says so."""
-        losses, room = record.get("quarantine", ()), LISTED - self.count
-        if room < 0:  # it was said
+        """Append the record's dropped samples; once the list is full, a last line that says so."""
+        dropped, left = record.get("quarantine", ()), LISTED - self.count
+        if left < 0:  # the last line is written
             return
-        self.append(*({"step": record["step"], **loss} for loss in losses[:room]))
-        if len(losses) > room:
+        self.append(*({"step": record["step"], **sample} for sample in dropped[:left]))
+        if len(dropped) > left:
             self.append({"step": record["step"], "reason": "full", "detail": f"the rest is in {METRICS_FILE}, counted"})
 
 
-class NonfiniteFile(JsonLines):
-    """FOLDER/nonfinite.jsonl: steps that were left out, with their samples. Arguments as for JsonLines."""
+class NonfiniteFile(JsonLines, Sink):
+    """FOLDER/nonfinite.jsonl: skipped steps with their samples. Arguments as for JsonLines."""
 
     def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
         super().__init__(Path(folder) / NONFINITE_FILE, resume_step)
 
     def write(self, record: Record) -> None:
-        """Append what the record says of its step."""
+        """Append the skipped step, if the record has one."""
         if "nonfinite" in record:
             self.append({"step": record["step"], **record["nonfinite"]})
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """FOLDER/tensorboard: scalars train/KEY, eval/NAME/METRIC, health/SOURCE/… and stages/STAGE/…
 
     Args:
-        folder: the run's.
-        resume_step: as for `MetricsFile`; TensorBoard then hides what was written for later steps.
+        folder: of the run.
+        resume_step: TensorBoard hides events of later steps.
+        subfolder: of `folder`, with the events.
+
+    Raises:
+        SettingsError: tensorboard is not installed.
     """
 
-    def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
+    def __init__(
+        self, folder: str | Path, resume_step: int | None = None, *, subfolder: str = TENSORBOARD_FOLDER
+    ) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise SettingsError(f"no tensorboard here ({error}): install it, or --log.tensorboard false") from error
         purge = 0 if resume_step is None else resume_step + 1
         make: Any = SummaryWriter  # untyped in torch
-        self._writer = make(str(Path(folder) / TENSORBOARD_FOLDER), purge_step=purge, flush_secs=20)
+        self._writer = make(str(Path(folder) / subfolder), purge_step=purge, flush_secs=20)
 
     def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
-        """Add examples as a grid of pictures, and their words as a table; and tables."""
+        """Add pictures as a grid, and their texts and the tables as text."""
         import torch
 
         if examples:
@@ -180,9 +236,9 @@ class TensorBoard:
                 (str(n), e.text, "; ".join(text for text, _ in e.guesses), e.note, e.group)
                 for n, e in enumerate(examples, 1)
             ]
-            self._writer.add_text(f"pictures/{name}", _markdown(("", "text", "guesses", "", ""), rows), step)
+            self._writer.add_text(f"pictures/{name}", markdown_table(("", "text", "guesses", "", ""), rows), step)
         for table in tables:
-            self._writer.add_text(f"tables/{name}/{table.title}", _markdown(table.header, table.rows), step)
+            self._writer.add_text(f"tables/{name}/{table.title}", markdown_table(table.header, table.rows), step)
 
     def write(self, record: Record) -> None:
         """Add the record's numbers at its step."""
@@ -191,12 +247,12 @@ class TensorBoard:
             self._writer.add_scalar(tag, value, step)
 
     def close(self) -> None:
-        """Write out what is left and close the file."""
+        """Flush and close the file."""
         self._writer.close()
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
-    """The numbers of a record with their TensorBoard tags."""
+    """The numbers of a record, by TensorBoard tag."""
     if any(kind in record for kind in ("start", "end", "quarantine", "nonfinite")):
         return
     prefix = f"eval/{record['eval']}" if "eval" in record else "train"
@@ -210,12 +266,12 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
 
 
 def json_line(record: Record) -> str:
-    """A record as one line of JSON; numbers that are not finite are null."""
+    """A record as a line of JSON; NaN and infinity become null."""
     return json.dumps(_jsonable(record), allow_nan=False) + "\n"
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "", separator: str = "/") -> dict[str, Any]:
-    """Nested mappings as one, keys joined by the separator."""
+    """Flatten nested mappings; keys are joined by the separator."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         path = f"{prefix}{separator}{key}" if prefix else str(key)
@@ -223,19 +279,14 @@ def flat(tree: Mapping[str, Any], prefix: str = "", separator: str = "/") -> dic
     return leaves
 
 
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table, as TensorBoard shows texts."""
-    lines = [header, ["---"] * len(header), *([_cell(cell) for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    """Text as a cell of a Markdown table."""
-    return " ".join(text.replace("|", "\\|").split())
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, which TensorBoard renders."""
+    cells = [[" ".join(cell.replace("|", "\\|").split()) for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *cells])
 
 
 def lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The whole lines that hold a JSON object."""
+    """The complete lines with a JSON object, and these objects."""
     with path.open("rb") as file:
         for line in file:
             try:

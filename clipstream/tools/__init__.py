@@ -1,1 +1,1 @@
-"""What the verbs other than train do."""
+"""What the verbs other than `train` do, and what `train` takes over from an earlier process."""

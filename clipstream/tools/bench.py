@@ -1,7 +1,7 @@
-"""Owns the measuring of a user's own shards on this machine: samples a second by stage and by number of workers.
+"""`clipstream bench`: throughput of a user's own shards on this machine, by stage and number of workers.
 
-It reads as training does, with the settings that are given, and throws the batches away. It never trains, and builds a
-model only for the size of its pictures and its tokenizer.
+Reads as training does, with the same settings, and discards the batches. A model is built only for its image size and
+tokenizer.
 """
 
 from __future__ import annotations
@@ -16,43 +16,45 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from clipstream import durable
-from clipstream.cli import own_flags
-from clipstream.config import Settings, load, resolve
+from clipstream.config.flags import own_flags
+from clipstream.config.print_config import print_config, take_flag
+from clipstream.config.settings import load, resolve
+from clipstream.data.loader.stage_timing import IDLE
 from clipstream.data.settings import DataSettings
-from clipstream.data.stages import IDLE
+from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError
-from clipstream.model.pretrained import preflight
-from clipstream.report.progress import duration, milliseconds, percent
+from clipstream.models.pretrained import preflight
 from clipstream.report.sinks import json_line
-from clipstream.tools.pool import cores
-from clipstream.world import World
+from clipstream.report.terminal import duration, milliseconds, percent
+from clipstream.utils import atomic_write
+from clipstream.utils.logs import set_level
+from clipstream.utils.process_pool import cores
 
 if TYPE_CHECKING:
-    from clipstream.batch import ImageSpec
-    from clipstream.data.stages import StageTimes
-    from clipstream.data.text import Tokenizer
+    from clipstream.data.batch import ImageSpec
+    from clipstream.data.decode.tokenizers import Tokenizer
+    from clipstream.data.loader.stage_timing import StageTimes
 
 OWN_FLAGS = {
-    "--counts": "numbers of workers to measure, by ',': 1, 2, 4 … up to the cores unless given",
+    "--counts": "numbers of workers to measure, separated by ',': 1, 2, 4 … up to the cores unless given",
     "--seconds": "how long to measure each of them (10)",
-    "--gpus": "how many GPUs are to be fed (1)",
+    "--gpus": "number of GPUs to feed (1)",
     "--gpu-rate": "samples a second that one GPU trains; 500, 1000, 2000 and 4000 are shown unless given",
-    "--output": "file that gets a JSON line a measurement",
+    "--output": "file that a JSON line is appended to for each measurement",
 }
 USUAL_RATES = (500.0, 1000.0, 2000.0, 4000.0)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What so many workers gave.
+    """The throughput with one number of workers.
 
     Attributes:
-        workers: processes; 0 for none but this one.
+        workers: processes; 0 for reading in this process.
         rate: samples/s.
-        first: s from the call to the first batch.
+        first: seconds to the first batch.
         times: of the stages.
-        samples: that the times are of.
+        samples: samples in `times`.
     """
 
     workers: int
@@ -63,36 +65,74 @@ class Measured:
 
     @property
     def each(self) -> float:
-        """Samples/s of one worker."""
+        """Samples/s of each worker."""
         return self.rate / max(1, self.workers)
+
+    def record(self) -> dict[str, object]:
+        """The line for --output."""
+        return {
+            "workers": self.workers,
+            "samples_per_s": self.rate,
+            "first_batch_s": self.first,
+            "bottleneck": self.times.longest(),
+            "stages": self.times.summary(),
+        }
 
 
 def bench(argv: Sequence[str]) -> int:
-    """Measure what the command line names; the exit code.
+    """Measure, print tables, and return the exit code.
+
+    Args:
+        argv: the verb's command line.
 
     Raises:
-        SettingsError: wrong settings, or nothing to measure.
-        DataError: the shards give nothing.
+        SettingsError: wrong settings, or no shards.
+        DataError: the shards have no usable sample.
         ClipstreamError: the figures could not be written.
     """
+    every, argv = take_flag(argv)
     own, flags = own_flags(argv, OWN_FLAGS)
     seconds, gpus = _number(own, "--seconds", 10.0), _number(own, "--gpus", 1.0)
     rates = (_number(own, "--gpu-rate", 0.0),) if "--gpu-rate" in own else USUAL_RATES
     settings = load(flags)
+    set_level(settings.log.level)
+    if every is not None:
+        return print_config(settings, "bench", every)
     if not settings.data.sources:
         raise SettingsError("there is nothing to measure: give --train-data SHARDS")
     settings = resolve(settings, World())
-    counts = _counts(own.get("--counts"), int(settings.data.lanes))
-    output = _writable(own.get("--output"))
+    lanes, most = int(settings.data.lanes), cores()
+    counts = [count for count in (2**k for k in range(most.bit_length())) if count <= min(most, lanes)]
+    if (given := own.get("--counts")) is not None:
+        try:
+            counts = sorted({int(part) for part in given.split(",")})
+        except ValueError:
+            counts = [-1]
+        if counts[0] < 0 or counts[-1] > lanes:
+            raise SettingsError(f"--counts: give numbers from 0 to {lanes}, the lanes, as in 1,2,4, not {given!r}")
+    output = Path(own["--output"]) if "--output" in own else None
+    if output is not None:
+        try:
+            atomic_write.probe(output)
+        except OSError as error:
+            raise SettingsError(f"--output: {output} cannot be written ({error.strerror})") from error
     preflight(settings.model, settings.tokenizer)
-    tokenizer, image = _needs(settings)
+    from clipstream.data.decode.tokenizers import build_tokenizer
+    from clipstream.models.pretrained import fetch
+    from clipstream.models.towers import build_towers
+
+    fetch(settings.model, settings.tokenizer, World())
+    towers = build_towers(settings.model, seed=settings.run.seed, tokenizer=settings.tokenizer)
+    tokenizer = build_tokenizer(
+        settings.tokenizer, towers.open_clip_tokenizer(), towers.context_length, cache_dir=settings.model.cache_dir
+    )
     console = Console(markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = 120
     found = []
     for count in counts:
         console.print(f"{count} worker{'s' * (count != 1)} …")
-        found.append(measure(settings.data, count, seconds, tokenizer, image, settings.run.seed))
+        found.append(measure(settings.data, count, seconds, tokenizer, towers.image, settings.run.seed))
     _show(found, console)
     best = max(found, key=lambda one: one.rate)
     for line in needs(best, gpus, rates, cores()):
@@ -100,7 +140,7 @@ def bench(argv: Sequence[str]) -> int:
     if output is not None:
         try:
             with output.open("a", encoding="utf-8") as file:
-                file.writelines(json_line(_record(one)) for one in found)
+                file.writelines(json_line(one.record()) for one in found)
         except OSError as error:
             raise ClipstreamError(f"--output: {output} could not be written ({error.strerror})") from error
     return 0
@@ -109,19 +149,19 @@ def bench(argv: Sequence[str]) -> int:
 def measure(
     data: DataSettings, workers: int, seconds: float, tokenizer: Tokenizer, image: ImageSpec, seed: int
 ) -> Measured:
-    """Read for `seconds` with so many workers, after the first batches.
+    """The throughput over `seconds`, after the first batches.
 
     Args:
-        data: with `lanes` resolved; its own number of workers is not used.
+        data: with `lanes` resolved; `workers` is ignored.
     """
-    from clipstream.data.sources import training_loader
+    from clipstream.data.build import training_loader
 
     settings = data.model_copy(update={"workers": workers})
     began = time.perf_counter()
-    with training_loader(settings, world=World(), seed=seed, tokenizer=tokenizer, image=image) as loader:
+    with training_loader(settings, world=World(), seed=seed, tokenizer=tokenizer, image=image, views=True) as loader:
         next(loader)
         first = time.perf_counter() - began
-        for _ in range(settings.prefetch):  # were filled meanwhile, or begun
+        for _ in range(settings.prefetch):  # already filled, or begun
             next(loader)
         loader.take_times()
         samples, began = 0, time.perf_counter()
@@ -131,7 +171,12 @@ def measure(
 
 
 def needs(measured: Measured, gpus: float, rates: Sequence[float], cores: int) -> list[str]:
-    """How many workers would feed the GPUs, in words."""
+    """One sentence for each rate: how many workers the GPUs need.
+
+    Args:
+        rates: samples/s of one GPU.
+        cores: of this machine.
+    """
     lines = []
     for rate in rates:
         wanted = math.ceil(gpus * rate / measured.each)
@@ -141,20 +186,6 @@ def needs(measured: Measured, gpus: float, rates: Sequence[float], cores: int) -
             f"{' each' * (gpus != 1)}: {wanted} workers in all, a core each{there}"
         )
     return lines
-
-
-def _needs(settings: Settings) -> tuple[Tokenizer, ImageSpec]:
-    """The model's tokenizer and pictures; its weights do not matter."""
-    from clipstream.data.text import build_tokenizer
-    from clipstream.model.pretrained import fetch
-    from clipstream.model.towers import build_towers
-
-    fetch(settings.model, settings.tokenizer, World())
-    towers = build_towers(settings.model, seed=settings.run.seed, tokenizer=settings.tokenizer)
-    tokenizer = build_tokenizer(
-        settings.tokenizer, towers.open_clip_tokenizer(), towers.context_length, cache_dir=settings.model.cache_dir
-    )
-    return tokenizer, towers.image
 
 
 def _show(found: Sequence[Measured], console: Console) -> None:
@@ -182,41 +213,6 @@ def _show(found: Sequence[Measured], console: Console) -> None:
             milliseconds(took["p99"]),
         )
     console.print(table)
-
-
-def _record(one: Measured) -> dict[str, object]:
-    return {
-        "workers": one.workers,
-        "samples_per_s": one.rate,
-        "first_batch_s": one.first,
-        "bottleneck": one.times.longest(),
-        "stages": one.times.summary(),
-    }
-
-
-def _counts(given: str | None, lanes: int) -> list[int]:
-    if given is None:
-        most = cores()
-        return [count for count in (2**k for k in range(most.bit_length())) if count <= min(most, lanes)]
-    try:
-        counts = sorted({int(part) for part in given.split(",")})
-    except ValueError:
-        counts = [-1]
-    if counts[0] < 0 or counts[-1] > lanes:
-        raise SettingsError(f"--counts: give numbers from 0 to {lanes}, the lanes, as in 1,2,4, not {given!r}")
-    return counts
-
-
-def _writable(name: str | None) -> Path | None:
-    """The file that gets the figures, so that nothing is measured in vain. Raises SettingsError."""
-    if name is None:
-        return None
-    path = Path(name)
-    try:
-        durable.probe(path)
-    except OSError as error:
-        raise SettingsError(f"--output: {path} cannot be written ({error.strerror})") from error
-    return path
 
 
 def _number(own: dict[str, str], flag: str, default: float) -> float:

@@ -1,14 +1,13 @@
-"""Owns the look into a data set without a model: what its samples hold, what settings would use of it, which to use.
+"""Inspection of a data set: its settings enter; tables of members and dropped samples, and flags to use, are printed.
 
-Reads and decodes like training does, but never trains and never imports torch. Of a manifest it makes the Arrow file,
-as training does.
+Shards are read and decoded as in training, without a model and without importing torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,38 +16,42 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from clipstream.batch import ImageSpec
-from clipstream.data.fields import CaptionExtractor, build_caption, image_bytes
-from clipstream.data.images import EvalTransform
-from clipstream.data.opening import Opener, OpenShard
-from clipstream.data.profile import SHORT_FLAGS, Profile
-from clipstream.data.remote import ShardError, ShardStore
-from clipstream.data.rows import MISSING
-from clipstream.data.settings import SourceSettings
-from clipstream.data.shards import redact
-from clipstream.data.tarstream import SampleRef
+from clipstream.data.decode.captions import CaptionExtractor, build_caption, image_bytes
+from clipstream.data.decode.images import check_shape, converted, loaded, opaque, opened
+from clipstream.data.decode.sample_profile import NO_TEXT, SHORT_FLAGS, Profile
+from clipstream.data.loader.health import Captions
+from clipstream.data.settings import AugmentSettings, SourceSettings, rgb
+from clipstream.data.shard_url import redact
+from clipstream.data.sources.protocol import OpenShard
+from clipstream.data.sources.source import Source
+from clipstream.data.sources.tables import MISSING
+from clipstream.data.tar import SCATTERED, SampleRef
+from clipstream.data.transport.shard_cache import ShardCache
+from clipstream.data.transport.transfer import ShardError
 from clipstream.errors import DataError, Dropped
+from clipstream.utils.escape import MESSAGE, printable
 
 T = TypeVar("T")
 SHARDS_READ = 10  # of a large data set, spread over it
 ROWS = 25
-SHOWN = ImageSpec((64, 64))
+CELL = 400  # characters of a table's cell
 
 
 @dataclass
 class View:
-    """What was found.
+    """The findings.
 
     Attributes:
-        shards: what was named, in words.
-        missing: local shards that are not there.
-        faults: shard -> what is wrong with it.
-        held: samples of the shards opened.
+        shards: the source in words.
+        missing: local shards that do not exist.
+        faults: shard -> its fault.
+        held: number of samples in the opened shards.
         profile: members and JSON fields of the samples read.
-        used: samples read that training would use.
-        drops: samples read that it would drop, by reason.
-        examples: reason -> one of them, with the detail.
+        used: number of samples read that training would use.
+        drops: number of samples read that training would drop, by reason.
+        examples: reason -> one such sample, with the detail.
         captions: 'SHARD/KEY' -> caption of the first samples used.
+        first_captions: of the samples that training checks for constant captions.
     """
 
     shards: str
@@ -60,35 +63,36 @@ class View:
     drops: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
     captions: dict[str, str] = field(default_factory=dict)
+    first_captions: Captions = field(default_factory=Captions)
 
     @property
     def tried(self) -> int:
-        """Samples that were read, or could not be."""
+        """Number of samples read, also in vain."""
         return self.used + self.drops.total()
 
 
 def look(source: SourceSettings, samples: int) -> View:
-    """Read `samples` samples (0: all) evenly out of the shards: of more than ten shards, out of ten of them.
+    """Read `samples` samples (0: all), spread evenly over the shards, or over ten of them if there are more.
 
     Raises:
         SettingsError: the caption settings do not fit together, or the shards cannot be listed.
         DataError: a manifest cannot be read.
     """
     extract = build_caption(source.caption)
-    store = ShardStore(None)
+    store = ShardCache(None)
     try:
-        opener = Opener(source, store, place=SHORT_FLAGS)
-        view = View(opener.summary(), opener.missing)
+        shards = Source(source, store, place=SHORT_FLAGS)
+        view = View(shards.summary(), shards.missing)
         gone = set(view.missing)
-        there = [name for name in opener.names if name not in gone]
-        tars = _spread([name for name in there if not opener.is_block(name)], SHARDS_READ if samples else 0)
-        chosen = tars + _spread([name for name in there if opener.is_block(name)], samples)
+        there = [name for name in shards.names if name not in gone]
+        chosen = _spread([name for name in there if not shards.is_cheap(name)], SHARDS_READ if samples else 0)
+        chosen += _spread([name for name in there if shards.is_cheap(name)], samples)
         for number, name in enumerate(chosen):
             if samples and view.tried >= samples:
                 break
             wanted = -(-(samples - view.tried) // (len(chosen) - number)) if samples else 0
             try:
-                shard = opener.open(name)
+                shard = shards.open(name)
             except (ShardError, OSError) as error:
                 view.faults[redact(name)] = str(error)
                 continue
@@ -96,18 +100,20 @@ def look(source: SourceSettings, samples: int) -> View:
             if shard.index.fault is not None:
                 view.faults[redact(name)] = str(shard.index.fault)
             for ref in _spread(shard.index.samples, wanted):
-                where = f"{Path(opener.title(name)).name}/{ref.key}"
+                where = f"{Path(shards.title(name)).name}/{ref.key}"
                 try:
                     text = _use(shard, ref, view, partial(image_bytes, keys=source.image_key), extract)
                 except Dropped as drop:
                     view.drops[drop.reason] += 1
-                    view.examples.setdefault(drop.reason, f"{where}: {drop.detail}" if drop.detail else where)
+                    shown = printable(where, 200)
+                    view.examples.setdefault(drop.reason, f"{shown}: {drop.detail}" if drop.detail else shown)
                 else:
                     view.used += 1
+                    view.first_captions.add(where, text)
                     if len(view.captions) < 3:
                         view.captions[where] = text
             shard.close()
-            opener.release(name)
+            shards.release(name)
     finally:
         store.close()
     return view
@@ -120,7 +126,7 @@ def _use(
     image: Callable[[dict[str, Any]], bytes],
     extract: CaptionExtractor,
 ) -> str:
-    """The sample's caption, if training would use it; counts its members. Raises Dropped."""
+    """Add the sample to the profile; its caption, if training would use it. Raises Dropped."""
     about = {"__key__": ref.key, "__url__": ""}
     try:
         sample = {**about, **shard.load(ref)}
@@ -129,13 +135,15 @@ def _use(
             view.profile.add({**about, **shard.look(ref)})
         raise
     view.profile.add(sample)
-    picture, text = image(sample), extract(sample, None)
-    EvalTransform(SHOWN, "white")(picture)
+    data, text = image(sample), extract(sample, None)
+    picture = opened(data)
+    check_shape(picture.size, AugmentSettings().max_aspect)
+    converted(opaque(loaded(picture), rgb("white")))
     return text
 
 
 def _spread(items: Sequence[T], count: int) -> list[T]:
-    """`count` of the items at even distances, all of them for 0."""
+    """`count` evenly spaced items; all for 0."""
     if count <= 0 or count >= len(items):
         return list(items)
     return [items[i * len(items) // count] for i in range(count)]
@@ -146,32 +154,51 @@ def show(view: View, console: Console) -> None:
     read = view.tried
     console.print(f"{view.shards}: {read:,} samples read of {view.held:,} in the shards opened")
     if view.missing:
-        first = ", ".join(view.missing[:3])
+        first = ", ".join(map(printable, view.missing[:3]))
         console.print(f"not there: {len(view.missing):,} of them: {first}{' …' if len(view.missing) > 3 else ''}")
     if view.faults:
         table = _table("Faults", "shard", "what is wrong")
         for name, fault in list(view.faults.items())[:ROWS]:
-            table.add_row(name, fault)
+            _row(table, name, fault)
+        if len(view.faults) > ROWS:
+            _row(table, f"… and {len(view.faults) - ROWS:,} more", "")
         console.print(table)
     if not read:
         return
     table = _table("Members", "suffix", "samples", "what")
     for suffix, count in view.profile.suffixes.most_common(ROWS):
-        what = "picture" if view.profile.images[suffix] else view.profile.texts.get(suffix, "")
-        table.add_row(suffix, f"{count:,}", what or ("JSON" if suffix.endswith("json") else "bytes"))
+        what = (
+            "picture"
+            if view.profile.images[suffix]
+            else view.profile.texts[suffix].example
+            if suffix in view.profile.texts
+            else ""
+        )
+        _row(table, suffix, f"{count:,}", what or ("JSON" if suffix.endswith("json") else "bytes"))
+    _more(table, view.profile.suffixes)
     console.print(table)
     if view.profile.json_fields:
         table = _table("JSON fields", "path", "samples", "type", "example")
         fields = sorted(view.profile.json_fields.items(), key=lambda item: -item[1].samples)
         for path, value in fields[:ROWS]:
-            table.add_row(path, f"{value.samples:,}", value.type, value.example)
+            _row(table, path, f"{value.samples:,}", value.kind, value.example)
+        _more(table, fields)
         console.print(table)
     table = _table("With these settings", "samples", "share", "what becomes of them", "example")
     example = next((f"{where}: {text}" for where, text in view.captions.items()), "")
-    table.add_row(f"{view.used:,}", f"{view.used / read:.1%}", "used", example)
+    _row(table, f"{view.used:,}", f"{view.used / read:.1%}", "used", example)
     for reason, count in view.drops.most_common():
-        table.add_row(f"{count:,}", f"{count / read:.1%}", f"dropped: {reason}", view.examples[reason])
+        _row(table, f"{count:,}", f"{count / read:.1%}", f"dropped: {reason}", view.examples[reason])
     console.print(table)
+
+
+def _row(table: Table, *cells: str) -> None:
+    table.add_row(*(printable(cell, CELL) for cell in cells))
+
+
+def _more(table: Table, rows: Sized) -> None:
+    if len(rows) > ROWS:
+        _row(table, f"… and {len(rows) - ROWS:,} more")
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -183,25 +210,31 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def check(source: SourceSettings, given: str, samples: int) -> None:
-    """Print what the shards hold and the flags to train on them.
+    """Print the contents of the shards and the flags to train on them.
 
     Args:
-        source: names the shards, and how they would be read.
-        given: the command that trains so, as text.
-        samples: how many samples to read; 0 for all.
+        source: its settings.
+        given: the command that trains with these settings.
+        samples: number of samples to read; 0 for all.
 
     Raises:
         SettingsError: the caption settings do not fit together, or the shards cannot be listed.
-        DataError: no sample is usable; the message names the flags that would change it, if there are any.
+        DataError: no sample is usable; the message names flags that change that, if there are any.
     """
     view = look(source, samples)
-    # Without a terminal rich takes 80 columns, and folds what scripts and people search for.
+    # Without a terminal rich wraps at 80 columns, also the text that scripts search for.
     console = Console(markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         console = Console(markup=False, highlight=False, emoji=False, width=160)
     show(view, console)
+    if note := view.profile.dots_in_keys():
+        console.print(f"note: {note}", soft_wrap=True)
     if view.used:
-        console.print(f"train on them with: {given}", soft_wrap=True)
+        if warning := view.first_captions.warning():
+            others = view.profile.captions(source.caption)
+            fields = f"; members and fields with text: {', '.join(others[:5])}" if others else ""
+            console.print(f"warning: {warning}{fields}", soft_wrap=True)
+        console.print(f"train on them with: {printable(given, MESSAGE)}", soft_wrap=True)
         return
     read = view.tried
     if not read:
@@ -209,6 +242,13 @@ def check(source: SourceSettings, given: str, samples: int) -> None:
     flags = view.profile.suggestion(source.image_key, source.caption)
     reason, count = view.drops.most_common(1)[0]
     hint = f"use {' '.join(flags)}" if flags else f"e.g. {view.examples[reason]}"
+    if reason == "no_caption":
+        others = [flag for flag in view.profile.captions(source.caption) if flag not in flags]
+        hint += f"; other members and fields with text: {', '.join(others[:5])}" if others else ""
+        hint += "" if flags or others else f"; {NO_TEXT}"
+    scattered = next((fault for fault in view.faults.values() if fault.startswith(SCATTERED)), None)
+    if not flags and (scattered or note):
+        hint = scattered or "see the note above"
     if reason == MISSING:
         hint += "; the pictures' paths begin elsewhere? Say where by --folder"
     raise DataError(f"none of {read:,} samples is usable, {count:,} of them for {reason}: {hint}")

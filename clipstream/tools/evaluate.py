@@ -1,49 +1,177 @@
-"""Owns the evaluation of a checkpoint outside training: where it lies, its settings, the table, the files it leaves.
+"""The evaluation of a checkpoint or a pretrained model outside training, and of suites of data sets.
 
-Never trains, and never changes a checkpoint or the run's own metrics. Torch is imported when the settings are known to
-be right.
+A command line enters; a table on the terminal, files of figures and a page of pictures leave. A suite is a file of
+settings with evaluators only, so that a run takes it with --config. Missing data sets are not downloaded: the message
+names the command that does.
 """
 
 from __future__ import annotations
 
+import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
-from clipstream import durable
-from clipstream.cli import own_flags
-from clipstream.config import Settings, load
-from clipstream.contradictions import validate_evals
+from clipstream.checkpoint import store
+from clipstream.config.error_messages import enumerate_words
+from clipstream.config.flags import own_flags
+from clipstream.config.print_config import print_config, take_flag
+from clipstream.config.settings import Settings, load, require_equal
+from clipstream.config.validate import validate_evals
+from clipstream.data.settings import SourceSettings
+from clipstream.data.shard_url import local_path, scheme_of
+from clipstream.data.sources.registry import expand
+from clipstream.distributed.failure import FailureWatch
+from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError
-from clipstream.evals.settings import PromptedSettings, Weights
-from clipstream.failure import FailureWatch
-from clipstream.model.catalogue import LOCAL
-from clipstream.model.pretrained import AVERAGED_FILE, CONFIG_FILE, WEIGHT_FILES, preflight
-from clipstream.model.settings import ModelSettings
-from clipstream.report.album import Page
-from clipstream.report.figures import FIGURES_FILE, TABLE_FILE, add, traced
-from clipstream.report.page import write_evaluations
-from clipstream.report.progress import table
-from clipstream.tools import suites
-from clipstream.training import shelf
-from clipstream.world import World
+from clipstream.evals.settings import EvalSettings, MeanSettings, PromptedSettings, Weights, sources_of
+from clipstream.models.catalogue import LOCAL
+from clipstream.models.pretrained import AVERAGED_FILE, CONFIG_FILE, WEIGHT_FILES, preflight
+from clipstream.models.settings import ModelSettings
+from clipstream.report.eval_results import FIGURES_FILE, TABLE_FILE, add, traced
+from clipstream.report.html_report import write_evaluations
+from clipstream.report.pictures import Page
+from clipstream.report.sinks import Record
+from clipstream.report.terminal import table
+from clipstream.utils import atomic_write
+from clipstream.utils.logs import announce, logger, set_level
 
 if TYPE_CHECKING:
-    from clipstream.evals.protocol import EvalContext, EvalRunner
-    from clipstream.example import Example, Table
+    from clipstream.evals.example import Example, Table
+    from clipstream.evals.runner import EvalContext
+
+
+ROOT = "CLIPSTREAM_EVALS"
+SUITE, FOLDER, MISSING = "--suite", "--evals-root", "--missing"
+SUITE_FLAGS = {
+    SUITE: "a file of evaluators, such as configs/evals/robustness.yaml; may be given several times; evaluators that "
+    "are only in the run's own settings are left out",
+    FOLDER: f"folder or URL of the suites' data sets, such as hf://datasets/clip-benchmark; ${ROOT} unless given",
+    MISSING: "error (the default) or skip, for data sets that do not exist",
+}
+
+
+@dataclass(frozen=True)
+class Suites:
+    """The suites of a command line.
+
+    Attributes:
+        files: their YAML files, in order.
+        skip: whether missing data sets are skipped.
+    """
+
+    files: tuple[str, ...]
+    skip: bool
+
+    @classmethod
+    def of(cls, own: Mapping[str, str]) -> Suites:
+        """From a verb's own flags; the data sets' folder is put into the environment, which names of shards refer to.
+
+        Raises:
+            SettingsError: a flag has an invalid value, or there is no suite.
+        """
+        files = tuple(own[SUITE].split("\n")) if SUITE in own else ()
+        for flag in (FOLDER, MISSING):
+            if flag in own and not files:
+                raise SettingsError(f"{flag}: of which suite? Give {SUITE} FILE as well")
+        missing = own.get(MISSING, "error")
+        if missing not in ("error", "skip"):
+            raise SettingsError(f"{MISSING}: expected error or skip, not {missing!r}")
+        if (root := own.get(FOLDER)) is not None:
+            os.environ[ROOT] = root.rstrip("/") if scheme_of(root) else str(Path(root))
+        return cls(files, missing == "skip")
+
+    @property
+    def flags(self) -> list[str]:
+        """The suites as flags of the settings."""
+        return [word for file in self.files for word in ("--config", file)]
+
+    def chosen(self, settings: Settings, trained: Sequence[str]) -> Settings:
+        """The settings with the suites' evaluators whose data sets exist.
+
+        Args:
+            settings: with those of the suites and of the run.
+            trained: the run's own files of settings.
+
+        Raises:
+            SettingsError: the data sets' folder is not known, or some are missing and must not be skipped.
+        """
+        if not self.files:
+            return settings
+        places = {name: settings.places.of(("evals", name)) for name in settings.evals}
+        files = tuple(f"{file}:" for file in trained)
+        evals = {name: section for name, section in settings.evals.items() if not places[name].startswith(files)}
+        sources = {name: list(sources_of(section).values()) for name, section in evals.items()}
+        specs = " ".join(str(source.shards) for each in sources.values() for source in each)
+        if f"${{{ROOT}}}" in specs and not {ROOT, f"WDS_{ROOT}"} & os.environ.keys():
+            raise SettingsError(f"where are the suite's data sets? Give {FOLDER} FOLDER, or set {ROOT}")
+        gone = {name: text for name, each in sources.items() if (text := next(filter(None, map(_missing, each)), None))}
+        if gone and not self.skip:
+            root, shown = os.environ.get(ROOT, ""), ""
+            for name, text in gone.items():
+                fetch = None if scheme_of(root) else (evals[name].fetch or "").replace(f"${{{ROOT}}}", root)
+                shown += f"  {name}: {text}\n" + (f"    {fetch}\n" if fetch else "")
+            raise SettingsError(
+                f"{len(gone)} of {sum(map(bool, sources.values()))} data sets are missing:\n{shown}"
+                f"bring them here, or leave them out by {MISSING} skip"
+            )
+        return settings.model_copy(update={"evals": _without(evals, gone)})
+
+
+def check_same(settings: Settings, world: World) -> None:
+    """Check that all ranks evaluate the same data sets. Collective.
+
+    Raises:
+        SettingsError: they do not, and would wait for each other in vain.
+    """
+    names = world.gather_objects([*settings.evals])
+    if other := [rank for rank, found in enumerate(names) if found != names[0]]:
+        raise SettingsError(f"rank {other[0]} finds other data sets than rank 0: is their folder shared?")
+
+
+def _missing(source: SourceSettings) -> str | None:
+    """Which shards of a source are missing; None where none is, or where only a download would show it."""
+    try:
+        shards = expand(source.shards)
+    except SettingsError as error:
+        return str(error)
+    local = [path for shard in shards if (path := local_path(shard)) is not None]
+    gone = [path for path in local if not os.path.exists(path)]
+    return f"{len(gone)} of {len(shards)} shards are not there: {gone[0]}{' …' * (len(gone) > 1)}" if gone else None
+
+
+def _without(evals: Mapping[str, EvalSettings], gone: Mapping[str, str]) -> dict[str, EvalSettings]:
+    """The evaluators except those without data, which are removed from means as well; warns on rank 0."""
+    kept: dict[str, EvalSettings] = {}
+    warnings = [f"{name} is left out: {text}" for name, text in gone.items()]
+    for name, section in evals.items():
+        if isinstance(section, MeanSettings) and section.of.keys() & gone.keys():
+            of = {part: metric for part, metric in section.of.items() if part not in gone}
+            warnings.append(
+                f"{name} is the mean of {len(of)} of {len(section.of)} sets" if of else f"{name} is left out"
+            )
+            section = section.model_copy(update={"of": of})
+            if not of:
+                continue
+        if name not in gone:
+            kept[name] = section
+    if World.from_env().rank == 0:
+        for text in warnings:
+            logger.warning(f"{text}")
+    return kept
+
 
 OWN_FLAGS = {
     "--checkpoint": "a run's folder (its latest checkpoint), a checkpoint's, or RUN/checkpoints/best; without it, the "
     "model of the settings",
     "--weights": "trained (the default), or averaged: a checkpoint's averaged weights, of a run with train.ema",
-    "--output": "file that the figures are added to: NAME.csv a line a figure, any other name a JSON line an "
-    f"evaluation; {FIGURES_FILE} and {TABLE_FILE} in the run's folder unless given",
+    "--output": "file that the figures are appended to: NAME.csv one line per figure, other names one JSON line "
+    f"per evaluation; {FIGURES_FILE} and {TABLE_FILE} in the run's folder unless given",
     "--report": "FILE.html that shows the figures, and the pictures of each evaluation",
-    **suites.OWN_FLAGS,
+    **SUITE_FLAGS,
 }
 
 NAMING_FLAGS = ("--model", "--model.name", "--pretrained", "--model.pretrained")
@@ -51,13 +179,13 @@ NAMING_FLAGS = ("--model", "--model.name", "--pretrained", "--model.pretrained")
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated.
+    """The model to evaluate.
 
     Attributes:
-        label: how it is called in the results.
+        label: its name in the results.
         checkpoint: its folder, which open_clip reads as local-dir:; None for the model that the settings name.
-        run: the run's folder that it belongs to, if there is one.
-        step: of the checkpoint; 0 where there is none.
+        run: the folder of its run, if there is one.
+        step: of the checkpoint; 0 for a pretrained model.
     """
 
     label: str
@@ -67,23 +195,33 @@ class Subject:
 
 
 def evaluate(argv: Sequence[str]) -> int:
-    """Evaluate what the command line names, on all ranks; the exit code.
+    """Evaluate on all ranks, and return the exit code.
+
+    Args:
+        argv: the verb's command line.
 
     Raises:
-        SettingsError: wrong settings, no such checkpoint, or nothing to evaluate on.
+        SettingsError: wrong settings, no such checkpoint, or no evaluators.
     """
+    every, argv = take_flag(argv)
     tokens = [re.sub(r"^--out(?==|$)", "--output", token) for token in argv]
-    own, flags = own_flags(tokens, OWN_FLAGS, many=(suites.SUITE,))
-    weights, asked = _chosen_weights(own.get("--weights", "trained")), suites.Suites.of(own)
+    own, flags = own_flags(tokens, OWN_FLAGS, many=(SUITE,))
+    suites = Suites.of(own)
+    weights = next((kind for kind in get_args(Weights) if kind == own.get("--weights", "trained")), None)
+    if weights is None:
+        raise SettingsError(f"--weights: expected {' or '.join(get_args(Weights))}, not {own['--weights']!r}")
     subject = locate(own.get("--checkpoint"), flags)
     trained = [] if subject.run is None else ["--config", str(subject.run / "config.yaml")]
-    settings = asked.chosen(load([*trained, *asked.flags, *flags], trains=False), trained[1:])
+    settings = suites.chosen(load([*trained, *suites.flags, *flags], trains=False), trained[1:])
+    set_level(settings.log.level)
+    if every is not None:
+        return print_config(settings, "evaluate", every)
     if not settings.evals:
         raise SettingsError(
             "nothing to evaluate on: give --checkpoint RUN, --val-data SHARDS, --suite FILE, or --config with a "
             "section evals"
         )
-    report = Path(own["--report"]).expanduser() if "--report" in own else None
+    report = Path(own["--report"]) if "--report" in own else None
     if report is None:
         _check_prompts(settings, trained[1:])
     validate_evals(settings, shown=report is not None)
@@ -93,55 +231,87 @@ def evaluate(argv: Sequence[str]) -> int:
             raise SettingsError("--weights averaged: of which checkpoint? Give --checkpoint RUN as well")
         subject = replace(subject, label=" ".join(part for part in model.label.values() if part))
     else:
-        # A run's own tokenizer fits its weights, whatever it is.
+        # A run's own tokenizer fits its weights.
         known = bool(trained) and load(trained).tokenizer == settings.tokenizer
         model = model_in(subject.checkpoint, model, known, weights)
     preflight(model, settings.tokenizer, ask=World.from_env().local_rank == 0)
-    outputs = _outputs(own.get("--output"), subject)
-    from clipstream.session import run_ranks
+    outputs = [] if subject.run is None else [subject.run / FIGURES_FILE, subject.run / TABLE_FILE]
+    if "--output" in own:
+        outputs = [Path(own["--output"])]
+    about = {
+        "run": None if subject.run is None else subject.run.name,
+        "checkpoint": subject.label,
+        "model": (model if subject.run is None else settings.model).label,
+    }
+    from clipstream.distributed.launch import run_ranks
 
     def body(world: World, watch: FailureWatch) -> None:
-        suites.check_same(settings, world)
+        check_same(settings, world)
+        require_equal(settings, world)
         run = "" if subject.run is None else f"{subject.run.name} "
         results = _Results(outputs, report, run + subject.label, settings.log.pictures)
         if world.is_main:
             results.check()
-        runner = _runner(settings, model, subject, world, results, weights)
+        context = context_for(settings, model, world)
+        context.examples_wanted = results.pictures
+        if world.is_main:
+            announce(f"{subject.label} on {', '.join(settings.evals)}, {world.size} x {world.device}")
+        from clipstream.evals.runner import EvalRunner
+
+        runner = EvalRunner(
+            {name: section.model_copy(update={"weights": weights}) for name, section in settings.evals.items()},
+            context,
+            lambda record: None,
+            results.show,
+            weights={weights: nullcontext},
+            trace=lambda record, made_with: results.add(traced(record, made_with, about)),
+            ends=True,
+        )
         records = runner(subject.step, last=True)
         if world.is_main:
-            print(table([record for record in records if "error" not in record]), flush=True)
             results.close(records)
-        for failure in runner.failures:  # the first: what ends the process must not be lost among figures
-            raise failure.kind(failure.message)
+        if failures := runner.failures:  # at the end, so that they are not lost among figures
+            raise failures[0].kind(enumerate_words(failure.message for failure in failures))
 
     return run_ranks(settings.run, body)
 
 
+def _check_prompts(settings: Settings, trained: Sequence[str]) -> None:
+    """Refuse prompts that no page shows. Those in a run's own files of settings are for the run's report."""
+    for name, section in settings.evals.items():
+        place = settings.places.of(("evals", name, "prompts"))
+        if isinstance(section, PromptedSettings) and section.prompts and place.rpartition(":")[0] not in trained:
+            raise SettingsError(f"{place}: evals.{name}.prompts show pictures in a page: give --report FILE.html")
+
+
 def locate(path: str | None, flags: Sequence[str] = ()) -> Subject:
-    """What --checkpoint names: a run's folder, one of its checkpoints, or any folder that open_clip reads.
+    """The subject of --checkpoint: a run's folder, one of its checkpoints, or any folder that open_clip reads.
+
+    Args:
+        flags: the other flags.
 
     Raises:
-        SettingsError: there is no checkpoint, or `flags` name another model as well.
+        SettingsError: there is no checkpoint, or `flags` name a model as well.
     """
     if path is None:
         return Subject("")
     named = [flag for flag in flags if flag.partition("=")[0] in NAMING_FLAGS]
     if named:
         raise SettingsError(f"{named[0]} and --checkpoint both name a model: give one of them")
-    folder = Path(path).expanduser()
+    folder = Path(path)
     if folder.is_file():
-        if folder.name not in (shelf.LATEST, shelf.BEST):
+        if folder.name not in (store.LATEST, store.BEST):
             raise SettingsError(
                 f"--checkpoint: {folder} is a file, which does not say of which model: give --model NAME "
                 "--pretrained FILE"
             )
-        folder = shelf.pointed(folder) or folder
+        folder = store.pointed(folder) or folder
     if not folder.is_dir():
         raise SettingsError(f"--checkpoint: there is no folder {folder}")
     if (folder / "checkpoints").is_dir() or folder.name.startswith("step_"):
-        # Every rank looks, and the moments, which nobody reads here, are twice as large as the weights.
+        # Checked on every rank; the optimizer's moments, which are twice as large, are not needed here.
         read = (*WEIGHT_FILES, AVERAGED_FILE)
-        folder = shelf.find(folder, str(folder), files=read) or folder  # never None where a path is given
+        folder = store.find(folder, str(folder), files=read) or folder  # never None where a path is given
     elif not (folder / CONFIG_FILE).is_file():
         raise SettingsError(f"--checkpoint: {folder} is neither a run (checkpoints/) nor a checkpoint ({CONFIG_FILE})")
     run = folder.resolve().parent.parent
@@ -154,19 +324,14 @@ def locate(path: str | None, flags: Sequence[str] = ()) -> Subject:
     )
 
 
-def _chosen_weights(told: str) -> Weights:
-    for kind in get_args(Weights):
-        if told == kind:
-            chosen: Weights = kind
-            return chosen
-    raise SettingsError(f"--weights: expected {' or '.join(get_args(Weights))}, not {told!r}")
-
-
 def model_in(checkpoint: Path, model: ModelSettings, tokenizer_fits: bool, weights: Weights) -> ModelSettings:
-    """The settings of a checkpoint's model: nothing frozen or recomputed, as nothing is trained.
+    """The settings of a checkpoint's model, without those of training.
+
+    Args:
+        tokenizer_fits: whether the settings' tokenizer is known to be the model's.
 
     Raises:
-        SettingsError: it has no averaged weights.
+        SettingsError: the checkpoint has no averaged weights.
     """
     averaged = checkpoint / AVERAGED_FILE
     if weights == "averaged" and not averaged.is_file():
@@ -174,6 +339,7 @@ def model_in(checkpoint: Path, model: ModelSettings, tokenizer_fits: bool, weigh
     return model.model_copy(
         update={
             "name": f"{LOCAL}{checkpoint}",
+            "config": None,
             "pretrained": str(averaged) if weights == "averaged" else None,
             "grad_checkpointing": False,
             "lock_image": False,
@@ -183,34 +349,14 @@ def model_in(checkpoint: Path, model: ModelSettings, tokenizer_fits: bool, weigh
     )
 
 
-def _outputs(told: str | None, subject: Subject) -> list[Path]:
-    """The files that get the figures."""
-    if told is not None:
-        return [Path(told).expanduser()]
-    return [] if subject.run is None else [subject.run / FIGURES_FILE, subject.run / TABLE_FILE]
-
-
-def _check_prompts(settings: Settings, trained: Sequence[str]) -> None:
-    """Without a page, prompts are for the report of the run that names them itself.
-
-    Raises:
-        SettingsError: nobody would see some.
-    """
-    for name, section in settings.evals.items():
-        place = settings.places.of(("evals", name, "prompts"))
-        own = any(place.startswith(f"{file}:") for file in trained)
-        if isinstance(section, PromptedSettings) and section.prompts and not own:
-            raise SettingsError(f"{place}: evals.{name}.prompts show pictures in a page: give --report FILE.html")
-
-
 class _Results:
-    """What is left behind, on rank 0: figures that are added to files, and a page.
+    """The files of an evaluation, on rank 0: figures and a page of pictures.
 
     Args:
         outputs: files of figures.
         report: the page; None for none.
-        label: of what is evaluated.
-        pictures: that an evaluation shows in the page.
+        label: title of the page.
+        pictures: pictures of each evaluation in the page.
     """
 
     def __init__(self, outputs: Sequence[Path], report: Path | None, label: str, pictures: int) -> None:
@@ -220,23 +366,23 @@ class _Results:
         self._lost: dict[Path, str] = {}
 
     def check(self) -> None:
-        """See that all can be written, before hours are spent on it.
+        """Check that all files can be written, before hours are spent on evaluation.
 
         Raises:
-            SettingsError: one cannot.
+            SettingsError: one cannot be written.
         """
         for flag, path in (*(("--output", path) for path in self.outputs), ("--report", self.report)):
             if path is None:
                 continue
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                durable.probe(path)
+                atomic_write.probe(path)
             except OSError as error:
                 text = f"{path} cannot be written ({error.strerror}): name another file by {flag}"
                 raise SettingsError(text) from error
 
-    def add(self, evaluation: dict[str, Any]) -> None:
-        """Add a traced evaluation to the files; what cannot be written is told, and the others go on."""
+    def add(self, evaluation: Record) -> None:
+        """Add an evaluation to the files; a failure to write is a warning, and evaluation goes on."""
         for path in self.outputs:
             try:
                 add(path, evaluation)
@@ -248,12 +394,14 @@ class _Results:
         if self.report is not None:
             self._pages.append(Page.of(step, name, examples, tables))
 
-    def close(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Write the page, and say what is written.
+    def close(self, records: Sequence[Record]) -> None:
+        """Print a table, write the page, and print the files' names.
 
         Raises:
-            ClipstreamError: something could not be written.
+            ClipstreamError: a file could not be written.
         """
+        if succeeded := [record for record in records if "error" not in record]:
+            print(table(succeeded), flush=True)
         if self.report is not None:
             try:
                 write_evaluations(self.report, self.label, records, self._pages)
@@ -261,49 +409,27 @@ class _Results:
                 self._lose(self.report, error)
         there = [str(path) for path in (*self.outputs, self.report) if path is not None and path not in self._lost]
         if there:
-            print(f"written to {' and '.join(there)}")
+            announce(f"written to {' and '.join(there)}")
         for path, why in self._lost.items():
             raise ClipstreamError(f"{path} lacks what was evaluated, as it could not be written: {why}")
 
     def _lose(self, path: Path, error: OSError) -> None:
         self._lost[path] = why = error.strerror or str(error)
-        print(f"warning: {path} could not be written: {why}", file=sys.stderr, flush=True)
-
-
-def _runner(
-    settings: Settings, model: ModelSettings, subject: Subject, world: World, results: _Results, weights: Weights
-) -> EvalRunner:
-    from clipstream.evals.protocol import EvalRunner
-    from clipstream.model.pretrained import fetch
-
-    fetch(model, settings.tokenizer, world)
-    context = context_for(settings, model, world)
-    context.examples_wanted = results.pictures
-    if world.is_main:
-        print(f"{subject.label} on {', '.join(settings.evals)}, {world.size} x {world.device}", flush=True)
-    about = {
-        "run": None if subject.run is None else subject.run.name,
-        "checkpoint": subject.label,
-        "model": (model if subject.run is None else settings.model).label,
-    }
-
-    def trace(record: dict[str, Any], made_with: dict[str, Any]) -> None:
-        results.add(traced(record, made_with, about))
-
-    sections = {name: section.model_copy(update={"weights": weights}) for name, section in settings.evals.items()}
-    kinds = {weights: nullcontext}
-    return EvalRunner(sections, context, lambda record: None, results.show, weights=kinds, trace=trace)
+        logger.warning(f"{path} could not be written: {why}")
 
 
 def context_for(settings: Settings, model: ModelSettings, world: World) -> EvalContext:
-    from clipstream.data.text import build_tokenizer
-    from clipstream.evals.protocol import EvalContext
-    from clipstream.model.losses import build_loss
-    from clipstream.model.towers import build_towers
-    from clipstream.training.precision import check_device, prepare, settle
+    """A model with its tokenizer and loss, on this rank's device; downloads it if necessary. Collective."""
+    from clipstream.data.decode.tokenizers import build_tokenizer
+    from clipstream.evals.runner import EvalContext
+    from clipstream.losses.contrastive import build_loss
+    from clipstream.models.pretrained import fetch
+    from clipstream.models.towers import build_towers
+    from clipstream.training.precision import check_device, prepare, resolve_precision
 
-    # A run's bf16 is that of the machine where it trained.
-    precision = settle("auto" if settings.train.precision == "bf16" else settings.train.precision, world)
+    fetch(model, settings.tokenizer, world)
+    # This device may not support the bf16 of the machine where the run was trained.
+    precision = resolve_precision("auto" if settings.train.precision == "bf16" else settings.train.precision, world)
     check_device(world.device, precision)
     towers = build_towers(model, seed=settings.run.seed, tokenizer=settings.tokenizer).to(world.device).eval()
     prepare(towers, precision)

@@ -1,44 +1,46 @@
-"""Owns the making of side indexes: one small file a shard, by several processes, only where it is missing or stale.
+"""Making of side indexes: names of shards enter; one small file per shard is written by several processes.
 
-It reads tars, fetching remote ones whole, and writes nothing but indexes. Never imports torch.
+Indexes that exist and are not stale are kept. Remote shards are downloaded. Never imports torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
-from clipstream.data import folders, index
-from clipstream.data.commands import end_commands
-from clipstream.data.ending import END, end_with
-from clipstream.data.fetching import about
-from clipstream.data.manifest import kind_of
-from clipstream.data.remote import ShardError, ShardStore
-from clipstream.data.shards import expand, local_path, redact, scheme_of
-from clipstream.data.tarstream import scan
+from clipstream.data.shard_url import local_path, redact
+from clipstream.data.sources import side_index
+from clipstream.data.sources.registry import typed_shards
+from clipstream.data.tar import scan
+from clipstream.data.transport.downloader import file_info
+from clipstream.data.transport.pipe import end_commands
+from clipstream.data.transport.shard_cache import ShardCache
+from clipstream.data.transport.transfer import ShardError
 from clipstream.errors import DataError, SettingsError
+from clipstream.utils.escape import printable
+from clipstream.utils.logs import logger
+from clipstream.utils.process_lifetime import END, end_with
 
-SAY_SECONDS = 5.0
-TOLD = 10  # shards that a message names
+REPORT_SECONDS = 5.0
+LISTED = 10  # shards that a message names
 
 
 class Outcome(NamedTuple):
-    """What became of a shard.
+    """The result for a shard.
 
     Attributes:
-        url: its name.
-        samples: in it; 0 where it could not be read.
-        made: whether its index is new.
-        fault: what is wrong with it, though its whole samples are indexed.
+        url: of the shard.
+        samples: in the shard; 0 if it could not be read.
+        made: whether its index was written now.
+        fault: of the shard, whose complete samples are indexed.
         error: why it has no index.
     """
 
@@ -54,31 +56,34 @@ class Indexer:
     """Makes the index of one shard.
 
     Attributes:
-        store: brings remote and packed shards here.
-        folder: for the indexes; None for beside local shards.
-        again: whether an index that is there and not stale is made again.
+        store: downloads and decompresses shards.
+        folder: of the indexes; None to write them beside local shards.
+        again: whether to replace indexes that are not stale.
     """
 
-    store: ShardStore
+    store: ShardCache
     folder: str | None
     again: bool
 
     def __call__(self, url: str) -> Outcome:
-        """Never raises for what is wrong with the shard."""
-        place, local = index.place_of(url, self.folder), local_path(url)
-        assert place is not None
+        """Index a shard; its errors are part of the result."""
+        path, local = side_index.path_of(url, self.folder), local_path(url)
+        assert path is not None
         try:
             if local is not None:
-                of = index.identity_of(local)
-            else:  # before it is fetched: what comes in between is found stale, and not the other way round
-                of = index.Identity(version=about(url, self.store.fetcher.timeout).version)
-            if not self.again and (head := _fresh(place, of)) is not None:
-                return Outcome(url, head.samples, fault="" if head.fault is None else str(head.fault))
+                identity = side_index.identity_of(local)
+            else:  # before the download, so that a change in between makes the index stale
+                identity = side_index.Identity(version=file_info(url, self.store.fetcher.timeout).version)
+            if not self.again:
+                with contextlib.suppress(OSError, ValueError):
+                    head = side_index.read_head(path)
+                    if head.of == identity:
+                        return Outcome(url, head.samples, fault="" if head.fault is None else str(head.fault))
             try:
                 found = scan(self.store.local(url))
             finally:
                 self.store.release(url)
-            index.write(place, found, of)
+            side_index.write(path, found, identity)
         except FileNotFoundError as error:
             return Outcome(url, error=f"missing: {error.filename} is not there")
         except (ShardError, OSError) as error:
@@ -89,61 +94,51 @@ class Indexer:
 def make_indexes(
     specs: Sequence[str], *, folder: str | None = None, workers: int | None = None, again: bool = False
 ) -> int:
-    """Index the shards that `specs` name; the number of samples.
+    """Index the shards that `specs` name; returns the number of samples.
 
     Args:
-        folder: for the indexes; None for beside local shards.
-        workers: processes; as many as the machine has cores, and no more than there are shards, unless given.
-        again: also those whose index is there and not stale.
+        folder: of the indexes; None to write them beside local shards.
+        workers: number of processes, at most one per shard; the number of cores unless given.
+        again: whether to replace indexes that are not stale.
 
     Raises:
-        SettingsError: nothing to index, or remote shards and no folder.
+        SettingsError: there is nothing to index, or no folder for the indexes of remote shards.
         DataError: some shards could not be indexed; the others are.
     """
-    urls = _tars(specs, folder)
-    store = ShardStore(None)
+    shards = dict(typed_shards(list(specs)))
+    if others := [url for url, kind in shards.items() if not kind.tars]:
+        raise SettingsError(f"{redact(others[0])} needs no index: only tars do")
+    remote = [url for url in shards if local_path(url) is None]
+    if remote and folder is None:
+        raise SettingsError(f"{redact(remote[0])} is remote: say in which folder the indexes go by --into FOLDER")
+    urls = list(shards)
+    store = ShardCache(None)
     done: list[Outcome] = []
-    said = began = time.monotonic()
+    reported = began = time.monotonic()
     try:
         for outcome in _outcomes(Indexer(store, folder, again), urls, workers or os.cpu_count() or 1):
             done.append(outcome)
-            if time.monotonic() - said > SAY_SECONDS:
-                said = time.monotonic()
-                print(_count(done, len(urls)), file=sys.stderr, flush=True)
+            if time.monotonic() - reported > REPORT_SECONDS:
+                reported = time.monotonic()
+                logger.info(_count(done, len(urls)))
     finally:
         store.close()
-    faults = [f"  {redact(one.url)}: {one.fault}" for one in done if one.fault]
+    faults = [_line(one.url, one.fault) for one in done if one.fault]
     if faults:
         print(f"{len(faults):,} shards are broken; their whole samples are indexed:", *_some(faults), sep="\n")
     made = sum(one.made for one in done)
     print(f"{_count(done, len(urls))}; {made:,} indexes made, {time.monotonic() - began:.1f} s", flush=True)
-    if errors := [f"  {redact(one.url)}: {one.error}" for one in done if one.error]:
+    if errors := [_line(one.url, one.error) for one in done if one.error]:
         raise DataError("\n".join([f"{len(errors):,} of {len(urls):,} shards could not be indexed:", *_some(errors)]))
     return sum(one.samples for one in done)
 
 
-def _tars(specs: Sequence[str], folder: str | None) -> list[str]:
-    urls = list(dict.fromkeys(expand(list(specs))))
-    others = [url for url in urls if kind_of(url) is not None or scheme_of(url) in ("synthetic", *folders.SCHEMES)]
-    if others:
-        raise SettingsError(f"{redact(others[0])} needs no index: only tars do")
-    remote = [url for url in urls if local_path(url) is None]
-    if remote and folder is None:
-        raise SettingsError(f"{redact(remote[0])} is remote: say in which folder the indexes go by --into FOLDER")
-    return urls
-
-
-def _fresh(place: Path, of: index.Identity) -> index.Head | None:
-    try:
-        head = index.read_head(place)
-    except (OSError, ValueError):
-        return None
-    return head if head.of == of else None
-
-
 def _outcomes(indexer: Indexer, urls: Sequence[str], workers: int) -> Iterator[Outcome]:
-    """As they come; of one worker, in this process. Not all are asked for at once, as an end waits for what was."""
-    context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
+    """The results as they are done; with one worker, in this process.
+
+    Few shards are submitted at a time, as the pool's exit waits for those.
+    """
+    context = multiprocessing.get_context("spawn")  # a forked process with threads may hang
     workers = min(workers, len(urls))
     if workers == 1:
         yield from map(indexer, urls)
@@ -160,7 +155,7 @@ def _outcomes(indexer: Indexer, urls: Sequence[str], workers: int) -> Iterator[O
             raise DataError("a process was killed while it indexed: the next start goes on where it ended") from error
 
 
-_indexers: list[Indexer] = []  # of a process of the pool, for its life: a host that does not answer is asked once
+_indexers: list[Indexer] = []  # one per process of the pool, so that a host that does not answer is asked once
 
 
 def _begin(indexer: Indexer, parent: int) -> None:
@@ -175,7 +170,7 @@ def _run(url: str) -> Outcome:
 
 
 def _end(*_: object) -> None:
-    """End at once, with the command that runs."""
+    """Exit at once, and end the running command."""
     end_commands()
     os._exit(1)
 
@@ -184,5 +179,9 @@ def _count(done: Sequence[Outcome], total: int) -> str:
     return f"{len(done):,} of {total:,} shards, {sum(one.samples for one in done):,} samples"
 
 
+def _line(url: str, what: str) -> str:
+    return f"  {printable(redact(url))}: {printable(what, 500)}"
+
+
 def _some(lines: Sequence[str]) -> list[str]:
-    return [*lines[:TOLD], *([f"  … and {len(lines) - TOLD:,} more"] if len(lines) > TOLD else [])]
+    return [*lines[:LISTED], *([f"  … and {len(lines) - LISTED:,} more"] if len(lines) > LISTED else [])]

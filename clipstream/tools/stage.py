@@ -1,19 +1,19 @@
-"""Owns the staging of a run's shards: what is asked for, the file that the run is given, and what is said at the end.
+"""The verb `stage`: a command line enters; copies of a run's shards and settings that train on them are written.
 
-It never trains and never imports torch.
+Never imports torch.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -21,27 +21,30 @@ from typing import Any, cast, get_args
 import yaml
 from rich.filesize import decimal
 
-from clipstream import durable
-from clipstream.cli import own_flags
-from clipstream.config import Settings, load
-from clipstream.data.fields import split_keys
-from clipstream.data.recoding import Format, Recipe
-from clipstream.data.shards import expand, redact
-from clipstream.data.sizes import SIZES
+from clipstream.checkpoint.run_lock import held
+from clipstream.config.config_sources import Dumper
+from clipstream.config.flags import own_flags, split
+from clipstream.config.print_config import print_config, take_flag
+from clipstream.config.section import with_home
+from clipstream.config.settings import Settings, load
+from clipstream.data.decode.captions import split_keys
+from clipstream.data.decode.reencode import Format, Recipe
+from clipstream.data.shard_url import redact
+from clipstream.data.sources.registry import expand
+from clipstream.data.sources.tars import SIZES
 from clipstream.errors import DataError, SettingsError, Stopped
-from clipstream.flags import split
-from clipstream.folder import held
-from clipstream.layers import Dumper
-from clipstream.report.progress import duration
-from clipstream.tools.pool import cores
-from clipstream.tools.staging import records as listing
+from clipstream.report.terminal import duration
+from clipstream.tools.staging import plan as listing
 from clipstream.tools.staging.copying import PARTS, Copier
-from clipstream.tools.staging.plan import Source, plan, spec
-from clipstream.tools.staging.records import RECORDS, Record
+from clipstream.tools.staging.plan import RECORDS, StagedSource, plan, spec
 from clipstream.tools.staging.work import Work
+from clipstream.utils import atomic_write
+from clipstream.utils.escape import printable
+from clipstream.utils.logs import set_level
+from clipstream.utils.process_pool import cores
 
 SETTINGS_FILE = "staged.yaml"
-COPYING = 16  # processes that copy unless told otherwise: they wait for servers and disks
+COPYING = 16  # default number of processes, which mostly wait for servers and disks
 SHOWN = 20  # shards that a message names
 OWN_FLAGS = {
     "--jobs": f"processes; {COPYING} unless given, with --size or --format one a processor",
@@ -53,14 +56,14 @@ OWN_FLAGS = {
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asks for.
+    """The parsed command line.
 
     Attributes:
-        folder: where to, absolute.
-        jobs: processes.
-        recipe: what becomes of pictures; None leaves shards as they are.
-        flags: those of the settings.
-        settings: what they say.
+        folder: of the copies, absolute.
+        jobs: number of processes.
+        recipe: how images are re-encoded; None to copy shards unchanged.
+        flags: of the settings.
+        settings: by those flags.
     """
 
     folder: Path
@@ -71,38 +74,55 @@ class Asked:
 
 
 def stage(argv: Sequence[str]) -> int:
-    """Stage what the command line names; the exit code.
+    """Stage the shards of the settings; returns the exit code.
 
     Raises:
-        SettingsError: wrong flags or settings, nothing to stage, or a folder that another call works in.
-        DataError: shards that could not be staged, or a disk that is full.
+        SettingsError: flags or settings are wrong, there is nothing to stage, or the folder is in use or not ours.
+        DataError: shards could not be staged, or the disk is full.
         Stopped: by SIGINT or SIGTERM.
     """
+    every, argv = take_flag(argv)
     asked = arguments(argv)
+    if every is not None:
+        return print_config(asked.settings, "stage", every)
     advice = "wait for its end, or end it, or name another folder"
     with held(asked.folder, "the folder", lambda holder: f"{holder} stages into {asked.folder}: {advice}"):
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # handled like SIGINT
         try:
-            _own(asked.folder)
-            with _terminated_as_interrupted():
-                return _stage(asked)
-        except BrokenPipeError:  # who reads what is printed has gone
+            if not (asked.folder / RECORDS).is_file():
+                if other := [name for name in ("sources", "evals", SETTINGS_FILE) if (asked.folder / name).exists()]:
+                    raise SettingsError(
+                        f"{asked.folder} holds {other[0]}, which was not staged: name a folder of its own"
+                    )
+                (asked.folder / RECORDS).touch()
+            shutil.rmtree(asked.folder / PARTS, ignore_errors=True)  # of a killed call
+            _stage(asked)
+        except BrokenPipeError:  # the reader of our output has ended
             raise
         except OSError as error:
             raise DataError(f"cannot write to {asked.folder}: {error.strerror or error}") from error
         finally:
+            signal.signal(signal.SIGTERM, before)
             shutil.rmtree(asked.folder / PARTS, ignore_errors=True)
+    return 0
 
 
 def arguments(argv: Sequence[str]) -> Asked:
-    """What the command line asks for.
+    """Parse the command line.
 
     Raises:
-        SettingsError: it is wrong.
+        SettingsError: a flag or a setting is wrong.
     """
-    if not argv or argv[0].startswith("-"):
+    if not argv or not argv[0] or argv[0].startswith("-"):
         raise SettingsError("name the folder first: python -m clipstream.stage FOLDER --train-data SHARDS")
-    folder = Path(os.path.abspath(os.path.expanduser(argv[0])))
-    _check_name(folder)
+    folder = Path(os.path.abspath(with_home(argv[0])))
+    inside = str(folder / "0.tar")
+    try:
+        plain = expand(inside) == [inside]
+    except SettingsError:
+        plain = False
+    if not plain:
+        raise SettingsError(f"{folder}: braces, brackets, * and :: have a meaning in the names of shards: name another")
     own, flags = own_flags(argv[1:], OWN_FLAGS)
     size, kind = _number(own, "--size", 1, None), own.get("--format", "keep")
     quality = _number(own, "--quality", 1, 100)
@@ -114,48 +134,20 @@ def arguments(argv: Sequence[str]) -> Asked:
     elif quality is not None:
         raise SettingsError("--quality: no picture is written anew without --size or --format")
     jobs = _number(own, "--jobs", 1, None) or (cores() if recipe else COPYING)
-    return Asked(folder, jobs, recipe, flags, load(flags))
-
-
-def _check_name(folder: Path) -> None:
-    """A run names what lies in the folder, and reads braces and the like in it."""
-    inside = str(folder / "0.tar")
-    try:
-        plain = expand(inside) == [inside]
-    except SettingsError:
-        plain = False
-    if not plain:
-        raise SettingsError(f"{folder}: braces, brackets, * and :: have a meaning in the names of shards: name another")
+    settings = load(flags)
+    set_level(settings.log.level)
+    return Asked(folder, jobs, recipe, flags, settings)
 
 
 def _number(own: Mapping[str, str], flag: str, least: int, most: int | None) -> int | None:
     if (text := own.get(flag)) is None:
         return None
-    if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least or (most is not None and int(text) > most):
         raise SettingsError(f"{flag}: expected a whole number, {least} to {most or '…'}, not {text!r}")
     return int(text)
 
 
-def _own(folder: Path) -> None:
-    """Make the folder one of staged shards; what others put there is not touched."""
-    if not (folder / RECORDS).is_file():
-        if theirs := [name for name in ("sources", "evals", SETTINGS_FILE) if (folder / name).exists()]:
-            raise SettingsError(f"{folder} holds {theirs[0]}, which was not staged: name a folder of its own")
-        (folder / RECORDS).touch()
-    shutil.rmtree(folder / PARTS, ignore_errors=True)  # of a killed call
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM is what Ctrl-C is."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _stage(asked: Asked) -> int:
+def _stage(asked: Asked) -> None:
     began = time.monotonic()
     records = listing.read(asked.folder)
     listing.write(asked.folder, records.values())
@@ -165,7 +157,7 @@ def _stage(asked: Asked) -> int:
     work = Work(asked.folder, shards, records, Copier(asked.folder, asked.recipe), asked.jobs)
     try:
         if missing := work.look():
-            # From here on the folder is not what an earlier call left, until all is gone through.
+            # The settings of an earlier call do not hold until all shards are copied.
             (asked.folder / SETTINGS_FILE).unlink(missing_ok=True)
             work.copy(missing)
     except KeyboardInterrupt:
@@ -174,14 +166,13 @@ def _stage(asked: Asked) -> int:
             "go on by the same command"
         ) from None
     _conclude(asked, sources, work, time.monotonic() - began)
-    return 0
 
 
-def _announce(asked: Asked, sources: Sequence[Source]) -> None:
-    """Say what is staged and what is not.
+def _announce(asked: Asked, sources: Sequence[StagedSource]) -> None:
+    """Print which sources are staged.
 
     Raises:
-        SettingsError: there is nothing to stage, or a run would not find the pictures by their new suffixes.
+        SettingsError: there is nothing to stage, or a run would not find the images by their new suffixes.
     """
     staged = [source for source in sources if source.shards]
     for source in sources:
@@ -203,15 +194,15 @@ def _announce(asked: Asked, sources: Sequence[Source]) -> None:
     print(f"shards to have in {asked.folder}: {counts}", flush=True)
 
 
-def _conclude(asked: Asked, sources: Sequence[Source], work: Work, seconds: float) -> None:
-    """Write what the run is given, and say what was done and how to train on it.
+def _conclude(asked: Asked, sources: Sequence[StagedSource], work: Work, seconds: float) -> None:
+    """Write the settings for a run on the copies, and print a summary and the command of that run.
 
     Raises:
-        DataError: shards that could not be staged.
+        DataError: shards could not be staged.
     """
     whole = list(work.whole.values())
     for fault in [f"{record.shard}: {record.fault}" for record in whole if record.fault][:SHOWN]:
-        print(f"warning: broken where it comes from, and staged as it is: {fault}")
+        print(f"warning: broken where it comes from, and staged as it is: {printable(fault, 800)}")
     pictures = sum((Counter(record.pictures) for record in whole), Counter[str]())
     if pictures:
         print("pictures: " + ", ".join(f"{count:,} {what}" for what, count in pictures.most_common()))
@@ -221,7 +212,12 @@ def _conclude(asked: Asked, sources: Sequence[Source], work: Work, seconds: floa
         f"{work.copied:,} were copied now, in {duration(seconds)}"
     )
     if whole:
-        _write_sizes(asked.folder, work.records)
+        sizes: dict[str, dict[str, int]] = {}
+        for file, record in sorted(work.records.items()):
+            under, _, name = file.rpartition("/")
+            sizes.setdefault(under, {})[name] = record.samples
+        for under, counts in sizes.items():
+            atomic_write.replace(asked.folder / under / SIZES, json.dumps(counts).encode())
         path = asked.folder / SETTINGS_FILE
         command = shlex.join(redact(word) for word in _command(asked, sources, path))
         _write_settings(asked, sources, path, command)
@@ -229,33 +225,23 @@ def _conclude(asked: Asked, sources: Sequence[Source], work: Work, seconds: floa
         for flag, source in _not_staged(asked, sources, path):
             print(f"note: {flag} wins over files, and says where {source} is: write that into a file, and call again")
     if work.failures:
-        told = [f"  {failure.reason}" for failure in work.failures[:SHOWN]]
+        reasons = [f"  {failure.reason}" for failure in work.failures[:SHOWN]]
         more = [f"  and {len(work.failures) - SHOWN:,} more"] if len(work.failures) > SHOWN else []
         advice = "the same command tries them again; a run on what is here counts them as shards that are missing"
         raise DataError(
             "\n".join(
-                [f"{len(work.failures):,} of {len(work.shards):,} shards could not be staged", *told, *more, advice]
+                [f"{len(work.failures):,} of {len(work.shards):,} shards could not be staged", *reasons, *more, advice]
             )
         )
 
 
-def _write_sizes(folder: Path, records: Mapping[str, Record]) -> None:
-    """Say beside the copies how many samples each has, as a run looks for it."""
-    sizes: dict[str, dict[str, int]] = {}
-    for file, record in sorted(records.items()):
-        under, _, name = file.rpartition("/")
-        sizes.setdefault(under, {})[name] = record.samples
-    for under, counts in sizes.items():
-        durable.replace(folder / under / SIZES, json.dumps(counts).encode())
-
-
-def _write_settings(asked: Asked, sources: Sequence[Source], path: Path, command: str) -> None:
-    """The settings of the staged sources, to lie over those that the shards were named by."""
+def _write_settings(asked: Asked, sources: Sequence[StagedSource], path: Path, command: str) -> None:
+    """Write the settings of the staged sources, which override those that name the originals."""
     tree: dict[str, Any] = {}
     for source in sources:
         if not source.shards:
             continue
-        # What --val-data takes over from training's source goes with the flag.
+        # --val-data also copies settings from training's source.
         by_flag = asked.settings.places.of((*source.path, "shards")) == "--val-data"
         section = source.settings.model_dump(mode="json", exclude_unset=True) if by_flag else {}
         at = tree
@@ -264,11 +250,11 @@ def _write_settings(asked: Asked, sources: Sequence[Source], path: Path, command
         at[source.path[-1]] = {**section, "shards": spec(source, asked.folder)}
     head = f"# Shards that `clipstream stage` copied here. Train on them with\n#     {command}\n"
     text = yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
-    durable.replace(path, (head + text).encode())
+    atomic_write.replace(path, (head + text).encode())
 
 
-def _command(asked: Asked, sources: Sequence[Source], path: Path) -> list[str]:
-    """The command that trains on the copies: the same settings, but for the flags that name what is staged."""
+def _command(asked: Asked, sources: Sequence[StagedSource], path: Path) -> list[str]:
+    """The command that trains on the copies: the same settings without the flags that name staged shards."""
     configs, given = split(asked.flags, [])
     named = {asked.settings.places.of((*source.path, "shards")) for source in sources if source.shards}
     words = ["python", "-m", "clipstream.train"]
@@ -280,8 +266,8 @@ def _command(asked: Asked, sources: Sequence[Source], path: Path) -> list[str]:
     return [*words, "--config", str(path)]
 
 
-def _not_staged(asked: Asked, sources: Sequence[Source], path: Path) -> Iterator[tuple[str, str]]:
-    """The sources that a run by the command would read elsewhere or in another way, and the flags that do it."""
+def _not_staged(asked: Asked, sources: Sequence[StagedSource], path: Path) -> Iterator[tuple[str, str]]:
+    """(flag, source) of the staged sources that the command would not read from the copies."""
     tree = load(_command(asked, sources, path)[3:]).model_dump(mode="json")
     for source in sources:
         found: Any = tree
@@ -292,5 +278,5 @@ def _not_staged(asked: Asked, sources: Sequence[Source], path: Path) -> Iterator
             yield asked.settings.places.of((*source.path, "shards")), _dotted(source)
 
 
-def _dotted(source: Source) -> str:
+def _dotted(source: StagedSource) -> str:
     return ".".join(source.path)

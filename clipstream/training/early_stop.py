@@ -1,7 +1,6 @@
-"""Owns the end of a run whose evaluations get no better: what was best, and for how many evaluations that stands.
+"""Early stopping: the best value of a metric, and the number of evaluations since.
 
-It follows from evaluations, which are the same on all ranks, and is saved with the run's position, so a resumed run
-ends where it would have ended. It evaluates nothing, keeps no checkpoint, and ends nothing itself: the loop asks.
+Evaluations are the same on all ranks and the state is saved with the run, so a resumed run stops at the same step.
 """
 
 from __future__ import annotations
@@ -10,65 +9,51 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from clipstream.training.settings import EarlyStopSettings
+from clipstream.training.state import EarlyStopState
 
 
 class EarlyStop:
-    """Takes evaluations.
+    """Listens to evaluations.
 
     Args:
-        settings: which metric, and for how long it may get no better; without a metric a run is never over.
-        state: what `state()` gave, of a resumed run. What it counted of another metric does not count.
-
-    Attributes:
-        row: evaluations since the best one.
+        settings: metric and patience; without a metric the run never stops early.
+        state: of a resumed run; ignored if it belongs to another metric.
     """
 
-    def __init__(self, settings: EarlyStopSettings, state: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, settings: EarlyStopSettings, state: EarlyStopState | None = None) -> None:
         self.settings, self.metric = settings, settings.watched
-        told = state if state is not None and state.get("metric") == settings.metric else {}
-        self.row: int = told.get("row", 0)
-        self._best: float | None = told.get("best")
-        self._best_step: int | None = told.get("best_step")
-        self._heard: int = told.get("heard", -1)  # step of the last evaluation that counts
+        same = state is not None and state.metric == settings.metric
+        self.state = state if state is not None and same else EarlyStopState(settings.metric)
 
     @property
-    def over(self) -> bool:
-        """Whether the run is to end: the same on all ranks."""
-        return self.row >= self.settings.patience
+    def should_stop(self) -> bool:
+        """Whether to end the run; the same on all ranks."""
+        return self.state.stale >= self.settings.patience
 
-    def hear(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Take note of evaluations (step, eval, metrics); one that failed says nothing of the weights."""
+    def on_eval(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Count evaluations (step, eval, metrics); failed ones are ignored."""
         for record in records:
             step, value = int(record["step"]), None if self.metric is None else self.metric.value(record)
-            # At its last step a run that is resumed evaluates again.
-            if self.metric is None or value is None or step <= self._heard:
+            # A run that is resumed at its last step evaluates it again.
+            if self.metric is None or value is None or step <= self.state.last_step:
                 continue
-            self._heard = step
-            if self.metric.is_better(value, self._best, self.settings.min_delta):
-                self._best, self._best_step, self.row = value, step, 0
+            self.state.last_step = step
+            if self.metric.is_better(value, self.state.best, self.settings.min_delta):
+                self.state.best, self.state.best_step, self.state.stale = value, step, 0
             else:
-                self.row += 1
+                self.state.stale += 1
 
     def expect(self, metrics: Mapping[str, Sequence[str]]) -> None:
-        """As `Metric.expect`."""
+        """See `Metric.expect`."""
         if self.metric is not None:
             self.metric.expect("train.early_stop.metric", metrics)
 
-    def state(self) -> dict[str, Any]:
-        """JSON-able."""
+    def summary(self) -> dict[str, Any]:
+        """Why the run stopped, for its last record; best and best_step are None if no value was finite."""
+        state = self.state
         return {
-            "metric": self.settings.metric,
-            "row": self.row,
-            "best": self._best,
-            "best_step": self._best_step,
-            "heard": self._heard,
-        }
-
-    def why(self) -> dict[str, Any]:
-        """Why a run that is over has ended, for people: metric, evaluations, best, best_step (None: no number ever)."""
-        return {
-            "metric": self.settings.metric,
-            "evaluations": self.row,
-            "best": self._best,
-            "best_step": self._best_step,
+            "metric": state.metric,
+            "evaluations": state.stale,
+            "best": state.best,
+            "best_step": state.best_step,
         }

@@ -1,32 +1,32 @@
-"""Owns a metric that a run acts on: its name, which of two values is the better one, what an evaluation gave of it.
+"""A metric that a run acts on (`keep_best`, `early_stop`): its name, and which of two values is better.
 
-Imports no torch: settings name metrics. What is done with a value is decided by those who ask.
+Does not import torch, as settings name metrics.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from clipstream.errors import SettingsError, did_you_mean
-from clipstream.training.shelf import is_better
 
 By = Literal["auto", "max", "min"]
 
 SMALL_IS_GOOD = {"loss", "error", "rank", "perplexity"}  # words of metrics' names
 
 
-def checked(told: str | None) -> str | None:
-    """What a setting tells.
+def checked(text: str | None) -> str | None:
+    """The value of a setting that names a metric.
 
     Raises:
         ValueError: it is not EVALUATOR/METRIC.
     """
-    if told is not None and not all(told.partition("/")):
+    if text is not None and not all(text.partition("/")):
         raise ValueError("write EVALUATOR/METRIC as in metrics.jsonl, e.g. val/image_to_text_R@1")
-    return told
+    return text
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Metric:
     """A metric of an evaluator.
 
     Attributes:
-        evaluator: as evaluations are called, NAME or NAME_averaged.
+        evaluator: name of the evaluation, NAME or NAME_averaged.
         name: of the metric.
-        lower: whether the smaller of two values is the better one.
+        lower: whether smaller values are better.
     """
 
     evaluator: str
@@ -44,9 +44,9 @@ class Metric:
     lower: bool
 
     @classmethod
-    def of(cls, told: str, by: By) -> Metric:
-        """EVALUATOR/METRIC; by 'auto' a loss, an error or a rank is good if small."""
-        evaluator, _, name = told.partition("/")
+    def of(cls, text: str, by: By) -> Metric:
+        """The metric of EVALUATOR/METRIC; with 'auto', losses, errors and ranks are better if smaller."""
+        evaluator, _, name = text.partition("/")
         small = bool(SMALL_IS_GOOD & {*re.findall(r"[a-z]+", name.lower())})
         return cls(evaluator, name, by == "min" or (by == "auto" and small))
 
@@ -54,24 +54,31 @@ class Metric:
         return f"{self.evaluator}/{self.name}"
 
     def is_better(self, value: float, than: float | None, margin: float = 0.0) -> bool:
-        """As `shelf.is_better`."""
+        """See `is_better`."""
         return is_better(value, than, lower=self.lower, margin=margin)
 
     def value(self, record: Mapping[str, Any]) -> float | None:
-        """What an evaluation (eval, metrics) gave of it; None of another evaluator's, or where it gave none."""
+        """Its value in a record (eval, metrics); None if the record is another evaluator's, or lacks it."""
         given = record.get(self.name) if record["eval"] == self.evaluator else None
         return None if given is None else float(given)
 
     def expect(self, key: str, metrics: Mapping[str, Sequence[str]]) -> None:
-        """Take note of what evaluators will give: the names of their metrics, where they are known.
+        """Check the metric against those that evaluators will give.
 
         Args:
-            key: of the setting that names it.
+            key: setting that names the metric.
+            metrics: names of metrics by evaluator, if known.
 
         Raises:
-            SettingsError: its evaluator gives others only.
+            SettingsError: its evaluator has no such metric.
         """
         known = metrics.get(self.evaluator, [self.name])
         if self.name not in known:
             hint = did_you_mean(self.name, known)
             raise SettingsError(f"{key}: {self.evaluator} gives no {self.name!r} but {', '.join(known)}{hint}")
+
+
+def is_better(value: float, than: float | None, *, lower: bool, margin: float = 0.0) -> bool:
+    """Whether a value is better than another by more than a margin; NaN and infinity never are."""
+    gain = 0.0 if than is None else than - value if lower else value - than
+    return math.isfinite(value) and (than is None or gain > margin)

@@ -1,8 +1,8 @@
-"""Owns the arithmetic of a run: weights' type, autocast, threads, determinism, random states; no model.
+"""Numerics of a run: dtype of the weights, autocast, random states.
 
-`fp32` and `fp64` compute in the weights' type; `bf16` and `fp16` are autocast over float32 weights, `fp16` with a
+`fp32` and `fp64` compute in the weights' dtype; `bf16` and `fp16` are autocast over float32 weights, `fp16` with a
 scaled loss, as its smallest gradients would be 0; `pure_bf16` has weights, gradients and moments in bfloat16: half the
-memory, and updates below 1/256 of a weight are lost.
+memory, but updates below 1/256 of a weight are lost.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.world import World
 
 Precision = Literal["fp32", "bf16", "fp16", "pure_bf16", "fp64"]
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _COMPUTE_BF16 = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # of torch.cpu
-KEPT_WIDE = 4  # numbers: the logits' scale and bias, which bfloat16 would hold still, and the channels' means
+KEPT_WIDE = 4  # elements of tensors that stay float32: scale and bias, which bfloat16 would freeze, and channel means
 RandomState = dict[str, Any]
 
 
 def prepare(module: nn.Module, precision: Precision) -> nn.Module:
-    """The module with weights of the precision's type, in place: float64 for fp64, bfloat16 for pure_bf16 (but for
-    tensors of a few numbers), float32 for the others.
+    """Convert a module in place: to float64 for fp64, to bfloat16 for pure_bf16 (except tensors of up to 4 elements),
+    else to float32.
     """
     module.to(torch.float64 if precision == "fp64" else torch.float32)
     if precision == "pure_bf16":
@@ -40,9 +40,9 @@ def prepare(module: nn.Module, precision: Precision) -> nn.Module:
     return module
 
 
-def settle(wanted: Precision | Literal["auto"], world: World) -> Precision:
-    """The precision in place of auto: bf16 where all ranks' devices compute it; else fp16 on GPUs, and fp32 on CPUs,
-    which take ten times as long where they have to imitate bfloat16. Collective.
+def resolve_precision(wanted: Precision | Literal["auto"], world: World) -> Precision:
+    """Resolve 'auto': bf16 if the devices of all ranks compute it; else fp16 on GPUs and fp32 on CPUs, where emulated
+    bfloat16 takes ten times as long. Collective.
     """
     if wanted != "auto":
         return wanted
@@ -52,17 +52,17 @@ def settle(wanted: Precision | Literal["auto"], world: World) -> Precision:
 
 def _computes_bf16(device: str) -> bool:
     if device.startswith("cuda"):
-        with torch.cuda.device(device):  # which it asks
+        with torch.cuda.device(device):  # the query is about the current device
             return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     asked = (getattr(torch.cpu, name, None) for name in _COMPUTE_BF16)
     return any(ask is not None and bool(ask()) for ask in asked)
 
 
 def check_device(device: str | torch.device, precision: Precision) -> None:
-    """Refuse what the device can only imitate.
+    """Refuse a precision that the device only emulates.
 
     Raises:
-        SettingsError: bfloat16 on a GPU without it.
+        SettingsError: bfloat16 on a GPU without support.
     """
     if "bf16" in precision and str(device).startswith("cuda") and not _computes_bf16(str(device)):
         name = torch.cuda.get_device_name(device)
@@ -91,7 +91,7 @@ def seed_all(seed: int, rank: int) -> None:
 
 
 def random_state(device: str | torch.device) -> RandomState:
-    """All random states of this process, of types that `torch.load(weights_only=True)` reads."""
+    """All random states of this process, in types that `torch.load(weights_only=True)` accepts."""
     name, keys, position, has_gauss, gauss = np.random.get_state()
     state: RandomState = {
         "python": random.getstate(),
@@ -102,7 +102,7 @@ def random_state(device: str | torch.device) -> RandomState:
 
 
 def set_random_state(state: RandomState, device: str | torch.device) -> None:
-    """Put back what `random_state` gave."""
+    """Restore what `random_state` returned."""
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
@@ -110,7 +110,7 @@ def set_random_state(state: RandomState, device: str | torch.device) -> None:
 
 
 def torch_state(device: str | torch.device) -> RandomState:
-    """torch's random states alone: the CPU's, and the device's where it has one."""
+    """Random states of torch: the CPU's, and a CUDA device's."""
     state: RandomState = {"cpu": torch.get_rng_state()}
     if torch.device(device).type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -118,7 +118,7 @@ def torch_state(device: str | torch.device) -> RandomState:
 
 
 def set_torch_state(state: RandomState, device: str | torch.device) -> None:
-    """Put back what `torch_state` gave."""
+    """Restore what `torch_state` returned."""
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.device(device).type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
@@ -126,7 +126,7 @@ def set_torch_state(state: RandomState, device: str | torch.device) -> None:
 
 @contextmanager
 def same_randomness(device: str | torch.device) -> Iterator[None]:
-    """Put all random states back at the end, whatever is drawn inside."""
+    """Restore all random states at the end of the context."""
     state = random_state(device)
     try:
         yield

@@ -1,1 +1,1 @@
-"""The parts of `clipstream stage`: what is to be copied, one shard's copy, the processes that make them, the bar."""
+"""`clipstream stage`: what is copied, one shard's copy, the processes that copy, the progress bar."""

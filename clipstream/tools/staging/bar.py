@@ -1,7 +1,4 @@
-"""Owns what staging says on the terminal while it goes on: a bar on a terminal, plain lines elsewhere.
-
-It is told what happens, and never looks at shards.
-"""
+"""The progress of staging: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,27 +11,28 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn
 
-from clipstream.report.progress import duration
+from clipstream.report.terminal import duration
+from clipstream.utils.escape import printable_lines
 
 LINES_EVERY = 10.0  # s between two lines where there is no terminal
-REFRESH = 0.2  # s between two looks of the bar
+REFRESH = 0.2  # s between two updates of the bar
 
 
 class Bar:
-    """How far the work on shards is.
+    """The progress of work on shards.
 
     Args:
-        label: what is done with them.
-        sizes: bytes of each; None for those whose size is not known.
-        stream: where to; standard output unless given.
+        label: of the work.
+        sizes: bytes of each shard; None if unknown.
+        stream: standard output unless given.
     """
 
     def __init__(self, label: str, sizes: Sequence[int | None], stream: TextIO | None = None) -> None:
         self.label, self.sizes = label, sizes
-        told = [size for size in sizes if size is not None]
-        # Commands do not say how much they will give: about as much as the others.
-        self.size = sum(told) * len(sizes) // len(told) if told else None
-        self._about = "" if len(told) == len(sizes) else "about "
+        known = [size for size in sizes if size is not None]
+        # The output of a command has an unknown size: the mean of the others is assumed.
+        self.size = sum(known) * len(sizes) // len(known) if known else None
+        self._about = "" if len(known) == len(sizes) else "about "
         self.stream = sys.stdout if stream is None else stream
         self._done = self._failed = self._bytes = 0
         self._coming: dict[int, int] = {}
@@ -42,28 +40,28 @@ class Bar:
         self._bar: Progress | None = None
         if self.stream.isatty():
             columns = TextColumn(label), BarColumn(), TextColumn("{task.description}")
-            # No refreshing thread: processes are forked under the bar.
+            # Without a refreshing thread, as processes are forked while the bar is shown.
             self._bar = Progress(*columns, console=Console(file=self.stream, force_terminal=True), auto_refresh=False)
             self._task = self._bar.add_task(self._words(), total=1.0)
             self._bar.start()
 
-    def came(self, number: int, amount: int) -> None:
-        """So many bytes of a shard are there. What is unpacked on the way counts up to the size that was told."""
+    def received(self, number: int, amount: int) -> None:
+        """Set the bytes of a shard, at most its size: a transfer that decompresses may exceed it."""
         size = self.sizes[number]
         self._coming[number] = amount if size is None else min(amount, size)
         self.pulse()
 
     def done(self, number: int, failed: bool = False) -> None:
-        """A shard is there, or will not come."""
-        came = self._coming.pop(number, 0)
+        """Count a shard as done."""
+        received = self._coming.pop(number, 0)
         size = self.sizes[number]
-        self._bytes += came if failed or size is None else size
+        self._bytes += received if failed or size is None else size
         self._done += 1
         self._failed += failed
         self.pulse()
 
     def pulse(self) -> None:
-        """Show what there is to show, if it is time."""
+        """Update the display if it is due."""
         now = time.monotonic()
         if now - self._said < (REFRESH if self._bar else LINES_EVERY):
             return
@@ -74,14 +72,15 @@ class Bar:
             self.say(f"{self.label}: {self._words()}")
 
     def say(self, text: str) -> None:
-        """A line of its own, above the bar where there is one."""
+        """Print a line, above the bar if there is one."""
+        text = printable_lines(text)
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             print(text, file=self.stream, flush=True)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         if self._bar is not None:
             self._bar.update(self._task, completed=self._share, description=self._words(), refresh=True)
             self._bar.stop()
@@ -92,7 +91,7 @@ class Bar:
 
     @property
     def _share(self) -> float:
-        """Of the work, 0 to 1: by bytes where something is known of their number."""
+        """Progress from 0 to 1, by bytes if sizes are known, else by shards."""
         return min(1.0, self._here / self.size if self.size else self._done / max(1, len(self.sizes)))
 
     def _words(self) -> str:

@@ -1,7 +1,6 @@
-"""Owns one shard's way into the folder: whether its copy is there and whole, and the making of it.
+"""The copying of one shard: a planned shard enters, its record or a failure leaves.
 
-A copy gets its name when all of it is verified and on the disk; until then it lies among the parts. It never chooses
-which shards are copied, and never writes the list of them.
+A copy gets its final name once it is verified and on disk; until then it is in PARTS.
 """
 
 from __future__ import annotations
@@ -14,60 +13,58 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clipstream import durable
-from clipstream.data import index
-from clipstream.data.fetching import Fetcher
-from clipstream.data.fields import split_keys
-from clipstream.data.keeping import crc_of
-from clipstream.data.recoding import Recipe
-from clipstream.data.rewriting import rewrite
-from clipstream.data.shards import redact
-from clipstream.data.tarstream import scan
-from clipstream.data.transfer import About, ShardError
-from clipstream.tools.staging.plan import Shard
-from clipstream.tools.staging.records import Record
+from clipstream.data.decode.captions import split_keys
+from clipstream.data.decode.reencode import Recipe, rewrite
+from clipstream.data.shard_url import redact
+from clipstream.data.sources import side_index
+from clipstream.data.tar import scan
+from clipstream.data.transport.cache_eviction import crc_of
+from clipstream.data.transport.downloader import Fetcher
+from clipstream.data.transport.transfer import FileInfo, ShardError
+from clipstream.tools.staging.plan import Record, Shard
+from clipstream.utils import atomic_write
 
-PARTS = ".parts"  # the folder's folder for what is not whole yet
-NO_ROOM = 1 << 16  # free bytes below which a disk counts as full
-Tell = Callable[[int], None]  # takes the bytes of the shard that are done
+PARTS = ".parts"  # subfolder for incomplete copies
+DISK_FULL = 1 << 16  # free bytes below which a disk counts as full
+Report = Callable[[int], None]  # receives the bytes of the shard that are done
 
 
 @dataclass(frozen=True)
 class Look:
-    """What is known of a shard before it is copied: whether its copy is there and whole, and what the source says."""
+    """The state of a shard before copying: whether its copy is complete, and its server's answer."""
 
     whole: bool
-    about: About
+    about: FileInfo
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a shard was not staged; `full` where the folder's disk has no room."""
+    """The reason why a shard was not staged; `full` if it is the folder's disk."""
 
     reason: str
     full: bool = False
 
 
-class _Watch:
-    """Tells how a transfer gets on."""
+class _Monitor:
+    """Reports the progress of a transfer, which is `share` of the work."""
 
-    def __init__(self, tell: Tell, share: float) -> None:
-        self._tell, self._share = tell, share
+    def __init__(self, report: Report, share: float) -> None:
+        self._report, self._share = report, share
 
     def expect(self, size: int) -> None:
-        """See transfer.Watch."""
+        """See transfer.Monitor."""
 
-    def came(self, size: int) -> None:
-        """See transfer.Watch."""
-        self._tell(int(size * self._share))
+    def received(self, size: int) -> None:
+        """See transfer.Monitor."""
+        self._report(int(size * self._share))
 
 
 class Copier:
-    """Looks at shards and copies them, in one process.
+    """Checks and copies shards, in any process.
 
     Args:
-        folder: where copies lie.
-        recipe: what becomes of pictures, but for each source's background; None copies.
+        folder: of the copies.
+        recipe: how images are re-encoded, except for the background of each source; None copies bytes.
     """
 
     def __init__(self, folder: Path, recipe: Recipe | None) -> None:
@@ -75,8 +72,8 @@ class Copier:
         self._fetcher = Fetcher()
 
     def look(self, shard: Shard, record: Record | None) -> Look:
-        """Whether the copy that the record tells of is there, whole, of the source's version, and made as now asked."""
-        about = self._fetcher.about(shard.url)
+        """Whether the recorded copy is intact, of the current version, and made by the current recipe."""
+        about = self._fetcher.info(shard.url)
         if record is None or record.recipe != self._noted(shard):
             return Look(False, about)
         if None not in (record.version, about.version) and record.version != about.version:
@@ -88,51 +85,51 @@ class Copier:
             whole = False
         return Look(whole, about)
 
-    def copy(self, shard: Shard, about: About, number: int, tell: Tell) -> Record | Failure:
-        """Bring a shard into the folder.
+    def copy(self, shard: Shard, about: FileInfo, number: int, report: Report) -> Record | Failure:
+        """Copy a shard.
 
         Args:
-            about: what the source said of it.
-            number: among the shards that are copied, for the names of its parts.
+            about: its server's answer.
+            number: of the shard in this call, for the names of temporary files.
         """
         parts = self.folder / PARTS
         part, changed = parts / f"{number}.part", parts / f"{number}.changed.part"
         try:
-            return self._copy(shard, about, part, changed, tell)
+            return self._copy(shard, about, part, changed, report)
         except (ShardError, OSError) as error:
             shown = redact(shard.url)
-            # A command that could not write says so in words of its own.
-            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or self._full():
-                return Failure(f"{shown}: there is no room for it", full=True)
+            # The message of a command that could not write is unknown.
+            full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+            if full or shutil.disk_usage(self.folder).free < DISK_FULL or getattr(error, "reason", None) == "disk":
+                return Failure(f"{shown}: the disk is full", full=True)
             said = str(error) if isinstance(error, ShardError) else f"disk: {redact(str(error))}"
             return Failure(said if shown in said else f"{shown}: {said}")
         finally:
             part.unlink(missing_ok=True)
             changed.unlink(missing_ok=True)
 
-    def _copy(self, shard: Shard, about: About, part: Path, changed: Path, tell: Tell) -> Record:
+    def _copy(self, shard: Shard, about: FileInfo, part: Path, changed: Path, report: Report) -> Record:
         recipe = self._recipe(shard)
-        watch = _Watch(tell, 0.5 if recipe else 1.0)
-        self._fetcher.fetch(shard.url, part, watch)
+        monitor = _Monitor(report, 0.5 if recipe else 1.0)
+        self._fetcher.fetch(shard.url, part, monitor)
         found = scan(part)
-        if found.fault is not None:  # which may have come about on the way
-            self._fetcher.fetch(shard.url, part, watch)
+        if found.fault is not None:  # perhaps of the transfer
+            self._fetcher.fetch(shard.url, part, monitor)
             found = scan(part)
         pictures: Counter[str] = Counter()
         whole = part
         if recipe is not None and found.fault is None:
             size = part.stat().st_size
             keys = split_keys(shard.source.image_key)
-            pictures = rewrite(part, found, changed, keys, recipe, lambda done: tell((size + done) // 2))
+            pictures = rewrite(part, found, changed, keys, recipe, lambda done: report((size + done) // 2))
             whole, found = changed, scan(changed)
         size, crc32 = crc_of(whole)
-        whole.chmod(0o644)
-        durable.flush(whole)
+        atomic_write.flush(whole)
         target = self.folder / shard.file
-        # First, as it tells of which file it is: beside another one it says nothing.
-        index.write(Path(f"{target}{index.SUFFIX}"), found, index.identity_of(whole))
+        # The index before the shard: it names the version of its file, and is ignored beside another one.
+        side_index.write(Path(f"{target}{side_index.SUFFIX}"), found, side_index.identity_of(whole))
         whole.replace(target)
-        durable.flush(target.parent)
+        atomic_write.flush(target.parent)
         return Record(
             file=shard.file,
             shard=redact(shard.url),
@@ -150,9 +147,6 @@ class Copier:
         return None if self.recipe is None else replace(self.recipe, background=shard.source.background)
 
     def _noted(self, shard: Shard) -> dict[str, Any] | None:
-        """What decides what becomes of the shard's pictures, for its record."""
+        """The settings that determine the copy's images, for its record."""
         recipe = self._recipe(shard)
         return None if recipe is None else {**asdict(recipe), "image_key": shard.source.image_key}
-
-    def _full(self) -> bool:
-        return shutil.disk_usage(self.folder).free < NO_ROOM

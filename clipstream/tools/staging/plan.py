@@ -1,40 +1,104 @@
-"""Owns what is staged, and where to: the shards of the settings' sources, and the names of their copies.
+"""The plan of staging: the shards of the sources of the settings, and the names of their copies.
 
-It lists shards as a run does, and never opens one. A copy keeps its shard's name where that is possible, because a run
-knows its order of samples again by the names of its shards.
+The records of copied shards are kept in the folder, one JSON object per line. Nothing here reads a shard.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
-from clipstream.config import Settings
-from clipstream.data.index import SIGNED
-from clipstream.data.manifest import kind_of
+from clipstream.config.settings import Settings
 from clipstream.data.settings import SourceSettings
-from clipstream.data.shards import USER_INFO, expand, local_path, parts_of, scheme_of, stable_name
+from clipstream.data.shard_url import USER_INFO, local_path, parts_of, scheme_of, stable_name
+from clipstream.data.sources.patterns import in_braces
+from clipstream.data.sources.registry import entries, source_type, typed_shards
+from clipstream.data.sources.side_index import SIGNED
 from clipstream.errors import SettingsError
-from clipstream.tools.staging.records import Record
+from clipstream.utils import atomic_write
 
-MADE = ("scenes", "synthetic", "folder", "imagenet")  # schemes of what is no tar, or is drawn where it is used
+RECORDS = "staged.jsonl"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A staged shard.
+
+    Attributes:
+        file: path of the copy in the folder, with slashes.
+        shard: URL of the original, without credentials.
+        identity: see Shard.
+        version: of the original; None if its server gives none.
+        recipe: how its images were re-encoded; None for a plain copy.
+        size: bytes of the copy.
+        crc32: checksum of the copy.
+        samples: complete samples in the copy.
+        fault: of the original; None for an intact tar.
+        pictures: number of images by what was done to them; empty for a plain copy.
+    """
+
+    file: str
+    shard: str
+    identity: str
+    version: str | None
+    recipe: dict[str, Any] | None
+    size: int
+    crc32: int
+    samples: int
+    fault: str | None
+    pictures: dict[str, int]
+
+
+def read(folder: Path) -> dict[str, Record]:
+    """The newest record of each file; lines that a crash left incomplete are ignored."""
+    try:
+        lines = (folder / RECORDS).read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return {}
+    found: dict[str, Record] = {}
+    for line in lines:
+        try:
+            record = Record(**json.loads(line))
+        except (ValueError, TypeError):
+            continue
+        found[record.file] = record
+    return found
+
+
+def write(folder: Path, records: Iterable[Record]) -> None:
+    """Replace all records.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written.
+    """
+    atomic_write.replace(folder / RECORDS, "".join(map(line_of, records)).encode())
+
+
+def line_of(record: Record) -> str:
+    """A line of the file of records."""
+    return json.dumps(asdict(record), ensure_ascii=False) + "\n"
+
+
 PLAIN = re.compile(r"\w[\w .+=@%-]{0,180}\.tar")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard that is staged.
+    """A shard to copy.
 
     Attributes:
-        url: where it is.
-        identity: a hash of what does not change with a login or a signature.
+        url: of the original.
+        identity: hash of the URL without login and signature, so that the shard is recognised under the next one.
         file: path of the copy in the folder, with slashes.
-        source: whose pictures' suffixes and background count.
+        source: settings of its source, which name the suffixes and the background of images.
     """
 
     url: str
@@ -44,13 +108,13 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Source:
-    """A source with tars.
+class StagedSource:
+    """A source of the settings.
 
     Attributes:
-        path: where it stands in the tree of settings.
+        path: its key.
         settings: of the source.
-        parts: what its `shards` become, in order: staged shards, and what is left as it is.
+        parts: its setting `shards`, in order: shards to copy, and parts that are not copied.
     """
 
     path: tuple[str, ...]
@@ -64,12 +128,12 @@ class Source:
 
     @property
     def left(self) -> list[str]:
-        """What is not staged."""
+        """The parts that are not copied."""
         return [part for part in self.parts if isinstance(part, str)]
 
 
 def sources_of(settings: Settings) -> Iterator[tuple[tuple[str, ...], SourceSettings]]:
-    """All sources by their path: those of training, then those of the evaluators."""
+    """(key, settings) of all sources: of training, then of the evaluators."""
     for name, source in settings.data.sources.items():
         yield ("data", "sources", name), source
     for name, evaluator in settings.evals.items():
@@ -77,50 +141,58 @@ def sources_of(settings: Settings) -> Iterator[tuple[tuple[str, ...], SourceSett
             yield ("evals", name, "data"), evaluator.data
 
 
-def plan(settings: Settings, folder: Path, records: Mapping[str, Record]) -> list[Source]:
-    """What becomes of each source.
+def plan(settings: Settings, folder: Path, records: Mapping[str, Record]) -> list[StagedSource]:
+    """Choose the file of each shard: its file of an earlier call, or one with its own name.
 
     Args:
-        folder: where copies lie.
-        records: of what lies there; a shard that is there keeps its place.
+        folder: of the copies.
+        records: of the shards in the folder.
 
     Raises:
-        SettingsError: shards that cannot be listed, or that lie in the folder already.
+        SettingsError: shards cannot be listed, or are in the folder already.
     """
     planned = []
     for path, source in sources_of(settings):
-        place = f"{'.'.join(path)}.shards"
+        key = f"{'.'.join(path)}.shards"
+        urls: list[tuple[str, bool]] = []  # with whether a copy can replace it
         try:
-            urls = list(_urls(source.shards))
+            for part in parts_of(source.shards):
+                if any(source_type(name).staged for name, _ in entries(part, source.type)):
+                    urls += [(url, kind.staged) for url, kind in typed_shards(part, source.type)]
+                else:
+                    urls.append((part, False))
         except SettingsError as error:
-            raise SettingsError(f"{place}: {error}") from error
-        for url, staged in urls:
-            if staged and (local := local_path(url)) and folder in Path(os.path.abspath(local)).parents:
-                raise SettingsError(
-                    f"{place}: {local} lies in {folder} itself: name the shards where they come from "
-                    "(without the --config that an earlier call wrote there)"
-                )
-        # Names of people's own, as names of folders.
+            raise SettingsError(f"{key}: {error}") from error
+        # The user's name as the name of a folder.
         name = re.sub(r"^\.", "%2E", quote(path[-1] if path[0] == "data" else path[1], safe=" "))
         under = f"{'sources' if path[0] == 'data' else 'evals'}/{name}"
-        files = _files([url for url, staged in urls if staged], under, records)
-        parts = [Shard(url, _identity(url), files[url], source) if staged else url for url, staged in urls]
-        planned.append(Source(path, source, parts))
+        before = {record.identity: file for file, record in records.items() if file.rpartition("/")[0] == under}
+        copied = {url: _identity(url) for url, staged in urls if staged}
+        files = {url: before[identity] for url, identity in copied.items() if identity in before}
+        taken = {file.casefold() for file in files.values()}
+        for url, identity in copied.items():
+            if (local := local_path(url)) and folder in Path(os.path.abspath(local)).parents:
+                raise SettingsError(
+                    f"{key}: {local} lies in {folder} itself: name the shards where they come from "
+                    "(without the --config that an earlier call wrote there)"
+                )
+            if url in files:
+                continue
+            stem = stable_name(url).removesuffix(".tar")
+            if not PLAIN.fullmatch(stable_name(url)):
+                stem = re.sub(r"[^\w.-]+", "-", stem).strip("-.")[:120] or "shard"
+            file = f"{under}/{stem}.tar"
+            if file.casefold() in taken:
+                file = f"{under}/{stem}-{identity[:8]}.tar"
+            taken.add(file.casefold())
+            files[url] = file
+        parts = [Shard(url, copied[url], files[url], source) if staged else url for url, staged in urls]
+        planned.append(StagedSource(path, source, parts))
     return planned
 
 
-def _urls(spec: str | list[str]) -> Iterator[tuple[str, bool]]:
-    """Shards in order, each with whether it is a tar that can be staged; what is none is left as it was written."""
-    for part in parts_of(spec):
-        if scheme_of(part) in MADE or kind_of(part) is not None:
-            yield part, False
-        else:
-            for url in expand(part):
-                yield url, kind_of(url) is None
-
-
 def _identity(url: str) -> str:
-    """Of the whole name, less the login, and what signs it for a while: the shard is the same under the next one."""
+    """See Shard."""
     if (local := local_path(url)) is not None:
         name = os.path.abspath(local)
     else:
@@ -132,55 +204,10 @@ def _identity(url: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:24]
 
 
-def _files(urls: Sequence[str], under: str, records: Mapping[str, Record]) -> dict[str, str]:
-    """Each shard's file: where it is already, or else by its own name, with its hash behind a name that is taken."""
-    here = {record.identity: file for file, record in records.items() if file.rpartition("/")[0] == under}
-    files = {url: here[_identity(url)] for url in urls if _identity(url) in here}
-    taken = {file.casefold() for file in files.values()}
-    for url in urls:
-        if url in files:
-            continue
-        name = stable_name(url)
-        stem = name.removesuffix(".tar") if PLAIN.fullmatch(name) else _readable(name)
-        file = f"{under}/{stem}.tar"
-        if file.casefold() in taken:
-            file = f"{under}/{stem}-{_identity(url)[:8]}.tar"
-        taken.add(file.casefold())
-        files[url] = file
-    return files
-
-
-def _readable(name: str) -> str:
-    return re.sub(r"[^\w.-]+", "-", name.removesuffix(".tar")).strip("-.")[:120] or "shard"
-
-
-def spec(source: Source, folder: Path) -> list[str]:
-    """The `shards` of a run on the copies, in the order of the originals; numbered names are put together by braces."""
+def spec(source: StagedSource, folder: Path) -> list[str]:
+    """The setting `shards` for a run on the copies, in the order of the originals."""
     named: list[str] = []
-    for part in source.parts:
-        named.append(part if isinstance(part, str) else str(folder / part.file))
-    found: list[str] = []
-    start = 0
-    while start < len(named):
-        end = start + 1
-        while end < len(named) and _follows(named[end - 1], named[end]):
-            end += 1
-        found.append(_braced(named[start], named[end - 1]) if end - start > 1 else named[start])
-        start = end
-    return found
-
-
-NUMBERED = re.compile(r"(.*?)(\d+)\.tar", re.DOTALL)
-
-
-def _follows(first: str, second: str) -> bool:
-    one, other = NUMBERED.fullmatch(first), NUMBERED.fullmatch(second)
-    if one is None or other is None or one[1] != other[1]:
-        return False
-    return int(other[2]) == int(one[2]) + 1 and len(one[2]) == len(other[2])
-
-
-def _braced(first: str, last: str) -> str:
-    one, other = NUMBERED.fullmatch(first), NUMBERED.fullmatch(last)
-    assert one is not None and other is not None
-    return f"{one[1]}{{{one[2]}..{other[2]}}}.tar"
+    for copied, parts in groupby(source.parts, key=lambda part: isinstance(part, Shard)):
+        names = [part if isinstance(part, str) else str(folder / part.file) for part in parts]
+        named += in_braces(names) if copied else names
+    return named

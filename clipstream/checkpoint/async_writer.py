@@ -1,0 +1,285 @@
+"""Saves a run's checkpoints: when one is due, the copy in memory, and the thread that writes it during training.
+
+A `TrainState` and the tensors of model and optimizer enter; checkpoint folders leave. At most one save is in progress,
+and the next one waits for it. Collectives run in the training thread; only rank 0 has a writing thread. A full disk is
+a warning, and the older checkpoints stay; any other failure of the thread ends the run at its next step.
+
+A thread suffices, without a process: it writes and checksums memory in calls that release the interpreter's lock
+(`benchmarks/saving.py` measures the cost of a save for training).
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from clipstream.checkpoint import state as checkpoint
+from clipstream.checkpoint import store
+from clipstream.checkpoint.remote_sync import RemoteSync
+from clipstream.checkpoint.state import OPTIMIZER, RANDOM, STATE, WEIGHTS, CheckpointMeta, SavedTowers, Tensors
+from clipstream.checkpoint.tensor_file import Snapshot
+from clipstream.data.order.state import DataState
+from clipstream.distributed.world import World
+from clipstream.errors import ClipstreamError
+from clipstream.training.parallel.fsdp import reshard
+from clipstream.training.precision import random_state
+from clipstream.training.settings import CheckpointSettings
+from clipstream.training.state import TrainState
+from clipstream.utils import atomic_write
+from clipstream.utils.logs import logger
+
+NOTICEABLE = 1.0  # s that a save waits for the previous one before it says so
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A save in progress: the thread's input besides the snapshot."""
+
+    step: int
+    groups: dict[str, str]
+    state: bytes
+    random: list[Any]
+    evaluated: tuple[int, float] | None
+
+
+class AsyncWriter:
+    """Writes a run's checkpoints. Context manager: its exit waits for the save in progress.
+
+    Args:
+        folder: LOGS/NAME/checkpoints.
+        world: this rank among the others.
+        settings: when to save, and which checkpoints are kept.
+        towers: the model, without wrappers; it may be sharded.
+        optimizer: of its parameters.
+        recorded: settings to record in state.json, by dotted key.
+        tensors: further files of tensors: name -> function that returns them; called at each save, on all ranks.
+        sync: copies the checkpoints to remote storage, on rank 0.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        settings: CheckpointSettings,
+        *,
+        towers: SavedTowers,
+        optimizer: torch.optim.Optimizer,
+        recorded: Mapping[str, Any] | None = None,
+        tensors: Mapping[str, Callable[[], Tensors]] | None = None,
+        sync: RemoteSync | None = None,
+    ) -> None:
+        self.folder, self.world, self.settings, self._metric = folder, world, settings, settings.best_by
+        self._towers, self._optimizer, self._more = towers, optimizer, tensors or {}
+        self._recorded = dict(recorded or {})
+        self._snapshot = Snapshot(world.device, optimizer, kept=world.is_main)
+        self._description = towers.description() if world.is_main else {}
+        self._sync = sync
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._written = True  # whether the last save succeeded
+        best = store.best_of(folder) if world.is_main else None
+        same = best is not None and best.metric == settings.keep_best
+        self._best: float | None = world.broadcast_object(best.value if best is not None and same else None)
+        self._record: int | None = None  # step of the best evaluation in this process
+        self._evaluated: tuple[int, float] | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether to save after `step` steps; the same on all ranks."""
+        cadences = (self.settings.every, self.settings.keep_every)
+        return step == self._record or any(every and step % every == 0 for every in cadences)
+
+    def expect(self, metrics: Mapping[str, Sequence[str]]) -> None:
+        """Check that `keep_best` names a metric that the evaluators return.
+
+        Args:
+            metrics: names of the metrics by evaluator, as far as they are known.
+
+        Raises:
+            SettingsError: as `Metric.expect`.
+        """
+        if self._metric is not None:
+            self._metric.expect("checkpoint.keep_best", metrics)
+
+    def on_eval(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Record evaluations (step, eval, metrics) before the save of their step; the same on all ranks."""
+        metric = self._metric
+        for record in records:
+            if metric is None or record["eval"] != metric.evaluator:
+                continue
+            step, value = int(record["step"]), metric.value(record)
+            if value is None:
+                self._warn(f"checkpoint.keep_best: {metric.evaluator} gave no {metric.name!r} at step {step}")
+                continue
+            self._evaluated = step, value
+            if metric.is_better(value, self._best):
+                self._best, self._record = value, step
+
+    def save(self, state: TrainState) -> None:
+        """Copy weights, moments and random states, and start to write them. Every rank calls this, between two steps.
+
+        Args:
+            state: position of the run; `data` is this rank's part, and the parts are saved merged. The rest is taken
+                from rank 0.
+
+        Raises:
+            ClipstreamError: the previous save failed, other than by a full disk.
+        """
+        step, began = state.step, time.monotonic()
+        self.world.on_main(self._join)
+        if (waited := time.monotonic() - began) > NOTICEABLE:
+            self._warn(
+                f"the save of step {step} waited {waited:.0f} s for the one before: raise checkpoint.every, or save "
+                "to a faster disk"
+            )
+        parts = self.world.gather_objects((state.data, random_state(self.world.device)))
+        reshard(self._towers)
+        self._snapshot.take(
+            {
+                WEIGHTS: self._towers.clip.state_dict(),
+                OPTIMIZER: checkpoint.moments(self._optimizer),
+                **{name: tensors() for name, tensors in self._more.items()},
+            }
+        )
+        if not self.world.is_main:
+            return
+        state = replace(state, data=DataState.merge([part for part, _ in parts]))
+        meta = CheckpointMeta(state, self._recorded)
+        text = (json.dumps(meta.to_json(), indent=1, allow_nan=False) + "\n").encode()
+        job = _Job(step, checkpoint.groups(self._optimizer), text, [random for _, random in parts], self._evaluated)
+        self._thread = threading.Thread(target=self._run, args=(job,), name="save", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise the error of the writing thread, if any; cheap enough to call at each step.
+
+        Raises:
+            ClipstreamError: a file could not be written, other than for a full disk. On rank 0 only.
+        """
+        if self._error is not None:
+            error, self._error = self._error, None
+            if isinstance(error, OSError):
+                raise ClipstreamError(f"the checkpoint could not be written: {error}") from error
+            raise error
+
+    def whole(self, steps: Iterable[int], instead: Path | None = None) -> Path | None:
+        """The first of these steps' checkpoints without damage, after the save in progress. Collective.
+
+        Args:
+            instead: path of a checkpoint in another folder, which replaces the one of its name.
+
+        Raises:
+            ClipstreamError: as `check`.
+        """
+        paths = [self.folder / store.folder_of(step) for step in steps]
+        if instead is not None:
+            paths = [instead if path.name == instead.name else path for path in paths]
+
+        def look() -> Path | None:
+            self._join()
+            return next((path for path in paths if store.fault(path) is None), None)
+
+        found: Path | None = self.world.on_main(look)
+        return found
+
+    def finish(self) -> bool:
+        """Wait until all saves are written, and copied to remote storage. Every rank calls this.
+
+        Returns:
+            Whether the last save was written: False if the disk was full.
+
+        Raises:
+            ClipstreamError: as `check`.
+        """
+
+        def wait() -> bool:
+            self._join()
+            if self._evaluated is not None:  # the last evaluation may be newer than the last save
+                self.update_best(*self._evaluated)
+                self._prune()
+            if self._sync is not None:
+                self._sync.wake()
+                self._sync.drain()
+            return self._written
+
+        written: bool = self.world.on_main(wait)
+        return written
+
+    def close(self) -> None:
+        """Wait for the save and the copy in progress on this rank."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._sync is not None:
+            self._sync.drain()
+
+    def __enter__(self) -> AsyncWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            return  # at once
+        if error is None and self._sync is not None:
+            self._sync.wake()  # the last line of the metrics comes after the last save
+        if error is None or self.world.size == 1:
+            self.close()
+        else:
+            atexit.register(self.close)  # the error is passed to the other ranks first
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        self.check()
+
+    def _run(self, job: _Job) -> None:
+        """The thread."""
+        self._written = False
+        try:
+            self._snapshot.wait()
+            others = {**self._description, RANDOM: checkpoint.serialize(job.random), STATE: job.state}
+            headers = {name: {"format": "pt"} for name in (WEIGHTS, *self._more)} | {OPTIMIZER: job.groups}
+            after = 0 if self._sync is None else self._sync.last_serial
+            checkpoint.write(self.folder, job.step, self._snapshot.files, headers, others, after=after)
+            if job.evaluated is not None:
+                self.update_best(*job.evaluated)
+            self._prune()
+            if self._sync is not None:
+                self._sync.wake()
+            self._written = True
+        except BaseException as error:
+            if not atomic_write.is_full(error):
+                self._error = error
+                return
+            store.clear(self.folder)
+            self._prune()  # frees space if the run was resumed with a lower keep_last
+            left = "there is no checkpoint yet: free some space"
+            if found := store.whole(self.folder):
+                left = f"the newest checkpoint is {found[0].name}: free some space, or lower checkpoint.keep_last"
+            self._warn(f"the disk of {self.folder} is full: step {job.step} is not saved; {left}")
+
+    def update_best(self, step: int, value: float) -> None:
+        """Point `best` to a step's checkpoint, if that exists and is better than the present one."""
+        name, metric = store.folder_of(step), self._metric
+        marker, best = store.marker_of(self.folder / name), store.best_of(self.folder)
+        before = best.value if best is not None and best.metric == str(metric) else None
+        if marker is not None and metric is not None and metric.is_better(value, before):
+            better = store.Best(name, str(metric), value, marker.serial)
+            atomic_write.replace(self.folder / store.BEST, better.to_text())
+
+    def _prune(self) -> None:
+        with nullcontext(()) if self._sync is None else self._sync.holding() as held:
+            store.prune(self.folder, last=self.settings.keep_last, every=self.settings.keep_every, spared=held)
+
+    def _warn(self, text: str) -> None:
+        if self.world.is_main:
+            logger.warning(text)

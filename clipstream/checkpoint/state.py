@@ -1,0 +1,206 @@
+"""The files of a checkpoint: how they are written, and how they are loaded into a run.
+
+    step_00000100/   open_clip_model.safetensors, open_clip_config.json, tokenizer files (the model)
+                     averaged.safetensors (the model with averaged weights, if the run has them)
+                     optimizer.safetensors (moments), rng.pt (random states of all ranks)
+                     state.json (CheckpointMeta), COMPLETE (sizes and checksums of all files, serial of the save)
+
+`store` decides which checkpoints count and which are kept, `async_writer` when they are written.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from clipstream.checkpoint import store
+from clipstream.checkpoint.tensor_file import TensorFile, metadata, read
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.models.weights import finite
+from clipstream.training.parallel.fsdp import shard_like
+from clipstream.training.precision import set_random_state
+from clipstream.training.state import TrainState
+from clipstream.utils import atomic_write
+from clipstream.utils.versions import versions
+
+WEIGHTS, OPTIMIZER, RANDOM, STATE = "open_clip_model.safetensors", "optimizer.safetensors", "rng.pt", "state.json"
+VERSION = 1  # of state.json
+GROUPS = "groups"
+MISMATCH_SHOWN = 300  # characters of a mismatch that a message repeats
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class CheckpointMeta:
+    """Content of state.json.
+
+    Attributes:
+        train: position of the run.
+        settings: the settings that the weights depend on, by dotted key.
+        versions: installed version by package.
+    """
+
+    train: TrainState
+    settings: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=versions)
+
+    def to_json(self) -> dict[str, Any]:
+        """As nested dictionaries, the format version included."""
+        return {"version": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], path: Path) -> CheckpointMeta:
+        """The content that `to_json` wrote.
+
+        Args:
+            path: of the checkpoint, for messages.
+
+        Raises:
+            SettingsError: it has another format version, or a value of another type.
+        """
+        version = values.get("version", 0)
+        if version != VERSION:
+            raise SettingsError(
+                f"{path} has checkpoint format {version}, and this clipstream reads format {VERSION}: resume it with "
+                f"the clipstream that wrote it, or start a new run from its weights with --pretrained local-dir:{path}"
+            )
+        try:
+            train = TrainState.from_json(values["train"])
+            return cls(train, values["settings"], values["versions"])
+        except (KeyError, ValueError) as error:
+            raise SettingsError(
+                f"{path / STATE} is not what clipstream wrote: {' '.join(str(error).split())}"
+            ) from error
+
+
+class SavedTowers(Protocol):
+    """The part of the towers that a checkpoint uses."""
+
+    clip: Any
+
+    def modules(self) -> Iterator[nn.Module]:
+        """As nn.Module.modules."""
+
+    def description(self) -> dict[str, bytes]:
+        """The files beside the weights, by name: configuration and tokenizer."""
+
+
+def moments(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The optimizer's state as tensors, named `INDEX OF THE PARAMETER.NAME`."""
+    state: dict[int, dict[str, torch.Tensor]] = optimizer.state_dict()["state"]
+    return {f"{index}.{name}": value for index, values in state.items() for name, value in values.items()}
+
+
+def groups(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """The optimizer's parameter groups, as metadata for a safetensors header."""
+    return {GROUPS: json.dumps(optimizer.state_dict()["param_groups"])}
+
+
+def serialize(value: Any) -> bytes:
+    """The bytes that torch.save writes for a value."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def write(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, TensorFile],
+    headers: Mapping[str, Mapping[str, str]],
+    others: Mapping[str, bytes],
+    after: int = 0,
+) -> Path:
+    """Write a checkpoint as a draft, flush it, and rename it; return its path.
+
+    Args:
+        folder: of checkpoints.
+        step: steps done.
+        tensors: tensors by file.
+        headers: metadata of the header by file.
+        others: content by file.
+        after: a serial used in a remote copy; this save's is larger.
+
+    Raises:
+        OSError: a file could not be written; the existing checkpoints are unchanged.
+    """
+    draft = store.begin(folder, store.folder_of(step), sum(file.nbytes() for file in tensors.values()))
+    content = {name: file.parts(headers.get(name, {})) for name, file in tensors.items()}
+    content |= {name: [data] for name, data in others.items()}
+    sizes, checksums = {}, {}
+    for name, parts in content.items():
+        path = draft / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sizes[name], checksums[name] = atomic_write.write(path, parts)
+    return store.commit(draft, store.Marker(store.next_serial(folder, after), step, sizes, checksums))
+
+
+def read_meta(checkpoint: Path) -> CheckpointMeta:
+    """The checkpoint's state.json.
+
+    Raises:
+        SettingsError: it has another format version.
+    """
+    return CheckpointMeta.from_json(json.loads((checkpoint / STATE).read_text(encoding="utf-8")), checkpoint)
+
+
+def load(checkpoint: Path, *, towers: SavedTowers, optimizer: torch.optim.Optimizer, world: World) -> TrainState:
+    """Load weights, optimizer and random states, on every rank; return the position of the run.
+
+    The optimizer's hyperparameters (betas, weight decay, …) stay those of the present settings. Random states are set
+    on ranks that the saving run had. No random numbers may be drawn between this and the first step.
+
+    Raises:
+        SettingsError: the checkpoint has another model, other trainable parameters, weights that are not finite, or
+            another format version.
+    """
+    state = read_meta(checkpoint).train
+    try:
+        present = towers.clip.state_dict()
+        # Each rank keeps only its part of sharded weights.
+        saved = finite(read(checkpoint / WEIGHTS), checkpoint / WEIGHTS)
+        weights = {name: shard_like(weight, present.get(name)) for name, weight in saved}
+        towers.clip.load_state_dict(weights)
+        numbers = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        optimizer.load_state_dict(_saved_moments(checkpoint, optimizer))
+        for group, own in zip(optimizer.param_groups, numbers, strict=True):
+            group.update(own)
+        states = torch.load(checkpoint / RANDOM, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise SettingsError(f"{checkpoint} cannot be read: {error}") from error
+    except pickle.UnpicklingError as error:  # torch's message advises to load it without checks
+        text = f"a pickle in {checkpoint} is damaged or holds more than tensors; nothing in it was run"
+        raise SettingsError(f"{text}: take another checkpoint") from error
+    except (RuntimeError, ValueError, KeyError, SafetensorError) as error:
+        message = " ".join(str(error).split())
+        if len(message) > MISMATCH_SHOWN:
+            message = f"{message[:MISMATCH_SHOWN]} …"
+        raise SettingsError(f"{checkpoint} does not fit this run's model and optimiser: {message}") from error
+    if world.rank < len(states):
+        set_random_state(states[world.rank], world.device)
+    return state
+
+
+def _saved_moments(checkpoint: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The saved state of the optimizer, sharded as its parameters are."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for key, value in read(checkpoint / OPTIMIZER):
+        number, _, name = key.partition(".")
+        index = int(number)
+        like = parameters[index] if value.ndim and index < len(parameters) else None
+        part = shard_like(value, like)
+        # A tensor that is read maps its file, whose disk space would stay in use until the run ends.
+        state.setdefault(index, {})[name] = part.clone() if part is value else part
+    return {"state": state, "param_groups": json.loads(metadata(checkpoint / OPTIMIZER)[GROUPS])}

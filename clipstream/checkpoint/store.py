@@ -1,0 +1,326 @@
+"""The folder of checkpoints: which are whole, newest and best, and which are kept. Imports no torch.
+
+    checkpoints/step_00000100/   whole if its COMPLETE lists files that exist with these sizes
+    checkpoints/latest, best     names of checkpoints
+
+A new checkpoint's folder has the suffix `.tmp` until its files are complete and flushed. It is then renamed, and only
+after that the one that it replaces is removed: a crash at any moment leaves a whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.utils import atomic_write
+from clipstream.utils.logs import logger
+
+MARKER, LATEST, BEST = "COMPLETE", "latest", "best"
+NAME = re.compile(r"step_(\d{8})(\.old)?")  # .old: moved aside for a new save of the same step
+DRAFT, ASIDE = ".tmp", ".old"
+
+
+@dataclass(frozen=True)
+class Marker:
+    """Content of COMPLETE.
+
+    Attributes:
+        serial: number of the save in its folder, which orders checkpoints: after a resume from an older one, the same
+            steps are saved again.
+        step: steps done.
+        sizes: bytes by file.
+        checksums: checksum by file.
+    """
+
+    serial: int
+    step: int
+    sizes: Mapping[str, int]
+    checksums: Mapping[str, str]
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Marker | None:
+        """The marker in a text; None if it is incomplete, as after a crash."""
+        try:
+            values = json.loads(text)
+            sizes = {str(name): int(size) for name, size in values["files"].items()}
+            return cls(int(values["serial"]), int(values["step"]), sizes, dict(values.get("checksums", {})))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    def to_json(self) -> bytes:
+        """The text that `from_json` reads."""
+        values = {"serial": self.serial, "step": self.step, "files": self.sizes, "checksums": self.checksums}
+        return json.dumps(values).encode()
+
+
+@dataclass(frozen=True)
+class Best:
+    """Content of the file `best`: the checkpoint of the best evaluation so far.
+
+    Attributes:
+        name: of its folder.
+        metric: EVALUATOR/METRIC.
+        value: of the metric.
+        serial: of the checkpoint, because the same step may be saved again.
+    """
+
+    name: str
+    metric: str
+    value: float
+    serial: int
+
+    @classmethod
+    def from_text(cls, text: str) -> Best | None:
+        """The content of a text; None if it is incomplete."""
+        name, _, rest = text.partition("\n")
+        try:
+            values = json.loads(rest)
+            return cls(name, str(values["metric"]), float(values["value"]), int(values["serial"]))
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def to_text(self) -> bytes:
+        """The text that `from_text` reads: the first line is the name alone, for people and scripts."""
+        values = {"metric": self.metric, "value": self.value, "serial": self.serial}
+        return f"{self.name}\n{json.dumps(values)}\n".encode()
+
+
+def folder_of(step: int) -> str:
+    """The name of a step's checkpoint."""
+    return f"step_{step:08d}"
+
+
+def marker_of(checkpoint: Path) -> Marker | None:
+    """The marker of a checkpoint whose files have the right sizes; None for any other folder."""
+    try:
+        marker = Marker.from_json((checkpoint / MARKER).read_bytes())
+        whole = marker is not None and all(
+            (checkpoint / name).stat().st_size == size for name, size in marker.sizes.items()
+        )
+        return marker if whole else None
+    except OSError:
+        return None
+
+
+def fault(checkpoint: Path, files: Collection[str] | None = None) -> str | None:
+    """The damage of a checkpoint, whose files (all, or `files`) are read; None if there is none."""
+    marker = marker_of(checkpoint)
+    return "it is not whole" if marker is None else fault_by(marker, checkpoint, files)
+
+
+def fault_by(marker: Marker, folder: Path, files: Collection[str] | None = None) -> str | None:
+    """As `fault`, for a folder that has the marker's files in the right sizes."""
+    for name, checksum in marker.checksums.items():
+        if files is not None and name not in files:
+            continue
+        try:
+            found = atomic_write.checksum(folder / name)
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+        if found != checksum:
+            return f"{name} is not what was written"
+    return None
+
+
+def candidates(folder: Path) -> list[Path]:
+    """The folders named like a checkpoint."""
+    return [path for path in folder.iterdir() if NAME.fullmatch(path.name)] if folder.is_dir() else []
+
+
+def whole(folder: Path) -> list[Path]:
+    """The checkpoints whose files have the right sizes, newest first."""
+    found = [(marker.serial, path) for path in candidates(folder) if (marker := marker_of(path)) is not None]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def pointed(pointer: Path) -> Path | None:
+    """The checkpoint that a file `latest` or `best` names, whole or not."""
+    try:
+        name = pointer.read_text(encoding="utf-8").partition("\n")[0].strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    named = pointer.parent / name
+    aside = named.with_name(f"{name}{ASIDE}")  # after a crash during a second save of its step
+    return aside if aside.is_dir() and not named.is_dir() else named
+
+
+def newest(folder: Path, files: Collection[str] | None = None) -> Path | None:
+    """The newest checkpoint without a `fault`; damaged ones that are newer are named on stderr."""
+    found = whole(folder)
+    last = pointed(folder / LATEST)
+    faults = [(last, "it is not whole")] if last is not None and last not in found else []
+    taken = None
+    for path in found:
+        if (damage := fault(path, files)) is None:
+            taken = path
+            break
+        faults.append((path, damage))
+    for path, damage in faults:
+        instead = taken.name if taken else "none"
+        logger.warning(f"checkpoint {path} is damaged ({damage}); the one before is used: {instead}")
+    return taken
+
+
+def find(folder: Path, resume: str | None, files: Collection[str] | None = None) -> Path | None:
+    """The checkpoint to resume from.
+
+    Args:
+        folder: LOGS/NAME/checkpoints; it need not exist.
+        resume: 'latest' (there must be one), 'auto' (if there is one), the path of a checkpoint, of a file `latest` or
+            `best`, or of a run's folder (its newest), or None.
+        files: the files to be read, which must be intact; all by default.
+
+    Raises:
+        SettingsError: there is none, or the named one is incomplete or damaged.
+    """
+    if resume is None:
+        return None
+    if resume in ("latest", "auto"):
+        taken = newest(folder, files)
+        if taken is None and resume == "latest":
+            raise SettingsError(f"--resume latest: no whole checkpoint in {folder}; --resume auto starts without one")
+        if taken is None and (damaged := candidates(folder)):
+            raise SettingsError(
+                f"--resume auto: none of the checkpoints in {folder} is whole ({', '.join(p.name for p in damaged)}); "
+                "move them away to start a new run"
+            )
+        return taken
+    path = Path(resume)
+    if path.is_file():
+        path = pointed(path) or path
+    if NAME.fullmatch(path.name) or marker_of(path) is not None:
+        damage = fault(path, files)
+        if damage is None:
+            return path
+        if marker_of(path) is not None:
+            raise SettingsError(f"--resume {resume}: the checkpoint {path} is damaged: {damage}")
+    elif path.is_dir():
+        inner = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+        if (taken := newest(inner, files)) is not None:
+            return taken
+    raise SettingsError(f"--resume {resume}: no whole checkpoint there (a whole one has a file {MARKER})")
+
+
+def agree(find: Callable[[], Path | None], world: World) -> Path | None:
+    """The checkpoint that rank 0 finds, checked to be visible on every rank; every rank calls this.
+
+    Raises:
+        SettingsError: as `find`, or a rank does not see rank 0's checkpoint.
+    """
+    found: Path | None = world.on_main(find)
+    sees = world.gather_objects(found is None or marker_of(found) is not None)
+    if not all(sees):
+        raise SettingsError(
+            f"--resume: rank {sees.index(False)} does not see {found}, which rank 0 found: "
+            "the folder of the runs (--logs) must be shared by all nodes"
+        )
+    return found
+
+
+def begin(folder: Path, name: str, size: int) -> Path:
+    """An empty draft for a checkpoint of that name; drafts of dead processes are removed.
+
+    Args:
+        size: approximate bytes that will be written.
+
+    Raises:
+        OSError: the folder cannot be made, or the disk has less space: other files of the run would fail as well.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    clear(folder)
+    for path in candidates(folder):
+        if path.name.endswith(ASIDE) and not (plain := path.with_name(path.name.removesuffix(ASIDE))).exists():
+            path.rename(plain)  # a crash before the new one replaced it
+    if shutil.disk_usage(folder).free < size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+    draft = folder / f"{name}{DRAFT}"
+    draft.mkdir()
+    return draft
+
+
+def next_serial(folder: Path, after: int = 0) -> int:
+    """The number of the next save: larger than those in the folder, and than `after`."""
+    return max((after, *(marker.serial for path in candidates(folder) if (marker := marker_of(path))))) + 1
+
+
+def commit(draft: Path, marker: Marker) -> Path:
+    """Turn a draft, whose files are flushed, into the newest checkpoint, and return its path."""
+    atomic_write.write(draft / MARKER, [marker.to_json()])
+    for path in (*(p for p in draft.rglob("*") if p.is_dir()), draft):
+        atomic_write.flush(path)
+    folder, final = draft.parent, draft.with_name(draft.name.removesuffix(DRAFT))
+    aside = folder / f"{final.name}{ASIDE}"
+    if final.exists():
+        remove(aside)
+        final.rename(aside)
+    draft.rename(final)
+    atomic_write.flush(folder)
+    atomic_write.replace(folder / LATEST, f"{final.name}\n".encode())
+    remove(aside)
+    return final
+
+
+def best_of(folder: Path) -> Best | None:
+    """The best checkpoint so far; None also if its step was saved again since then.
+
+    The checkpoint need not be in this folder, e.g. after a resume from the remote copy.
+    """
+    try:
+        best = Best.from_text((folder / BEST).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return None
+    marker = None if best is None else marker_of(folder / best.name)
+    return None if best is None or (marker is not None and marker.serial != best.serial) else best
+
+
+def retained(serials: Mapping[str, int], *, last: int, every: int | None, best: str | None) -> set[str]:
+    """The names of the checkpoints to keep.
+
+    Args:
+        serials: number of the save by name, of the whole checkpoints.
+        last: number of the newest ones to keep.
+        every: keep the multiples of this step.
+        best: name of the best one, which is kept.
+    """
+    newest_first = sorted(serials, key=lambda name: serials[name], reverse=True)
+    stay = set(newest_first[:last])
+    for name in newest_first:
+        match = NAME.fullmatch(name)
+        if name == best or (every and match and int(match[1]) > 0 and int(match[1]) % every == 0):
+            stay.add(name)
+    return stay
+
+
+def prune(folder: Path, *, last: int, every: int | None, spared: Collection[str] = ()) -> None:
+    """Remove all but the `retained` checkpoints and those in `spared`; incomplete ones go as well."""
+    serials = {path.name: marker.serial for path in candidates(folder) if (marker := marker_of(path)) is not None}
+    best = best_of(folder)
+    stay = retained(serials, last=last, every=every, best=None if best is None else best.name)
+    for path in candidates(folder):
+        if path.name not in stay and path.name not in spared:
+            remove(path)
+
+
+def clear(folder: Path) -> None:
+    """Remove the drafts of dead processes."""
+    for draft in list(folder.glob(f"*{DRAFT}")):
+        remove(draft)
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint; its marker first, so that a partly deleted one does not count."""
+    if path.is_dir():
+        with contextlib.suppress(FileNotFoundError):
+            (path / MARKER).unlink()
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

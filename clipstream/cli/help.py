@@ -1,0 +1,340 @@
+"""The text of `--help`: everyday flags by theme, one section, or every setting with type, default and meaning.
+
+A class of settings that is used in several places (a source) is described in the first one; the others refer to it.
+Imports neither torch nor anything else that would delay `--help`.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from clipstream.config.flag_aliases import ALIASES, BY_FLAG, TOGETHER, FlagAlias
+from clipstream.config.schema import entries_of, kinds, section_of
+from clipstream.config.section import PluginSection, Section
+from clipstream.errors import SettingsError, did_you_mean
+
+_NAMES = {str: "TEXT", int: "INT", float: "NUMBER", bool: "true|false"}
+ALL = "all"
+SHORT_DEFAULT = 40  # characters of a default that the everyday flags show
+
+_INTRO = """\
+Settings come from the defaults, then each --config file in order, then flags; later ones win. Every key is a flag,
+--section.key VALUE or --section.key=VALUE; a key without a default is not set. A value is written as in YAML: 3, 1e-3,
+true, null, '[a, b]'. A flag given again replaces its earlier value. NAME stands for a name of your own, and
+--evals.NAME null removes an evaluator. ${NAME} in the name of a shard is that environment variable, looked up when it
+is used and never written down."""
+
+_SHORT_INTRO = """\
+Settings come from the defaults, then each --config file, then flags; later ones win. Every setting is a flag,
+--section.key VALUE; these are the everyday ones."""
+
+_PRINT_CONFIG = "print the settings that differ from the defaults, or all, as YAML for --config, and do nothing else"
+
+THEMES = {
+    "Training data": ("--train-data", "--data.sampling.mode", "--workers"),
+    "Captions and pictures": ("--caption-key", "--caption-json", "--image-key"),
+    "Model": ("--model", "--pretrained", "--tokenizer", "--force-image-size"),
+    "Batch": ("--data.global-batch-size", "--batch-size", "--accum-freq"),
+    "Length": ("--steps", "--epochs", "--train-num-samples"),
+    "Loss and optimizer": ("--siglip", "--lr", "--wd", "--warmup", "--lr-scheduler", "--grad-clip-norm"),
+    "Device and precision": ("--device", "--precision"),
+    "Speed and memory": ("--train.micro-batch-size", "--grad-checkpointing", "--torchcompile", "--train.parallel"),
+    "Evaluation": ("--val-data", "--val-frequency", "--imagenet-val", "--zeroshot-frequency"),
+    "Run": ("--name", "--logs", "--seed", "--log-every-n-steps"),
+    "Checkpoints": ("--save-frequency", "--checkpoint.keep-last", "--resume", "--remote-sync"),
+}
+
+
+@dataclass(frozen=True)
+class Verb:
+    """The help of a verb.
+
+    Attributes:
+        about: its purpose.
+        themes: keys of `THEMES` whose flags it uses.
+        arguments: positional arguments in its usage line.
+    """
+
+    about: str
+    themes: tuple[str, ...]
+    arguments: str = ""
+
+
+_READING = ("Training data", "Captions and pictures")
+VERBS = {
+    "train": Verb("Train a model, evaluate it, save it.", tuple(THEMES)),
+    "evaluate": Verb(
+        "Evaluate a checkpoint, the checkpoints of a run as they appear, or a pretrained model.",
+        ("Evaluation", "Captions and pictures", "Model", "Device and precision"),
+    ),
+    "bench": Verb(
+        "Measure how fast the shards are read here, by stage and number of workers.", (*_READING, "Model", "Batch")
+    ),
+    "stage": Verb(
+        "Copy the shards of a run's sources and evaluators into FOLDER, and say how the run reads them there.",
+        (*_READING, "Evaluation"),
+        "FOLDER ",
+    ),
+}
+
+
+def help_text(
+    root: type[Section],
+    verb: str,
+    topic: str = "",
+    own: Mapping[str, str] | None = None,
+    width: int | None = None,
+) -> str:
+    """The help of a verb.
+
+    Args:
+        root: the class of the whole tree.
+        verb: 'train', as in `python -m clipstream.train`.
+        topic: '' for the everyday flags, 'all' for every setting, or a section or key, such as 'data.sources'.
+        own: the verb's own flags -> their meanings.
+        width: columns; by default the terminal's, or 120.
+
+    Raises:
+        SettingsError: there is no such topic.
+    """
+    width = width or (min(shutil.get_terminal_size().columns, 140) if sys.stdout.isatty() else 120)
+    page = _Page(root, width)
+    if topic not in ("", ALL):
+        return "\n".join(page.topic(topic.removeprefix("--").strip(".").replace("-", "_"))) + "\n"
+    usage = f"usage: python -m clipstream.{verb} {VERBS[verb].arguments}[--config FILE]... [--section.key VALUE]..."
+    lines = [*page.wrapped(usage), "", *textwrap.wrap(VERBS[verb].about, width), ""]
+    if own:
+        lines += [f"Flags of {verb}", *(line for flag, text in own.items() for line in page.row(flag, text)), ""]
+    lines += page.everything() if topic == ALL else page.everyday(verb)
+    return "\n".join(lines) + "\n"
+
+
+@dataclass
+class _Page:
+    """Lines of help.
+
+    Attributes:
+        root: the class of the whole tree.
+        width: columns.
+        homes: class of settings -> prefix of the flags where it is described first.
+    """
+
+    root: type[Section]
+    width: int
+    homes: dict[type[Section], str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._find_homes(self.root, "--")
+
+    def _find_homes(self, section: type[Section], prefix: str) -> None:
+        for name, info in _all_fields(section).items():
+            inner, below, _ = _inner(info, prefix + name.replace("_", "-"))
+            if inner is not None and inner not in self.homes:
+                self.homes[inner] = below
+                self._find_homes(inner, below)
+
+    def everyday(self, verb: str) -> Iterator[str]:
+        """The flags of the verb's themes, and how to see more."""
+        yield from textwrap.wrap(_SHORT_INTRO, self.width)
+        yield from self.row("--config FILE", "settings in YAML; may be given several times")
+        for theme in VERBS[verb].themes:
+            yield from ("", theme)
+            for flag in THEMES[theme]:
+                if flag in BY_FLAG:
+                    yield from self.short(BY_FLAG[flag], default=True)
+                else:
+                    yield from self.place(flag.removeprefix("--").replace("-", "_"))
+        sections = ", ".join(self.root.model_fields)
+        yield from ("", "More")
+        text = f"the settings of a section ({sections}) or of a part of it, as data.sources or evals.zero_shot"
+        yield from self.row("--help SECTION", text)
+        yield from self.row("--help all", "every setting")
+        yield from self.row("--print-config [all]", _PRINT_CONFIG)
+
+    def everything(self) -> Iterator[str]:
+        """Short flags, then every key by section."""
+        yield from textwrap.wrap(_INTRO, self.width)
+        yield from ("", "Short flags", *self.row("--config FILE", "settings in YAML; may be given several times"))
+        yield from self.row("--print-config [all]", _PRINT_CONFIG)
+        for short in ALIASES:
+            yield from self.short(short)
+        for name in self.root.model_fields:
+            yield from ("", *self.topic(name, shorts=False))
+
+    def topic(self, path: str, *, shorts: bool = True) -> Iterator[str]:
+        """A section, a part of it, a type of a part, or a key.
+
+        Args:
+            path: dotted.
+            shorts: whether to list the short flags of its keys.
+
+        Raises:
+            SettingsError: nothing has this path.
+        """
+        flag = f"--{path.replace('_', '-')}"
+        if path not in self.root.model_fields and flag in BY_FLAG:
+            yield from self.short(BY_FLAG[flag])
+            return
+        place, section, prefix = self._found(path)
+        if section is None:
+            yield from self.place(place)
+            return
+        kind = next((name for name, cls in _types(section).items() if cls is section), None)
+        given = f" with {prefix}type {kind}" if kind else ""
+        yield from self.wrapped(f"{place}{given}: {_summary(section)}")
+        yield from self.fields({k: v for k, v in section.model_fields.items() if not (kind and k == "type")}, prefix)
+        if kind is None:
+            yield from self.types(section, prefix)
+        setting = [short for short in ALIASES if any(f"{_generic(key)}.".startswith(f"{place}.") for key in short.keys)]
+        if shorts and setting:
+            yield from ("", "Short flags", *(line for short in setting for line in self.short(short)))
+
+    def _found(self, path: str) -> tuple[str, type[Section] | None, str]:
+        """(the dotted path with NAME for users' names, the class at it or None for a key, prefix of its flags)."""
+        section: type[Section] | None = self.root
+        place, prefix, named = "", "--", False
+        for part in path.split("."):
+            if section is None:
+                raise SettingsError(f"--help {path}: {place} is a setting, and has no parts")
+            types, fields = _types(section), _all_fields(section)
+            if part in types:
+                section, named = types[part], False
+            elif named and (part == "NAME" or not types):
+                named = False
+            elif not named and part in fields:
+                place = f"{place}.{part}".strip(".")
+                section, prefix, named = _inner(fields[part], prefix + part.replace("_", "-"))
+                place += ".NAME" * named
+            else:
+                known = [*(() if named else fields), *types]
+                near = did_you_mean(part, known)
+                there = f"{place} has no {part!r}" if place else f"there is no section {part!r}"
+                raise SettingsError(f"--help {path}: {there}{near}; here are: {', '.join(known)}")
+        return place, section, prefix
+
+    def place(self, path: str) -> Iterator[str]:
+        """One key, given by its dotted path."""
+        above, _, name = path.rpartition(".")
+        _, section, prefix = self._found(above)
+        assert section is not None
+        yield from self.fields({name: _all_fields(section)[name]}, prefix)
+
+    def short(self, short: FlagAlias, *, default: bool = False) -> list[str]:
+        """A short flag with the keys that it sets, or with the default of the only key that it sets."""
+        note = f" [sets {', '.join(short.keys)}]"
+        if default:
+            same = short.convert is None and not short.switch and short.flag not in TOGETHER
+            place, _, name = _generic(short.keys[0]).rpartition(".")
+            section = self._found(place)[1] if same and place else None
+            note = "" if section is None else _default(_all_fields(section)[name])
+            note = note if note.startswith(" [default") and len(note) < SHORT_DEFAULT else ""
+        return self.row(f"{short.flag} {short.value}".rstrip(), f"{short.meaning}{note}")
+
+    def fields(self, fields: Mapping[str, FieldInfo], prefix: str) -> Iterator[str]:
+        """Keys with type, meaning and default; the keys of a section are listed where its class is used first."""
+        for name, info in fields.items():
+            flag = prefix + name.replace("_", "-")
+            inner, below, _ = _inner(info, flag)
+            meaning = info.description or (_summary(inner) if inner else "")
+            if inner is None:
+                yield from self.row(f"{flag} {_kind(info.annotation)}", f"{meaning}{_default(info)}".strip())
+            elif self.homes[inner] != below:
+                yield from self.row(f"{below}KEY", f"{meaning}: the same keys as {self.homes[inner]}KEY")
+            else:
+                yield from self.wrapped(f"  {flag}: {meaning}")
+                yield from self.fields(inner.model_fields, below)
+                yield from self.types(inner, below)
+
+    def types(self, section: type[Section], prefix: str) -> Iterator[str]:
+        """The keys that only some types of a part have."""
+        described: dict[str, str | None] = {}
+        for kind, cls in _types(section).items():
+            own = {name: info for name, info in cls.model_fields.items() if name not in section.model_fields}
+            again = [name for name, info in own.items() if described.get(name) == (info.description or "")]
+            also = f" Also {', '.join(again)}." if again else ""
+            yield from self.wrapped(f"  with {prefix}type {kind}: {_summary(cls)}{also}")
+            yield from self.fields({name: info for name, info in own.items() if name not in again}, prefix)
+            described |= {name: info.description or "" for name, info in own.items()}
+
+    def row(self, head: str, text: str) -> list[str]:
+        """A flag, and its meaning in a second column; below the flag if this is long."""
+        column = min(34, self.width * 2 // 5 - 1)
+        first = f"  {head}"
+        body = textwrap.wrap(text, self.width - column, break_on_hyphens=False) or [""]
+        if len(first) < column - 1:
+            first, body = f"{first:<{column}}{body[0]}".rstrip(), body[1:]
+        return [first, *(f"{'':<{column}}{line}" for line in body)]
+
+    def wrapped(self, text: str) -> list[str]:
+        """A paragraph."""
+        return textwrap.wrap(text, self.width, subsequent_indent="    ", break_on_hyphens=False)
+
+
+def _inner(info: FieldInfo, flag: str) -> tuple[type[Section] | None, str, bool]:
+    """(class of the settings in a field or None, prefix of their flags, whether the field is a mapping of names)."""
+    section, entries = section_of(info.annotation), section_of(entries_of(info.annotation))
+    return section or entries, f"{flag}." if section else f"{flag}.NAME.", section is None and entries is not None
+
+
+def _types(section: type[Section]) -> dict[str, type[PluginSection]]:
+    if not issubclass(section, PluginSection):
+        return {}
+    return {} if set(section.builtin.values()) == {section} else section.builtin
+
+
+def _all_fields(section: type[Section]) -> dict[str, FieldInfo]:
+    """The fields of a class and of its types."""
+    found: dict[str, FieldInfo] = {}
+    for cls in (*reversed(_types(section).values()), section):
+        found |= cls.model_fields
+    return {**section.model_fields, **found}
+
+
+def _generic(key: str) -> str:
+    """A short flag's key, with NAME for the name of a source or evaluator."""
+    return re.sub(r"^(data\.sources|evals)\.\w+", r"\1.NAME", key)
+
+
+def _summary(section: type[Section]) -> str:
+    return " ".join((section.__doc__ or "").split("\n\n")[0].split())
+
+
+def _default(info: FieldInfo) -> str:
+    if info.is_required():
+        return " [required]"
+    value: Any = info.get_default(call_default_factory=True)
+    if value is None or value is PydanticUndefined or value == []:
+        return ""
+    shown = f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, bool):
+        shown = shown.lower()
+    elif isinstance(value, tuple | list):
+        shown = f"[{', '.join(f'{item:.4g}' if isinstance(item, float) else str(item) for item in value)}]"
+    return f" [default {shown}]"
+
+
+def _kind(annotation: Any) -> str:
+    """The form of a value: INT, 'auto|INT', 'TEXT|[TEXT, ...]'."""
+    names: list[str] = []
+    for kind in kinds(annotation):
+        if kind is NoneType:
+            continue
+        if get_origin(kind) is Literal:
+            names += [str(choice) for choice in get_args(kind)]
+        elif get_origin(kind) is tuple:
+            names.append(f"[{', '.join(_kind(item) for item in get_args(kind))}]")
+        elif get_origin(kind) is list:
+            names.append(f"[{_kind(get_args(kind)[0])}, ...]")
+        else:
+            names.append(_NAMES.get(kind, "VALUE"))
+    return "|".join(names)

@@ -1,0 +1,165 @@
+"""The console script, and the start and end of every verb: help, settings, errors on stderr, exit code.
+
+Imports no torch: a verb does so once its settings are valid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import io
+import itertools
+import os
+import resource
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+
+from clipstream import __version__
+from clipstream.cli.help import help_text
+from clipstream.config.print_config import print_config, take_flag
+from clipstream.config.settings import Settings, load
+from clipstream.distributed.world import World
+from clipstream.errors import ClipstreamError, SettingsError, Stopped, did_you_mean
+from clipstream.utils import early_signals
+from clipstream.utils.early_signals import INTERRUPTED
+from clipstream.utils.escape import printable, printable_lines
+from clipstream.utils.logs import on_terminal, set_level
+
+VERBS = {
+    "train": "train a model, evaluate it, save it",
+    "evaluate": "evaluate a checkpoint",
+    "check": "look into a data set: what would be used and dropped",
+    "index": "note what each shard holds, for exact epochs",
+    "bench": "measure how fast shards are read here, by stage and number of workers",
+    "stage": "copy shards to this machine ahead of a run",
+    "compare": "show runs side by side in one HTML file",
+}
+
+
+def load_or_help(verb: str, argv: Sequence[str]) -> Settings | None:
+    """The settings of a verb, or None for --help or --print-config, which have been handled.
+
+    Raises:
+        SettingsError: as `load`, or as `show_help`.
+    """
+    if show_help(verb, argv):
+        return None
+    every, argv = take_flag(argv)
+    settings = load(argv)
+    set_level(settings.log.level)
+    if every is None:
+        return settings
+    print_config(settings, verb, every)
+    return None
+
+
+def show_help(verb: str, argv: Sequence[str], own: Mapping[str, str] | None = None) -> bool:
+    """Print help for `--help`, `--help all` or `--help SECTION`, and return whether one of them was given.
+
+    Args:
+        own: the verb's own flags -> their meanings.
+
+    Raises:
+        SettingsError: there is no such section.
+    """
+    for flag, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
+        name, equals, topic = flag.partition("=")
+        if name in ("--help", "-h"):
+            topic = topic if equals or following.startswith("-") else following
+            sys.stdout.write(help_text(Settings, verb, topic, own))
+            return True
+    return False
+
+
+def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None) -> int:
+    """Run a verb and return its exit code.
+
+    A `ClipstreamError` is printed to stderr as `error: …`, with the rank if there are several, and with a traceback
+    only if `run.debug` is set; `Stopped` is printed without `error:`. Any other exception is a bug and is not caught.
+
+    Args:
+        main: the verb: command line without the program's name -> exit code.
+        argv: that command line; by default the process's.
+    """
+    _allow_open_files()
+    code = _run(main, list(sys.argv[1:] if argv is None else argv))
+    early_signals.end(code)
+    return code
+
+
+def _allow_open_files() -> None:
+    """Raise the soft limit of open files to the hard one: each lane keeps shards open, and 1,024 files are few."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(ValueError, OSError):  # macOS refuses an infinite one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _run(main: Callable[[list[str]], int], argv: list[str]) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):  # file names may be unprintable
+        sys.stdout.reconfigure(errors="backslashreplace")
+    rank = _rank()
+    prefix = "" if rank is None else f"[rank {rank}] "
+    try:
+        early_signals.begin()
+        with on_terminal(rank):
+            code = main(argv)
+        sys.stdout.flush()
+        return code
+    except ClipstreamError as error:
+        if _debug(argv):
+            print(printable_lines(traceback.format_exc(), 1 << 20), file=sys.stderr)
+        what = "" if isinstance(error, Stopped) else "error: "
+        print(printable_lines(f"{prefix}{what}{error}"), file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"{prefix}interrupted", file=sys.stderr, flush=True)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`| head`) has gone; discard what is still buffered for stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        text = f"no file or folder can have the name {printable(error.filename, 60)}: {error.strerror}"
+        print(f"{prefix}error: {text}", file=sys.stderr, flush=True)
+        return SettingsError.exit_code
+
+
+def _rank() -> int | None:
+    """This process's rank where there are several."""
+    try:
+        world = World.from_env()
+    except SettingsError:
+        return None
+    return world.rank if world.size > 1 else None
+
+
+def _debug(argv: Sequence[str]) -> bool:
+    """Whether `run.debug` is set; if the settings are invalid, whether its flag is given."""
+    try:
+        return load(argv).run.debug
+    except ClipstreamError:
+        flags = [token for token in argv if token.split("=")[0] == "--run.debug"]
+        return bool(flags) and flags[-1] != "--run.debug=false"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script: `clipstream VERB …` is the same as `python -m clipstream.VERB …`."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("--help", "-h", "help"):
+        rows = [f"  {verb:<10}{meaning}" for verb, meaning in VERBS.items()]
+        print("usage: clipstream VERB …", "", *rows, "", "clipstream VERB --help says more.", sep="\n")
+        return 0 if argv else SettingsError.exit_code
+    verb, *rest = argv
+    if verb == "--version":
+        print(f"clipstream {__version__}")
+        return 0
+    if verb not in VERBS:
+        near = did_you_mean(verb, VERBS) or f"; the verbs are {', '.join(VERBS)}"
+        print(f"error: there is no verb {verb!r}{near}", file=sys.stderr)
+        return SettingsError.exit_code
+    entry: Callable[[list[str]], int] = importlib.import_module(f"clipstream.{verb}").main
+    return entry(rest)

@@ -1,0 +1,7 @@
+"""Settings: the tree of sections, and its construction from YAML files and flags.
+
+A command line and YAML files enter; a frozen `Settings` leaves, or a `SettingsError` with the place of each mistake.
+The class of a section is defined beside the code that uses it (`data.settings`, `training.settings`, …) and has the
+rules about that section; `validate` has the rules that span sections. `section` has the base classes, and `plugins`
+imports a user's own classes. Nothing here imports torch.
+"""

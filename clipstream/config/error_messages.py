@@ -1,0 +1,157 @@
+"""Error messages about settings: pydantic's errors as sentences, each with file and line, or flag, and a suggestion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from typing import Any, get_args, get_origin
+
+from pydantic import ValidationError
+
+from clipstream.config.config_sources import Places
+from clipstream.config.schema import Path, Tree, annotation_at, below, child, chosen, dotted, kinds, leaves, section_of
+from clipstream.config.section import PluginSection, Section
+from clipstream.errors import did_you_mean
+
+RENAMED = {"tail": "remainder", "starving": "data_stall_warning"}  # former names of keys
+_EXPECTED = {
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing_size": "a smaller number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "string_too_short": "text that is not empty",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a mapping of names",
+    "model_type": "a mapping of keys",
+    "model_attributes_type": "a mapping of keys",
+}
+_LIMITS = {
+    "greater_than": ("gt", "a number above"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "a number below"),
+    "less_than_equal": ("le", "at most"),
+}
+
+
+def format_problem(places: Places, path: Path, text: str) -> str:
+    """One line: the place of a setting, its key, and `text`."""
+    return _line(places.written(path), dotted(path), text)
+
+
+def _line(place: str, key: str, text: str) -> str:
+    if not place or (place.startswith("--") and place.removeprefix("--").replace("-", "_") == key.replace("-", "_")):
+        return f"{place or key}: {text}"
+    return f"{place}: {key}: {text}"
+
+
+def format_errors(root: type[Section], tree: Tree, error: ValidationError, places: Places) -> list[str]:
+    """One line for each error about `tree`, in the order of the tree's sections."""
+    found: dict[Path, list[Any]] = {}
+    for one in error.errors(include_url=False):
+        found.setdefault(_path(root, tree, one["loc"], one["type"]), []).append(one)
+    lines = []
+    for path, findings in found.items():
+        where, text = _sentence(root, tree, path, findings)
+        # A missing key is not the fault of flags that set other keys of the same section.
+        missing = any(one["type"] == "missing" for one in findings)
+        lines.append(_line(places.written(where) if missing else places.of(where), dotted(where), text))
+    return lines
+
+
+def _path(root: type[Section], tree: Any, loc: Sequence[str | int], kind: str) -> Path:
+    """The path in the tree of a pydantic `loc`, which also has the names of union members in it."""
+    annotation: Any = root
+    path: Path = ()
+    for part in loc:
+        step = None if annotation is None else child(annotation, tree, part)
+        known = (isinstance(tree, Mapping) and part in tree) or (isinstance(tree, list) and isinstance(part, int))
+        if step is None and not known:
+            continue
+        if isinstance(part, int) and kind == "missing":
+            break  # a list that is too short: the error is the list's, not the missing item's
+        path, annotation, tree = (*path, part), step, below(tree, part)
+    return path
+
+
+def _sentence(root: type[Section], tree: Tree, path: Path, findings: Sequence[Any]) -> tuple[Path, str]:
+    """(path of the wrong setting, message), for pydantic's errors about `path`."""
+    by_type = {one["type"]: one for one in findings}
+    if "extra_forbidden" in by_type:
+        return path, _unknown_key(root, tree, path)
+    annotation, value = annotation_at(root, tree, path), _value(tree, path)
+    for kind in kinds(annotation) if isinstance(value, list) and annotation is not None else ():
+        if get_origin(kind) is tuple and Ellipsis not in get_args(kind) and len(value) != len(get_args(kind)):
+            return path, f"expected {len(get_args(kind))} values, not {len(value)}"
+    if "missing" in by_type:
+        if path == ("data", "sources", "train", "shards"):
+            return path, (
+                "missing: the short flags for data set the source named 'train'; give --train-data SHARDS, "
+                "or name the source that you mean: --data.sources.NAME.KEY"
+            )
+        return path, "missing: this key has no default"
+    if "value_error" in by_type:
+        text, section = str(by_type["value_error"]["ctx"]["error"]), section_of(annotation)
+        if (
+            section is not None
+            and issubclass(section, PluginSection)
+            and isinstance(value, Mapping)
+            and "type" in value
+        ):
+            name = str(value["type"])
+            if chosen(section, {"type": name}) is section and name not in section.builtin:
+                return (*path, "type"), text + did_you_mean(name, section.builtin)
+        return path, text
+    text = (
+        {None: "null", True: "true", False: "false"}.get(value, "") if isinstance(value, bool | None) else repr(value)
+    )
+    shown = text if len(text) <= 80 else f"{text[:77]}..."
+    if by_type.keys() == {"literal_error"}:
+        options = [str(choice) for kind in kinds(annotation) for choice in get_args(kind)] if annotation else []
+        choices = [choice for one in findings for choice in options or [str(one["ctx"]["expected"])]]
+        if len(choices) > 1 or len(findings) > 1:
+            return path, f"{shown} is not one of {', '.join(choices)}{did_you_mean(str(value), choices)}"
+    wanted = []
+    for one in findings:
+        if (kind := one["type"]) in _LIMITS:
+            key, words = _LIMITS[kind]
+            wanted.append(f"{words} {one['ctx'][key]:g}")
+        elif kind == "literal_error":
+            wanted.append(str(one["ctx"]["expected"]))
+        elif kind in _EXPECTED or len(findings) > 1:
+            wanted.append(_EXPECTED.get(kind) or str(one["msg"]))
+        else:
+            return path, f"{one['msg'][0].lower()}{one['msg'][1:]}"
+    return path, f"expected {' or '.join(dict.fromkeys(wanted))}, not {shown}"
+
+
+def _unknown_key(root: type[Section], tree: Tree, path: Path) -> str:
+    """The message about a key that its section does not have, with the keys that may be meant."""
+    value, annotation, name = _value(tree, path[:-1]), annotation_at(root, tree, path[:-1]), str(path[-1])
+    section = section_of(annotation) if annotation is not None else None
+    known = list(chosen(section, value).model_fields) if section is not None else []
+    if near := did_you_mean(RENAMED[name] if RENAMED.get(name) in known else name, known):
+        return f"there is no such key{near}"
+    if section is not None and issubclass(section, PluginSection):
+        types = [kind for kind, cls in section.builtin.items() if name in cls.model_fields]
+        if types:
+            return f"a key of type {' or '.join(types)} only: set the type as well"
+    if elsewhere := " or ".join(f"'{key}'" for key, _ in leaves(root) if key.rpartition(".")[2] == name):
+        return f"there is no such key; did you mean {elsewhere}?"
+    kind = f" of type {value['type']}" if isinstance(value, Mapping) and isinstance(value.get("type"), str) else ""
+    return f"there is no such key; here are{kind}: {', '.join(known)}"
+
+
+def _value(tree: Any, path: Path) -> Any:
+    return reduce(below, path, tree)
+
+
+def enumerate_words(problems: Iterable[str]) -> str:
+    """All problems as one message, in which each line starts with 'error: ' when it is printed."""
+    return "\nerror: ".join(dict.fromkeys(problems))

@@ -1,0 +1,108 @@
+"""Plug-ins: imports the object that 'package.module:Name' names, and describes the errors it raises."""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from clipstream.errors import ClipstreamError
+from clipstream.utils.escape import printable_lines
+from clipstream.utils.logs import logger
+
+_OURS = os.path.dirname(os.path.dirname(__file__))
+_printed = mmap.mmap(-1, 1)  # shared with forked workers: whether a traceback was printed
+
+
+def raised(part: str, error: BaseException) -> str:
+    """A plug-in's exception with file and line. The first traceback of a process and its workers is also printed.
+
+    Args:
+        part: the plug-in's name in messages.
+    """
+    if not _printed[0]:
+        _printed[0] = 1
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+        logger.warning(f"{part} raised, for the first time:\n{printable_lines(''.join(lines))}")
+    if isinstance(error, SyntaxError):  # it has no frame of its own
+        return f"{type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(_OURS)]
+    return f"{error!r}" + (f" at {os.path.basename(theirs[-1].filename)}:{theirs[-1].lineno}" if theirs else "")
+
+
+def is_plugin(text: str) -> bool:
+    """Whether a text has the form 'package.module:Name'."""
+    return re.fullmatch(r"[\w.]+:[\w.]+", text) is not None
+
+
+def load_plugin(path: str) -> Any:
+    """Import the object that `package.module:Name` names, also from the current folder.
+
+    Raises:
+        ValueError: the path has no colon, the module does not import, or has no such name.
+    """
+    module_name, colon, name = path.partition(":")
+    if not colon or not module_name or not name:
+        raise ValueError(f"{path!r} is not of the form 'package.module:Name'")
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:  # whatever the import of the module raises
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent and f"{module_name}.".startswith(f"{absent}."):
+            what = f"there is no module {absent!r}"
+        else:
+            what = raised(f"the import of {module_name}", error)
+        raise ValueError(f"cannot import {module_name!r} for {path!r}: {what}") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"module {module_name!r} has no {name!r}")
+        found = getattr(found, part)
+    return found
+
+
+def make_plugin(path: str, *arguments: object) -> Any:
+    """Construct the class that `package.module:Name` names with its settings, and what else its kind takes.
+
+    Raises:
+        ValueError: as `load_plugin`, or the class raised.
+        ClipstreamError: as the class raised it.
+    """
+    make = load_plugin(path)
+    try:
+        return make(*arguments)
+    except ClipstreamError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{path} cannot be made of its settings: {raised(path, error)}") from error
+
+
+def not_trusted(folder: object, error: Exception) -> str | None:
+    """The message where transformers refuses to run the code in a tokenizer's folder; None for other errors."""
+    if "trust_remote_code" not in str(error):
+        return None
+    return (
+        f"the tokenizer in {folder} is Python code of its own (auto_map), and none of it was run: read it, and if you "
+        "trust it, set --tokenizer.trust-remote-code true"
+    )
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """As `load_plugin`, for a function.
+
+    Raises:
+        ValueError: also where the object is not callable.
+    """
+    found: Any = load_plugin(path)
+    if not callable(found):
+        raise ValueError(f"{path} is no function")
+    function: Callable[..., Any] = found
+    return function

@@ -1,0 +1,300 @@
+"""The tree of all settings: how it is loaded, resolved, compared between ranks and written as YAML.
+
+A command line enters; a frozen `Settings` leaves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import yaml
+from pydantic import Field, PrivateAttr, SerializeAsAny, ValidationError
+
+from clipstream.config.config_sources import Dumper, Places, merged, yaml_layer
+from clipstream.config.error_messages import enumerate_words, format_errors, format_problem
+from clipstream.config.flags import flag_layer, split
+from clipstream.config.portable import portable
+from clipstream.config.schema import Path, annotation_at, kinds
+from clipstream.config.section import Section
+from clipstream.data.settings import DataSettings, TokenizerSettings
+from clipstream.data.shard_url import has_secret, redact
+from clipstream.distributed.settings import RunSettings
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.evals.settings import EvalSettings
+from clipstream.losses.settings import LossSettings
+from clipstream.models.settings import ModelSettings
+from clipstream.report.settings import LogSettings
+from clipstream.training.optim import OptimSettings, ScheduleSettings
+from clipstream.training.optim.schedules import ConstCooldown
+from clipstream.training.settings import CheckpointSettings, TrainSettings
+
+if TYPE_CHECKING:
+    from clipstream.data.order.epochs import EpochPlan
+    from clipstream.data.sources.source import Source
+
+DIFFERENCES = 5  # between ranks, in the message
+OF_A_NODE = re.compile(
+    r"run\.(device|threads|debug)|model\.cache_dir|data\.(cache|cache_gib)|data\.sources\..*\.(shards|folder)"
+)
+
+
+class Settings(Section):
+    """All settings of a run."""
+
+    run: RunSettings = Field(default_factory=RunSettings)
+    model: ModelSettings = Field(default_factory=ModelSettings)
+    tokenizer: SerializeAsAny[TokenizerSettings] = Field(
+        default_factory=lambda: TokenizerSettings.model_validate({"type": "model"})
+    )
+    data: DataSettings = Field(default_factory=DataSettings)
+    loss: SerializeAsAny[LossSettings] = Field(default_factory=lambda: LossSettings.model_validate({"type": "auto"}))
+    optim: SerializeAsAny[OptimSettings] = Field(default_factory=lambda: OptimSettings.model_validate({}))
+    schedule: SerializeAsAny[ScheduleSettings] = Field(default_factory=lambda: ScheduleSettings.model_validate({}))
+    train: TrainSettings = Field(default_factory=TrainSettings)
+    checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
+    evals: dict[str, SerializeAsAny[EvalSettings]] = Field(default_factory=dict, description="evaluators by name")
+    log: LogSettings = Field(default_factory=LogSettings)
+
+    _places: Places = PrivateAttr(default_factory=Places)
+    _epoch_from_data: bool = PrivateAttr(default=False)  # whether the data determined `train.epoch_samples`
+    _epochs: EpochPlan | None = PrivateAttr(default=None)
+
+    @property
+    def places(self) -> Places:
+        """Where each setting was written."""
+        return self._places
+
+    @property
+    def epochs(self) -> EpochPlan | None:
+        """The epochs of the mode `indexed`, once they are known (see `with_known_epoch`)."""
+        return self._epochs
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run, from steps, samples or epochs.
+
+        Raises:
+            SettingsError: none of them is set.
+        """
+        return self.train.total_steps(self.data.steps_for)
+
+    @property
+    def run_folder(self) -> FilePath:
+        """LOGS/NAME, once the name is known.
+
+        Raises:
+            SettingsError: the run has no name yet (see `resolve`).
+        """
+        if self.run.name is None:
+            raise SettingsError("run.name: the run has no name yet: give --name")
+        return FilePath(self.run.logs) / self.run.name
+
+
+def load(argv: Sequence[str], *, ranks: int | None = None, trains: bool = True) -> Settings:
+    """The settings of a command line: defaults, then each `--config` file in order, then flags.
+
+    Args:
+        argv: the command line without the program's name and the verb's own flags.
+        ranks: processes of the run, for `--batch-size`; the launcher's unless given.
+        trains: whether there is a source to train on; if not, flags such as `--caption-json` describe --val-data.
+
+    Raises:
+        SettingsError: with one line for each mistake, which starts with file and line or the flag.
+    """
+    problems: list[str] = []
+    configs, given = split(argv, problems)
+    files = [yaml_layer(file, problems) for file in configs]
+    ranks = World.from_env().size if ranks is None else ranks
+    layers = [*files, flag_layer(Settings, given, files, ranks, problems, trains=trains)]
+    places = Places(tuple(reversed(layers)))
+    tree = merged(Settings, layers)
+    # Flags without a value whose key is no switch; unknown keys are reported as such below.
+    annotations = [(path, annotation_at(Settings, tree, path)) for path in sorted(layers[-1].bare, key=str)]
+    bare = [path for path, annotation in annotations if annotation is not None and bool not in kinds(annotation)]
+    problems += [f"{places.of(path)}: needs a value" for path in bare]
+    try:
+        settings = Settings.model_validate(tree)
+    except ValidationError as error:
+        said = {places.of(path) for path in bare}
+        lines = format_errors(Settings, tree, error, places)
+        problems += [line for line in lines if line.partition(":")[0] not in said]
+    if problems:
+        raise SettingsError(enumerate_words(problems))
+    settings._places = places
+    return settings
+
+
+def with_known_epoch(settings: Settings) -> Settings:
+    """The settings with the samples of an epoch, if a setting depends on them and the data determine them.
+
+    In the mode `indexed` the data always do: an epoch is a whole number of batches, `data.sampling.remainder` included.
+
+    Raises:
+        SettingsError: a source's shards cannot be listed; or the mode is `indexed`, and their numbers of samples are
+            not known.
+        DataError: a manifest cannot be read.
+    """
+    train, epochs = settings.train, None
+    if settings.data.sampling.mode == "indexed" and settings.data.sources:
+        from clipstream.data.order_plan import epoch_plan
+
+        if train.epoch_samples is not None:
+            text = "the mode 'indexed' knows how long an epoch is: leave it out"
+            raise SettingsError(format_problem(settings.places, ("train", "epoch_samples"), text))
+        epochs = epoch_plan(settings.data, list(open_sources(settings).values()))
+        samples = epochs.steps * settings.data.global_batch_size
+    else:
+        needed = train.epochs is not None or any(section.every_epochs for _, section in cadences(settings))
+        counts = [] if not needed or train.epoch_samples else [one.samples for one in open_sources(settings).values()]
+        if not counts or None in counts:
+            return settings
+        samples = sum(count or 0 for count in counts)
+    known = settings.model_copy(update={"train": train.model_copy(update={"epoch_samples": samples})})
+    known._epoch_from_data, known._epochs = True, epochs
+    return known
+
+
+def by_key(settings: Settings) -> dict[str, object]:
+    """The value of every dotted key, JSON-able."""
+
+    def below(prefix: str, tree: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(tree, dict) and tree:
+            for key, value in tree.items():
+                yield from below(f"{prefix}.{key}", value)
+        else:
+            yield prefix[1:], tree
+
+    text = json.dumps(settings.model_dump(mode="json"))
+    return dict(below("", json.loads(text, parse_constant=str)))  # JSON has no infinity
+
+
+def shown(value: Any) -> str:
+    """A setting's value for messages."""
+    return redact(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+
+
+def require_equal(settings: Settings, world: World) -> None:
+    """Check that all ranks have the same settings, except those that may differ between nodes. Collective.
+
+    The paths of shards may differ; their names are compared when the data order is known.
+
+    Raises:
+        SettingsError: they differ; names the keys and both values.
+    """
+    own = {key: value for key, value in by_key(settings).items() if not OF_A_NODE.fullmatch(key)}
+    digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+    digests = world.gather_objects(digest)
+    if len(set(digests)) == 1:
+        return
+    trees = world.gather_objects(own)
+    other = next(rank for rank, found in enumerate(digests) if found != digests[0])
+    first, second = ({key: shown(value) for key, value in trees[rank].items()} for rank in (0, other))
+    different = [
+        f"{key} is {first.get(key, 'absent')} on rank 0 and {second.get(key, 'absent')} on rank {other}"
+        for key in dict.fromkeys((*first, *second))
+        if first.get(key) != second.get(key)
+    ]
+    more = f", and {len(different) - DIFFERENCES} more" * (len(different) > DIFFERENCES)
+    raise SettingsError(
+        f"the ranks have different settings: {', '.join(different[:DIFFERENCES])}{more}; start all of them with the "
+        "same command line and files"
+    )
+
+
+Cadence = TypeVar("Cadence", CheckpointSettings, EvalSettings)
+
+
+def cadences(settings: Settings) -> list[tuple[Path, CheckpointSettings | EvalSettings]]:
+    """The sections with an interval in steps or epochs (`every`, `every_epochs`), with their paths."""
+    return [(("checkpoint",), settings.checkpoint), *((("evals", name), e) for name, e in settings.evals.items())]
+
+
+def _in_steps(section: Cadence, settings: Settings) -> Cadence:
+    """The section with its interval in steps, at least one."""
+    if section.every_epochs is None:
+        return section
+    epoch = (settings.train.epoch_samples or 0) / settings.data.global_batch_size
+    return section.model_copy(update={"every": max(1, round(section.every_epochs * epoch)), "every_epochs": None})
+
+
+def resolve(settings: Settings, world: World) -> Settings:
+    """The settings with the run's name, `data.lanes` and intervals in steps fixed, the same on every rank.
+
+    `run.device`, `loss.type` and `log.progress` stay 'auto': they depend on the machine, the model and the terminal.
+    Collective where the run has no name: the ranks agree on the one that rank 0 gives.
+    """
+    name, lanes, train = settings.run.name, settings.data.lanes, settings.train
+    if name is None:
+        name = world.broadcast_object(_dated_name(settings) if world.is_main else None)
+    if lanes == "auto":
+        from clipstream.data.order.lanes import lanes_for
+
+        lanes = lanes_for(min(settings.data.batch_sizes))
+    schedule, checkpoint = settings.schedule, _in_steps(settings.checkpoint, settings)
+    if isinstance(schedule, ConstCooldown.Settings) and schedule.cooldown_epochs is not None:
+        cooldown = settings.data.steps_for(math.ceil(schedule.cooldown_epochs * (train.epoch_samples or 0)))
+        schedule = schedule.model_copy(update={"cooldown": cooldown, "cooldown_epochs": None})
+    if checkpoint.keep_best is None and train.early_stop.metric is not None:
+        # A run that ends because its evaluations get no better has had its best checkpoint before.
+        best = {"keep_best": train.early_stop.metric, "keep_best_by": train.early_stop.metric_by}
+        checkpoint = checkpoint.model_copy(update=best)
+    return settings.model_copy(
+        update={
+            "checkpoint": checkpoint,
+            "schedule": schedule,
+            "evals": {key: _in_steps(section, settings) for key, section in settings.evals.items()},
+            "run": settings.run.model_copy(update={"name": name}),
+            "data": settings.data.model_copy(update={"lanes": lanes}),
+        }
+    )
+
+
+def open_sources(settings: Settings) -> dict[str, Source]:
+    """The sources of training by name, sorted."""
+    from clipstream.data.sources.source import Source
+
+    data = settings.data
+    return {
+        name: Source(source, None, cache=data.cache, place=f"data.sources.{name}")
+        for name, source in sorted(data.sources.items())
+    }
+
+
+def _dated_name(settings: Settings) -> str:
+    """A name such as `2026_11_21-10_30_00-model_ViT-B-32-b_512`, with a number added if that folder exists."""
+    model = settings.model.name
+    model = FilePath(model).stem if model.endswith(".json") else re.sub(r"^[a-z-]+:", "", model)
+    model = re.sub(r"[^\w.-]+", "-", model).strip("-")
+    name = f"{datetime.now():%Y_%m_%d-%H_%M_%S}-model_{model}-b_{settings.data.global_batch_size}"
+    taken, number = name, 1
+    while (FilePath(settings.run.logs) / name).exists():
+        number += 1
+        name = f"{taken}-{number}"
+    return name
+
+
+def dump(settings: Settings) -> str:
+    """The settings as YAML that, given as `--config` in any folder, repeats the run.
+
+    `checkpoint.resume` and `resume_approximate` are left out, as they belong to this process and not to the run, and so
+    is an epoch's length that the data determined. `${NAME}` references stay.
+    """
+    exclude = {"checkpoint": {"resume", "resume_approximate"}}
+    tree = portable(settings).model_dump(mode="json", exclude=exclude)
+    if settings._epoch_from_data:
+        tree["train"]["epoch_samples"] = None
+    return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def secrets(settings: Settings) -> list[str]:
+    """The keys whose values contain a credential; references to the environment do not count."""
+    texts = {key: json.dumps(value, ensure_ascii=False) for key, value in by_key(settings).items()}
+    return [key for key, text in texts.items() if has_secret(text)]

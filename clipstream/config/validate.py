@@ -1,0 +1,249 @@
+"""Rules that span sections of the settings, and checks of the files, folders and addresses that settings name.
+
+Validated settings enter; nothing leaves, or a `SettingsError` with every mistake and where it was written. Rules within
+one section are that section's `conflicts`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path as FilePath
+
+from clipstream.checkpoint.remote_dir import RemoteDir
+from clipstream.checkpoint.run_lock import holds_a_run
+from clipstream.config.error_messages import enumerate_words, format_problem
+from clipstream.config.schema import Path
+from clipstream.config.settings import Settings, cadences
+from clipstream.data.shard_url import scheme_of
+from clipstream.data.sources.registry import expand
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.evals.prompts import OF_OPEN_CLIP, class_names, class_spec, prompt_templates, repeated, template_spec
+from clipstream.evals.settings import (
+    EvalSettings,
+    LabelledSettings,
+    PromptedSettings,
+    ZeroShotSettings,
+    eval_name,
+    sources_of,
+)
+from clipstream.training.optim.schedules import ConstCooldown
+from clipstream.utils.escape import printable
+from clipstream.utils.logs import logger
+
+Problems = Iterator[tuple[Path, str]]
+
+
+def validate_run(settings: Settings, world: World) -> None:
+    """Check the settings of a training run, before torch is imported and anything is written.
+
+    Every rank looks for an existing run folder: rank 0 must not make it before all of them have been here.
+
+    Raises:
+        SettingsError: with one line for each mistake.
+    """
+    _refuse(
+        settings,
+        *_length_problems(settings),
+        *_batch_problems(settings, world),
+        *_source_problems(settings),
+        *_eval_problems(settings),
+        *_checkpoint_problems(settings, world),
+    )
+    _warn_of_repeated_classes(settings, world)
+
+
+def validate_evals(settings: Settings, *, shown: bool) -> None:
+    """Check the settings of evaluators where nothing is trained, before torch is imported.
+
+    Args:
+        shown: whether a page shows pictures.
+
+    Raises:
+        SettingsError: with one line for each mistake.
+    """
+    _refuse(settings, *_eval_problems(settings, shown=shown))
+    _warn_of_repeated_classes(settings, World.from_env())
+
+
+def _refuse(settings: Settings, *found: tuple[Path, str]) -> None:
+    if found:
+        raise SettingsError(enumerate_words(format_problem(settings.places, path, text) for path, text in found))
+
+
+def _length_problems(settings: Settings) -> Problems:
+    """The run's length, and the settings in steps or epochs that depend on it."""
+    train, schedule, varies = settings.train, settings.schedule, bool(settings.data.batch_schedule)
+    if train.steps is train.samples is train.epochs is None:
+        yield ("train",), "nothing says how long to train: give --steps, --train.samples or --epochs"
+        return
+    if train.epochs is not None and train.epoch_samples is None:
+        text = "how many samples are an epoch? The data do not tell: give --train-num-samples, or --steps"
+        yield ("train", "epochs"), text
+        return
+    steps = settings.total_steps
+    if 0 < steps < schedule.warmup:
+        text = f"{schedule.warmup} steps of warm-up, but the run has {steps}: lower --warmup"
+        yield ("schedule", "warmup"), text
+    if late := [step for step, _ in settings.data.batch_schedule if step >= steps]:
+        yield ("data", "batch_schedule"), f"step {late[0]} is never reached: the run has {steps}"
+    in_epochs: list[tuple[Path, str]] = [
+        ((*path, "every_epochs"), "every") for path, section in cadences(settings) if section.every_epochs is not None
+    ]
+    if isinstance(schedule, ConstCooldown.Settings) and schedule.cooldown_epochs is not None:
+        in_epochs.append((("schedule", "cooldown_epochs"), "--schedule.cooldown"))
+    for path, key in in_epochs:
+        if train.epoch_samples is None:
+            yield path, "how many samples are an epoch? Give --train-num-samples"
+        elif varies:
+            yield path, f"an epoch has no fixed number of steps under data.batch_schedule: give {key}, in steps"
+    if schedule.min_lr > settings.optim.lr:
+        text = f"{schedule.min_lr:g} is above the peak, optim.lr {settings.optim.lr:g}"
+        yield ("schedule", "min_lr"), text
+
+
+def _batch_problems(settings: Settings, world: World) -> Problems:
+    """How batches and lanes are divided among ranks."""
+    from clipstream.data.order.lanes import lanes_for  # imports numpy, which --help must not wait for
+
+    data, micro = settings.data, settings.train.micro_batch_size
+    batch, largest = min(data.batch_sizes), max(data.batch_sizes)
+    by_rule = lanes_for(batch)
+    lanes = by_rule if data.lanes == "auto" else data.lanes
+    if batch < world.size:
+        key = "global_batch_size" if batch == data.global_batch_size else "batch_schedule"
+        yield ("data", key), f"{batch} samples cannot be shared by {world.size} ranks"
+    if data.lanes != "auto" and lanes > batch:
+        text = f"{lanes} lanes, but a global batch has {batch} samples: a lane needs one each step"
+        yield ("data", "lanes"), text
+    if lanes < world.size <= batch:
+        text = f"{lanes} lanes cannot be shared by {world.size} ranks: one each at least"
+        if data.lanes == "auto":
+            text = (
+                f"auto is {by_rule} lanes for a global batch of {batch}, which {world.size} ranks cannot share: give "
+                f"{world.size} or a multiple of it, or use fewer ranks"
+            )
+        yield ("data", "lanes"), text
+    if isinstance(micro, int) and micro > largest:
+        yield ("train", "micro_batch_size"), f"{micro} is more than the largest global batch, {largest}"
+    timeout, stall = settings.run.timeout, data.stall_timeout
+    if world.size > 1 and timeout <= stall:
+        text = f"{timeout:g} s end the run before data.stall_timeout, {stall:g} s, can say what is wrong: raise it"
+        yield ("run", "timeout"), text
+
+
+def _source_problems(settings: Settings) -> Problems:
+    """Shards of training and evaluation that cannot be listed."""
+    if not settings.data.sources:
+        text = "there is no data: give --train-data SHARDS, or --config configs/quickstart.yaml for a first look"
+        yield ("data", "sources"), text
+    read = [(("data", "sources", name), source, "") for name, source in settings.data.sources.items()]
+    for name, evaluator in settings.evals.items():
+        fetch = f"; fetch it: {evaluator.fetch}" if evaluator.fetch else ""
+        read += [(("evals", name, key), source, fetch) for key, source in sources_of(evaluator).items()]
+    for path, source, fetch in read:
+        try:
+            expand(source.shards, source.type, write=False)
+        except SettingsError as error:
+            yield (*path, "shards"), f"{error}{fetch}"
+
+
+def _eval_problems(settings: Settings, *, shown: bool = True) -> Problems:
+    """Evaluators without data, and class names and templates that cannot be read."""
+    for name, evaluator in settings.evals.items():
+        if evaluator.data is None and evaluator.reads and evaluator.type in EvalSettings.builtin:
+            text = f"the evaluator has no data: give --evals.{name}.data.shards, or remove it with --evals.{name} null"
+            yield ("evals", name), text
+        if shown and isinstance(evaluator, PromptedSettings) and evaluator.prompts and not settings.log.pictures:
+            text = "log.pictures is 0, so nothing is shown: raise it, or leave the prompts out"
+            yield ("evals", name, "prompts"), text
+        if not isinstance(evaluator, LabelledSettings):
+            continue
+        zero_shot = isinstance(evaluator, ZeroShotSettings)
+        read: dict[str, tuple[Callable[[], str | list[str] | None], Callable[..., object]]] = {
+            "classes": (partial(class_spec, evaluator), class_names)
+        }
+        if isinstance(evaluator, ZeroShotSettings):
+            read["templates"] = partial(template_spec, evaluator), prompt_templates
+        said: set[str] = set()  # names and templates may lack the same folder
+        for key, (spec, make) in read.items():
+            try:
+                given = spec()
+                if given is None and zero_shot:
+                    raise SettingsError("missing: the class names: a list, a file with one a line, or imagenet")
+                if given is not None and given not in OF_OPEN_CLIP:  # reading these imports torch
+                    make(given)
+            except SettingsError as error:
+                text = str(error).removeprefix(f"{key}: ")
+                if text not in said:
+                    said.add(text)
+                    yield ("evals", name, key), text
+
+
+def _warn_of_repeated_classes(settings: Settings, world: World) -> None:
+    """Warn on rank 0 about class names of the user's own that occur more than once."""
+    for name, evaluator in settings.evals.items() if world.is_main else ():
+        if not isinstance(evaluator, LabelledSettings) or evaluator.classes in (None, *OF_OPEN_CLIP):
+            continue
+        if twice := repeated(class_names(evaluator.classes or [])):
+            shown = ", ".join(printable(repr(one), 80) for one in twice[:5])
+            more = f" and {len(twice) - 5} more" if len(twice) > 5 else ""
+            text = f"given more than once: {shown}{more}; classes of one name cannot be told apart, give each its own"
+            problem = format_problem(settings.places, ("evals", name, "classes"), text)
+            logger.warning(f"{problem}")
+
+
+def _checkpoint_problems(settings: Settings, world: World) -> Problems:
+    """Metrics that no evaluator has, averaged weights that are not there, remote addresses, the run's folder."""
+    section, stop, name = settings.checkpoint, settings.train.early_stop, settings.run.name
+    evals = {eval_name(key, kind): key for key, evaluator in settings.evals.items() for kind in evaluator.kinds}
+    for path, metric in (
+        (("checkpoint", "keep_best"), section.best_by),
+        (("train", "early_stop", "metric"), stop.watched),
+    ):
+        if metric is not None and metric.evaluator not in evals:
+            there = ", ".join(evals) or "none"
+            text = f"there is no evaluator {metric.evaluator!r} (there is {there}): name one of them, as NAME/METRIC"
+            yield path, text
+    if stop.watched is not None and (watched := evals.get(stop.watched.evaluator)) is not None:
+        evaluator = settings.evals[watched]
+        if not evaluator.every and evaluator.every_epochs is None:
+            text = f"{stop.watched.evaluator} is evaluated at the end only: give --evals.{watched}.every as well"
+            yield ("train", "early_stop", "metric"), text
+    for key in (key for key, evaluator in settings.evals.items() if "averaged" in evaluator.kinds):
+        if settings.train.ema is None:
+            yield ("evals", key, "weights"), "there are no averaged weights: give --train.ema as well, as 0.9999"
+        if (called := eval_name(key, "averaged")) in settings.evals:
+            text = f"the evaluations of {key} with averaged weights are called so: take another name"
+            yield ("evals", called), text
+    resume = section.resume if section.resume not in ("latest", "auto") else None
+    for key, url in (("remote_sync", section.remote_sync), ("resume", resume)):
+        if url is not None and (key == "remote_sync" or scheme_of(url) is not None):
+            try:
+                RemoteDir(url, "")
+            except SettingsError as error:
+                yield ("checkpoint", key), str(error).removeprefix(": ")
+    # Rank 0 finds the checkpoint for all: others may have a disk of their own.
+    if resume is not None and scheme_of(resume) is None and world.is_main and not FilePath(resume).exists():
+        text = f"there is no {resume}: give a checkpoint's folder, latest (with --name) or auto"
+        yield ("checkpoint", "resume"), text
+    elif world.is_main and (why := _unusable(FilePath(settings.run.logs))):
+        yield ("run", "logs"), why
+    elif name is None and section.resume in ("latest", "auto"):
+        yield ("checkpoint", "resume"), f"{section.resume} of which run? Give its --name"
+    elif name is not None and section.resume is None and holds_a_run(folder := settings.run_folder):
+        text = f"{folder} exists: go on with it by --resume auto, or start another run by another --name"
+        yield ("run", "name"), text
+
+
+def _unusable(folder: FilePath) -> str | None:
+    """Why nothing can be written into a folder, which need not exist yet; None where it can."""
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:
+        return f"{printable(folder, 60)} cannot be a folder: {error.strerror}"
+    if not there.is_dir():
+        return f"{there} is no folder"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"the folder {there} cannot be written by this user"

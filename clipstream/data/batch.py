@@ -1,0 +1,93 @@
+"""Batch, the interface between data and models: one rank's part of a global batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's part of a global batch, n samples in lane order.
+
+    The tensors of a loader with `views=True` on the CPU are views of a buffer that it fills again: they are valid
+    until the next batch is asked for.
+
+    Attributes:
+        pixels: uint8 [n, 3, H, W], not normalised, channels_last in memory; None where `features` holds the images.
+        ids: int32 [n, T], token ids; or class ids [n, 1] of labelled data.
+        weights: float32 [n]; with weight 0 a sample does not count in loss, gradients and metrics.
+        keys: n strings 'SHARD_BASENAME/KEY', which name samples in logs; '' for padding.
+        sources: uint8 or int tensor [n], position of each sample's source in the sorted list of source names.
+        step: number of this batch in its run, from 0.
+        global_size: samples of the global batch over all ranks, B.
+        features: precomputed features of frozen towers by name, [n, D] each; empty for pixels.
+        pictures: int64 [n], checksums of the picture files, equal for the same picture; None if none were read.
+    """
+
+    pixels: torch.Tensor | None
+    ids: torch.Tensor
+    weights: torch.Tensor
+    keys: tuple[str, ...]
+    sources: torch.Tensor
+    step: int
+    global_size: int
+    features: dict[str, torch.Tensor] = field(default_factory=dict)
+    pictures: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The batch on a device, copied asynchronously if its memory is pinned."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def clone(self) -> Batch:
+        """A copy that shares no memory with the batch."""
+        return self._map(lambda tensor: tensor.clone())
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        return replace(
+            self,
+            pixels=None if self.pixels is None else function(self.pixels),
+            ids=function(self.ids),
+            weights=function(self.weights),
+            sources=function(self.sources),
+            features={name: function(tensor) for name, tensor in self.features.items()},
+            pictures=None if self.pictures is None else function(self.pictures),
+        )
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors of the batch."""
+        found = [self.pixels, self.ids, self.weights, self.sources, *self.features.values(), self.pictures]
+        return [tensor for tensor in found if tensor is not None]
+
+    def without_padding(self) -> Batch:
+        """The batch without its samples of weight 0."""
+        kept = self.weights > 0
+        if bool(kept.all()):
+            return self
+        keys = tuple(key for key, keep in zip(self.keys, kept.tolist(), strict=True) if keep)
+        return replace(self._map(lambda tensor: tensor[kept]), keys=keys)
+
+
+@dataclass(frozen=True)
+class ImageSpec:
+    """How a picture becomes the model's pixels before normalisation, in the terms of open_clip's preprocessing config.
+
+    Attributes:
+        size: (height, width) in pixels.
+        interpolation: 'bicubic' or 'bilinear'.
+        resize_mode: 'shortest' (then a centre crop), 'longest' (then padding) or 'squash'.
+        fill: value from 0 to 255 of padding in mode 'longest'.
+    """
+
+    size: tuple[int, int]
+    interpolation: str = "bicubic"
+    resize_mode: str = "shortest"
+    fill: int = 0

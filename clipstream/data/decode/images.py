@@ -1,0 +1,435 @@
+"""Pictures: every supported format decoded to uint8 pixels, and evaluation's preprocessing.
+
+A picture file enters, uint8 [H, W, 3] leaves. The size is checked in the header, transparency is laid on a background,
+16-bit greys are scaled to 8 bits, and EXIF orientation is applied where the settings ask for it. Of an animation the
+first frame counts. Colour profiles are ignored, as in open_clip. The pixels are not normalized (the model does that).
+`train_transform` has the random crop of training, which decodes JPEG and WebP faster (`read_header`, `decode`).
+"""
+
+from __future__ import annotations
+
+import io
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import simplejpeg
+from PIL import ExifTags, Image, UnidentifiedImageError
+
+from clipstream.config.plugins import make_plugin, raised
+from clipstream.data.batch import ImageSpec
+from clipstream.data.settings import ImageTransformSettings, rgb
+from clipstream.errors import Dropped, SettingsError
+
+if TYPE_CHECKING:
+    from clipstream.data.order.rng import SampleRNG
+
+
+MAX_PIXELS = 178_956_970  # from which Pillow refuses a picture as a decompression bomb (a quarter of 2 GiB of RGBX)
+# Not all formats of Pillow: its EPS reader, for example, starts a program. An MPO is opened as a JPEG.
+PLUGINS = {"JPEG": "Jpeg", "PNG": "Png", "WEBP": "WebP", "GIF": "Gif", "BMP": "Bmp", "TIFF": "Tiff"}
+PLUGINS |= {"AVIF": "Avif"} if find_spec("PIL._avif") else {}
+FORMATS = tuple(PLUGINS)
+Image.preinit()  # once, before the workers are forked
+for _name in PLUGINS.values():
+    import_module(f"PIL.{_name}ImagePlugin")
+
+Pixels = np.ndarray[Any, np.dtype[np.uint8]]
+Colour = tuple[int, int, int]
+
+FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+_WITH_ALPHA = frozenset(("RGBA", "LA", "PA", "RGBa", "La"))
+_TURNS = {  # EXIF 2.32, table 6: tag Orientation -> operation that makes the picture upright
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+class ImageTransform(Protocol):
+    """Makes the pixels of a picture file."""
+
+    def __call__(self, data: bytes, rng: SampleRNG | None, out: Pixels | None = None) -> Pixels:
+        """uint8 [H, W, 3]; written into `out` if given.
+
+        Args:
+            data: the file.
+            rng: random numbers of the sample; None in evaluation.
+
+        Raises:
+            Dropped: the picture cannot be used.
+        """
+        ...
+
+
+class PictureTransform(Protocol):
+    """A user's own image transform, constructed with its settings (`data.sources.X.image_transform`)."""
+
+    def __call__(self, picture: Image.Image, size: tuple[int, int], rng: SampleRNG | None) -> Pixels:
+        """The pixels that the model sees, before normalisation: uint8 [H, W, 3].
+
+        Args:
+            picture: decoded, in mode RGB, without transparency, upright unless `orientation` is `stored`.
+            size: (H, W) of the model.
+            rng: random numbers of the sample; None in evaluation, which must not depend on chance.
+
+        Raises:
+            Dropped: the picture is not wanted; the reason is a short name such as 'too_dark'.
+        """
+        ...
+
+
+class OwnImageTransform:
+    """An ImageTransform around a user's PictureTransform; its exceptions and wrong results drop the sample.
+
+    Args:
+        settings: with the class in `type`.
+        spec: of the model's pixels.
+        background: colour under transparent pixels, a name or #rrggbb.
+        upright: whether pictures are turned by their EXIF orientation.
+
+    Raises:
+        SettingsError: there is no such colour or class, or its construction failed.
+    """
+
+    def __init__(self, settings: ImageTransformSettings, spec: ImageSpec, background: str, upright: bool) -> None:
+        self._size, self._background, self._upright = spec.size, colour(background), upright
+        try:
+            self._transform: PictureTransform = make_plugin(settings.type, settings)
+        except (SettingsError, ValueError) as error:
+            raise SettingsError(f"image_transform: {error}") from error
+
+    def __call__(self, data: bytes, rng: SampleRNG | None, out: Pixels | None = None) -> Pixels:
+        """See ImageTransform.
+
+        Raises:
+            Dropped: `undecodable_image`, `image_too_large`, `image_transform_error`, or a reason of the user's own.
+        """
+        picture = opened(data)
+        orientation = orientation_of(picture) if self._upright else 1
+        picture = turned(opaque(loaded(picture), self._background), orientation)
+        try:
+            pixels = self._transform(picture if picture.mode == "RGB" else converted(picture), self._size, rng)
+        except Dropped:
+            raise
+        except Exception as error:
+            raise Dropped("image_transform_error", raised("the image transform", error)) from error
+        shape, dtype = getattr(pixels, "shape", None), getattr(pixels, "dtype", None)
+        if not isinstance(pixels, np.ndarray) or shape != (*self._size, 3) or dtype != np.uint8:
+            got = f"{type(pixels).__name__} {dtype or ''} {shape or ''}".strip()
+            raise Dropped("image_transform_error", f"it gave {got}, not an array uint8 {(*self._size, 3)}")
+        if out is None:
+            return np.ascontiguousarray(pixels)
+        out[...] = pixels
+        return out
+
+
+class EvalTransform:
+    """open_clip's evaluation transform, bit for bit, before ToTensor and Normalize.
+
+    The picture is resized before it is converted to RGB, which matters for palettes and CMYK. Two kinds of pictures
+    differ on purpose: open_clip drops an alpha channel and shows the pixels under it, and turns 16-bit grey white.
+    Source: open_clip 3.3.0, transform.py, image_transform(is_train=False).
+    """
+
+    def __init__(self, spec: ImageSpec, background: str, upright: bool = False) -> None:
+        """
+        Args:
+            spec: size and mode of the resize.
+            background: colour under transparent pixels, a name or #rrggbb.
+            upright: whether pictures are turned by their EXIF orientation, which open_clip does not.
+
+        Raises:
+            SettingsError: no such colour.
+        """
+        self.spec = spec
+        self.background = colour(background)
+        self.upright = upright
+
+    def __call__(self, data: bytes, rng: SampleRNG | None = None, out: Pixels | None = None) -> Pixels:
+        """See ImageTransform; `rng` is not used.
+
+        Raises:
+            Dropped: `undecodable_image` or `image_too_large`.
+        """
+        picture = opened(data)
+        orientation = orientation_of(picture) if self.upright else 1
+        picture = turned(opaque(loaded(picture), self.background), orientation)
+        height, width = _target(picture.size, self.spec)
+        if height * width > MAX_PIXELS:
+            raise Dropped("image_too_large", f"a strip of {picture.size[0]} x {picture.size[1]} pixels")
+        if picture.size != (width, height):
+            # open_clip ignores the filter in mode 'shortest' if the target is not square.
+            oblong = self.spec.resize_mode == "shortest" and self.spec.size[0] != self.spec.size[1]
+            picture = picture.resize((width, height), FILTERS["bicubic" if oblong else self.spec.interpolation])
+        fill = self.spec.fill if self.spec.resize_mode == "longest" else 0
+        return written(_centre(picture, self.spec.size, fill), out)
+
+
+def colour(name: str) -> Colour:
+    """The colour of a name or #rrggbb. Raises SettingsError."""
+    try:
+        return rgb(name)
+    except ValueError as error:
+        raise SettingsError(f"background: {error}") from error
+
+
+def opened(data: bytes) -> Image.Image:
+    """The picture with its header read and nothing decoded. Raises Dropped."""
+    try:
+        picture: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except Image.DecompressionBombError as error:
+        raise Dropped("image_too_large", str(error)) from error
+    except UnidentifiedImageError as error:
+        raise Dropped("undecodable_image", f"no picture: {len(data)} bytes that begin {bytes(data[:8])!r}") from error
+    except Exception as error:  # Pillow's readers raise nearly anything on broken files
+        raise Dropped("undecodable_image", repr(error)) from error
+    check_size(picture.size)
+    return picture
+
+
+def check_size(size: tuple[int, int]) -> None:
+    """Refuse pictures that would fill the memory.
+
+    Raises:
+        Dropped: `image_too_large`, or `undecodable_image` if it has no pixels.
+    """
+    width, height = size
+    if width * height > MAX_PIXELS:
+        raise Dropped("image_too_large", f"{width} x {height} pixels")
+    if width * height == 0:
+        raise Dropped("undecodable_image", f"{width} x {height} pixels")
+
+
+def check_shape(size: tuple[int, int], max_aspect: float) -> None:
+    """Refuse pictures that are too long and thin for a training crop. Raises Dropped."""
+    if max(size) > max_aspect * min(size):
+        raise Dropped("image_too_thin", f"{size[0]} x {size[1]} pixels")
+
+
+def orientation_of(picture: Image.Image) -> int:
+    """The EXIF orientation, 1 to 8; 1 if there is none that can be read."""
+    if "exif" not in picture.info or picture.format == "TIFF":  # Pillow turns TIFFs itself
+        return 1  # nearly all pictures of shards: nothing is parsed
+    try:
+        found = picture.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # the picture may be intact although the tag is damaged
+        return 1
+    return found if found in _TURNS else 1
+
+
+def turned(picture: Image.Image, orientation: int) -> Image.Image:
+    """The picture upright."""
+    return picture if orientation == 1 else picture.transpose(_TURNS[orientation])
+
+
+def loaded(picture: Image.Image) -> Image.Image:
+    """The picture, decoded. Raises Dropped."""
+    try:
+        picture.load()
+    except Exception as error:  # as in `opened`
+        raise Dropped("undecodable_image", repr(error)) from error
+    return picture
+
+
+def opaque(picture: Image.Image, background: Colour) -> Image.Image:
+    """The picture without transparency and with 8 bits per channel; unchanged if it is so already."""
+    if picture.mode == "I" or picture.mode.startswith("I;16"):
+        return Image.fromarray((np.clip(np.asarray(picture), 0, 65535) >> 8).astype(np.uint8))
+    if picture.mode not in _WITH_ALPHA and "transparency" not in picture.info:
+        return picture
+    if picture.mode != "RGBA":
+        picture = converted(picture, "RGBA")
+    ground = Image.new("RGB", picture.size, background)
+    ground.paste(picture, mask=picture)
+    return ground
+
+
+def is_smooth(picture: Image.Image) -> bool:
+    """Whether a loaded picture, once opaque, may be converted to RGB before it is resized, with the same result.
+
+    Not so for palettes and single bits, which Pillow resizes without a filter, nor for CMYK, which is not linear in
+    RGB.
+    """
+    grey = picture.mode in ("L", "I") or picture.mode.startswith("I;16")
+    return grey or picture.mode == "RGB" or picture.mode in _WITH_ALPHA or "transparency" in picture.info
+
+
+def converted(picture: Image.Image, mode: str = "RGB") -> Image.Image:
+    """The picture in another mode. Raises Dropped."""
+    try:
+        return picture.convert(mode)
+    except Exception as error:  # an invalid palette or transparency chunk
+        raise Dropped("undecodable_image", repr(error)) from error
+
+
+def _target(size: tuple[int, int], spec: ImageSpec) -> tuple[int, int]:
+    """(height, width) after the resize, before the crop or the padding; at least 1."""
+    width, height = size
+    goal_height, goal_width = spec.size
+    if spec.resize_mode == "squash":
+        return goal_height, goal_width
+    if spec.resize_mode == "shortest" and goal_height == goal_width:
+        # torchvision's Resize with one number: rounded down.
+        if width <= height:
+            return int(goal_height * height / width), goal_height
+        return goal_height, int(goal_height * width / height)
+    pick = min if spec.resize_mode == "shortest" else max
+    ratio = pick(height / goal_height, width / goal_width)
+    return max(1, round(height / ratio)), max(1, round(width / ratio))
+
+
+def _centre(picture: Image.Image, size: tuple[int, int], fill: int) -> Image.Image:
+    """The centre [H, W] of a picture, padded with `fill` (for a palette, an index) if the picture is smaller."""
+    height, width = size
+    # The start of the window in the picture; negative for padding, whose odd pixel is at the end.
+    left, top = (
+        round((have - want) / 2.0) if have >= want else -((want - have) // 2)
+        for have, want in zip(picture.size, (width, height), strict=True)
+    )
+    if picture.size[0] >= width and picture.size[1] >= height:
+        return picture.crop((left, top, left + width, top + height))
+    channels = len(picture.getbands())
+    canvas = Image.new(picture.mode, (width, height), fill if channels == 1 else (fill,) * channels)
+    palette = picture.getpalette()
+    if palette is not None:
+        canvas.putpalette(palette)
+    canvas.paste(picture, (-left, -top))
+    return canvas
+
+
+def written(picture: Image.Image, out: Pixels | None) -> Pixels:
+    """The picture's pixels, uint8 [H, W, 3], in `out` if given. Raises Dropped."""
+    if picture.mode != "RGB":
+        picture = converted(picture)
+    if out is None:
+        return np.array(picture)
+    out[...] = np.asarray(picture)
+    return out
+
+
+def eight_bits(picture: Image.Image, background: str | None) -> Image.Image:
+    """An opened picture, decoded, with 8 bits per channel: in mode RGB or L, or RGBA or LA if it has transparency.
+
+    Args:
+        background: colour under transparent pixels; None keeps the transparency.
+
+    Raises:
+        Dropped: `undecodable_image`.
+        SettingsError: no such colour.
+    """
+    picture = loaded(picture)
+    clear = picture.mode in _WITH_ALPHA or "transparency" in picture.info
+    if not clear or background is not None:
+        picture = opaque(picture, colour(background or "white"))
+        return picture if picture.mode in ("RGB", "L") else converted(picture, "L" if picture.mode == "1" else "RGB")
+    return picture if picture.mode in ("RGBA", "LA") else converted(picture, "RGBA")
+
+
+try:
+    from torchcodec.decoders import decode_webp
+except (ImportError, OSError, RuntimeError):  # not installed, too old, or built for another torch
+    decode_webp = None
+
+FACTORS = (8, 4, 2)  # scales at which libjpeg-turbo decodes fast
+_SPACES = frozenset(("YCbCr", "Gray", "RGB"))  # CMYK and YCCK are left to Pillow
+_EXIF = b"Exif\0\0"
+
+
+class Header(NamedTuple):
+    """The header of a picture file.
+
+    Attributes:
+        kind: 'jpeg', 'webp' or 'other'; 'other' is decoded by Pillow.
+        size: (width, height) as stored, in pixels.
+        orientation: by EXIF, 1 to 8; 1 if it is ignored.
+        scales: whether it can be decoded at a fraction of its size.
+        picture: the picture opened by Pillow, if that was needed.
+    """
+
+    kind: str
+    size: tuple[int, int]
+    orientation: int
+    scales: bool
+    picture: Image.Image | None = None
+
+
+def read_header(data: bytes, upright: bool) -> Header:
+    """The header of a picture file; no pixels are decoded.
+
+    Args:
+        data: a picture file.
+        upright: whether its orientation is read.
+
+    Raises:
+        Dropped: `undecodable_image` or `image_too_large`.
+    """
+    jpeg = _jpeg_size(data)
+    if jpeg is not None and not (upright and _has_exif(data)):
+        check_size(jpeg)
+        return Header("jpeg", jpeg, 1, True)
+    picture = opened(data)
+    orientation = orientation_of(picture) if upright else 1
+    if jpeg is not None:
+        return Header("jpeg", jpeg, orientation, True)
+    still = picture.format == "WEBP" and not getattr(picture, "is_animated", False)
+    kind = "webp" if still and decode_webp is not None else "other"
+    return Header(kind, picture.size, orientation, picture.format in ("JPEG", "MPO"), picture)
+
+
+def decode(data: bytes, header: Header, factor: int, background: Colour) -> Pixels:
+    """The pixels as stored, uint8 [ceil(h / factor), ceil(w / factor), c] with c = 1 (grey), 3, or 4 (with alpha).
+
+    Args:
+        data: the file.
+        header: from `read_header`.
+        factor: 1, or one of FACTORS if `header.scales`.
+        background: colour under transparent pixels in formats that are decoded without alpha.
+
+    Raises:
+        Dropped: `undecodable_image`.
+    """
+    width, height = header.size
+    try:
+        if header.kind == "jpeg":
+            least = {"min_height": -(-height // factor), "min_width": -(-width // factor)}
+            pixels: Pixels = simplejpeg.decode_jpeg(data, "RGB", fastupsample=True, **least)
+            return pixels
+        if header.kind == "webp":
+            pixels = decode_webp(data, mode="UNCHANGED").permute(1, 2, 0).numpy()
+            return pixels
+    except (ValueError, RuntimeError):
+        pass  # Pillow tolerates more, or gives a better error
+    picture = header.picture or opened(data)
+    if factor > 1:
+        picture.draft(picture.mode, (max(1, width // factor), max(1, height // factor)))
+    picture = opaque(loaded(picture), background)
+    return np.asarray(picture if picture.mode == "RGB" else converted(picture))
+
+
+def _has_exif(data: bytes) -> bool:
+    """Whether a JPEG has an EXIF segment before its pixels; searching all of a large file would cost 5% of decoding."""
+    at = 2
+    while (marker := data[at : at + 2]) != b"\xff\xda":  # start of the pixels
+        if marker[:1] != b"\xff" or len(marker) < 2:
+            return _EXIF in data  # not a valid sequence of segments
+        if marker == b"\xff\xe1" and data[at + 4 : at + 10] == _EXIF:
+            return True
+        at += 1 if marker == b"\xff\xff" else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    return False
+
+
+def _jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """(width, height) if the file is a JPEG that simplejpeg decodes."""
+    if data[:2] != b"\xff\xd8":
+        return None
+    try:
+        height, width, space, _ = simplejpeg.decode_jpeg_header(data)
+    except ValueError:
+        return None
+    return (width, height) if space in _SPACES else None

@@ -1,0 +1,292 @@
+"""Labels: what evaluators read from a sample in place of one caption (a label, several labels, all captions), and its
+ids.
+
+An extractor gives a text, as a caption extractor does, and the encoder that belongs to it makes ids of the text in the
+data workers.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from clipstream.data.decode.captions import (
+    JsonField,
+    RawSample,
+    build_caption,
+    member_of,
+    object_of,
+    split_keys,
+    text_of,
+    usable_text,
+)
+from clipstream.data.decode.tokenizers import Ids, Tokenizer
+from clipstream.data.json_path import ABSENT, parse_path, value_at
+from clipstream.data.settings import CaptionSettings
+from clipstream.errors import DataError, Dropped
+
+if TYPE_CHECKING:
+    from clipstream.data.order.rng import SampleRNG
+
+NUMPY = b"\x93NUMPY"  # first bytes of a .npy file
+NO_CAPTION = -1  # in the ids of missing captions
+
+
+class LabelField:
+    """The label of a sample for classification, as text: a number or the name of a class.
+
+    A CaptionExtractor; `LabelEncoder` makes class numbers of its texts.
+    """
+
+    def __init__(self, label: str) -> None:
+        """Args: label: suffixes of the member with the class (`cls`), or `json:PATH` into the JSON member."""
+        kind, colon, path = label.partition(":")
+        self._path = parse_path(path) if colon and kind.strip().lower() == "json" else None
+        self.members = ("json",) if self._path is not None else split_keys(label)
+
+    def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
+        """The label, stripped.
+
+        Raises:
+            Dropped: `no_label`, `json_invalid`, `json_not_object` or `caption_not_utf8`.
+        """
+        if self._path is None:
+            label = text_of(sample, self.members, "no_label")
+        else:
+            found = value_at(object_of(sample, self.members, "no_label"), self._path)
+            if isinstance(found, list):
+                raise Dropped("no_label", "it is a list: zero_shot takes several labels of a picture by labels: list")
+            label = _name(found)
+        if not label:
+            raise Dropped("no_label", "the label is empty, or neither a whole number nor text")
+        return label
+
+
+class LabelsField:
+    """All labels of a sample, as a JSON list: of names and numbers of classes, or of a 0 or 1 for each class.
+
+    They are in a list in the JSON member (`json:PATH`), in a text member as a JSON list or one per line, or in a `npy`
+    member. A sample with an empty list is usable, one without the member or field is not.
+    """
+
+    def __init__(self, label: str) -> None:
+        """Args: label: as for LabelField."""
+        one = LabelField(label)
+        self._path, self.members = one._path, one.members
+
+    def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
+        """The labels, as a JSON list.
+
+        Raises:
+            Dropped: `no_label`, `json_invalid`, `json_not_object` or `caption_not_utf8`.
+        """
+        if self._path is not None:
+            found = value_at(object_of(sample, self.members, "no_label"), self._path)
+        else:
+            found = self._in_member(sample)
+        if isinstance(found, (str, int)):
+            found = [found]
+        if not isinstance(found, list):
+            raise Dropped("no_label", "there is no list of labels")
+        labels = [int(x) if isinstance(x, (bool, float)) and float(x).is_integer() else _name(x) for x in found]
+        if "" in labels:
+            raise Dropped("no_label", "a label is empty, or neither a whole number nor text")
+        return json.dumps(labels)
+
+    def _in_member(self, sample: RawSample) -> Any:
+        value = member_of(sample, self.members)
+        if isinstance(value, bytes) and value.startswith(NUMPY):
+            try:
+                return np.load(io.BytesIO(value), allow_pickle=False).ravel().tolist()
+            except (ValueError, EOFError) as error:
+                raise Dropped("no_label", f"it is no array that numpy reads: {error}") from error
+        text = "" if value is ABSENT else text_of(sample, self.members, "no_label")
+        if not text.startswith("["):
+            return ABSENT if value is ABSENT else [line for line in text.splitlines() if line.strip()]
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise Dropped("json_invalid", str(error)) from error
+
+
+class CaptionsField:
+    """All captions of a sample, one per line: each line of a text, each string of a JSON list.
+
+    Line breaks within a JSON string become spaces. The captions of a user's own extractor are the lines of its text.
+    """
+
+    def __init__(self, settings: CaptionSettings) -> None:
+        """Args: settings: of the source's captions."""
+        self._caption = build_caption(settings)
+        self.members = self._caption.members
+
+    def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
+        """At least one line, none of them blank.
+
+        Raises:
+            Dropped: as the extractor of one caption.
+        """
+        if isinstance(self._caption, JsonField):
+            texts = [" ".join(text.splitlines()) for text in self._caption.every(sample)]
+        else:
+            texts = self._caption(sample, None).splitlines()
+        return "\n".join(usable_text(text) for text in texts if text.strip())
+
+
+class LabelEncoder:
+    """A tokenizer of labels: each becomes the number of its class, ids [n, 1].
+
+    A label is the number of a class, from 0, or its name, ignoring case; if names are numbers, labels are numbers.
+    """
+
+    context_length = 1
+
+    def __init__(self, classes: Sequence[str]) -> None:
+        self._classes = list(classes)
+        self._numbers: dict[str, list[int]] = {}
+        for number, name in enumerate(self._classes):
+            self._numbers.setdefault(name.strip().casefold(), []).append(number)
+        # With names such as 1, 2, 3 for the classes 0, 1, 2, a number out of range could be either.
+        self._numerals = any(name.strip().isdecimal() and int(name) < len(classes) for name in classes)
+        self.vocab_size = len(self._classes)
+
+    def index(self, label: str) -> int:
+        """The class's number.
+
+        Raises:
+            DataError: the label is no class, or the name of several.
+        """
+        label = label.strip()
+        if label.isdecimal() and int(label) < len(self._classes):
+            return int(label)
+        numbers = [] if label.isdecimal() and self._numerals else self._numbers.get(label.casefold(), [])
+        if len(numbers) == 1:
+            return numbers[0]
+        what = f"the name of {len(numbers)} classes" if numbers else "no class"
+        raise DataError(
+            f"label {label!r} is {what}: the {len(self._classes)} classes have numbers from 0, and names. Set the "
+            "evaluator's classes to those of the data, or its label to another member (cls) or field (json:PATH)"
+        )
+
+    def encode(self, texts: Sequence[str]) -> Ids:
+        """Labels to int32 [n, 1]."""
+        return np.array([self.index(text) for text in texts], dtype=np.int32).reshape(-1, 1)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The name of the class."""
+        return self._classes[int(ids[0])]
+
+
+class NumberEncoder:
+    """A tokenizer of labels that are whole numbers from 0, whose classes have no names: ids [n, 1]."""
+
+    context_length = 1
+    vocab_size = 2**31 - 1
+
+    def encode(self, texts: Sequence[str]) -> Ids:
+        """Labels to int32 [n, 1].
+
+        Raises:
+            DataError: a label is no such number.
+        """
+        for text in texts:
+            if not text.isdecimal() or int(text) >= self.vocab_size:
+                raise DataError(
+                    f"label {text!r} is no whole number: give the evaluator's classes, the names in the order of their "
+                    "numbers, or set its label to another member (cls) or field (json:PATH)"
+                )
+        return np.array([int(text) for text in texts], dtype=np.int32).reshape(-1, 1)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The number."""
+        return str(int(ids[0]))
+
+
+class LabelsEncoder:
+    """A tokenizer of the texts of `LabelsField`: a 0 or 1 for each of C classes, ids [n, C].
+
+    Args:
+        classes: their names.
+        multi_hot: whether the lists have a 0 or 1 for each class, instead of the labels that apply.
+    """
+
+    vocab_size = 2
+
+    def __init__(self, classes: Sequence[str], *, multi_hot: bool) -> None:
+        self._one = LabelEncoder(classes)
+        self._multi_hot = multi_hot
+        self.context_length = len(classes)
+
+    def encode(self, texts: Sequence[str]) -> Ids:
+        """Lists of labels to int32 [n, C].
+
+        Raises:
+            DataError: a label is no class, or a list does not have one number for each class.
+        """
+        ids = np.zeros((len(texts), self.context_length), dtype=np.int32)
+        for row, text in zip(ids, texts, strict=True):
+            labels = json.loads(text)
+            if not self._multi_hot:
+                row[[self._one.index(str(label)) for label in labels]] = 1
+            elif len(labels) == self.context_length and all(label in (0, 1, "0", "1") for label in labels):
+                row[:] = [int(label) for label in labels]
+            else:
+                raise DataError(
+                    f"labels {text[:60]} are no list of a 0 or 1 for each of the {self.context_length} classes: set "
+                    "the evaluator's classes to those of the data, or its labels to list"
+                )
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The names of the classes."""
+        return ", ".join(self._one.decode([number]) for number, there in enumerate(ids) if there)
+
+
+class CaptionsEncoder:
+    """A tokenizer of the texts of `CaptionsField`: the ids of each caption, ids [n, most · T].
+
+    If a sample has fewer captions than `most`, the remaining ids are NO_CAPTION.
+
+    Args:
+        tokenizer: of one caption, T ids.
+        most: limit of the captions of a sample.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, most: int) -> None:
+        self._tokenizer, self._most = tokenizer, most
+        self.context_length = most * tokenizer.context_length
+        self.vocab_size = tokenizer.vocab_size
+
+    def encode(self, texts: Sequence[str]) -> Ids:
+        """Texts with one caption per line to int32 [n, most · T].
+
+        Raises:
+            DataError: a sample has more captions.
+        """
+        lines = [text.split("\n") for text in texts]
+        ids = np.full((len(texts), self._most, self._tokenizer.context_length), NO_CAPTION, dtype=np.int32)
+        places = [(row, column) for row, captions in enumerate(lines) for column in range(len(captions))]
+        longest = max(map(len, lines), default=0)
+        if longest > self._most:
+            raise DataError(
+                f"a picture has {longest} captions, and there is room for {self._most}: raise the evaluator's "
+                "max_captions"
+            )
+        if places:
+            rows, columns = zip(*places, strict=True)
+            ids[list(rows), list(columns)] = self._tokenizer.encode([text for captions in lines for text in captions])
+        return ids.reshape(len(texts), self.context_length)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The first caption."""
+        return self._tokenizer.decode(ids[: self._tokenizer.context_length])
+
+
+def _name(value: Any) -> str:
+    """A JSON value as a label; '' if it is none. True and false are no labels."""
+    is_label = isinstance(value, (str, int)) and not isinstance(value, bool)
+    return str(value).strip() if is_label else ""

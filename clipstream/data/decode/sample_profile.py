@@ -1,0 +1,469 @@
+"""Profiles of samples: member suffixes, JSON fields with examples, and the flags that would read them.
+
+Raw samples enter, advice for people leaves. Pictures are not decoded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import yaml
+
+from clipstream.data.decode.captions import split_keys
+from clipstream.data.json_path import Each, Steps, filter_of, parse_path, step_of
+from clipstream.data.settings import CaptionSettings, JsonCaption, TextCaption
+from clipstream.data.tar import PACKING, UNPACKING
+from clipstream.utils.escape import printable
+
+MAX_FIELDS = 500  # a JSON member whose names are ids would otherwise fill the memory
+MAX_SUFFIXES = 5000
+MAX_LEAVES = 2000  # values of one JSON member that are looked at
+MAX_JSON = 1 << 24  # bytes of a JSON member that is looked into
+DEPTH = 8  # levels of a JSON member that are looked into
+SHORT_FLAGS = "data.sources.train"  # the source that --caption-key and the like set
+EXAMPLE_CHARS = 60
+NAME_CHARS = 200  # of a field that is suggested
+KEPT = 32  # different texts of a field that are kept
+KEPT_CHARS = 120  # of each
+FILTERS = 12  # different values of a field by which the elements of a list are told apart, at most
+CAPTION_NAMES = ("caption", "captions", "text", "texts", "description", "title", "alt", "prompt", "cap", "txt")
+NOT_CAPTIONS = (
+    *("url", "uri", "key", "id", "uid", "uuid", "status", "error", "error_message", "license", "exif"),
+    *("sha256", "md5", "hash", "filename", "file", "path", "lang", "language", "locale"),
+)
+# One word that is a code of a language, has digits or signs, or is very long: an id, a hash, a path, a URL.
+_CODE = re.compile(r"[a-z]{2}(-[A-Za-z]{2,4})?|(?=.*[\d_=/\\@:])[!-~]+|[!-~]{25,}")
+_WORD = re.compile(r"[^\W\d_]{2,}")
+NO_TEXT = "no member and no JSON field holds text that looks like a caption"
+_UNDOTTED = r"s,\.\([^./]*\.\),_\1,g"  # of neighbouring dots every second one: twice
+RENAMING = f"{UNPACKING.removesuffix('&& ')}--transform='{_UNDOTTED};{_UNDOTTED}' && {PACKING}"
+
+
+@dataclass
+class Field:
+    """A text member, or a field of JSON members.
+
+    Attributes:
+        samples: number of samples that have it.
+        type: of its first value that is not null.
+        example: that value, shortened; several if one sample has several.
+        most: largest number of values in one sample, for a field in a list.
+        count: number of texts over all samples.
+        texts: the first different texts, shortened, with their counts.
+        member: suffix of the JSON member that holds the field.
+        path: of the field in it; '' for the whole member.
+    """
+
+    samples: int
+    type: str
+    example: str
+    most: int = 1
+    count: int = 0
+    texts: Counter[str] = field(default_factory=Counter)
+    member: str = "json"
+    path: str = ""
+
+    def add(self, text: str) -> None:
+        """Count a text."""
+        self.count += 1
+        text = text[:KEPT_CHARS]
+        if text in self.texts or len(self.texts) < KEPT:
+            self.texts[text] += 1
+
+    def merge(self, other: Field) -> None:
+        """Add the counts of another. A field that was null takes the type of the first other value."""
+        if self.type == "null":
+            self.type, self.example = other.type, other.example
+        self.samples += other.samples
+        self.most = max(self.most, other.most)
+        self.count += other.count
+        for text, count in other.texts.items():
+            if text in self.texts or len(self.texts) < KEPT:
+                self.texts[text] += count
+
+    @property
+    def kind(self) -> str:
+        """The type in words."""
+        return self.type if self.most == 1 else f"{self.type}, up to {self.most} a sample"
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether (nearly) all texts are the same few."""
+        return self.count >= 20 and len(self.texts) < KEPT and len(self.texts) <= max(1, self.count // 50)
+
+    @property
+    def language(self) -> float:
+        """Score from 0 to 1: how much the texts look like language and differ from each other."""
+        kept = self.texts.total()
+        if not kept:
+            return 0.0
+        likeness = sum(count * _language(text) for text, count in self.texts.items()) / kept
+        return likeness * (0.5 + 0.5 * len(self.texts) / min(self.count, KEPT))
+
+
+class Profile:
+    """Counts of the members and JSON fields of a source's samples. Picklable, and of bounded size.
+
+    Attributes:
+        samples: number of samples added.
+        suffixes: samples by member suffix.
+        images: samples by suffix of the members whose bytes begin as a picture.
+        texts: by suffix, the members that are readable text.
+        json_fields: by path into the member `json`; of another JSON member, `SUFFIX:path`.
+    """
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.suffixes: Counter[str] = Counter()
+        self.images: Counter[str] = Counter()
+        self.texts: dict[str, Field] = {}
+        self.json_fields: dict[str, Field] = {}
+
+    def add(self, sample: Mapping[str, Any]) -> None:
+        """Count one raw sample, suffix -> bytes; keys with `__` are ignored."""
+        self.samples += 1
+        for name, data in sample.items():
+            if name.startswith("__") or not isinstance(data, (bytes, bytearray, memoryview)):
+                continue
+            suffix = name.lower()
+            if suffix in self.suffixes or len(self.suffixes) < MAX_SUFFIXES:
+                self.suffixes[suffix] += 1
+            head = bytes(data[:512])
+            if _is_image(head):
+                self.images[suffix] += 1
+            elif suffix.rpartition(".")[2] == "json":
+                self._add_json(suffix, bytes(data))
+            elif text := _readable(head):
+                if suffix not in self.texts and len(self.texts) < MAX_FIELDS:
+                    self.texts[suffix] = Field(0, "str", _short(text))
+                if member := self.texts.get(suffix):
+                    member.samples += 1
+                    member.add(text)
+
+    def merge(self, other: Profile) -> None:
+        """Add another profile's counts to this one; the first example of each field stays."""
+        self.samples += other.samples
+        self.suffixes.update(other.suffixes)
+        self.images.update(other.images)
+        for suffix, member in other.texts.items():
+            _count(self.texts, suffix, member)
+        for path, inner in other.json_fields.items():
+            _count(self.json_fields, path, inner)
+
+    def suggestion(self, image_key: str, caption: CaptionSettings | None, place: str = SHORT_FLAGS) -> list[str]:
+        """The flags that would read these samples, best guess first; only those that differ from the settings.
+
+        Args:
+            place: key of the settings where the source stands.
+        """
+        flags = []
+        if not any(self.suffixes[suffix] for suffix in split_keys(image_key)):
+            dotted = self._dotted()
+            known = [suffix for suffix, _ in self.images.most_common() if suffix not in dotted and _nameable(suffix)]
+            flags += [_image_flag(suffix, place) for suffix in known[:1]]
+        if caption is not None and not self._caption_found(caption):
+            flags += self.captions(caption, place)[:1]
+        return flags
+
+    def advice(self, image_key: str, caption: CaptionSettings | None, place: str = SHORT_FLAGS) -> str:
+        """Lines for a user whose source gives nothing usable: what was seen, what is missing, the flag to use.
+
+        Args:
+            caption: None where no caption is read, but a label.
+            place: key of the settings where the source stands.
+        """
+        lines = self.summary()
+        wanted = split_keys(image_key)
+        if not any(self.suffixes[suffix] for suffix in wanted):
+            lines.append(f"no sample has an image member named {' or '.join(wanted)} (--image-key)")
+        missing = caption is not None and not self._caption_found(caption)
+        if caption is None:
+            lines.append(f"the label is named by --{place.removesuffix('.data')}.label: a member, or json:PATH")
+        elif missing:
+            lines.append(_caption_missing(caption))
+        if note := self.dots_in_keys():
+            lines.append(note)
+        if flags := self.suggestion(image_key, caption, place):
+            lines.append(f"use {' '.join(flags)}")
+        if caption is not None and missing:
+            others = [flag for flag in self.captions(caption, place) if flag not in flags]
+            if others:
+                lines.append(f"other members and fields with text: {', '.join(others[:5])}")
+            elif not flags:
+                lines.append(NO_TEXT)
+        return "\n".join(lines)
+
+    def summary(self) -> list[str]:
+        """Two lines: suffixes with counts, and JSON fields with counts, types and examples."""
+        if not self.samples:
+            return ["no sample was found in the shards"]
+        seen = ", ".join(f"{printable(suffix, 60)} ({count:,})" for suffix, count in self.suffixes.most_common(20))
+        rest = len(self.suffixes) - 20
+        more = f" and {rest:,} more" if rest > 0 else ""
+        lines = [f"members seen in {self.samples:,} samples: {seen or 'none'}{more}"]
+        if self.json_fields:
+            ranked = sorted(self.json_fields.items(), key=lambda item: -item[1].samples)
+            fields = ", ".join(
+                f"{printable(path, 60)} ({f.samples:,}, {f.kind}, e.g. {f.example})" for path, f in ranked[:15]
+            )
+            more = f" and {len(ranked) - 15:,} more" if len(ranked) > 15 else ""
+            lines.append(f"JSON fields seen: {fields}{more}")
+        return lines
+
+    def captions(self, caption: CaptionSettings, place: str = SHORT_FLAGS) -> list[str]:
+        """Flags for every member or field that looks like a caption, likeliest first.
+
+        Ranked by name; fields that repeat the same few texts come last, and those that do not look like language
+        (codes, hashes, URLs, numbers) are left out. If the settings read JSON already, JSON fields named like captions
+        come before text members.
+        """
+        text_rank = 15 if isinstance(caption, JsonCaption) else 0
+        ranked: list[tuple[tuple[Any, ...], str]] = []
+        dotted = {suffix.rpartition(".")[0] for suffix in self._dotted()}
+        for suffix, member in self.texts.items():
+            if suffix.rpartition(".")[0] in dotted:  # the text of one picture of several
+                continue
+            if member.language and suffix != "cls" and self.suffixes[suffix] * 2 >= self.samples and _nameable(suffix):
+                rank = 0 if suffix in ("txt", "text", "caption") else 2 if suffix.startswith("caption") else 12
+                key = (member.is_constant, rank + text_rank, 0, -member.language, -member.samples)
+                ranked.append((key, _text_flag(suffix, place)))
+        for found in self.json_fields.values():
+            path = found.path
+            if found.type not in ("str", "list of str") or not _nameable(path) or not found.language:
+                continue
+            names = [step.lower() for step in parse_path(path) if isinstance(step, str)]
+            if not names or names[-1] in NOT_CAPTIONS:
+                continue
+            rank = min((CAPTION_NAMES.index(name) + 1 for name in names if name in CAPTION_NAMES), default=20)
+            alternative = (found.type != "str") + (names[-1] not in ("en", *CAPTION_NAMES[:4]))
+            key = (found.is_constant, rank, alternative, -found.language, -found.samples)
+            paths = [path, *(self._filtered(found) if found.most > 1 else ())]
+            ranked += [((*key, n), _json_flag(found.member, path, place)) for n, path in enumerate(paths)]
+        return [flag for _, flag in sorted(ranked)]
+
+    def dots_in_keys(self) -> str:
+        """A note if the names of pictures have dots before their extension; '' if not."""
+        if not (dotted := self._dotted()):
+            return ""
+        shown = [printable(suffix, 60) for suffix in dotted]
+        return (
+            f"pictures are members {', '.join(shown[:3])}{', …' if len(shown) > 3 else ''} of their samples: a key "
+            f"ends at the first dot of the file's name, so photo.{shown[0]} is member {shown[0]} of the sample photo. "
+            f"If each is a picture of its own, rename the files, e.g. to photo_{shown[0]}: {RENAMING}"
+        )
+
+    def _dotted(self) -> list[str]:
+        """Suffixes of pictures such as `0.png` and `1.png`, which differ before their last dot."""
+        kinds: dict[str, list[str]] = {}
+        for suffix in self.images:
+            kinds.setdefault(suffix.rpartition(".")[2], []).append(suffix)
+        dotted = []
+        for extension, alike in kinds.items():
+            names = [suffix for suffix in alike if suffix != extension]
+            numbered = any(char.isdigit() for name in names for char in name.removesuffix(extension))
+            if len(alike) > 4 or (len(alike) > 1 and numbered):
+                dotted += names
+        return dotted
+
+    def _filtered(self, found: Field) -> list[str]:
+        """The paths with a filter in place of the last `*`, one per value of a field that distinguishes elements."""
+        stem, star, rest = found.path.rpartition(".*.")
+        apart = [
+            (len(other.texts), other.path.removeprefix(stem + star))
+            for other in self.json_fields.values()
+            if star and other.member == found.member and other.path.startswith(stem + star) and other is not found
+            if other.type == "str" and 2 <= len(other.texts) <= FILTERS and other.count >= 2 * len(other.texts)
+            if _nameable(*other.texts)
+        ]
+        if not apart or len(steps := parse_path(min(apart)[1])) != 1 or not isinstance(steps[0], str):
+            return []
+        texts = self.json_fields[_title(found.member, stem + star + min(apart)[1])].texts
+        values = sorted(texts, key=lambda value: (value != "en", -texts[value]))
+        return [f"{stem}{filter_of(steps[0], value)}.{rest}" for value in values]
+
+    def _add_json(self, suffix: str, data: bytes) -> None:
+        found: dict[str, Field] = {}
+        try:
+            if len(data) > MAX_JSON:
+                raise ValueError("not looked into")
+            for path, kind, value in islice(_leaves(json.loads(data)), MAX_LEAVES):
+                _add_leaf(found, path, kind, value)
+        except (ValueError, RecursionError) as error:
+            kind = "large JSON" if len(data) > MAX_JSON else "not valid JSON"
+            if isinstance(error, RecursionError):
+                kind = "JSON nested too deep"
+            found = {"": Field(1, kind, _short(data[:EXAMPLE_CHARS].decode(errors="replace")))}
+        for path, inner in found.items():
+            inner.member, inner.path = suffix, path
+            _count(self.json_fields, _title(suffix, path), inner)
+
+    def _caption_found(self, caption: CaptionSettings) -> bool:
+        """Whether any sample has the caption that the settings name; True for a user's own extractor."""
+        if isinstance(caption, TextCaption):
+            return any(self.suffixes[suffix] for suffix in split_keys(caption.key))
+        if isinstance(caption, JsonCaption):
+            if caption.fallback and any(self.suffixes[suffix] for suffix in split_keys(caption.fallback)):
+                return True
+            return any(self._has_text(caption.key, path) for path in caption.paths)
+        return True
+
+    def _has_text(self, member: str, path: str) -> bool:
+        """Whether a path may match text in the samples seen, ignoring positions in lists and case."""
+        fields = {
+            tuple(_atoms(parse_path(found.path))): found
+            for found in self.json_fields.values()
+            if found.member in split_keys(member) and found.path
+        }
+        steps = parse_path(path)
+        wanted = _atoms(steps)
+        for have, found in fields.items():
+            ends = {"str": [have], "list of str": [have, (*have, "*")]}.get(found.type, [])
+            if any(_leads(wanted, end) for end in ends):
+                filters = [step for step in steps if isinstance(step, Each) and step.field]
+                return all(_has_value(fields, have, steps, one) for one in filters)
+        return False
+
+
+def _atoms(steps: Steps) -> list[str]:
+    """Names in lower case, split at their dots, and `*` for steps that match several values."""
+    return [atom for step in steps for atom in (["*"] if isinstance(step, Each) else step.lower().split("."))]
+
+
+def _leads(wanted: Sequence[str], have: Sequence[str]) -> bool:
+    return len(wanted) == len(have) and all(
+        one in (other, "*") or (other == "*" and one.isdecimal()) for one, other in zip(wanted, have, strict=True)
+    )
+
+
+def _has_value(fields: Mapping[tuple[str, ...], Field], have: tuple[str, ...], steps: Steps, step: Each) -> bool:
+    """Whether a filter's value was seen in its field, or may have been."""
+    before = len(_atoms(steps[: steps.index(step) + 1]))
+    field = fields.get((*have[:before], *_atoms(step.field)))
+    return field is None or field.type != "str" or len(field.texts) >= KEPT or step.value in field.texts
+
+
+def _title(member: str, path: str) -> str:
+    return path if member == "json" and path else f"{member}:{path}"
+
+
+def _count(fields: dict[str, Field], name: str, found: Field) -> None:
+    if name in fields:
+        fields[name].merge(found)
+    elif len(fields) < MAX_FIELDS:
+        fields[name] = replace(found, texts=found.texts.copy())
+
+
+def _add_leaf(found: dict[str, Field], path: str, kind: str, value: Any) -> None:
+    """Add a value of one sample to the fields found in it."""
+    known = found.setdefault(path, Field(1, kind, _short(value), most=0))
+    known.most += 1
+    if known.type == "null":
+        known.type, known.example = kind, _short(value)
+    elif 1 < known.most <= 3:
+        known.example += f" | {_short(value)}"
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, str):
+            known.add(text)
+
+
+def _leaves(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, str, Any]]:
+    """(path, kind, value) of all fields of a JSON value; `*` stands for the positions of a list of objects or lists."""
+    deep = depth >= DEPTH
+    if isinstance(value, dict) and not deep:
+        for name, inner in value.items():
+            if name:  # no path can name a field with an empty name
+                yield from _leaves(inner, f"{path}.{step_of(name)}" if path else step_of(name), depth + 1)
+    elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value) and not deep:
+        for inner in value:
+            yield from _leaves(inner, f"{path}.*" if path else "*", depth + 1)
+    elif isinstance(value, (dict, list)) and deep:
+        yield path, "deeper levels", None
+    elif isinstance(value, list):
+        kinds = {_kind(item) for item in value}
+        yield path, f"list of {kinds.pop()}" if len(kinds) == 1 else "list", value
+    else:
+        yield path, _kind(value), value
+
+
+def _kind(value: Any) -> str:
+    return {type(None): "null", dict: "object"}.get(type(value), type(value).__name__)
+
+
+def _short(value: Any) -> str:
+    """A JSON value as text, shortened."""
+    if isinstance(value, str):
+        value = value[: EXAMPLE_CHARS + 1]
+    text = printable(json.dumps(value, ensure_ascii=False), 2 * EXAMPLE_CHARS)
+    return text if len(text) <= EXAMPLE_CHARS else text[: EXAMPLE_CHARS - 1] + "…"
+
+
+def _language(text: str) -> float:
+    """Score from 0 to 1: how much a text looks like language, and not like a code, a number or an address."""
+    text = text.strip()
+    letters = sum(char.isalpha() for char in text)
+    if not letters or _CODE.fullmatch(text):
+        return 0.0
+    marks = sum(char.isspace() or unicodedata.category(char)[0] == "M" for char in text)
+    words = len(_WORD.findall(text))
+    if not text.isascii() and " " not in text:  # scripts without spaces between words
+        words = max(words, letters // 2)
+    return (letters + marks) / len(text) * (1 + min(words, 3)) / 4
+
+
+def _nameable(*names: str) -> bool:
+    """Whether names can be used in a suggested command."""
+    return all(name and len(name) <= NAME_CHARS and printable(name) == name for name in names)
+
+
+def _image_flag(suffix: str, place: str) -> str:
+    return f"--{'' if place == SHORT_FLAGS else f'{place}.'}image-key {shlex.quote(suffix)}"
+
+
+def _text_flag(suffix: str, place: str) -> str:
+    if place == SHORT_FLAGS:
+        return f"--caption-key {shlex.quote(suffix)}"
+    return f"--{place}.caption {shlex.quote(f'{{type: text, key: {_scalar(suffix)}}}')}"
+
+
+def _json_flag(member: str, path: str, place: str) -> str:
+    if place == SHORT_FLAGS and member == "json" and ";" not in path:
+        return f"--caption-json {shlex.quote(path)}"
+    key = "" if member == "json" else f"key: {_scalar(member)}, "
+    return f"--{place}.caption {shlex.quote(f'{{type: json, {key}path: {_scalar(path)}}}')}"
+
+
+def _scalar(text: str) -> str:
+    """A text as a scalar in YAML's flow style."""
+    plain = re.fullmatch(r"\w[\w.*-]*", text) and yaml.safe_load(text) == text
+    return text if plain else json.dumps(text, ensure_ascii=False)
+
+
+def _is_image(head: bytes) -> bool:
+    """Whether a file is a JPEG, PNG, GIF, WebP, TIFF or BMP, by its signature."""
+    if head.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"II*\0", b"MM\0*")):
+        return True
+    return (head[:4] == b"RIFF" and head[8:12] == b"WEBP") or (head[:2] == b"BM" and head[6:10] == b"\0\0\0\0")
+
+
+def _readable(head: bytes) -> str:
+    """The beginning of a member if it is text, or ''."""
+    # 512 bytes may end inside a character, whose first bytes (at most 3) are dropped.
+    text = head.decode("utf-8", errors="ignore").strip()
+    if len(text.encode()) + 3 < len(head.strip()) or any(ord(char) < 32 and char not in "\t\r\n\x1b" for char in text):
+        return ""
+    return text
+
+
+def _caption_missing(caption: CaptionSettings) -> str:
+    if isinstance(caption, JsonCaption):
+        return f"no {caption.key} member has text at {' or '.join(caption.paths)} (--caption-json)"
+    key = caption.key if isinstance(caption, TextCaption) else caption.type
+    return f"no sample has the caption member {' or '.join(split_keys(key))} (--caption-key)"

@@ -1,0 +1,337 @@
+"""Tokenizers: captions to token ids, with the same ids as open_clip's own tokenizer of the model.
+
+It is faster than open_clip's by three means: no tensors, text cleaning only where it has an effect, and a bounded cache
+of words. Imports torch only through open_clip.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from clipstream.config.plugins import make_plugin, not_trusted, raised
+from clipstream.data.settings import HubTokenizer, PathTokenizer, TokenizerSettings
+from clipstream.errors import SettingsError
+
+if TYPE_CHECKING:
+    import torch
+
+Ids = np.ndarray[Any, np.dtype[np.int32]]
+
+CACHED_WORDS = 100_000  # about 20 MB, and the number of words in millions of English captions
+_LONG = 2000  # length of a text from which its words are matched lazily
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt", "vocab.json",
+)  # fmt: skip
+_FETCHED = (*TOKENIZER_FILES, "tokenizer*", "merges.txt", "added_tokens.json", "special_tokens_map.json", "config.json")
+
+
+class Tokenizer(Protocol):
+    """Makes token ids of texts. A user's own class is constructed with its settings.
+
+    Attributes:
+        context_length: T, ids per text.
+        vocab_size: ids are 0 to vocab_size - 1.
+    """
+
+    @property
+    def context_length(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, texts: Sequence[str]) -> Ids:
+        """int32 [n, T]; longer texts are cut, shorter ones padded. The ids of a text depend on that text alone."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The readable text of the ids of one text."""
+        ...
+
+
+def readable(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text of the ids; the ids themselves if they cannot be decoded, as after truncation inside a character."""
+    try:
+        return tokenizer.decode(ids)
+    except Exception:  # a user's own may raise anything
+        return " ".join(map(str, ids))
+
+
+def build_tokenizer(
+    settings: TokenizerSettings,
+    model_tokenizer: Callable[..., torch.Tensor],
+    context_length: int,
+    *,
+    cache_dir: str | None = None,
+) -> Tokenizer:
+    """The tokenizer that the settings choose, tested on two texts.
+
+    Args:
+        settings: which one.
+        model_tokenizer: of the model, from `open_clip.get_tokenizer`: texts -> int [n, T].
+        context_length: T of the model; the settings may ask for less.
+        cache_dir: the Hub's cache; $HF_HUB_CACHE unless set.
+
+    Raises:
+        SettingsError: files or a class are missing, or the tokenizer does not fit the model.
+    """
+    length = settings.context_length or context_length
+    if length > context_length:
+        raise SettingsError(
+            f"tokenizer.context_length {length} is more than the model reads ({context_length}): "
+            "set it lower, or choose a model with a longer context"
+        )
+    tokenizer: Tokenizer
+    if isinstance(settings, (HubTokenizer, PathTokenizer)):
+        tokenizer = wrap(_hugging_face(settings, model_tokenizer, length, cache_dir), length)
+    elif settings.type == "model":
+        tokenizer = wrap(model_tokenizer, length)
+    else:
+        tokenizer = _own(settings)
+        if tokenizer.context_length > context_length:
+            raise SettingsError(
+                f"tokenizer: {settings.type} gives {tokenizer.context_length} ids a text, "
+                f"the model reads {context_length}"
+            )
+    _try(tokenizer, settings)
+    return tokenizer
+
+
+def wrap(tokenizer: Any, context_length: int) -> Tokenizer:
+    """open_clip's tokenizer with this module's protocol; the ids are the same."""
+    from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
+
+    if type(tokenizer) is SimpleTokenizer and tokenizer.reduction_fn is None:
+        return BpeTokenizer(tokenizer, context_length)
+    if type(tokenizer) is HFTokenizer and not tokenizer.tokenizer_mode:
+        return HuggingFaceTokenizer(tokenizer, context_length)
+    return OpenClipTokenizer(tokenizer, context_length)
+
+
+class OpenClipTokenizer:
+    """Any tokenizer of open_clip, called as it is."""
+
+    def __init__(self, tokenizer: Any, context_length: int) -> None:
+        self._tokenizer = tokenizer
+        self.context_length = context_length
+        inner = getattr(tokenizer, "tokenizer", None)
+        self.vocab_size = int(tokenizer.vocab_size) if inner is None else len(inner)
+
+    def encode(self, texts: Sequence[str]) -> Ids:
+        """int32 [n, T]."""
+        if not texts:
+            return np.zeros((0, self.context_length), dtype=np.int32)
+        ids: Ids = self._tokenizer(list(texts), context_length=self.context_length).numpy().astype(np.int32)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text without padding and special tokens."""
+        inner = getattr(self._tokenizer, "tokenizer", None)
+        if inner is None:
+            return str(self._tokenizer.decode([int(i) for i in ids]))
+        return str(inner.decode([int(i) for i in ids], skip_special_tokens=True))
+
+
+class HuggingFaceTokenizer(OpenClipTokenizer):
+    """open_clip's HFTokenizer in its standard mode: the whole batch goes through Rust into numpy, without tensors."""
+
+    def __init__(self, tokenizer: Any, context_length: int) -> None:
+        super().__init__(tokenizer, context_length)
+        self._clean = _Clean(tokenizer.clean_fn)
+
+    def encode(self, texts: Sequence[str]) -> Ids:
+        """int32 [n, T]."""
+        if not texts:
+            return np.zeros((0, self.context_length), dtype=np.int32)
+        inner = self._tokenizer.tokenizer
+        encoded = inner(
+            [self._clean(text) for text in texts],
+            max_length=self.context_length,
+            padding="max_length",
+            truncation=True,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            return_tensors="np",
+        )
+        ids: Ids = encoded["input_ids"].astype(np.int32)
+        if self._tokenizer.strip_sep_token:
+            ids[ids == inner.sep_token_id] = 0
+        return ids
+
+
+class BpeTokenizer(OpenClipTokenizer):
+    """CLIP's own byte pair encoding (open_clip's SimpleTokenizer), with a bounded cache of words.
+
+    It stops at the word that fills the context. A text of 23 characters takes 8 µs, one of 150 takes 21; the same
+    vocabulary in a Rust tokenizer gives the same ids in 27 and 83 µs, open_clip's own class in 100 and 190 µs.
+    """
+
+    def __init__(self, tokenizer: Any, context_length: int) -> None:
+        super().__init__(tokenizer, context_length)
+        self._clean = _Clean(tokenizer.clean_fn)
+        self._words: dict[str, list[int]] = {}
+        # The same pattern for ASCII texts, without Unicode's classes: Python's own `re` is faster.
+        ascii_only = tokenizer.pat.pattern.replace(r"\p{L}", "a-zA-Z").replace(r"\p{N}", "0-9")
+        self._ascii_words = re.compile(ascii_only, re.IGNORECASE | re.ASCII)
+
+    def encode(self, texts: Sequence[str]) -> Ids:
+        """int32 [n, T]: start, the words, end, zeros."""
+        ids = np.zeros((len(texts), self.context_length), dtype=np.int32)
+        for row, text in zip(ids, texts, strict=True):
+            found = [self._tokenizer.sot_token_id]
+            text = self._clean(text)
+            pattern = self._ascii_words if text.isascii() else self._tokenizer.pat
+            words = pattern.findall(text) if len(text) < _LONG else (m.group() for m in pattern.finditer(text))
+            for word in words:
+                known = self._words.get(word)
+                found += self._pieces(word) if known is None else known
+                if len(found) >= self.context_length:
+                    break
+            del found[self.context_length - 1 :]
+            found.append(self._tokenizer.eot_token_id)
+            row[: len(found)] = found
+        return ids
+
+    def _pieces(self, word: str) -> list[int]:
+        """The ids of a word that is not in the cache."""
+        inner = self._tokenizer
+        if len(self._words) >= CACHED_WORDS:
+            self._words.clear()
+            # open_clip's own cache grows as well; it must keep the special tokens.
+            inner.cache = {inner.decoder[i]: inner.decoder[i] for i in inner.all_special_ids}
+        pieces = "".join(inner.byte_encoder[byte] for byte in word.encode())
+        known = self._words[word] = [inner.encoder[piece] for piece in inner.bpe(pieces).split(" ")]
+        return known
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text up to the end token, without the start token."""
+        inner = self._tokenizer
+        numbers = [int(i) for i in ids]
+        if inner.eot_token_id in numbers:
+            numbers = numbers[: numbers.index(inner.eot_token_id)]
+        return str(inner.decode([i for i in numbers if i != inner.sot_token_id])).strip()
+
+
+class _Clean:
+    """open_clip's cleaning of a text, without its costly part (ftfy, HTML) for texts that this cannot change."""
+
+    def __init__(self, function: Callable[[str], str]) -> None:
+        from open_clip.tokenizer import canonicalize_text, get_clean_fn
+
+        short = {"whitespace": _single_spaces, "lower": _lower, "canonicalize": canonicalize_text}
+        self._full = function
+        self._short: Callable[[str], str] | None = next(
+            (quick for name, quick in short.items() if get_clean_fn(name) is function), None
+        )
+
+    def __call__(self, text: str) -> str:
+        if self._short is not None and text.isascii() and text.isprintable() and "&" not in text:
+            return self._short(text)
+        return self._full(text)
+
+
+def _single_spaces(text: str) -> str:  # no lambdas: tokenizers are pickled
+    return " ".join(text.split())
+
+
+def _lower(text: str) -> str:
+    return " ".join(text.split()).lower()
+
+
+def _own(settings: TokenizerSettings) -> Tokenizer:
+    """The user's own tokenizer. Raises SettingsError."""
+    try:
+        made: Tokenizer = make_plugin(settings.type, settings)
+    except (SettingsError, ValueError) as error:
+        raise SettingsError(f"tokenizer: {error}") from error
+    missing = [name for name in ("context_length", "vocab_size", "encode", "decode") if not hasattr(made, name)]
+    if missing:
+        raise SettingsError(
+            f"tokenizer: {settings.type} has no {', '.join(missing)} (clipstream.data.decode.tokenizers.Tokenizer)"
+        )
+    return made
+
+
+def _hugging_face(
+    settings: HubTokenizer | PathTokenizer, model_tokenizer: Any, context_length: int, cache_dir: str | None
+) -> Any:
+    """open_clip's HFTokenizer over the files that the settings name."""
+    folder = _path_folder(settings) if isinstance(settings, PathTokenizer) else _hub_folder(settings.name, cache_dir)
+    read = getattr(getattr(model_tokenizer, "tokenizer", None), "name_or_path", None)
+    if read and Path(read).resolve() == folder.resolve():
+        # The model was built from these files, and with the cleaning of texts that it was trained with.
+        return model_tokenizer
+    from open_clip.tokenizer import HFTokenizer
+
+    try:
+        return HFTokenizer(str(folder), context_length=context_length, trust_remote_code=settings.trust_remote_code)
+    except Exception as error:  # transformers raises nearly anything on files that do not fit together
+        text = not_trusted(folder, error) or f"cannot load the tokenizer in {folder}: {error}"
+        raise SettingsError(f"tokenizer.name: {text}") from error
+
+
+def _path_folder(settings: PathTokenizer) -> Path:
+    path = Path(settings.name).absolute()
+    folder = path.parent if path.is_file() else path
+    if not folder.is_dir():
+        raise SettingsError(f"tokenizer.name: {path} does not exist")
+    if not _holds_tokenizer(folder):
+        files = ", ".join(TOKENIZER_FILES)
+        raise SettingsError(f"tokenizer.name: {folder} holds no tokenizer: none of {files} is there")
+    return folder
+
+
+def _hub_folder(name: str, cache_dir: str | None) -> Path:
+    """The folder of a repository's tokenizer files in the Hub's cache; downloaded only if they are missing."""
+    from huggingface_hub import constants, snapshot_download
+
+    cache = Path(cache_dir or constants.HF_HUB_CACHE)
+    looked = cache / f"models--{name.replace('/', '--')}"
+    try:
+        folder = Path(snapshot_download(name, cache_dir=cache, local_files_only=True))
+        if _holds_tokenizer(folder):
+            return folder
+    except Exception as error:
+        why = str(error)
+    else:
+        why = f"{folder} has none of {', '.join(TOKENIZER_FILES)}"
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            folder = Path(snapshot_download(name, cache_dir=cache, allow_patterns=list(_FETCHED)))
+            if _holds_tokenizer(folder):
+                return folder
+            why = "the repository holds no tokenizer"
+        except Exception as error:
+            why = str(error)
+    offline = " HF_HUB_OFFLINE is set: nothing is fetched." if constants.HF_HUB_OFFLINE else ""
+    raise SettingsError(
+        f"tokenizer.name: no tokenizer {name!r} in {looked}.{offline} Fetch it where there is a network: "
+        f"hf download {name}\n({why.strip().splitlines()[0] if why.strip() else 'no reason given'})"
+    )
+
+
+def _holds_tokenizer(folder: Path) -> bool:
+    return any(next(folder.glob(pattern), None) is not None for pattern in TOKENIZER_FILES)
+
+
+def _try(tokenizer: Tokenizer, settings: TokenizerSettings) -> None:
+    """Encode two texts now, so that a tokenizer that cannot pad, for example, is an error in the settings."""
+    expected = (2, tokenizer.context_length)
+    try:
+        ids = tokenizer.encode(["a photo of a cat", "a"])
+    except Exception as error:
+        raise SettingsError(
+            f"tokenizer ({settings.type}): cannot encode a text: {raised(settings.type, error)}"
+        ) from error
+    if getattr(ids, "shape", None) != expected or ids.dtype != np.int32:
+        got = f"{type(ids).__name__} {getattr(ids, 'dtype', '')} {getattr(ids, 'shape', '')}"
+        raise SettingsError(f"tokenizer ({settings.type}): encode gave {got}, not an array int32 {expected}")
+    if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
+        raise SettingsError(
+            f"tokenizer ({settings.type}): ids {ids.min()} to {ids.max()} are not within its vocab_size "
+            f"{tokenizer.vocab_size}"
+        )

@@ -1,0 +1,287 @@
+"""Training's image transform: a random crop, resized to the model's size, optionally mirrored and recoloured.
+
+The crop is drawn from the header alone, so that no more than it needs is decoded, and both decoders draw the same crop.
+Random numbers come from the sample's SampleRNG only.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image, ImageEnhance
+
+from clipstream.data.batch import ImageSpec
+from clipstream.data.decode.images import (
+    FACTORS,
+    FILTERS,
+    Colour,
+    Header,
+    Pixels,
+    check_shape,
+    colour,
+    decode,
+    is_smooth,
+    loaded,
+    opaque,
+    opened,
+    read_header,
+    turned,
+    written,
+)
+from clipstream.data.settings import AugmentSettings
+
+if TYPE_CHECKING:
+    from clipstream.data.order.rng import SampleRNG
+
+
+# torch's resize of uint8, antialiased as Pillow's and within 1 of it: 0.6 ms where Pillow takes 1.6 to 3.2 (528 px to
+# 224). As operators, because only these take a scale besides the sizes, and write into a given tensor.
+_RESIZES = {
+    "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out,
+    "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,
+}
+# A JPEG is decoded at a reduced scale if at least so many times the target's pixels remain along each side. With 1,
+# crops of large photographs had 0.82 of their detail (Laplacian energy) and 47 instead of 54 dB, in 0.8 of the time.
+SPARE = 2
+# EXIF orientation (2.32, table 6) -> mirror x, mirror y, then transpose, to make the stored pixels upright.
+_TURNS = {
+    1: (False, False, False), 2: (True, False, False), 3: (True, True, False), 4: (False, True, False),
+    5: (False, False, True), 6: (False, True, True), 7: (True, True, True), 8: (True, False, True),
+}  # fmt: skip
+
+
+class Box(NamedTuple):
+    """A rectangle of a picture, in its pixels."""
+
+    left: int
+    top: int
+    width: int
+    height: int
+
+
+class TrainTransform:
+    """A random crop, resized to the model's size and optionally mirrored and recoloured.
+
+    `exact` has open_clip's pixels, bit for bit given the same crop: the complete picture is decoded and cropped, and
+    the crop resized by Pillow, before the conversion to RGB. `fast` decodes a JPEG at 1/2, 1/4 or 1/8 if the crop keeps
+    twice the target's pixels, and sharpens the result to compensate. Its crop is at the same position, also between
+    pixels. Palettes, single bits and CMYK are handled as in `exact`.
+
+    Trade-off: `benchmarks/decoders.py` compares speed, sharpness and PSNR.
+    """
+
+    def __init__(
+        self,
+        spec: ImageSpec,
+        augment: AugmentSettings,
+        background: str,
+        upright: bool = True,
+        decoder: Literal["fast", "exact"] = "fast",
+    ) -> None:
+        """
+        Args:
+            spec: size of the result, [H, W]; its resize mode and filter are not used.
+            augment: crop, filter, mirroring and colours.
+            background: colour under transparent pixels, a name or #rrggbb.
+            upright: whether pictures are turned by their EXIF orientation, which open_clip does not.
+            decoder: fast or exact.
+
+        Raises:
+            SettingsError: no such colour.
+        """
+        self.spec = spec
+        self.augment = augment
+        self.background = colour(background)
+        self.upright = upright
+        self.jitter = ColourJitter(augment)
+        self._make = self._exact if decoder == "exact" else self._fast
+
+    def __call__(self, data: bytes, rng: SampleRNG | None, out: Pixels | None = None) -> Pixels:
+        """See ImageTransform.
+
+        Raises:
+            Dropped: `undecodable_image`, `image_too_large` or `image_too_thin`.
+        """
+        assert rng is not None, "training rng its crops"
+        header = read_header(data, self.upright)
+        check_shape(header.size, self.augment.max_aspect)
+        full = header.size[::-1] if _TURNS[header.orientation][2] else header.size
+        box = crop_box(full, self.augment, rng)
+        names = list(FILTERS) if self.augment.interpolation == "random" else [self.augment.interpolation]
+        name = names[rng.integer(len(names))] if len(names) > 1 else names[0]
+        flip = self.augment.flip > 0 and rng.uniform() < self.augment.flip
+        pixels = self._make(data, header, box, name, None if flip else out)
+        if flip:
+            pixels = pixels[:, ::-1]
+        if not self.jitter.does_nothing:
+            pixels = np.asarray(self.jitter(Image.fromarray(pixels), rng))
+        if out is None:
+            return np.ascontiguousarray(pixels)
+        if pixels is not out:
+            out[...] = pixels
+        return out
+
+    def _exact(self, data: bytes, header: Header, box: Box, name: str, out: Pixels | None) -> Pixels:
+        picture = turned(opaque(loaded(header.picture or opened(data)), self.background), header.orientation)
+        picture = picture.crop((box.left, box.top, box.left + box.width, box.top + box.height))
+        return written(picture.resize(self.spec.size[::-1], FILTERS[name]), out)
+
+    def _fast(self, data: bytes, header: Header, box: Box, name: str, out: Pixels | None) -> Pixels:
+        mirror_x, mirror_y, transpose = _TURNS[header.orientation]
+        if header.kind == "other" and not header.scales and not is_smooth(loaded(header.picture or opened(data))):
+            return self._exact(data, header, box, name, out)
+        box = _as_stored(box, header)
+        size = self.spec.size[::-1] if transpose else self.spec.size
+        # The largest reduction with which the crop keeps SPARE times the target's pixels.
+        scale = min(box.width / size[1], box.height / size[0])
+        factor = next((factor for factor in FACTORS if header.scales and scale >= SPARE * factor), 1)
+        pixels = decode(data, header, factor, self.background)
+        pixels = _resized(pixels, box, factor, size, name, self.background, out if header.orientation == 1 else None)
+        if header.orientation == 1:
+            return pixels
+        # Turned last, when there are fewest pixels.
+        pixels = pixels[:: -1 if mirror_y else 1, :: -1 if mirror_x else 1]
+        return pixels.transpose(1, 0, 2) if transpose else pixels
+
+
+def crop_box(size: tuple[int, int], augment: AugmentSettings, rng: SampleRNG) -> Box:
+    """A random crop in a picture of `size` (width, height).
+
+    Ten attempts with a random area and ratio (uniform in its logarithm); else the largest centred crop with an allowed
+    ratio.
+    Source: torchvision's RandomResizedCrop.get_params (Inception's crop, arXiv:1409.4842, section 6).
+    """
+    full_width, full_height = size
+    low, high = math.log(augment.ratio[0]), math.log(augment.ratio[1])
+    for _ in range(10):
+        area = full_width * full_height * (augment.scale[0] + (augment.scale[1] - augment.scale[0]) * rng.uniform())
+        ratio = math.exp(low + (high - low) * rng.uniform())
+        width, height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < width <= full_width and 0 < height <= full_height:
+            top = rng.integer(full_height - height + 1)
+            return Box(rng.integer(full_width - width + 1), top, width, height)
+    width, height = full_width, full_height
+    if full_width / full_height < augment.ratio[0]:
+        height = max(1, round(full_width / augment.ratio[0]))
+    elif full_width / full_height > augment.ratio[1]:
+        width = max(1, round(full_height * augment.ratio[1]))
+    return Box((full_width - width) // 2, (full_height - height) // 2, width, height)
+
+
+def _as_stored(box: Box, header: Header) -> Box:
+    """A crop of the upright picture, as a crop of the stored picture."""
+    mirror_x, mirror_y, transpose = _TURNS[header.orientation]
+    left, top, width, height = (box.top, box.left, box.height, box.width) if transpose else box
+    if mirror_x:
+        left = header.size[0] - left - width
+    if mirror_y:
+        top = header.size[1] - top - height
+    return Box(left, top, width, height)
+
+
+def _resized(
+    pixels: Pixels, box: Box, factor: int, size: tuple[int, int], name: str, background: Colour, out: Pixels | None
+) -> Pixels:
+    """The crop resized to `size` (height, width), of pixels decoded at 1 / factor; uint8 [height, width, 3]."""
+    column, row = box.left // factor, box.top // factor
+    part = pixels[row : -(-(box.top + box.height) // factor), column : -(-(box.left + box.width) // factor)]
+    if part.shape[2] == 4:
+        part = np.asarray(opaque(Image.fromarray(part), background))
+    if not part.flags.writeable:
+        part = part.copy()  # else torch warns, although it only reads
+    if factor > 1:
+        return _resized_between(part, box, factor, size, name, out)
+    channels = part.shape[2]
+    into = out if out is not None and channels == 3 else np.empty((*size, channels), dtype=np.uint8)
+    _RESIZES[name](_planes(part), size, False, size[0] / box.height, size[1] / box.width, out=_planes(into))
+    return into if channels == 3 else np.repeat(into, 3, axis=2)
+
+
+def _resized_between(
+    part: Pixels, box: Box, factor: int, size: tuple[int, int], name: str, out: Pixels | None
+) -> Pixels:
+    """As `_resized`, of RGB pixels at 1 / factor, where the crop may begin between two pixels.
+
+    torch's operator begins at whole pixels, so the results for the pixels on both sides are interpolated.
+    Interpolation, and the decoder, which gives about the mean of factor x factor pixels, soften the picture.
+    Subtracting k times a second difference, x - k (x[-1] - 2 x + x[+1]) along each axis, compensates to second order
+    (Taylor series of the frequency responses, with half as much again for the higher orders: see
+    `benchmarks/decoders.py`).
+    """
+    scales = (factor * size[0] / box.height, factor * size[1] / box.width)  # target pixels per decoded pixel
+    offsets = (box.top % factor / factor, box.left % factor / factor)
+    rows, columns = ([(0, 1 - offset), (1, offset)][: 1 + (offset > 0)] for offset in offsets)
+    height, width = size
+    soft = torch.zeros(height, width, 3, dtype=torch.float32, device="cpu")
+    narrow = np.empty((part.shape[0], width, 3), dtype=np.uint8)
+    made = np.empty((height, width, 3), dtype=np.uint8)
+    for column, share in columns:
+        _RESIZES[name](_planes(part[:, column:]), narrow.shape[:2], False, 1.0, scales[1], out=_planes(narrow))
+        for row, other in rows:
+            _RESIZES[name](_planes(narrow[row:]), size, False, scales[0], 1.0, out=_planes(made))
+            soft.add_(torch.from_numpy(made), alpha=share * other)
+    sharp = soft.clone()
+    for axis in (0, 1):
+        k = (1 / 16 + 0.75 * offsets[axis] * (1 - offsets[axis])) * scales[axis] ** 2
+        inside, before, after = (soft.narrow(axis, start, size[axis] - 2) for start in (1, 0, 2))
+        sharp.narrow(axis, 1, size[axis] - 2).add_(inside, alpha=2 * k).sub_(before, alpha=k).sub_(after, alpha=k)
+    target = made if out is None else out
+    torch.from_numpy(target).copy_(sharp.round_().clamp_(0, 255))
+    return target
+
+
+def _planes(pixels: Pixels) -> torch.Tensor:
+    """[h, w, c] as a view [1, c, h, w]."""
+    return torch.from_numpy(pixels).permute(2, 0, 1)[None]
+
+
+_ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
+
+
+class ColourJitter:
+    """Random brightness, contrast, saturation, hue and greyscale, each with a probability, as in torchvision."""
+
+    def __init__(self, settings: AugmentSettings) -> None:
+        self._strengths = settings.color_jitter or (0.0, 0.0, 0.0, 0.0)
+        self._share = settings.color_jitter_prob if settings.color_jitter else 0.0
+        self._grey = settings.gray_scale_prob
+
+    @property
+    def does_nothing(self) -> bool:
+        """Whether no picture is ever changed; then no random number is drawn."""
+        return self._share == 0 and self._grey == 0
+
+    def __call__(self, picture: Image.Image, rng: SampleRNG) -> Image.Image:
+        """The picture, in RGB."""
+        if self._share > 0 and rng.uniform() < self._share:
+            picture = self._jittered(picture, rng)
+        if self._grey > 0 and rng.uniform() < self._grey:
+            picture = picture.convert("L").convert("RGB")
+        return picture
+
+    def _jittered(self, picture: Image.Image, rng: SampleRNG) -> Image.Image:
+        """The four changes in a random order, as they do not commute."""
+        order = [0, 1, 2, 3]
+        for last in (3, 2, 1):
+            other = rng.integer(last + 1)
+            order[last], order[other] = order[other], order[last]
+        for kind in order:
+            strength = self._strengths[kind]
+            if strength == 0:
+                continue
+            if kind == 3:
+                picture = shift_hue(picture, rng.uniform(-strength, strength))
+            else:
+                factor = rng.uniform(max(0.0, 1 - strength), 1 + strength)
+                picture = _ENHANCERS[kind](picture).enhance(factor)
+        return picture
+
+
+def shift_hue(picture: Image.Image, turn: float) -> Image.Image:
+    """The picture with its hues shifted by `turn` of the circle, -0.5 to 0.5."""
+    hue, saturation, value = picture.convert("HSV").split()
+    shifted = np.asarray(hue) + np.uint8(int(turn * 255) % 256)  # uint8 wraps around
+    return Image.merge("HSV", (Image.fromarray(shifted), saturation, value)).convert("RGB")

@@ -1,0 +1,151 @@
+"""Paths into JSON values: a path and a value enter, the values at the path leave.
+
+    path    = step ("." step)*
+    step    = (name | position | "*") filter*
+    filter  = "[" field "=" value "]"
+
+`caption.en` and `texts.0.t` name fields and positions, from 0. `*` matches every element of a list and every value of
+an object. `texts[lang=en]` matches the elements whose field `lang` is `en`; the field is a path of names, and a value
+with `]` is written as a JSON string in double quotes. A backslash escapes `.`, `[`, `=`, `*` and itself. A name matches
+exactly, or else case-insensitively, and may have dots in the data: `a.b` matches the field `a.b` if `a` has no `b`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from clipstream.utils.escape import printable
+
+ABSENT = object()
+_NAME = re.compile(r"(?:[^.\[\\]|\\.)+", re.DOTALL)
+_FILTER = re.compile(r'\[((?:[^=\[\]\\]|\\.)+)=("(?:[^"\\]|\\.)*"|[^"\]][^\]]*)\]', re.DOTALL)
+_SPECIAL, _BACKSLASHED = re.compile(r"([].*=[\\])"), r"\\\1"
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+
+
+class Each(NamedTuple):
+    """A step to several values: to all inner ones, or with `field` to the elements whose field has this value."""
+
+    field: tuple[str, ...] = ()
+    value: str = ""
+
+    def of(self, value: Any) -> list[Any]:
+        """The values below `value` that match."""
+        if not self.field:
+            return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+        items = value if isinstance(value, list) else [value]
+        return [item for item in items if any(literal(x) == self.value for x in values_at(item, self.field))]
+
+
+Steps = tuple[str | Each, ...]
+
+
+@lru_cache(maxsize=256)
+def parse_path(path: str) -> Steps:
+    """The steps of a path.
+
+    Raises:
+        ValueError: it is malformed; the message names the position.
+    """
+    steps: list[str | Each] = []
+    at = 0
+    while True:
+        name = _NAME.match(path, at)
+        if name is None:
+            raise _malformed(path, at, "a name, a list position or * is expected")
+        steps.append(Each() if name[0] == "*" else _ESCAPE.sub(r"\1", name[0]))
+        at = name.end()
+        while path.startswith("[", at):
+            match = _FILTER.match(path, at)
+            if match is None:
+                raise _malformed(path, at, "a filter is [FIELD=VALUE]; for a name with a bracket write \\[")
+            steps.append(_filter(path, match))
+            at = match.end()
+        if at == len(path):
+            return tuple(steps)
+        if path[at] != ".":
+            what = "a backslash is followed by the character" if path[at] == "\\" else "a dot or the end is"
+            raise _malformed(path, at, f"{what} expected")
+        at += 1
+
+
+def _filter(path: str, match: re.Match[str]) -> Each:
+    value = match[2]
+    try:
+        field = parse_path(match[1])
+    except ValueError:
+        field = ()
+    names = tuple(step for step in field if isinstance(step, str))
+    if not names or len(names) < len(field):
+        raise _malformed(path, match.start(1), "a filter's field is names joined by single dots")
+    if value.startswith('"'):
+        try:
+            value = json.loads(value, strict=False)
+        except ValueError:
+            raise _malformed(path, match.start(2), "a value in quotes is a string of JSON") from None
+    return Each(names, value)
+
+
+def _malformed(path: str, at: int, why: str) -> ValueError:
+    return ValueError(f"the path {printable(path)!r} is malformed at position {at + 1}: {why}")
+
+
+def values_at(value: Any, steps: Sequence[str | Each]) -> list[Any]:
+    """All values at a path, in order."""
+    if not steps:
+        return [value]
+    step = steps[0]
+    if isinstance(step, Each):
+        return [found for item in step.of(value) for found in values_at(item, steps[1:])]
+    if isinstance(value, list):
+        position = int(step) if step.isdecimal() and len(step) < 20 else len(value)
+        return values_at(value[position], steps[1:]) if position < len(value) else []
+    if not isinstance(value, dict):
+        return []
+    # A name with dots was split like the path: joined forms are tried after the plain one.
+    name = ""
+    for end, part in enumerate(steps, 1):
+        if isinstance(part, Each):
+            break
+        name = f"{name}.{part}" if end > 1 else part
+        lowered = name.lower()
+        same = (inner for other, inner in value.items() if other.lower() == lowered)
+        inner = value[name] if name in value else next(same, ABSENT)
+        if inner is not ABSENT and (found := values_at(inner, steps[end:])):
+            return found
+    return []
+
+
+def value_at(value: Any, steps: Sequence[str | Each]) -> Any:
+    """The value at a path, a list if there are several, or ABSENT."""
+    found = values_at(value, steps)
+    return ABSENT if not found else found[0] if len(found) == 1 else found
+
+
+def literal(value: Any) -> str | None:
+    """A JSON value as text in a filter; None for a list or an object."""
+    if isinstance(value, (dict, list)):
+        return None
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def step_of(name: str) -> str:
+    """The step to a field, escaped if necessary."""
+    with contextlib.suppress(ValueError):
+        if parse_path(name) == tuple(name.split(".")):
+            return name
+    return _SPECIAL.sub(_BACKSLASHED, name)
+
+
+def filter_of(field: str, value: str) -> str:
+    """The filter for a value of the field with this name, quoted and escaped if necessary."""
+    with contextlib.suppress(ValueError):
+        plain = f"[{field}={value}]"
+        if parse_path(f"x{plain}") == ("x", Each((field,), value)):
+            return plain
+    return f"[{_SPECIAL.sub(_BACKSLASHED, field)}={json.dumps(value, ensure_ascii=False)}]"

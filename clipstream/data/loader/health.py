@@ -1,0 +1,264 @@
+"""Counts of samples read, used and dropped, by source and reason, and the limits at which a run ends.
+
+Workers fill one Health and send it as a delta; the rank's loader merges the deltas and checks the Budget, which raises
+DataError.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+from clipstream.data.decode.sample_profile import Profile
+from clipstream.data.settings import CaptionSettings
+from clipstream.errors import DataError
+from clipstream.utils.escape import printable
+
+FIRST_SAMPLES = 2000  # samples without a usable one after which the run ends
+FIRST_SLOTS = 200  # the same where slots of dropped samples stay empty, as empty batches are trained on meanwhile
+FIRST_SHARDS = 20  # shards (or all, where there are fewer) that are tried before their failures count
+FIRST_SILENT = 4  # the same for servers that do not answer: each may have cost many seconds
+PROFILED = 64  # dropped samples whose members are examined for the advice
+FEW_SAMPLES = 20  # too few to tell whether captions are constant
+SHOWN_CAPTION = 60  # characters
+LISTED = 1000  # dropped samples of a source that one report lists; all are counted
+_SHOWN = 5
+
+
+class Captions:
+    """The captions of a source's first samples, for a warning if they are (nearly) all the same.
+
+    Attributes:
+        seen: hash of a sample's name -> hash and beginning of its caption.
+    """
+
+    def __init__(self) -> None:
+        self.seen: dict[int, tuple[int, str]] = {}
+
+    def add(self, name: str, caption: str) -> None:
+        """Add a sample, unless there are enough or it was added before."""
+        if len(self.seen) < FIRST_SAMPLES:
+            key = zlib.crc32(name.encode(errors="replace"))
+            self.seen.setdefault(key, (zlib.crc32(caption.encode()), caption[:SHOWN_CAPTION]))
+
+    def merge(self, other: Captions) -> None:
+        """Add the samples of another."""
+        for key, caption in other.seen.items():
+            if len(self.seen) < FIRST_SAMPLES:
+                self.seen.setdefault(key, caption)
+
+    def warning(self) -> str:
+        """The warning; '' if captions differ, or there are too few samples to tell."""
+        counts, number = Counter(self.seen.values()), len(self.seen)
+        if number < FEW_SAMPLES:
+            return ""
+        (_, text), most = counts.most_common(1)[0]
+        if most * 2 < number and len(counts) > number // 50:
+            return ""
+        few = f"{most:,} of them " if most * 2 >= number else f"there are {len(counts):,} different ones, {most:,} "
+        return (
+            f"the captions of {number:,} samples are nearly constant: {few}are {printable(text)!r}. If that is not the "
+            "caption, choose another field by --caption-json, or another member by --caption-key: python -m "
+            "clipstream.check shows them. If it is a class, --loss.duplicates mask keeps equal captions from being "
+            "negatives of each other"
+        )
+
+
+class DroppedSample(NamedTuple):
+    """A sample or a shard that could not be used.
+
+    Attributes:
+        source: name.
+        shard: URL without credentials.
+        key: of the sample; None for a shard.
+        reason: under which it is counted.
+        detail: the error, in words.
+    """
+
+    source: str
+    shard: str
+    key: str | None
+    reason: str
+    detail: str
+
+
+@dataclass
+class SourceHealth:
+    """Counts of one source.
+
+    Attributes:
+        read: number of samples read from shards.
+        used: number of samples in batches.
+        dropped: number of samples by reason.
+        examples: reason -> 'shard/key: detail' of the first dropped sample.
+        shards: numbers of the shards that were tried.
+        faults: shard (without credentials) -> its error.
+        unopened: numbers of the shards in `faults` without a usable sample.
+        remainder: of exact epochs: samples `left_out` or `repeated`, slots `padded`.
+        listed: the first dropped samples and shards since the last report.
+        profile: members and JSON fields of the first dropped samples.
+        captions: of the first samples used in training.
+    """
+
+    read: int = 0
+    used: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+    shards: set[int] = field(default_factory=set)
+    faults: dict[str, str] = field(default_factory=dict)
+    unopened: set[int] = field(default_factory=set)
+    listed: list[DroppedSample] = field(default_factory=list)
+    profile: Profile = field(default_factory=Profile)
+    remainder: Counter[str] = field(default_factory=Counter)
+    captions: Captions = field(default_factory=Captions)
+
+    def drop(self, sample: DroppedSample) -> None:
+        """Count a dropped sample, and keep the first of each reason as an example."""
+        where = printable(f"{PurePath(sample.shard).name}/{sample.key}", 200)
+        self.dropped[sample.reason] += 1
+        self.examples.setdefault(sample.reason, f"{where}: {sample.detail}" if sample.detail else where)
+        if len(self.listed) < LISTED:
+            self.listed.append(sample)
+
+    def funnel(self) -> str:
+        """The counts of shards and samples, in words."""
+        drops = "".join(f", {count} {reason}" for reason, count in self.dropped.most_common())
+        return f"{len(self.shards)} shards tried, {len(self.faults)} broken; {self.read} read, {self.used} used{drops}"
+
+    def merge(self, delta: SourceHealth) -> None:
+        """Add the counts of another."""
+        self.read += delta.read
+        self.used += delta.used
+        self.dropped.update(delta.dropped)
+        for reason, example in delta.examples.items():
+            self.examples.setdefault(reason, example)
+        self.shards |= delta.shards
+        self.faults.update(delta.faults)
+        self.unopened |= delta.unopened
+        self.remainder.update(delta.remainder)
+        self.captions.merge(delta.captions)
+        self.listed += delta.listed[: max(0, LISTED - len(self.listed))]
+        if sum(self.profile.suffixes.values()) < 100 * PROFILED:
+            self.profile.merge(delta.profile)
+
+
+class Health:
+    """Counts by source."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.sources = {name: SourceHealth() for name in names}
+
+    def merge(self, delta: Health) -> list[str]:
+        """Add counts; returns a line on each newly found broken shard."""
+        new = []
+        for name, health in delta.sources.items():
+            into = self.sources[name]
+            faults = {url: fault for url, fault in health.faults.items() if url not in into.faults}
+            new += [f"source {name!r}: {printable(url)}: {printable(fault, 500)}" for url, fault in faults.items()]
+            into.merge(health)
+            for url, fault in faults.items():
+                reason, _, detail = fault.partition(": ")
+                into.listed.append(DroppedSample(name, url, None, reason, detail))
+        return new
+
+    def take_dropped(self) -> list[DroppedSample]:
+        """The samples and shards that were dropped since the last call, as far as they are listed."""
+        dropped = [one for source in self.sources.values() for one in source.listed]
+        for source in self.sources.values():
+            source.listed = []
+        return dropped
+
+    def take(self) -> Health:
+        """The counts since the last call."""
+        delta = Health([])
+        delta.sources = self.sources
+        self.sources = {name: SourceHealth() for name in self.sources}
+        return delta
+
+    def summary(self) -> dict[str, Any]:
+        """Counts for metrics: {source: {read, used, dropped: {reason: n}, examples: {reason: text}, shards,
+        shard_faults, fault_reasons: {reason: n}}}, and the remainders of exact epochs.
+        """
+        return {
+            name: {
+                "read": h.read,
+                "used": h.used,
+                "dropped": dict(sorted(h.dropped.items())),
+                "examples": dict(sorted(h.examples.items())),
+                "shards": len(h.shards),
+                "shard_faults": len(h.faults),
+                "fault_reasons": dict(sorted(Counter(fault.partition(":")[0] for fault in h.faults.values()).items())),
+                **h.remainder,
+            }
+            for name, h in self.sources.items()
+        }
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The failures of a source that end the run.
+
+    Attributes:
+        total_shards: source -> number of its shards.
+        hints: source -> (image_key, caption settings, key of the source's settings), for the advice.
+        max_shard_failures: share of the tried shards, 0 to 1.
+        max_sample_failures: share of the read samples, 0 to 1.
+        on_shard_error: 'raise' if the first broken shard ends the run.
+        first_samples: that may be read without a usable one.
+    """
+
+    total_shards: dict[str, int]
+    hints: dict[str, tuple[str, CaptionSettings | None, str]]
+    max_shard_failures: float
+    max_sample_failures: float
+    on_shard_error: str = "skip"
+    first_samples: int = FIRST_SAMPLES
+
+    def check(self, health: Health) -> None:
+        """Raise DataError if a source has no usable sample, or fails more often than the settings allow."""
+        for name, h in health.sources.items():
+            total = self.total_shards[name]
+            if h.faults and self.on_shard_error == "raise":
+                raise DataError(f"source {name!r}: a shard is broken (--data.on-shard-error raise){_faults(h)}")
+            enough = len(h.shards) >= min(total, FIRST_SHARDS)
+            unanswered = all(fault.startswith(("unreachable", "timeout")) for fault in h.faults.values())
+            silent = len(h.shards) >= min(total, FIRST_SILENT) and unanswered
+            tried = f"{len(h.shards)} shards tried (of {total})"
+            if (enough or silent) and h.shards and len(h.unopened) == len(h.shards):
+                raise DataError(f"source {name!r}: none of the {tried} could be read{_faults(h)}")
+            if h.used == 0 and h.read >= self.first_samples:
+                raise DataError(self.nothing_usable(name, h))
+            if enough and len(h.faults) > math.ceil(self.max_shard_failures * len(h.shards)):
+                raise DataError(
+                    f"source {name!r}: {len(h.faults)} of the {tried} are broken, more than "
+                    f"--data.max-shard-failures {self.max_shard_failures:g} allows{_faults(h)}"
+                )
+            dropped = sum(h.dropped.values())
+            if h.read >= FIRST_SAMPLES and dropped > self.max_sample_failures * h.read:
+                raise DataError(
+                    f"source {name!r}: {dropped} of {h.read} samples were dropped, more than "
+                    f"--data.max-sample-failures {self.max_sample_failures:g} allows{_drops(h)}"
+                )
+
+    def nothing_usable(self, name: str, h: SourceHealth) -> str:
+        """The message on a source that gave no usable sample, with advice."""
+        image_key, caption, key = self.hints[name]
+        advice = h.profile.advice(image_key, caption, key)
+        if h.dropped["missing_picture"]:
+            advice += f"\nthe pictures' paths begin elsewhere? Say where by --{key}.folder"
+        return f"source {name!r}: none of the first {h.read} samples is usable{_drops(h)}{_faults(h)}\n{advice}"
+
+
+def _drops(h: SourceHealth) -> str:
+    lines = [f"\n  {n} x {reason}, e.g. {h.examples[reason]}" for reason, n in h.dropped.most_common(_SHOWN)]
+    return ":" + "".join(lines) if lines else ""
+
+
+def _faults(h: SourceHealth) -> str:
+    shown = [f"\n  {printable(url)}: {printable(fault, 500)}" for url, fault in list(h.faults.items())[:_SHOWN]]
+    more = f"\n  … and {len(h.faults) - _SHOWN} more" if len(h.faults) > _SHOWN else ""
+    return ":" + "".join(shown) + more if shown else ""

@@ -1,0 +1,383 @@
+"""The loader: a rank's stream of batches, from its worker processes to the training loop.
+
+The loader asks its workers for batch t as soon as buffer t modulo depth is free; a batch is complete when every worker
+has reported its part. On a GPU a batch that is complete in time is copied while the step before it runs. The state of
+the loader is that of the last batch handed out, whatever was prefetched. With workers = 0 the training process fills
+the buffer itself when a batch is asked for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import wait
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from clipstream.data.batch import Batch
+from clipstream.data.loader.device_prefetch import device_prefetch_for
+from clipstream.data.loader.health import FIRST_SAMPLES, Budget, Health
+from clipstream.data.loader.pipeline import BatchPart, Pipeline, WorkerReport
+from clipstream.data.loader.shared_buffers import BatchBuffer, BufferRing, BufferShape
+from clipstream.data.loader.stage_timing import IDLE, OPEN, StageIntervals, StageTimes, Stopwatch
+from clipstream.data.loader.worker import Worker
+from clipstream.data.order.lanes import LaneSlots
+from clipstream.data.order.state import DataState, Fingerprint, LaneState
+from clipstream.errors import ClipstreamError, DataError, Interrupted
+from clipstream.utils.escape import printable_lines
+from clipstream.utils.logs import logger
+
+POLL = 0.2  # s between checks for interruption and stalls while a batch is waited for
+WATCH = 2.0  # s between checks for killed workers while no batch is asked for
+MAX_UNCOUNTED = 50_000  # stages that may wait to be counted, of nine bytes each
+WAIT_WARNING = 60.0  # s of waiting for a batch before the first warning; doubled for each further one
+MAX_WARNINGS = 10  # broken shards that a rank names on stderr; the rest are only counted
+
+
+@dataclass(frozen=True)
+class LoaderPlan:
+    """The parts and limits of a loader.
+
+    Attributes:
+        make_pipeline: (worker number, report, stopwatch) -> the pipeline of that worker's lanes.
+        workers: processes; 0 for none.
+        depth: number of batch buffers.
+        shape: of a buffer.
+        slots: of this rank's lanes, with the sizes of the global batch.
+        names: of the sources.
+        budget: of failures.
+        stall_timeout: seconds.
+        start: position of the first batch, with this rank's lanes.
+        on_close: called when the workers have ended.
+        ends: whether the stream ends (evaluation).
+        device: torch's name of the device of the batches.
+        remainder: by source, what the end of an epoch with batch number `step` of the order left out, repeated or
+            padded; given to one rank only, which counts it.
+        views: whether batches on the CPU are views of the buffers, each valid until the next one, which saves a copy.
+        found: faults of shards that are known before any is opened; given to one rank only, which counts them.
+    """
+
+    make_pipeline: Callable[[int, Callable[[Any], None], Stopwatch], Pipeline]
+    workers: int
+    depth: int
+    shape: BufferShape
+    slots: LaneSlots
+    names: list[str]
+    budget: Budget
+    stall_timeout: float
+    start: DataState
+    on_close: Callable[[], None]
+    ends: bool = False
+    device: str = "cpu"
+    remainder: Callable[[int], dict[str, dict[str, int]]] | None = None
+    views: bool = False
+    found: Health | None = None
+
+
+class Loader:
+    """Iterator over a rank's batches; a context manager that ends its workers.
+
+    On the CPU a batch's tensors are copies, or with `plan.views` views of a buffer, valid until the next batch.
+
+    Attributes:
+        health: counts of this rank since the start.
+        wait_seconds: total time that the caller waited for batches.
+        interrupt: called while a batch is waited for; if it returns True, `Interrupted` is raised, and only `state` and
+            `close` may be called afterwards.
+
+    Raises:
+        DataError: a worker died, stalled or cannot be started, or the budget of failures is exceeded.
+    """
+
+    def __init__(self, plan: LoaderPlan) -> None:
+        self.plan = plan
+        self.health = Health(plan.names)
+        self.wait_seconds = 0.0
+        self.interrupt: Callable[[], bool] = lambda: False
+        self._times = StageTimes()  # since the last `take_times`
+        self._intervals: list[StageIntervals] = []  # still to be added to them
+        self._uncounted = 0  # stages in these
+        self._step = plan.start.step  # number of the next batch to hand out
+        self._asked = self._step  # number of the next batch to ask workers for
+        self._lanes: dict[int, LaneState] = dict(plan.start.lanes)  # after the last batch that was handed out
+        self._parts: dict[int, list[BatchPart]] = {}
+        self._warnings = 0
+        self._captions_checked: set[str] = set()
+        self._ring = BufferRing(plan.shape, plan.depth if plan.workers else 1)
+        self._prefetch = device_prefetch_for(plan.device, self._ring, plan.views)
+        self._ahead: tuple[list[BatchPart], Batch] | None = None  # the next batch, while it is copied to the GPU
+        self._workers: list[Worker] = []
+        self._closed = threading.Event()
+        self._pipeline: Pipeline | None = None
+        if plan.found is not None:
+            self._merge(plan.found)
+        if plan.workers:
+            atexit.register(self.close)  # before multiprocessing's, which waits for workers that were not asked to end
+            try:
+                for number in range(plan.workers):
+                    self._workers.append(Worker.start(partial(plan.make_pipeline, number), self._ring))
+            except OSError as error:
+                started = len(self._workers)
+                self.close()
+                raise DataError(
+                    f"{started} of {plan.workers} data workers could be started ({error.strerror}): "
+                    "use fewer --workers, or raise the system's limit"
+                ) from error
+            self._refill()
+            threading.Thread(target=self._watch, args=(list(self._workers),), daemon=True).start()
+        else:
+            self._pipeline = plan.make_pipeline(0, self._merge_and_check, Stopwatch())
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """The settings and shards that fix the order of samples."""
+        return self.plan.start.fingerprint
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        began = time.perf_counter()
+        parts, batch = self._ahead or self._start_copy(self._collect(self._step))
+        self._ahead = None
+        self.wait_seconds += time.perf_counter() - began
+        if self.plan.ends and all(part.ended for part in parts):
+            raise StopIteration
+        for part in parts:
+            self._lanes.update(part.lanes)
+        if self.plan.remainder is not None:
+            for name, counts in self.plan.remainder(self._step - self.plan.start.restarted_at).items():
+                self.health.sources[name].remainder.update(counts)
+        self._step += 1
+        batch = self._prefetch.finish(batch)
+        if self._prefetch.ahead and self._workers:
+            self._refill()
+            if self._receive_all(timeout=0):
+                self._ahead = self._start_copy(self._parts.pop(self._step))
+        return batch
+
+    def state(self) -> DataState:
+        """Position after the last batch that was handed out, with this rank's lanes."""
+        return replace(self.plan.start, step=self._step, lanes=dict(self._lanes))
+
+    def take_times(self) -> StageTimes:
+        """Times of this rank's stages since the last call."""
+        self._count()
+        taken, self._times = self._times, StageTimes()
+        return taken
+
+    def _count(self) -> None:
+        self._times.add(self._intervals)
+        self._intervals, self._uncounted = [], 0
+
+    def close(self) -> None:
+        """End the workers and release the shards."""
+        atexit.unregister(self.close)
+        self._closed.set()
+        self._warn_of_captions(1)  # for sources that gave too few samples so far
+        for worker in reversed(self._workers):  # later workers inherited the pipes of earlier ones
+            worker.stop()
+        self._workers = []
+        self.plan.on_close()
+
+    def worker_pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return [worker.process.pid for worker in self._workers if worker.process.pid is not None]
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _refill(self) -> None:
+        """Ask the workers for the batches whose buffers are free; always for the one that is handed out next."""
+        while self._asked < self._step + self.plan.depth:
+            if self._prefetch.reading(self._asked - self.plan.depth, wait=self._asked == self._step):
+                return
+            for worker in self._workers:
+                # The death of a worker is reported, with its reason, when its part is collected.
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    worker.connection.send(self._asked)
+                worker.asked_last = self._asked
+            self._asked += 1
+
+    def _collect(self, step: int) -> list[BatchPart]:
+        """The parts of batch `step`, when it is complete."""
+        if self._pipeline is not None:
+            self._prefetch.reading(step - 1, wait=True)  # there is one buffer
+            with self._interrupting(self._pipeline, step):
+                part = self._pipeline.fill(step, self._ring[step])
+            self._pipeline.stopwatch.begin(IDLE)
+            self._merge_and_check(part)
+            return [part]
+        self._refill()
+        began, warn_after = time.monotonic(), WAIT_WARNING
+        while not self._receive_all(timeout=POLL):
+            if self.interrupt():
+                raise Interrupted
+            owing = [worker for worker in self._workers if worker.asked_last >= step > worker.filled_last]
+            if any(self._is_stalled(worker, began) for worker in owing):
+                raise self._stalled(step, self._doing())
+            waited = time.monotonic() - began
+            if owing and waited > warn_after:
+                warn_after *= 2
+                logger.info(printable_lines(f"waiting for batch {step} for {waited:.0f} s:\n{self._doing()}"))
+        return self._parts.pop(step)
+
+    def _stalled(self, step: int, doing: str) -> DataError:
+        limit = f"{self.plan.stall_timeout:.0f} s (--data.stall-timeout)"
+        return DataError(f"no data for {limit}, batch {step} is not whole:\n{doing}")
+
+    @contextlib.contextmanager
+    def _interrupting(self, pipeline: Pipeline, step: int) -> Iterator[None]:
+        """Break off this process's own reading, by a timer's signal, if it stalls or `interrupt` says so.
+
+        Signals reach the main thread only: in another thread a loader without workers has no time limit.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        stuck, over = "", False  # `stuck`: the stage, noted before the exception unwinds it
+
+        def check(number: int, frame: object) -> None:
+            nonlocal stuck
+            if over:
+                return
+            doing, age = pipeline.stopwatch.doing()
+            if age > self.plan.stall_timeout:
+                stuck = f"{doing}, for {age:.0f} s"
+            if stuck or self.interrupt():
+                raise Interrupted
+
+        handler = signal.signal(signal.SIGALRM, check)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, POLL, POLL)
+            yield
+        except Interrupted:
+            if not stuck:
+                raise
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            raise self._stalled(step, f"  this process: {stuck}") from None
+        finally:
+            over = True
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, handler)
+
+    def _receive_all(self, timeout: float) -> bool:
+        """Receive the messages of workers, within `timeout` s; whether the next batch is complete."""
+        if len(self._parts.get(self._step, ())) == len(self._workers):
+            timeout = 0.0  # still receive: the death of a worker matters before its parts run out
+        workers: dict[Any, tuple[int, Worker]] = {one.connection: (n, one) for n, one in enumerate(self._workers)}
+        while ready := wait(workers, timeout=timeout):
+            for connection in ready:  # the end of a connection comes after all messages in it
+                self._receive(*workers[connection])
+            timeout = 0.0
+        return len(self._parts.get(self._step, ())) == len(self._workers)
+
+    def _watch(self, workers: list[Worker]) -> None:
+        """A thread: reports a worker that is killed while the caller is busy for long."""
+        while not self._closed.wait(WATCH):
+            for number, worker in enumerate(workers):
+                if how := worker.killed():
+                    what = f"data worker {number} (pid {worker.process.pid}) {how}"
+                    logger.error(f"{what}; the run ends at its next batch")
+                    return
+
+    def _is_stalled(self, worker: Worker, began: float) -> bool:
+        """Whether a worker has neither used a sample nor received bytes of a shard for too long."""
+        doing, age = worker.stopwatch.doing()
+        quiet = time.monotonic() - max(began, worker.useful_at)
+        if doing.startswith(OPEN):
+            quiet = min(quiet, age)
+        return quiet > self.plan.stall_timeout
+
+    def _receive(self, number: int, worker: Worker) -> None:
+        try:
+            message = worker.connection.recv()
+        except (EOFError, ConnectionResetError):
+            raise DataError(f"data worker {number} (pid {worker.process.pid}) {worker.death()}") from None
+        if isinstance(message, ClipstreamError):
+            raise message
+        if not isinstance(message, WorkerReport):
+            raise DataError(f"data worker {number} (pid {worker.process.pid}) failed {message}")
+        if isinstance(message, BatchPart):
+            worker.filled_last = message.step
+            self._parts.setdefault(message.step, []).append(message)
+        if isinstance(message, BatchPart) or any(source.used for source in message.health.sources.values()):
+            worker.useful_at = time.monotonic()
+        self._merge_and_check(message)
+
+    def _merge_and_check(self, report: WorkerReport) -> None:
+        self._intervals.append(report.intervals)
+        self._uncounted += len(report.intervals.numbers)
+        if self._uncounted >= MAX_UNCOUNTED:
+            self._count()
+        self._merge(report.health)
+        self._warn_of_captions(FIRST_SAMPLES)
+        self.plan.budget.check(self.health)
+
+    def _merge(self, health: Health) -> None:
+        for line in self.health.merge(health)[: max(0, MAX_WARNINGS - self._warnings)]:
+            self._warnings += 1
+            logger.warning(line)
+
+    def _warn_of_captions(self, enough: int) -> None:
+        """Warn once of each source, on the first rank, if its first captions are nearly all the same."""
+        for name, health in self.health.sources.items():
+            if name not in self._captions_checked and health.used >= enough:
+                self._captions_checked.add(name)
+                if (text := health.captions.warning()) and 0 in self.plan.slots.lanes:
+                    logger.warning(f"source {name!r}: {text}")
+
+    def complaint(self) -> str:
+        """Why no sample of this rank was usable, with advice; '' if some were, or none was read."""
+        for name, health in self.health.sources.items():
+            if health.read and not health.used:
+                return self.plan.budget.nothing_usable(name, health)
+        return ""
+
+    def _doing(self) -> str:
+        """The current stage of each worker, and the counts of each source."""
+        lines = []
+        for number, worker in enumerate(self._workers):
+            doing, age = worker.stopwatch.doing()
+            lines.append(f"  worker {number} (pid {worker.process.pid}): {doing}, for {age:.0f} s")
+        lines += [f"  source {name!r}: {health.funnel()}" for name, health in self.health.sources.items()]
+        return "\n".join(lines)
+
+    def _start_copy(self, parts: list[BatchPart]) -> tuple[list[BatchPart], Batch]:
+        """The parts, and their batch on its way to the device."""
+        keys = {slot: key for part in parts for slot, key in part.keys.items()}
+        step = parts[0].step
+        return parts, self._prefetch.start(_batch(self._ring[step], keys, step, self.plan.slots))
+
+
+def _batch(buffer: BatchBuffer, keys: dict[int, str], step: int, slots: LaneSlots) -> Batch:
+    """The buffer as a batch, without the empty slots of a stream that ended in it."""
+    order, count = sorted(keys), slots.count(step)
+
+    def tensor(values: np.ndarray[Any, Any]) -> torch.Tensor:
+        return torch.from_numpy(values[:count] if len(order) == count else values[order])
+
+    return Batch(
+        pixels=tensor(buffer.pixels).permute(0, 3, 1, 2),
+        ids=tensor(buffer.ids),
+        weights=tensor(buffer.weights),
+        keys=tuple(keys[slot] for slot in order),
+        sources=tensor(buffer.sources),
+        step=step,
+        global_size=slots.batch_size(step),
+        pictures=tensor(buffer.pictures),
+    )

@@ -1,0 +1,341 @@
+"""The pipeline of samples: a lane's next sample becomes pixels and ids in a slot of a batch buffer.
+
+A Pipeline serves some lanes of a rank, in a worker or in the training process. It replaces a sample that cannot be used
+by the next one of the same lane and source, or leaves its slot empty where slots are kept, and counts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from clipstream.data.decode.captions import CaptionExtractor, SampleTransform, image_bytes, split_keys
+from clipstream.data.decode.images import ImageTransform
+from clipstream.data.decode.tokenizers import Tokenizer, readable
+from clipstream.data.loader.health import FIRST_SAMPLES, PROFILED, DroppedSample, Health
+from clipstream.data.loader.sample_debug import SampleTrace, SampleTracer
+from clipstream.data.loader.sampler import LaneSample, LaneSampler
+from clipstream.data.loader.shared_buffers import BatchBuffer
+from clipstream.data.loader.stage_timing import HAND_OVER, ORDER, StageIntervals, Stopwatch
+from clipstream.data.order.lanes import LaneSlots
+from clipstream.data.order.mixing import Mix
+from clipstream.data.order.rng import SampleRNG
+from clipstream.data.order.state import LaneState
+from clipstream.errors import Dropped
+
+# A worker reports before its part of a batch is filled after so many dropped samples, or so many seconds.
+INTERIM_DROPS = 200
+INTERIM_SECONDS = 10.0
+# Samples are read until their pictures have so many bytes, or for so many seconds, and then decoded.
+READ_BYTES = 1 << 18
+READ_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How the samples of a source are read.
+
+    Attributes:
+        name: of the source.
+        image_key: suffixes of the image member.
+        caption: gives the caption.
+        image: gives the pixels.
+        transform: the user's own, before the caption; or None.
+    """
+
+    name: str
+    image_key: str
+    caption: CaptionExtractor
+    image: ImageTransform
+    transform: SampleTransform | None
+
+    @cached_property
+    def members(self) -> tuple[str, ...] | None:
+        """Suffixes of the members that are read; None for all."""
+        if self.transform is not None or self.caption.members is None:
+            return None
+        return (*split_keys(self.image_key), *self.caption.members)
+
+
+@dataclass
+class Lane:
+    """A lane while it runs.
+
+    Attributes:
+        number: of the lane.
+        samplers: one per source.
+        drawn: number of slots that it has filled or left empty.
+    """
+
+    number: int
+    samplers: list[LaneSampler]
+    drawn: int = 0
+
+    def state(self) -> LaneState:
+        """A copy of its position."""
+        return LaneState(self.drawn, [sampler.cursor.copy() for sampler in self.samplers])
+
+
+@dataclass(slots=True)
+class Slot:
+    """A slot to fill, and its sample on the way through the stages.
+
+    Attributes:
+        lane: that fills it.
+        index: in the rank's batch.
+        source: number of the source.
+        sampler: of the lane and source.
+        reader: of the source.
+        name: 'SHARD/KEY' of the sample that the slot got, '' for padding; None while it has none.
+        sample: the sample being tried.
+        timed_as: its number among the samples that the stopwatch has the names of.
+        rng: its random numbers; None in evaluation.
+        trace: of it, if it is traced.
+        caption: of it; None where the slot stays empty.
+        data: the picture file.
+    """
+
+    lane: Lane
+    index: int
+    source: int
+    sampler: LaneSampler
+    reader: Reader
+    name: str | None
+    sample: LaneSample | None = None
+    timed_as: int = -1
+    rng: SampleRNG | None = None
+    trace: SampleTrace | None = None
+    caption: str | None = None
+    data: bytes = b""
+
+    def load(self, *, damaged: bool = False) -> dict[str, Any]:
+        """The raw sample: the members that the reader needs, or all that are readable if it is `damaged`."""
+        assert self.sample is not None
+        shard, ref, url, _ = self.sample
+        members = shard.look(ref) if damaged else shard.load(ref, self.reader.members)
+        return {"__key__": ref.key, "__url__": url, **members}
+
+
+@dataclass
+class WorkerReport:
+    """What a worker reports while it fills its part of a batch.
+
+    Attributes:
+        health: counts since the last report.
+        intervals: of the stages since then.
+    """
+
+    health: Health
+    intervals: StageIntervals
+
+
+@dataclass
+class BatchPart(WorkerReport):
+    """What a worker reports when its part of a batch is filled.
+
+    Attributes:
+        step: number of the batch.
+        keys: slot -> 'SHARD/KEY' of its sample, '' for padding; without the slots of lanes that have ended.
+        lanes: lane number -> position after this batch.
+        ended: whether all lanes have ended (evaluation).
+    """
+
+    step: int
+    keys: dict[int, str]
+    lanes: dict[int, LaneState]
+    ended: bool
+
+
+@dataclass
+class Pipeline:
+    """Fills the slots of its lanes, batch by batch.
+
+    Attributes:
+        lanes: that it serves.
+        slots: of the rank's lanes.
+        readers: one per source, in the order of names.
+        mix: chooses the source of each sample.
+        tokenizer: captions to ids.
+        health: counts since the last report.
+        report: called where a part takes long or much is dropped, before it is filled.
+        stopwatch: measures the stages, and names the current one in case of a stall.
+        tracer: prints the first samples.
+    """
+
+    lanes: list[Lane]
+    slots: LaneSlots
+    readers: Sequence[Reader]
+    mix: Mix
+    tokenizer: Tokenizer
+    health: Health
+    report: Callable[[WorkerReport], None]
+    stopwatch: Stopwatch
+    tracer: SampleTracer = field(default_factory=lambda: SampleTracer(0))
+    _reported: float = field(default_factory=time.monotonic)
+    _captions: Counter[str] = field(default_factory=Counter)  # by source, captions that were counted
+
+    def fill(self, step: int, buffer: BatchBuffer) -> BatchPart:
+        """Fill this pipeline's slots of a batch."""
+        captions: dict[int, str] = {}
+        keys: dict[int, str] = {}
+        wanted = [(lane, self.slots.of(lane.number, step)) for lane in self.lanes]
+        for turn in range(max((len(mine) for _, mine in wanted), default=0)):
+            # One slot of each lane at a time, so that a lane's next sample can replace a dropped one.
+            for slot in self._fill_slots([(lane, mine[turn]) for lane, mine in wanted if turn < len(mine)], buffer):
+                if slot.name is None:
+                    continue  # its lane has ended
+                slot.lane.drawn += 1
+                keys[slot.index] = slot.name
+                buffer.sources[slot.index] = slot.source
+                if slot.caption is None:
+                    buffer.clear(slot.index)
+                else:
+                    buffer.weights[slot.index] = 1.0
+                    captions[slot.index] = slot.caption
+        if captions:
+            self.stopwatch.begin("tokenize")
+            buffer.ids[list(captions)] = self.tokenizer.encode(list(captions.values()))
+        lanes = {lane.number: lane.state() for lane in self.lanes}
+        ended = not keys and any(mine for _, mine in wanted)
+        self._reported = time.monotonic()
+        self.stopwatch.begin(HAND_OVER)
+        return BatchPart(self.health.take(), self.stopwatch.take(), step, keys, lanes, ended)
+
+    def report_early(self, source: str) -> None:
+        """Report now if much of a source is bad, or if the last report was long ago."""
+        health, now = self.health.sources[source], time.monotonic()
+        bad = health.read - health.used >= INTERIM_DROPS or bool(health.unopened)
+        if bad or now - self._reported >= INTERIM_SECONDS:
+            self._reported = now
+            self.report(WorkerReport(self.health.take(), self.stopwatch.take()))
+
+    def _fill_slots(self, wanted: Sequence[tuple[Lane, int]], buffer: BatchBuffer) -> list[Slot]:
+        """Fill slots of different lanes.
+
+        Each stage handles some samples before the next stage does, as the processor's caches hold the code of one.
+        """
+        slots: list[Slot] = []
+        for lane, index in wanted:
+            source = self.mix.source(lane.number, lane.drawn)
+            number = source or 0
+            name = "" if source is None else None
+            slots.append(Slot(lane, index, number, lane.samplers[number], self.readers[number], name))
+        unfilled = [slot for slot in slots if slot.name is None]
+        while unfilled:
+            again: list[Slot] = []  # their samples were dropped, and are to be replaced
+            remaining = iter(unfilled)
+            while taken := self._take(remaining):
+                unread = iter(taken)
+                while read := self._read(unread, again):
+                    self._decode(read, again, buffer)
+            unfilled = again
+        return slots
+
+    def _take(self, slots: Iterator[Slot]) -> list[Slot]:
+        """The next slots, with a sample each; without those whose lane has ended. Opening a shard may take long."""
+        taken: list[Slot] = []
+        names: list[str] = []
+        began = time.monotonic()
+        for slot in slots:
+            if not taken:
+                self.stopwatch.begin(ORDER)
+            if (sample := slot.sampler.take()) is None:
+                continue
+            slot.sample, slot.timed_as = sample, len(taken)
+            slot.rng = None if sample.rng_key is None else SampleRNG(sample.rng_key)
+            slot.trace = self.tracer.begin(sample.url, sample.ref.key)
+            taken.append(slot)
+            names.append(sample.name)
+            if time.monotonic() - began > READ_SECONDS:
+                break
+        if taken:
+            self.stopwatch.name(names)
+        return taken
+
+    def _read(self, slots: Iterator[Slot], again: list[Slot]) -> list[Slot]:
+        """The next slots, with caption and picture file; those that want another sample are added to `again`."""
+        read: list[Slot] = []
+        held, began = 0, time.monotonic()
+        for slot in slots:
+            reader, trace = slot.reader, slot.trace
+            try:
+                self.stopwatch.at("read", slot.timed_as)
+                sample: Mapping[str, Any] = slot.load()
+                if trace:
+                    trace.members("read", sample)
+                if reader.transform is not None:
+                    self.stopwatch.at("transform", slot.timed_as)
+                    sample = reader.transform(sample)
+                    if trace:
+                        trace.members("transform", sample)
+                slot.caption = reader.caption(sample, slot.rng)
+                if trace:
+                    ids = self.tokenizer.encode([slot.caption])[0].tolist()
+                    trace.caption(slot.caption, ids, readable(self.tokenizer, ids))
+                slot.data = image_bytes(sample, reader.image_key)
+            except Dropped as drop:
+                self._drop(slot, drop, again)
+                continue
+            read.append(slot)
+            held += len(slot.data)
+            if held >= READ_BYTES or time.monotonic() - began > READ_SECONDS:
+                break
+        return read
+
+    def _decode(self, slots: list[Slot], again: list[Slot], buffer: BatchBuffer) -> None:
+        """Write the pixels of the slots; those that want another sample are added to `again`."""
+        for slot in slots:
+            assert slot.sample is not None
+            self.stopwatch.at("decode", slot.timed_as)
+            pixels = buffer.pixels[slot.index]
+            try:
+                slot.reader.image(slot.data, slot.rng, pixels)
+            except Dropped as drop:
+                self._drop(slot, drop, again)
+                continue
+            buffer.pictures[slot.index] = checksum(slot.data)
+            if slot.trace:
+                slot.trace.picture(slot.data, pixels)
+                slot.trace.end("used", f"slot {slot.index} of this rank's batch")
+            slot.name, slot.data = slot.sample.name, b""
+            source = slot.reader.name
+            health = self.health.sources[source]
+            health.read += 1
+            health.used += 1
+            if slot.rng is not None and self._captions[source] < FIRST_SAMPLES:
+                self._captions[source] += 1
+                health.captions.add(slot.name, slot.caption or "")
+            self.report_early(source)
+
+    def _drop(self, slot: Slot, drop: Dropped, again: list[Slot]) -> None:
+        """Count a sample that cannot be used; its slot wants another one, unless slots are kept."""
+        assert slot.sample is not None
+        if slot.trace:
+            slot.trace.end("dropped", f"{drop.reason}: {drop.detail}")
+        slot.caption = None
+        source = slot.reader.name
+        health = self.health.sources[source]
+        health.read += 1
+        health.drop(DroppedSample(source, slot.sample.url, slot.sample.ref.key, drop.reason, drop.detail))
+        if sum(health.dropped.values()) <= PROFILED:
+            with contextlib.suppress(Dropped):  # its members may be unreadable
+                health.profile.add(slot.load(damaged=True))
+        self.report_early(source)
+        if slot.sampler.keeps_slots:
+            slot.name = slot.sample.name
+        else:
+            again.append(slot)
+
+
+def checksum(data: bytes) -> int:
+    """Length and CRC-32 of a picture file in one int64, equal for equal files; costs little beside decoding.
+
+    Different files are equal by chance only if they have the same length, and then once in 2^32.
+    """
+    return (len(data) & 0x7FFFFFFF) << 32 | zlib.crc32(data)

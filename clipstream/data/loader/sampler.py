@@ -1,0 +1,363 @@
+"""Samplers: the way of a lane through the shards of one source. They open shards and look up samples, no bytes.
+
+Reading ahead: the shards of the next group are downloaded in the background while the last window of this one is used.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from clipstream.data.loader.health import SourceHealth
+from clipstream.data.loader.stage_timing import OPEN, ORDER
+from clipstream.data.order.rng import mix
+from clipstream.data.order.state import Cursor
+from clipstream.data.order.windows import Order
+from clipstream.data.shard_url import redact
+from clipstream.data.sources.protocol import OpenShard
+from clipstream.data.sources.source import Source
+from clipstream.data.tar import SampleRef, ShardIndex
+from clipstream.data.transport.pipe import end_command
+from clipstream.data.transport.transfer import ShardError
+from clipstream.errors import DataError, Dropped
+
+CLOSE_SECONDS = 2.0  # to wait for a background download to end
+MOST_EMPTY_GROUPS = 1000  # in a row, of one lane: if half of the shards are broken, chance gives 1e-301
+
+
+class LaneSample(NamedTuple):
+    """The next sample of a lane.
+
+    Attributes:
+        shard: the open shard that holds it.
+        ref: its key and the location of its members.
+        url: the shard's name, without credentials.
+        rng_key: key of its random numbers; None in evaluation, which draws nothing.
+    """
+
+    shard: OpenShard
+    ref: SampleRef
+    url: str
+    rng_key: int | None
+
+    @property
+    def name(self) -> str:
+        """'SHARD_BASENAME/KEY'."""
+        return f"{self.url.rstrip('/').rpartition('/')[2]}/{self.ref.key}"
+
+
+class AbsentShard:
+    """Stands for a shard that could not be opened, and for samples that a shard lacks although an index lists them."""
+
+    index = ShardIndex([], None)
+
+    def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:
+        """Raises Dropped: `unreadable_shard`."""
+        raise Dropped("unreadable_shard", "an index tells of it, but its shard cannot be read, or does not hold it")
+
+    def look(self, ref: SampleRef) -> dict[str, bytes]:
+        """As `load`."""
+        return self.load(ref)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+_ABSENT = AbsentShard()
+
+
+class OpenShards:
+    """The shards of one source that a worker has open, shared by its lanes; closed when no lane holds them.
+
+    Args:
+        source: opens the shards.
+        health: gives the counts to add to.
+        begin_stage: called with the stage and the shard's name when a shard is opened.
+    """
+
+    def __init__(
+        self, source: Source, health: Callable[[], SourceHealth], begin_stage: Callable[[str, str], None]
+    ) -> None:
+        self.source = source
+        self._health = health
+        self._begin_stage = begin_stage
+        self._open: dict[int, tuple[OpenShard, int]] = {}  # number -> shard, lanes that hold it
+        self._failed: dict[int, str] = {}  # number -> why it could not be opened
+        self._prefetcher = ShardPrefetcher(source)
+
+    def prefetch(self, numbers: Iterable[int]) -> None:
+        """Download shards in the background that will be held soon."""
+        names = (self.source.names[number] for number in numbers if number not in self._open)
+        self._prefetcher.add(name for name in names if self.source.is_remote(name))
+
+    def hold(self, number: int) -> OpenShard | None:
+        """The shard, opened unless it is open; None, and counted as broken, where it has no readable sample."""
+        if number in self._open:
+            shard, holders = self._open[number]
+            self._open[number] = (shard, holders + 1)
+            return shard
+        name = self.source.names[number]
+        shown = redact(name)
+        self._begin_stage(OPEN, shown)
+        health = self._health()
+        health.shards.add(number)
+        try:
+            shard = self.source.open(name)
+        except (ShardError, OSError) as error:
+            cause = error if isinstance(error, OSError) else error.__cause__
+            if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
+                raise DataError(
+                    f"{shown} cannot be opened, as too many files are open: raise the limit (ulimit -n), "
+                    "or use fewer --data.lanes, --data.shuffle.shards or, where several ranks share a node, --workers"
+                ) from error
+            health.faults[shown] = self._failed[number] = str(error)
+            health.unopened.add(number)
+            return None
+        finally:
+            self._prefetcher.remove(name)
+            self._begin_stage(ORDER, "")
+        if shard.index.fault is not None:
+            health.faults[shown] = str(shard.index.fault)
+        if not shard.index.samples:
+            health.faults.setdefault(shown, "empty: no sample in it")
+            health.unopened.add(number)
+            self._failed[number] = health.faults[shown]
+            shard.close()
+            self.source.release(name, keep=False)  # perhaps an error page, which a new download would replace
+            return None
+        if (counts := self.source.counts) is not None and counts[number] != len(shard.index.samples):
+            held = f"it holds {len(shard.index.samples):,} samples, its index tells of {counts[number]:,}"
+            health.faults.setdefault(shown, f"stale_index: {held}: run python -m clipstream.index again")
+        self._open[number] = (shard, 1)
+        return shard
+
+    def faults(self, numbers: Iterable[int]) -> list[str]:
+        """Why shards gave no sample when they were opened last."""
+        return [self._failed[number] for number in numbers if number in self._failed]
+
+    def release(self, number: int) -> None:
+        """Release a shard that a lane held."""
+        shard, holders = self._open[number]
+        if holders > 1:
+            self._open[number] = (shard, holders - 1)
+            return
+        del self._open[number]
+        shard.close()
+        self.source.release(self.source.names[number])
+
+    def close(self) -> None:
+        """End the background downloads."""
+        self._prefetcher.close()
+
+    def title(self, number: int) -> str:
+        """The shard's name for keys and messages."""
+        return self.source.title(self.source.names[number])
+
+
+class ShardPrefetcher:
+    """A thread that downloads remote shards before they are held, one after the other, in the order of `add`."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._state = threading.Condition()
+        self._wanted: dict[str, bool] = {}  # name -> whether it is downloaded; until a lane holds it
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def add(self, names: Iterable[str]) -> None:
+        """Add shards to the queue."""
+        with self._state:
+            for name in names:
+                self._wanted.setdefault(name, False)
+            if self._wanted and self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True)
+                self._thread.start()
+            self._state.notify()
+
+    def remove(self, name: str) -> None:
+        """Remove a shard that a lane has opened or failed to open."""
+        with self._state:
+            downloaded = self._wanted.pop(name, False)
+        if downloaded:
+            self._source.release(name)
+
+    def close(self) -> None:
+        """End the thread and the command that it may be running."""
+        with self._state:
+            self._closed = True
+            self._wanted.clear()
+            self._state.notify()
+        limit = time.monotonic() + CLOSE_SECONDS
+        while self._thread is not None and self._thread.is_alive() and time.monotonic() < limit:
+            end_command(self._thread.ident)  # repeatedly: it may just have started one
+            self._thread.join(0.02)
+
+    def _run(self) -> None:
+        while True:
+            with self._state:
+                while (name := next((name for name, here in self._wanted.items() if not here), None)) is None:
+                    if self._closed:
+                        return
+                    self._state.wait()
+            try:
+                held = self._source.prefetch(name)
+            except Exception:  # tried again, and counted if it fails, when a lane opens the shard
+                held = False
+            with self._state:
+                wanted = name in self._wanted
+                if wanted and held:
+                    self._wanted[name] = True
+                else:
+                    self._wanted.pop(name, None)
+            if held and not wanted:
+                self._source.release(name)
+
+
+class LaneSampler(Protocol):
+    """Gives the samples of one lane and source, one after the other.
+
+    Attributes:
+        cursor: the current position.
+        keeps_slots: whether the slot of a dropped sample stays empty; else the lane's next sample fills it.
+    """
+
+    cursor: Cursor
+    keeps_slots: bool
+
+    def take(self) -> LaneSample | None:
+        """The next sample; None after the last one."""
+        ...
+
+
+class WindowSampler:
+    """The endless sampler of training: groups of shards, windows of a group, permuted samples of a window.
+
+    Args:
+        order: of the source.
+        lane: number of the lane.
+        cursor: where to begin.
+        shards: of the source.
+        on_open: called after each shard that was opened or failed to open.
+    """
+
+    def __init__(
+        self, order: Order, lane: int, cursor: Cursor, shards: OpenShards, on_open: Callable[[], None]
+    ) -> None:
+        self.cursor = cursor
+        self.keeps_slots = order.keeps_slots
+        self._order = order
+        self._lane = lane
+        self._shards = shards
+        self._on_open = on_open
+        self._held: dict[int, OpenShard] = {}  # index in the group -> shard
+        self._numbers: list[int] = []  # of the group's shards
+        self._titles: list[str] = []
+        self._sizes: list[int] | None = None  # None: the cursor's group is not open
+        self._samples: memoryview | None = None  # of the cursor's window; a memoryview gives Python's integers
+        self._key = 0  # of the window's random numbers
+        self._empty_groups = 0  # in a row
+
+    def take(self) -> LaneSample:
+        """The next sample; opens the next group or window where this one is used up."""
+        samples = self._samples
+        while samples is None or self.cursor.position >= len(samples):
+            samples = self._advance(samples is not None)
+        position = self.cursor.position
+        index, number = samples[position, 0], samples[position, 1]
+        shard = self._held.get(index, _ABSENT)
+        held = shard.index.samples
+        if number < len(held):
+            ref = held[number]
+        else:
+            shard, ref = _ABSENT, SampleRef(f"#{number}", {})
+        self.cursor.position = position + 1
+        return LaneSample(shard, ref, self._titles[index], mix(position, state=self._key))
+
+    def _advance(self, window_done: bool) -> memoryview | None:
+        """The samples of the cursor's window, or None after a step to the next group: call again."""
+        cursor, order, lane = self.cursor, self._order, self._lane
+        if window_done:
+            cursor.window += 1
+            cursor.position = 0
+            self._samples = None
+        if self._sizes is None:
+            self._sizes = self._open_group()
+        if cursor.window >= order.windows(self._sizes):
+            self._empty_groups = 0 if any(self._sizes) else self._empty_groups + 1
+            if self._empty_groups == MOST_EMPTY_GROUPS:
+                faults = "; ".join(self._shards.faults(self._numbers)) or "no sample in it"
+                raise DataError(
+                    f"lane {lane} found no sample in {MOST_EMPTY_GROUPS:,} groups of shards in a row, "
+                    f"the last one {', '.join(self._titles)}: {faults}"
+                )
+            for index in self._held:
+                self._shards.release(self._numbers[index])
+            self._held.clear()
+            self._sizes = None
+            self.cursor = Cursor(group=order.next_group(lane, cursor.group))
+            self._on_open()  # a source without a readable shard must not loop here unnoticed
+            return None
+        samples = order.samples(lane, cursor.group, cursor.window, self._sizes)
+        self._samples = samples.astype(np.int32).data  # half the memory: a worker has a window for each of its lanes
+        self._key = order.window_key(lane, cursor.group, cursor.window)
+        if cursor.window == order.windows(self._sizes) - 1:  # earlier would take twice the disk
+            self._shards.prefetch(order.group(lane, order.next_group(lane, cursor.group)))
+        return self._samples
+
+    def _open_group(self) -> list[int]:
+        """Open the shards of the cursor's group; how many samples the lane takes from each."""
+        self._numbers = self._order.group(self._lane, self.cursor.group)
+        self._titles = [self._shards.title(number) for number in self._numbers]
+        for index, number in enumerate(self._numbers):
+            if index in self.cursor.skipped:
+                continue
+            shard = self._shards.hold(number)
+            if shard is None:
+                self.cursor.skipped.append(index)
+            else:
+                self._held[index] = shard
+            self._on_open()
+        found = [len(self._held.get(index, _ABSENT).index.samples) for index in range(len(self._numbers))]
+        return self._order.sizes(self._lane, self.cursor.group, found)
+
+
+class OnceSampler:
+    """The sampler of evaluation: a lane takes its stretch of every shard, in stored order, once.
+
+    Every lane reads every shard, so that few shards still spread evenly over ranks and workers.
+    """
+
+    keeps_slots = False
+
+    def __init__(
+        self, lane: int, lanes: int, shards: OpenShards, on_open: Callable[[], None], limit: int | None = None
+    ) -> None:
+        self.cursor = Cursor()
+        self._samples = self._iterate(lane, lanes, shards, on_open, limit)
+
+    def take(self) -> LaneSample | None:
+        """The next sample; None after the last one."""
+        return next(self._samples, None)
+
+    def _iterate(
+        self, lane: int, lanes: int, shards: OpenShards, on_open: Callable[[], None], limit: int | None
+    ) -> Iterator[LaneSample]:
+        before = 0
+        for number in range(len(shards.source.names)):
+            if limit is not None and before >= limit:
+                return
+            shard = shards.hold(number)
+            on_open()
+            if shard is None:
+                continue
+            samples, title = shard.index.samples, shards.title(number)
+            size = len(samples) if limit is None else min(len(samples), limit - before)
+            for i in range(lane * size // lanes, (lane + 1) * size // lanes):
+                yield LaneSample(shard, samples[i], title, None)
+            shards.release(number)
+            before += size

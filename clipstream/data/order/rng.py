@@ -1,0 +1,68 @@
+"""Random numbers that are functions of a key: hashes, permutations, and a generator for each sample.
+
+Nothing is drawn from a shared stream, so every worker can compute any part of the order, and a resumed run needs no
+replay. The numbers are the same on all platforms and versions of Python and numpy.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 times the golden ratio, rounded to an odd number
+
+
+def _scramble(x: int) -> int:
+    """The finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+def mix(*values: int, state: int = 0) -> int:
+    """A 64-bit hash of a sequence of integers; `mix(b, state=mix(a))` equals `mix(a, b)`.
+
+    Each step is a bijection of the state, so sequences of the same length that differ in one value never collide.
+    """
+    for value in values:
+        state = _scramble((state * 0xD1342543DE82EF95 + (value & MASK) + GOLDEN) & MASK)
+    return state
+
+
+class SampleRNG:
+    """The generator of one sample, splitmix64: augmentation and the choice of captions draw from it alone."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self, key: int) -> None:
+        self._state = key & MASK
+
+    def _next(self) -> int:
+        self._state = (self._state + GOLDEN) & MASK
+        return _scramble(self._state)
+
+    def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
+        """A number in [low, high)."""
+        return low + (high - low) * ((self._next() >> 11) * 2.0**-53)
+
+    def integer(self, n: int) -> int:
+        """An integer from 0 to n - 1."""
+        return (self._next() * n) >> 64
+
+    def normal(self) -> float:
+        """A number from the standard normal distribution (Box-Muller)."""
+        radius = math.sqrt(-2.0 * math.log(1.0 - self.uniform()))
+        return radius * math.cos(2.0 * math.pi * self.uniform())
+
+
+def permutation(n: int, key: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """A permutation of 0 … n - 1 as int64 [n]: the order of n hashes (`_scramble`, vectorized)."""
+    with np.errstate(over="ignore"):
+        x = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(key & MASK)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x = x ^ (x >> np.uint64(31))
+    return np.argsort(x, kind="stable")

@@ -1,0 +1,117 @@
+"""Shard URLs: their scheme, their local path, their credentials, and the syntax that joins several.
+
+Text enters and leaves. Every message with a URL or a command shows it through `redact`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import lru_cache
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from clipstream.errors import SettingsError
+
+SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):")
+PATH_SCHEMES = ("folder", "imagenet", "benchmark")  # take a path
+GENERATED = ("toy", "synthetic")
+NO_SLASHES = ("pipe", "file", *PATH_SCHEMES, *GENERATED)  # need no //
+# After a pipe: command, '::' is a separator only if a scheme follows, as commands may contain '::' too.
+NEXT_SHARD = re.compile(rf"::(?=pipe:|(?:{'|'.join((*PATH_SCHEMES, *GENERATED))}):|[a-zA-Z][a-zA-Z0-9+.-]+://)")
+VARIABLE = re.compile(r"\$\{(\w+)\}")
+USER_INFO = re.compile(r"(?<=://)[^/@\s'\"]+@")
+TAR = re.compile(r"([^\s/'\"|<>=]+)\.(?:tar|tgz)\b")
+SECRET_NAME = (
+    r"[\w-]*(?:token|secret|passwo?r?d|signature|credential|api-?_?key|access-?_?key\w*|cookie|bearer)[\w-]*"
+    r"|sig|key|auth"
+)
+SECRET_VALUE = re.compile(rf"(?i)((?:[?&;]|--?|\b)(?:{SECRET_NAME})(?:=|\s+|:\s*(?!//)))(?!\*\*\*)[^\s&;'\"|]+")
+AUTH_HEADER = re.compile(r"(?i)(authorization\s*[:=]\s*(?:\w+\s+)?)[^\s'\"]+")
+_MASKED = re.compile(r"[^\s/@'\":=]*:\*\*\*")  # user:*** in front of an @
+USER_FLAG = re.compile(r"((?:^|\s)(?:-u[\s=]*|--user[\s=]+))[^\s'\"|]+")
+
+
+def scheme_of(url: str) -> str | None:
+    """The scheme of a URL or command in lower case; None for a local path."""
+    match = SCHEME.match(url)
+    if match is None or (match.group(1) not in NO_SLASHES and not url.startswith("//", match.end())):
+        return None
+    return match.group(1).lower()
+
+
+def local_path(url: str) -> str | None:
+    """The path of a local file, also of a `file:` URL; None for anything else."""
+    scheme = scheme_of(url)
+    return url if scheme is None else url2pathname(urlsplit(url).path) if scheme == "file" else None
+
+
+def is_remote(url: str) -> bool:
+    """Whether a URL or command has to be downloaded, unlike paths and what a source type reads or makes in place."""
+    return scheme_of(url) not in (None, "file", *PATH_SCHEMES, *GENERATED)
+
+
+@lru_cache(maxsize=4096)
+def redact(url: str) -> str:
+    """The URL or command with everything that looks like a credential masked."""
+    url = USER_INFO.sub("***@", url)
+    url = AUTH_HEADER.sub(r"\1***", url)
+    url = USER_FLAG.sub(r"\1***", url)
+    return SECRET_VALUE.sub(r"\1***", url)
+
+
+def redact_value(text: str) -> str:
+    """As `redact`, for a setting that may be something else than a URL or a command."""
+    return redact(text) if "://" in text or "pipe:" in text else text
+
+
+def has_secret(text: str) -> bool:
+    """Whether a setting holds a credential; `${NAME}` and the shell's `$NAME` only refer to one."""
+    bare = _MASKED.sub("***", re.sub(r"\$\{?\w+\}?", "***", text))
+    return redact_value(bare) != bare
+
+
+def stable_name(url: str) -> str:
+    """A name that does not change if the shard is moved, decompressed, or copied from a `pipe:`.
+
+    The last part of the path, or the name of a tar in it, ending in .tar.
+    """
+    bare = redact(url).partition("?")[0]
+    name = bare.rpartition("/")[2]
+    if name.endswith(".tar"):
+        return name
+    found = TAR.findall(bare if bare.startswith("pipe:") else name)
+    return f"{found[-1]}.tar" if found else name
+
+
+def parts_of(spec: str | list[str]) -> list[str]:
+    """The parts of the setting `shards` between `::`, with their braces, globs and variables."""
+    parts: list[str] = []
+    for item in [spec] if isinstance(spec, str) else spec:
+        rest = item.strip()
+        while rest:
+            if rest.startswith("pipe:"):
+                match = NEXT_SHARD.search(rest)
+                part, rest = (rest, "") if match is None else (rest[: match.start()], rest[match.end() :])
+            else:
+                part, _, rest = rest.partition("::")
+            if part:
+                parts.append(part)
+    return parts
+
+
+def with_variables(text: str) -> str:
+    """The text with each `${NAME}` replaced from the environment, or by WDS_NAME as in webdataset.
+
+    Raises:
+        SettingsError: one is not set.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1]
+        found = os.environ.get(name, os.environ.get(f"WDS_{name}"))
+        if found is None:
+            raise SettingsError(f"${{{name}}} is named, and neither {name} nor WDS_{name} is set in the environment")
+        return found
+
+    return VARIABLE.sub(value, text)

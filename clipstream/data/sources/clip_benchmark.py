@@ -1,0 +1,140 @@
+"""Data sets in CLIP_benchmark's layout as a source type, with the class names and templates beside the shards.
+
+    ROOT/test/{nshards.txt,0.tar,1.tar,…}   (and train/ likewise)
+    ROOT/classnames.txt, ROOT/zeroshot_classification_templates.txt, ROOT/dataset_type.txt
+
+`benchmark:ROOT` is the test split, `benchmark:ROOT#train` another one. ROOT is a folder, a URL (http(s)://, hf://, …),
+or the page of a data set on the Hugging Face Hub, as in CLIP_benchmark. The small files are read once per process.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from clipstream.config.section import with_home
+from clipstream.data.settings import AUTO
+from clipstream.data.shard_url import local_path, redact, with_variables
+from clipstream.data.sources.tars import TarSource
+from clipstream.data.transport.shard_cache import ShardCache
+from clipstream.data.transport.transfer import ShardError
+from clipstream.errors import SettingsError
+
+SCHEME = "benchmark"
+HUB_PAGE = re.compile(r"(https://huggingface\.co/datasets/[^/]+/[^/]+)(?:/tree/([^/]+))?/?")
+RETRIEVAL, MULTILABEL, CLASSIFICATION = "retrieval", "multilabel", "classification"
+
+
+class BenchmarkSource(TarSource):
+    """The tars of a split."""
+
+    def list_shards(self, spec: str) -> Sequence[str]:
+        """Their paths or URLs. Raises SettingsError if there is no such data set or split."""
+        return named(spec).shards
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A data set.
+
+    Attributes:
+        root: its folder or URL.
+        split: name of the folder with the shards.
+    """
+
+    root: str
+    split: str
+
+    @property
+    def shards(self) -> list[str]:
+        """The tars of the split.
+
+        Raises:
+            SettingsError: there is no such split.
+        """
+        where = f"{self.split}/nshards.txt"
+        text = _text(self.root, where)
+        if text is None or not text.strip().isdecimal():
+            said = "is not there" if text is None else f"holds {text.strip()[:20]!r}, not the number of tars"
+            raise SettingsError(
+                f"{SCHEME}:{redact(self.root)}: {where} {said}; CLIP_benchmark's layout is "
+                "ROOT/test/{nshards.txt,0.tar,…}, and '#train' behind ROOT names another split"
+            )
+        return [f"{self.root}/{self.split}/{number}.tar" for number in range(int(text))]
+
+    @property
+    def kind(self) -> str:
+        """classification, multilabel or retrieval."""
+        return (_text(self.root, "dataset_type.txt") or CLASSIFICATION).strip().lower()
+
+    @property
+    def classes(self) -> list[str] | None:
+        """The class names in the order of their numbers; None if the data set has none."""
+        return _lines(_text(self.root, "classnames.txt"))
+
+    @property
+    def templates(self) -> list[str] | None:
+        """The prompt templates, with {c} for the class name; None if the data set has none."""
+        return _lines(_text(self.root, "zeroshot_classification_templates.txt"))
+
+
+def named(spec: str) -> Benchmark:
+    """The data set that `benchmark:ROOT` or `benchmark:ROOT#SPLIT` names.
+
+    Raises:
+        SettingsError: ROOT is empty.
+    """
+    root, _, split = spec.partition(":")[2].partition("#")
+    page = HUB_PAGE.fullmatch(root)
+    root = f"{page[1]}/resolve/{page[2] or 'main'}" if page else root.rstrip("/")
+    if not root:
+        raise SettingsError(f"{spec!r} names no data set: write {SCHEME}:ROOT, a folder or an address")
+    folder = local_path(root)
+    return Benchmark(root if folder is None else with_home(folder), split or "test")
+
+
+def of_source(shards: str | list[str], type: str = AUTO) -> Benchmark | None:
+    """The data set that a source's `shards` name, if they name one and nothing else."""
+    specs = [shards] if isinstance(shards, str) else shards
+    spec = specs[0].strip()
+    if type == SCHEME and not spec.startswith(f"{SCHEME}:"):
+        spec = f"{SCHEME}:{spec}"
+    if len(specs) != 1 or not spec.startswith(f"{SCHEME}:") or "::" in spec:
+        return None
+    return named(with_variables(spec))
+
+
+def _lines(text: str | None) -> list[str] | None:
+    """The lines as CLIP_benchmark reads them: a blank one is a class too, as numbers are line numbers."""
+    return None if text is None else [line.strip() for line in text.splitlines()]
+
+
+@lru_cache(maxsize=256)
+def _text(root: str, name: str) -> str | None:
+    """A small file beside the shards; None if it does not exist.
+
+    Raises:
+        SettingsError: it cannot be read, its host cannot be reached, or ROOT does not exist.
+    """
+    url = f"{root}/{name}"
+    if local_path(root) is not None and not Path(root).is_dir():
+        raise SettingsError(f"there is no folder {root}")
+    try:
+        if local_path(url) is not None:
+            return Path(url).read_text(encoding="utf-8")
+        store = ShardCache(None)
+        try:
+            return store.local(url, tar=False).read_text(encoding="utf-8")
+        finally:
+            store.close()
+    except FileNotFoundError:
+        return None
+    except ShardError as error:
+        if error.reason in ("missing", "http_404"):
+            return None
+        raise SettingsError(f"{SCHEME}:{redact(root)}: {name}: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{SCHEME}:{redact(root)}: {name} cannot be read: {error}") from error

@@ -1,0 +1,157 @@
+"""The protocols of a source type and of an open shard.
+
+A source type is named by `data.sources.NAME.type`: a built-in one of `registry.TYPES`, or your own `module:Name`. Its
+class is called with the source's settings and a `SourceContext`, lists its shards in the main process, and opens them
+in the workers, which are forked: open files, connections and the like in `open`, not before.
+
+    class Lines(SourceType):
+        '''A text file of 'PATH<TAB>CAPTION' lines: the file is a shard, a line is a sample.'''
+
+        def __init__(self, settings, context):
+            pass
+
+        def list_shards(self, spec):
+            return [spec]
+
+        def open(self, shard):
+            return OpenLines(shard)
+
+
+    class OpenLines(OpenShard):
+        def __init__(self, path):
+            self.lines = open(path).read().splitlines()
+            self.index = ShardIndex([SampleRef(str(number)) for number in range(len(self.lines))])
+
+        def load(self, ref, suffixes=None):
+            path, caption = self.lines[int(ref.key)].split("\\t")
+            return {"jpg": open(path, "rb").read(), "txt": caption.encode()}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from clipstream.data.settings import SourceSettings
+from clipstream.data.shard_url import redact
+from clipstream.data.tar import SampleRef as SampleRef
+from clipstream.data.tar import ShardIndex as ShardIndex
+from clipstream.data.transport.shard_cache import ShardCache
+
+
+class OpenShard(Protocol):
+    """An open shard.
+
+    Attributes:
+        index: its samples in order; keys are unique in the shard.
+    """
+
+    index: ShardIndex
+
+    def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:
+        """The members of a sample as bytes by suffix in lower case: all, or at least those of `suffixes` that exist.
+
+        Raises:
+            Dropped: the sample cannot be read; it is counted under the reason.
+        """
+        ...
+
+    def look(self, ref: SampleRef) -> dict[str, bytes]:
+        """The members shown in diagnostics, also of samples that `load` drops, where some can be read."""
+        return self.load(ref)
+
+    def close(self) -> None:
+        """Release what `open` acquired."""
+        return
+
+
+@dataclass(frozen=True)
+class SourceContext:
+    """What a source type may use besides its settings.
+
+    Attributes:
+        store: downloads shards; None where shards are only listed.
+        cache: folder for files kept between runs; None for the default one.
+        key: dotted key of the source in the settings, for messages.
+    """
+
+    store: ShardCache | None = None
+    cache: str | None = None
+    key: str = "data.sources"
+
+
+class SourceType(Protocol):
+    """The shards of one type.
+
+    Attributes:
+        tars: whether shards are tar files, which may have a side index.
+        staged: whether a copy of a shard can be used in its place.
+        writes: whether listing writes the shards, if they do not exist.
+        cheap: whether `open` neither transfers nor scans a file.
+    """
+
+    tars: bool = False
+    staged: bool = False
+    writes: bool = False
+    cheap: bool = False
+
+    def __init__(self, settings: SourceSettings, context: SourceContext) -> None:
+        """Take the settings; `settings.shards` holds the entries of this type alone."""
+
+    def list_shards(self, spec: str) -> Sequence[str]:
+        """The names of the shards that `spec`, one entry of `settings.shards`, stands for, in order.
+
+        Names are unique and stay the same from run to run: the data order is computed from them.
+        """
+        ...
+
+    def open(self, shard: str) -> OpenShard:
+        """Open a shard.
+
+        Raises:
+            ShardError, OSError: it cannot be read; it is counted and skipped, up to `data.max_shard_failures`.
+        """
+        ...
+
+    def describe(self, shards: Sequence[str]) -> str:
+        """These shards in a few words, for the start of a run."""
+        return counted(len(shards), "shard")
+
+    def num_samples(self, shard: str) -> int | None:
+        """Samples of a shard, exactly; None if that is not known. `data.sampling.mode indexed` needs it."""
+        return None
+
+    def total_samples(self, shards: Sequence[str]) -> int | None:
+        """Samples of these shards together; None if that takes opening them."""
+        counts = [self.num_samples(shard) for shard in shards]
+        return None if None in counts else sum(count for count in counts if count is not None)
+
+    def title(self, shard: str) -> str:
+        """The shard's name in messages and sample keys, without credentials."""
+        return redact(shard)
+
+    def missing(self, shards: Sequence[str]) -> list[str]:
+        """Those of the shards that are local files and do not exist."""
+        return []
+
+    def is_remote(self, shard: str) -> bool:
+        """Whether opening the shard downloads it."""
+        return False
+
+    def prefetch(self, shard: str) -> bool:
+        """Download a remote shard ahead of `open`; True if it must be released.
+
+        Raises:
+            ShardError, OSError, SettingsError: it cannot be downloaded now.
+        """
+        return False
+
+    def release(self, shard: str, *, keep: bool = True) -> None:
+        """Mark a shard as closed by this process; `keep` is False if its download was not usable."""
+        return
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 shard`, `2,000 shards`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"

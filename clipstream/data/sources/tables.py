@@ -1,0 +1,495 @@
+"""Tables (CSV, TSV, JSONL, JSON, Parquet) as a source type: a row is a sample, a block of rows is a shard.
+
+A table is converted once, in row order, into an Arrow file that all processes of a node map into memory, so that rows
+are found by number. Text is kept as the bytes of the table and rows of JSON as they are: a broken row costs that row
+alone, when it is read. Images are read from the files or the bytes that a row holds.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import itertools
+import json
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, overload
+
+from clipstream.data.decode.captions import json_object, split_keys
+from clipstream.data.decode.sample_profile import SHORT_FLAGS
+from clipstream.data.settings import SourceSettings
+from clipstream.data.shard_url import local_path, redact
+from clipstream.data.sources.protocol import OpenShard, SourceContext, SourceType, counted
+from clipstream.data.sources.registry import table_format
+from clipstream.data.tar import SampleRef, ShardIndex
+from clipstream.data.transport.cache_dir import cache_root
+from clipstream.data.transport.shard_cache import ShardCache
+from clipstream.data.transport.transfer import ShardError
+from clipstream.errors import DataError, Dropped, SettingsError
+from clipstream.utils.escape import printable
+from clipstream.utils.logs import logger
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+BLOCK = 1000  # most rows of a shard
+BLOCKS = 192  # fewest shards of a source with at least as many rows
+FORM = 1  # of the Arrow files, part of their identity: those of another form are written anew
+ROWS = 256  # of a record batch: row r is in batch r // ROWS
+FAULT = "__fault__"  # column of a CSV: the fault of a row whose number of fields is not the header's
+RAW = "__json__"  # column of the unparsed rows of JSON
+SEPARATORS = ",\t;|"
+LONGEST_FIELD = 1 << 28  # characters of a CSV's field
+MOST_LINES = 100  # of a CSV's row
+CHUNK = 1 << 20  # characters of a JSON list that are read at once
+BETWEEN = re.compile(r"[\s,]*")
+MISSING = "missing_picture"  # the reason for a sample whose image file cannot be read
+
+
+class TableSource(SourceType):
+    """The blocks of rows of tables, named `TABLE#FIRST-LAST`. Listing reads the tables."""
+
+    cheap = True
+
+    def __init__(self, settings: SourceSettings, context: SourceContext) -> None:
+        self._settings, self._context = settings, context
+        self._keys = split_keys(settings.image_key)
+        self._arrows: dict[str, Path] = {}
+        self._folders: dict[str, str] = {}  # table -> what its relative paths start from
+        self._blocks: dict[str, tuple[str, range]] = {}
+        shards = settings.shards
+        self._rows = {url: self._read(url) for url in dict.fromkeys([shards] if isinstance(shards, str) else shards)}
+        self._block = max(1, min(BLOCK, -(-sum(self._rows.values()) // BLOCKS)))
+
+    def list_shards(self, spec: str) -> Sequence[str]:
+        """The blocks of a table."""
+        rows = range(self._rows[spec])
+        blocks = [rows[first : first + self._block] for first in rows[:: self._block]]
+        named = {f"{spec}#{block[0]}-{block[-1]}": (spec, block) for block in blocks}
+        self._blocks |= named
+        return list(named)
+
+    def open(self, shard: str) -> OpenShard:
+        """The rows; nothing is read."""
+        url, rows = self._blocks[shard]
+        return RowShard(self._arrows[url], rows, self._keys, self._folders[url])
+
+    def describe(self, shards: Sequence[str]) -> str:
+        """The number of tables."""
+        return counted(len(self._rows), "manifest")
+
+    def num_samples(self, shard: str) -> int:
+        """The rows of the block."""
+        return len(self._blocks[shard][1])
+
+    def title(self, shard: str) -> str:
+        """The table."""
+        return redact(self._blocks[shard][0])
+
+    def _read(self, url: str) -> int:
+        """Write the table's Arrow file if there is none; the number of rows.
+
+        Raises:
+            DataError: the table cannot be read, or no column holds images.
+        """
+        settings, key, cache = self._settings, self._context.key, self._context.cache
+        try:
+            store = ShardCache(cache or str(cache_root() / "manifests"))
+        except SettingsError as error:
+            if cache is not None:
+                raise
+            raise SettingsError(f"{error}: name another by --data.cache, or by CLIPSTREAM_CACHE") from error
+        try:
+            if (named := local_path(url)) is None:
+                local, version = _downloaded(url, cache)
+            else:
+                local, path = _downloads(cache).local(url, tar=False), Path(named).absolute()
+                stat = path.stat()
+                version = f"{path}:{stat.st_mtime_ns}:{stat.st_size}"
+            identity = ":".join(map(str, [version, settings.separator, settings.quoting, FORM]))
+
+            def fill(part: Path, _: object) -> None:
+                logger.info(f"reading {printable(redact(url))} once, into {store.folder}")
+                to_arrow(local, url, part, separator=settings.separator, quoting=settings.quoting)
+
+            arrow = self._arrows[url] = store.get_or_make(f"{url}#rows", identity, fill)
+        except (ShardError, OSError) as error:
+            raise DataError(f"{key}.shards: {redact(url)}: {error}") from error
+        if not (names := columns(arrow)) or not set(names) & set(self._keys):
+            flag = "--image-key" if key == SHORT_FLAGS else f"--{key}.image-key"
+            raise DataError(
+                f"{key}.shards: {redact(url)}: none of its columns holds pictures by the names looked for "
+                f"({', '.join(self._keys)}); its columns are {', '.join(names) or 'none'}: name the picture's, a path, "
+                f"by {flag}"
+            )
+        self._folders[url] = self._folder(url, arrow)
+        reader = mapped(arrow)
+        last = reader.num_record_batches - 1
+        return int(last * ROWS + len(reader.get_batch(last)))
+
+    def _folder(self, url: str, arrow: Path) -> str:
+        """What relative paths start from: the setting, the table's folder, or the working folder if only it fits."""
+        if self._settings.folder is not None:
+            return self._settings.folder
+        own = os.path.dirname(local_path(url) or "")
+        for folder in (own, ""):
+            try:
+                if RowShard(arrow, range(1), self._keys, folder).load(SampleRef("0"), self._keys):
+                    return folder
+            except Dropped:
+                continue
+        return own
+
+
+@lru_cache(maxsize=256)
+def _downloaded(url: str, cache: str | None) -> tuple[Path, str]:
+    """A remote table and the hash of its bytes; without a cache it is downloaded once per process."""
+    local = _downloads(cache).local(url, tar=False)
+    digest = hashlib.sha256()
+    with open(local, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return local, digest.hexdigest()
+
+
+@lru_cache(maxsize=8)
+def _downloads(cache: str | None) -> ShardCache:
+    """The store for remote tables, for the life of the process."""
+    return ShardCache(cache)
+
+
+def to_arrow(table: Path, url: str, target: Path, *, separator: str | None = None, quoting: bool = True) -> None:
+    """Write the rows of a table as an Arrow IPC file.
+
+    Args:
+        table: the local file.
+        url: its name, whose suffix gives the format.
+        target: the Arrow file.
+        separator: between a CSV's fields; None for the most frequent one of SEPARATORS in its header.
+        quoting: whether quotes around a CSV's fields are syntax.
+
+    Raises:
+        ShardError: `bad_manifest`: it is not of the format, or holds no row.
+        OSError: the target cannot be written.
+    """
+    import pyarrow as pa
+
+    form = table_format(url)
+
+    def read() -> Iterator[pa.RecordBatch]:
+        try:
+            if form == "csv":
+                yield from _csv(table, separator, quoting)
+            elif form == "json":
+                schema = pa.schema([(RAW, pa.large_binary())])
+                for rows in _chunks(_json_rows(table)):
+                    yield pa.record_batch([pa.array(rows, pa.large_binary())], schema=schema)
+            else:
+                yield from _parquet(table)
+        except (ValueError, OSError, RecursionError, csv.Error, pa.ArrowException) as error:
+            raise ShardError("bad_manifest", f"it is no {form} that can be read to its end: {error}") from error
+
+    batches = read()
+    first = next(batches, None)
+    if first is None:
+        raise ShardError("bad_manifest", "it holds no row")
+    with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_file(sink, first.schema) as writer:
+        for batch in itertools.chain([first], batches):
+            writer.write_batch(batch)
+
+
+def _csv(path: Path, separator: str | None, quoting: bool) -> Iterator[pa.RecordBatch]:
+    import pyarrow as pa
+
+    csv.field_size_limit(LONGEST_FIELD)
+    with open(path, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
+        header = file.readline()
+        file.seek(0)
+        lines = _Lines(file, quoting)
+        reader = csv.reader(
+            lines,
+            delimiter=separator or max(SEPARATORS, key=header.count),
+            quoting=csv.QUOTE_MINIMAL if quoting else csv.QUOTE_NONE,
+        )
+        checked = lines.checked(reader)
+        names = _names(next(checked, []))
+        schema = pa.schema([*((name, pa.binary()) for name in names), (FAULT, pa.string())])
+
+        def fields(row: list[str]) -> list[bytes | str | None]:
+            if len(row) == len(names):
+                return [*(field.encode("utf-8", "surrogateescape") for field in row), None]
+            return [*[None] * len(names), f"line {reader.line_num}: {len(row)} fields, the header has {len(names)}"]
+
+        rows = (fields(row) for row in checked if row)
+        for some in _chunks(rows):
+            columns = zip(*some, strict=True)
+            yield pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)], schema=schema)
+
+
+class _Lines:
+    """The lines of a CSV for Python's reader, which would read an unclosed quote as a very long field."""
+
+    def __init__(self, file: TextIO, quoting: bool) -> None:
+        self._file, self._quoting = file, quoting
+        self._number = self._first = 0
+        self._quotes = 0  # in the lines of the current row
+        self._ended = False
+
+    def __iter__(self) -> Iterator[str]:
+        for line in self._file:
+            self._number += 1
+            self._quotes += line.count('"')
+            if self._quoting and self._number - self._first > MOST_LINES:
+                raise self._open()
+            yield line
+        self._ended = True
+
+    def checked(self, reader: Iterator[list[str]]) -> Iterator[list[str]]:
+        """The reader's rows.
+
+        Raises:
+            ValueError: a quote stays open to the end, or over very many lines.
+        """
+        for row in reader:
+            # The reader returns a complete row with its last line, before it sees the end of the file.
+            if self._quoting and self._ended and self._quotes % 2:
+                raise self._open()
+            yield row
+            self._first, self._quotes = self._number, 0
+
+    def _open(self) -> ValueError:
+        return ValueError(
+            f"a quote opens in line {self._first + 1} and is not closed: close it, or take quotes as they stand by "
+            "the source's setting quoting: false"
+        )
+
+
+def _json_rows(path: Path) -> Iterator[bytes]:
+    """The objects of a JSON list, or the lines that are not blank."""
+    with open(path, encoding="utf-8-sig", errors="surrogateescape") as text:
+        start = text.read(CHUNK).lstrip()
+        text.seek(0)
+        if start.startswith("["):
+            yield from (row.encode("utf-8", "surrogateescape") for row in _elements(text))
+            return
+        lines = [line.strip() for line in start.splitlines() if line.strip()]
+        if len(lines) > 1 and lines[0].startswith("{") and not lines[1].startswith("{"):
+            try:
+                json.loads(lines[0])
+            except ValueError:
+                several = "one object a line, or a list of objects, is read; this is one over several lines"
+                raise ValueError(several) from None
+    with open(path, "rb") as file:
+        yield from (row for line in file if (row := line.removeprefix(b"\xef\xbb\xbf").strip()))
+
+
+def _elements(file: TextIO) -> Iterator[str]:
+    """The texts of the objects in a JSON list, without the whole list in memory."""
+    decoder = json.JSONDecoder()
+    text, at = file.read(CHUNK).lstrip().removeprefix("["), 0
+    while True:
+        at = BETWEEN.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
+        if text.startswith("]", at):
+            return
+        if at < len(text) and text[at] != "{":
+            raise ValueError(f"a list of objects is read; this one holds {text[at : at + 20]!r}")
+        try:
+            end = decoder.raw_decode(text, at)[1]
+        except ValueError:
+            more = file.read(max(CHUNK, len(text) - at))  # growing: a long object is decoded again each time
+            if not more:
+                raise
+            text, at = text[at:] + more, 0
+            continue
+        yield text[at:end]
+        at = end
+
+
+def _parquet(path: Path) -> Iterator[pa.RecordBatch]:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    # Without Arrow's threads, as workers are forked from this process.
+    with parquet.ParquetFile(path, pre_buffer=False) as file:
+        names = _names(file.schema_arrow.names)
+        rest: pa.Table | None = None
+        for batch in file.iter_batches(batch_size=ROWS, use_threads=False):
+            # Without dictionaries, which cannot change from batch to batch in an Arrow file.
+            arrays = [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns]
+            some = pa.table(arrays, names=names)
+            table = some if rest is None else pa.concat_tables([rest, some])
+            whole = len(table) // ROWS * ROWS
+            yield from table.slice(0, whole).combine_chunks().to_batches(max_chunksize=ROWS)
+            rest = table.slice(whole)
+        if rest is not None and len(rest):
+            yield from rest.combine_chunks().to_batches()
+
+
+def _names(header: Sequence[str]) -> list[str]:
+    """Columns by name in lower case, like the members of a tar."""
+    names = [name.strip().lower() or f"column_{number}" for number, name in enumerate(header, 1)]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"its header has {', '.join(twice)} more than once")
+    return names
+
+
+def _chunks(rows: Iterable[Any]) -> Iterator[list[Any]]:
+    rest = iter(rows)
+    while some := list(itertools.islice(rest, ROWS)):
+        yield some
+
+
+@lru_cache(maxsize=256)
+def mapped(arrow: Path) -> pa.RecordBatchFileReader:
+    """The reader of the memory-mapped file, one per process; a fork shares its parent's."""
+    import pyarrow as pa
+
+    return pa.ipc.open_file(pa.memory_map(str(arrow)))
+
+
+def columns(arrow: Path) -> list[str]:
+    """Names of the columns; for rows of JSON, of the fields in the first batch."""
+    reader = mapped(arrow)
+    names = [name for name in reader.schema.names if name != FAULT]
+    if names != [RAW]:
+        return names
+    seen: dict[str, None] = {}
+    for raw in reader.get_batch(0).column(0):
+        try:
+            seen.update(dict.fromkeys(_object(raw.as_py())))
+        except Dropped:
+            continue
+    return list(seen)
+
+
+class _Refs(Sequence[SampleRef]):
+    """References to a range of rows, made on access; the key of a row is its number in the table."""
+
+    def __init__(self, rows: range) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, number: int) -> SampleRef: ...
+    @overload
+    def __getitem__(self, number: slice) -> _Refs: ...
+    def __getitem__(self, number: int | slice) -> SampleRef | _Refs:
+        if isinstance(number, slice):
+            return _Refs(self._rows[number])
+        return SampleRef(str(self._rows[number]))
+
+
+class RowShard(OpenShard):
+    """A block of rows.
+
+    Args:
+        arrow: the file of all rows of the table.
+        rows: those of this shard.
+        keys: columns that may hold the path or the bytes of the image; the first one present is taken.
+        folder: what relative paths start from.
+    """
+
+    def __init__(self, arrow: Path, rows: range, keys: Collection[str], folder: str) -> None:
+        self._arrow, self._keys, self._folder = arrow, keys, folder
+        self._reader = mapped(arrow)
+        self._names = self._reader.schema.names
+        self.index = ShardIndex(_Refs(rows))
+
+    def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:
+        """The columns of a row by name; `json` is the whole row.
+
+        Raises:
+            Dropped: `row_fields`, `row_invalid`, `json_invalid`, `json_not_object`, or `missing_picture` for a file
+                that cannot be read.
+        """
+        number = int(ref.key)
+        batch, row = self._reader.get_batch(number // ROWS), number % ROWS
+        raw: bytes | None = None
+        if self._names == [RAW]:
+            raw = batch.column(0)[row].as_py()
+            values = _object(raw)
+        else:
+            wanted = self._names if suffixes is None or "json" in suffixes else [*suffixes, FAULT]
+            values = {}
+            for name in self._names:
+                if name in wanted:
+                    try:
+                        values[name] = batch.column(name)[row].as_py()
+                    except Exception as error:  # text that is not UTF-8, a time that Python does not support, …
+                        raise Dropped("row_invalid", f"{name}: {error}") from error
+            if fault := values.pop(FAULT, None):
+                raise Dropped("row_fields", fault)
+        found = self._picture(values)
+        for name, value in values.items():
+            if value is not None and name not in self._keys and (suffixes is None or name in suffixes):
+                found[name] = _text(value)
+        if "json" not in values and (suffixes is None or "json" in suffixes):
+            found["json"] = _whole(values) if raw is None else raw
+        return found
+
+    def look(self, ref: SampleRef) -> dict[str, bytes]:
+        """All members; where the image file cannot be read, its path as a member."""
+        try:
+            return self.load(ref)
+        except Dropped as drop:
+            if drop.reason != MISSING:
+                raise
+        return RowShard(self._arrow, range(0), (), "").load(ref)
+
+    def _picture(self, values: Mapping[str, Any]) -> dict[str, bytes]:
+        """The member with the image, named as its column."""
+        for name in self._keys:
+            value = values.get(name)
+            if isinstance(value, dict):  # an image as Hugging Face's datasets store it
+                value = value.get("bytes") or value.get("path")
+            if not value:
+                continue
+            if isinstance(value, bytes) and FAULT not in self._names:
+                return {name: value}
+            return {name: self._file(os.fsdecode(value) if isinstance(value, (bytes, str)) else str(value))}
+        return {}
+
+    def _file(self, path: str) -> bytes:
+        local = local_path(path)
+        if local is None:
+            shown = redact(path)
+            raise Dropped(MISSING, f"{shown}: a manifest's pictures are files; bring them here first (img2dataset)")
+        where = os.path.join(self._folder, os.path.expanduser(local))
+        try:
+            with open(where, "rb") as file:
+                return file.read()
+        except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+            shown = where.encode(errors="backslashreplace").decode()  # a name that is no UTF-8
+            raise Dropped(MISSING, f"{shown}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    """The row's fields by name in lower case."""
+    return {name.lower(): inner for name, inner in json_object(raw).items()}
+
+
+def _text(value: Any) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogatepass")  # half a character is found with the caption
+    return json.dumps(value, default=str).encode()
+
+
+def _whole(values: Mapping[str, Any]) -> bytes:
+    """The row as a JSON object, without bytes that are not text, such as images."""
+    shown: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, bytes):
+            try:
+                shown[name] = value.decode()
+            except UnicodeDecodeError:
+                continue
+        else:
+            shown[name] = value
+    return json.dumps(shown, default=lambda inner: None if isinstance(inner, bytes) else str(inner)).encode()

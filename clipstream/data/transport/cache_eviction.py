@@ -1,0 +1,284 @@
+"""The files of a shard cache folder: size limit, eviction, integrity, and the locks between processes.
+
+    HASH-NAME.tar            an entry
+    HASH-NAME.tar.sum        its size and CRC-32; the file's date is that of the last check
+    HASH-NAME.tar.lock       locked shared by readers, exclusively by the process that writes or removes the entry
+    HASH-NAME.tar.X.part     a download in progress
+    HASH-NAME.tar.failed     the reason of the last failed download
+    HASH-NAME.tar.reserved   bytes reserved for a download in progress
+    room.lock                locked while bytes are reserved
+
+All processes of a node share the folder. Locks are `flock` and not filelock's `FileLock`, which is exclusive: readers
+share a lock here, and file systems without locks still have to work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from clipstream.errors import SettingsError
+
+CHUNK = 1 << 20
+GROWTH = 64 << 20  # bytes reserved at a time for a download of unknown length
+GIB = 1 << 30
+FRESH = 3600.0  # s for which a check of an entry is valid
+# Other files in the folder are the user's and are never touched.
+ENTRY = re.compile(r"(?P<entry>[0-9a-f]{24}-.+\.tar)(?P<kind>|\.reserved|\.[a-z0-9_]+(?:\.(?:unpacked|sum))?\.part)")
+AHEAD = "ahead"  # marks a reservation of a prefetch, which no reader waits for
+
+
+class CacheQuota:
+    """The size limit of a cache folder.
+
+    Args:
+        folder: of the entries.
+        limit: bytes; None for no limit.
+        wanted: approximate number of entries in use at once on this node.
+
+    Attributes:
+        limited: whether there is a limit.
+    """
+
+    def __init__(self, folder: Path, limit: int | None, wanted: int = 1) -> None:
+        self._folder, self._limit, self._wanted = folder, limit, wanted
+        self._is_estimated = False
+        self.limited = limit is not None
+
+    def reserve(self, target: Path, size: int, *, ahead: bool = False) -> bool:
+        """Reserve `size` bytes for a new entry, evicting the least recently used entries that nobody reads.
+
+        Args:
+            ahead: whether this is a prefetch: readers wait for the space it takes instead of failing.
+
+        Returns:
+            False if prefetches take the space: try again when they are complete.
+
+        Raises:
+            SettingsError: the limit is too small for the entries in use.
+        """
+        if self._limit is None:
+            return True
+        entries: list[tuple[float, int, str]] = []  # time of last use, bytes, path
+        reserved: dict[str, int] = {}
+        others_ahead = False
+        with _locked(self._folder / "room.lock"):
+            with os.scandir(self._folder) as found:
+                for file in found:
+                    match = ENTRY.fullmatch(file.name)
+                    if match is None or match["entry"] == target.name:
+                        continue
+                    with contextlib.suppress(OSError, ValueError):
+                        if not match["kind"]:
+                            stat = file.stat()
+                            entries.append((stat.st_atime, stat.st_size, file.path))
+                            continue
+                        # Remove the files of a dead process, which holds no lock.
+                        with contextlib.suppress(BlockingIOError):
+                            with _locked(_beside(self._folder / match["entry"], ".lock"), wait=False):
+                                os.unlink(file.path)
+                            continue
+                        if match["kind"] == ".reserved":
+                            amount, _, why = Path(file.path).read_text().partition(" ")
+                            reserved[match["entry"]] = int(amount)
+                            others_ahead |= why == AHEAD
+            for _, _, path in entries:  # complete already: its size counts, not its reservation
+                reserved.pop(os.path.basename(path), None)
+            used = sum(reserved.values()) + sum(bytes_ for _, bytes_, _ in entries)
+            for _, bytes_, path in sorted(entries):
+                if used + size <= self._limit:
+                    break
+                used -= bytes_ if remove_unused(Path(path)) else 0
+            if used + size <= self._limit:
+                _beside(target, ".reserved").write_text(f"{size} {AHEAD}" if ahead else str(size))
+                return True
+        if others_ahead and not ahead:
+            return False
+        raise self._too_small(max(used + size, size * self._wanted))
+
+    def reserve_whole(self, target: Path, size: int, *, ahead: bool = False) -> bool:
+        """As `reserve`, for an entry of known size: the limit must hold `wanted` entries of the first one's size.
+
+        Raises:
+            SettingsError: it does not.
+        """
+        if self._limit is not None and not self._is_estimated:
+            if size * self._wanted > self._limit:
+                raise self._too_small(size * self._wanted)
+            self._is_estimated = True  # by the first entry only: a single larger one needs no more than its own size
+        return self.reserve(target, size, ahead=ahead)
+
+    def settle(self, target: Path) -> None:
+        """Release the reservation of an entry that is complete or has failed."""
+        if self._limit is not None:
+            with _locked(self._folder / "room.lock"):  # so that no concurrent count misses both entry and reservation
+                _beside(target, ".reserved").unlink(missing_ok=True)
+
+    def _too_small(self, needed: int) -> SettingsError:
+        assert self._limit is not None
+        return SettingsError(
+            f"data.cache_gib: {self._limit / GIB:.3g} GiB cannot hold the shards that are in use at once on a node: "
+            f"give at least {needed * 1.1 / GIB:.2g}, or lower --data.shuffle.shards or --data.lanes"
+        )
+
+
+def seal(part: Path, target: Path) -> None:
+    """Record size, modification time and checksum of the file that will become `target`."""
+    size, checksum = crc_of(part)
+    draft = part.with_suffix(".sum.part")
+    draft.write_text(json.dumps({"size": size, "crc32": checksum, "written": part.stat().st_mtime_ns}))
+    draft.replace(_beside(target, ".sum"))
+
+
+def is_whole(target: Path) -> bool:
+    """Whether an entry still has the bytes that were written.
+
+    The content is read unless a process has checked it within the last hour, since the node's start.
+    """
+    try:
+        record = _beside(target, ".sum")
+        sealed, stat = json.loads(record.read_text()), target.stat()
+        if stat.st_size != sealed["size"]:
+            return False
+        age = time.time() - record.stat().st_mtime
+        if stat.st_mtime_ns == sealed.get("written") and 0 <= age < min(FRESH, time.monotonic()):  # s since boot
+            return True
+        if crc_of(target) != (sealed["size"], sealed["crc32"]):
+            return False
+        os.utime(record)
+        return True
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def touch(target: Path) -> None:
+    """Mark an entry as just used, by its access time. The modification time must not change: it is sealed."""
+    with contextlib.suppress(OSError):  # another user's file
+        os.utime(target, ns=(time.time_ns(), target.stat().st_mtime_ns))
+
+
+def stamp(target: Path) -> tuple[int, int, int] | None:
+    """Identifies the file at this path, so that a replacement is noticed; None if there is none."""
+    try:
+        stat = target.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+
+
+def discard(target: Path) -> None:
+    """Remove an entry. The caller holds its lock exclusively."""
+    target.unlink(missing_ok=True)
+    _beside(target, ".sum").unlink(missing_ok=True)
+
+
+def remove_unused(target: Path) -> bool:
+    """Remove an entry if nobody reads it; whether it was removed."""
+    try:
+        with _locked(_beside(target, ".lock"), wait=False):
+            discard(target)
+            return True
+    except OSError:
+        return False
+
+
+def parts(target: Path) -> list[Path]:
+    """The partial files of an entry."""
+    return list(target.parent.glob(f"{target.name}.*.part"))
+
+
+def total_size(paths: Iterable[Path]) -> int:
+    """Bytes of those files that still exist."""
+    total = 0
+    for path in paths:
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size
+    return total
+
+
+def note_failure(target: Path, reason: str, detail: str) -> None:
+    """Record a failed download for the processes that wait for the same entry."""
+    with contextlib.suppress(OSError):  # the disk may be full
+        _beside(target, ".failed").write_text(json.dumps([reason, detail]))
+
+
+def failure_since(asked: float, target: Path) -> tuple[str, str] | None:
+    """Reason and detail of a failure after time.time() `asked`."""
+    try:
+        failure = _beside(target, ".failed")
+        if failure.stat().st_mtime < asked:
+            return None
+        reason, detail = json.loads(failure.read_text())
+        return reason, detail
+    except (OSError, ValueError):
+        return None
+
+
+def unlock(lock: int) -> None:
+    """Unlock and close: closing alone would leave the lock with a forked copy of the descriptor."""
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    os.close(lock)
+
+
+def crc_of(path: Path) -> tuple[int, int]:
+    """Size in bytes and CRC-32 of a file."""
+    size = checksum = 0
+    with open(path, "rb") as file:
+        while data := file.read(CHUNK):
+            size += len(data)
+            checksum = zlib.crc32(data, checksum)
+    return size, checksum
+
+
+def _beside(target: Path, suffix: str) -> Path:
+    return Path(f"{target}{suffix}")
+
+
+@contextmanager
+def _locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        with contextlib.suppress(OSError) if wait else contextlib.nullcontext():  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield
+    finally:
+        unlock(lock)
+
+
+def temporary_folder() -> tuple[Path, int]:
+    """A temporary folder, and the descriptor whose lock is held as long as a process of this run lives.
+
+    Removes the folders of dead runs.
+    """
+    for other in Path(tempfile.gettempdir()).glob("clipstream-*/owner.lock"):
+        with contextlib.suppress(OSError):
+            lock = os.open(other, os.O_RDWR)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(other.parent, ignore_errors=True)
+            finally:
+                os.close(lock)
+    folder = Path(tempfile.mkdtemp(prefix="clipstream-"))
+    own = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    with contextlib.suppress(OSError):  # without locks, no other run removes the folder
+        fcntl.flock(own, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        (folder / "lock").rename(folder / "owner.lock")  # gets this name only once it is locked
+    return folder, own
+
+
+def remove_folder(folder: Path, lock: int, owner: int) -> None:
+    """Remove the folder in the process `owner`; forked children inherit this finalizer."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)

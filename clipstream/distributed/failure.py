@@ -1,0 +1,315 @@
+"""Failure propagation: the first error of any rank is printed last, and ends all ranks with its exit code.
+
+The cause travels through the process group's key-value store, over a connection of its own, and so reaches ranks that
+are blocked in a collective. Nothing here raises; with one rank the error is only printed.
+
+A rank that was killed (SIGKILL, out of memory) is noticed by broken connections, and identified by the heartbeats that
+each rank's thread leaves in the store. Under nccl, where a peer's death breaks no connection, the launcher (torchrun,
+srun --kill-on-bad-exit) has to end the others. A rank that waits longer than `run.timeout` for the others ends all of
+them; a rank that is stuck prints its stack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+from clipstream.distributed.world import World
+from clipstream.errors import ClipstreamError, Stopped
+from clipstream.utils.early_signals import INTERRUPTED
+from clipstream.utils.escape import printable_lines
+
+POLL = 0.2  # s between two looks into the store
+GRACE = 2.0  # s for the main thread to end by itself (and to close its files) once a cause is known
+SILENCE = 2.0  # s without a heartbeat after which a rank counts as dead, once a connection broke
+PATIENCE = 15.0  # s at most that a rank waits for the others to read the cause
+
+_CAUSE, _NOTED, _DONE, _STOP = "clipstream/cause", "clipstream/noted", "clipstream/done", "clipstream/stop"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a run ends.
+
+    Attributes:
+        rank: where the error was raised.
+        code: the exit code.
+        message: for the user.
+        dead: ranks that ended without an error.
+        stuck: whether another rank may be stuck, and should print its stack.
+    """
+
+    rank: int
+    code: int
+    message: str
+    dead: list[int] = field(default_factory=list)
+    stuck: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> Cause:
+        """The cause that an exception is."""
+        if isinstance(error, ClipstreamError):
+            return cls(rank, error.exit_code, str(error))
+        if isinstance(error, KeyboardInterrupt):
+            return cls(rank, INTERRUPTED, "interrupted")
+        if isinstance(error, RuntimeError) and "Timed out waiting" in str(error):  # torch has no type for it
+            message = (
+                "waited longer than --run.timeout for another rank, which is stuck or busy: its stack is printed "
+                f"above or in its own output ({_first_line(str(error))})"
+            )
+            return cls(rank, 1, message, stuck=True)
+        return cls(rank, 1, f"{type(error).__name__}: {error}")
+
+    @classmethod
+    def of_dead(cls, ranks: list[int]) -> Cause:
+        """The cause of ranks that ended without an error."""
+        names = ", ".join(f"rank {rank}" for rank in ranks)
+        return cls(ranks[0], 1, f"{names} ended without an error message: killed, or out of memory", dead=ranks)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Cause:
+        """The cause that `to_json` wrote."""
+        return cls(**json.loads(text))
+
+    def to_json(self) -> str:
+        """For the store."""
+        return json.dumps(asdict(self))
+
+
+class FailureWatch:
+    """Passes the first failure of any rank to all ranks.
+
+    Call `start()` after `world.start()`; in the outermost `except`, `sys.exit(watch.report(error))`; after success,
+    `stop()` before `world.stop()`.
+
+    Args:
+        world: this rank among the others.
+        debug: print the traceback of a user's error too; that of a bug is always printed.
+
+    Attributes:
+        on_end: called as on_end(code, message) after the cause is printed, on rank 0; it must not raise.
+        held: contexts to close last, after the cause is printed: a lock, a log file.
+    """
+
+    def __init__(self, world: World, *, debug: bool = False) -> None:
+        self.world, self.debug = world, debug
+        self.on_end: Callable[[int, str], object] | None = None
+        self.held = contextlib.ExitStack()
+        self._store: Any = None
+        self._cause: Cause | None = None
+        self._cleanups: list[Callable[[], object]] = []
+        self._on_stop: Callable[[str], object] | None = None
+        self._ending = threading.Event()  # the main thread ends by itself
+        self._stopped = threading.Event()
+        self._once = threading.Lock()
+        self._noted = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to watch, once the process group exists; with one rank, do nothing."""
+        if self.world.size == 1:
+            return
+        from torch.distributed import distributed_c10d
+
+        # A clone has its own connection, so the thread and the process group never block each other.
+        self._store = distributed_c10d._get_default_store().clone()
+        self._store.set_timeout(timedelta(seconds=PATIENCE))
+        self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
+        self._thread.start()
+
+    def on_exit(self, cleanup: Callable[[], object]) -> None:
+        """Register a function to call before the thread ends the process, e.g. to kill data workers."""
+        self._cleanups.append(cleanup)
+
+    def on_stop(self, callback: Callable[[str], object]) -> None:
+        """Register a function to call with the signal's name, from the thread, when another rank was asked to stop."""
+        self._on_stop = callback
+
+    def broadcast_stop(self, name: str) -> None:
+        """Tell the other ranks that this one was asked to stop by the signal `name`."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(_STOP, name)
+
+    def run_cleanups(self) -> None:
+        """Call the functions registered by `on_exit`; errors are printed."""
+        for cleanup in self._cleanups:
+            try:
+                cleanup()
+            except Exception as error:
+                print(f"while ending: {error!r}", file=sys.stderr, flush=True)
+
+    def report(self, error: BaseException) -> int:
+        """End this rank because of `error`, in the main thread: publish it, or take an earlier cause, and print it.
+
+        Returns within seconds; if the process does not end after that, a thread ends it. `Stopped` is raised on all
+        ranks alike after saving: it is no failure, and is not published.
+
+        Returns:
+            The exit code of the first cause.
+        """
+        self._ending.set()
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers send it once the first rank has ended
+        rank = getattr(error, "rank", None)
+        mine = Cause.of(error, self.world.rank if rank is None else rank)
+        if self.world.size == 1 or self._store is None:
+            return self._print(mine, error)
+        if isinstance(error, Stopped) and self._cause is None:
+            self.stop()
+            if self._cause is None:
+                return self._print(mine, error)
+        threading.Thread(target=self._force_exit, args=(mine.code,), daemon=True).start()
+        self._cause = cause = self._cause or self._publish(mine, error)
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(1)  # its store client may still warn of a broken connection
+        code = self._print(cause, error if cause.rank == self.world.rank else None)
+        self._note(cause)
+        return code
+
+    def stop(self) -> None:
+        """Stop watching after success. Rank 0, which may host the store, waits for all ranks to call this."""
+        if self._thread is None:
+            return
+        self._stopped.set()
+        self._thread.join()
+        if self._cause is None:
+            with contextlib.suppress(RuntimeError):
+                self._store.add(_DONE, 1)
+            if self.world.is_main:
+                self._wait_for(_DONE, self.world.size)
+
+    def _watch(self) -> None:
+        """The thread: beat, look for a cause; when there is one, end the process if the main thread does not."""
+        while not self._stopped.is_set():
+            try:
+                self._store.add(_heartbeat(self.world.rank), 1)
+                if self._store.check([_CAUSE]):
+                    self._cause = Cause.from_json(self._store.get(_CAUSE))
+                    break
+                if self._on_stop is not None and self._store.check([_STOP]):
+                    callback, self._on_stop = self._on_stop, None
+                    callback(self._store.get(_STOP).decode())
+            except RuntimeError:  # the store's host is gone
+                if self._ending.wait(GRACE) or self._stopped.is_set() or _launcher_holds_store():
+                    return  # a launcher that ends sends its ranks SIGTERM (see `launch`): they save first
+                self._cause = self._lost_store()
+                break
+            self._stopped.wait(POLL)
+        if self._cause is None or self._ending.wait(GRACE):
+            return
+        if self._cause.stuck:
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            stack = traceback.format_stack(frame)
+            print(f"rank {self.world.rank} is at:", *stack, sep="\n", file=sys.stderr, flush=True)
+        self.run_cleanups()
+        self._print(self._cause, None)
+        self._note(self._cause)
+        os._exit(self._cause.code)
+
+    def _force_exit(self, code: int) -> None:
+        time.sleep(PATIENCE + GRACE)
+        self.run_cleanups()
+        os._exit(code if self._cause is None else self._cause.code)
+
+    def _publish(self, cause: Cause, error: BaseException) -> Cause:
+        """Put the cause into the store unless there is one; return the one that is there then.
+
+        A broken connection is no cause itself: either a rank is dead, or one publishes its cause within SILENCE.
+        """
+        broken = _is_broken_connection(error)
+        try:
+            if broken:
+                others = [rank for rank in range(self.world.size) if rank != self.world.rank]
+                before = [self._store.add(_heartbeat(rank), 0) for rank in others]
+                limit = time.monotonic() + SILENCE
+                while time.monotonic() < limit and not self._store.check([_CAUSE]):
+                    time.sleep(POLL)
+                silent = [r for r, b in zip(others, before, strict=True) if self._store.add(_heartbeat(r), 0) == b]
+                message = f"the connection to another rank broke: {_first_line(str(error))}"
+                cause = Cause.of_dead(silent) if silent else replace(cause, code=1, message=message)
+            text = cause.to_json()
+            return Cause.from_json(self._store.compare_set(_CAUSE, "", text) or text)
+        except RuntimeError:
+            return self._lost_store() if broken else cause
+
+    def _lost_store(self) -> Cause:
+        """The cause if the store's host is gone (rank 0, or the launcher's agent): no rank can be reached."""
+        self._noted = True
+        if _launcher_holds_store():
+            return Cause(0, 1, "the launcher ended without an error message")
+        return Cause.of_dead([0])
+
+    def _wait_for(self, key: str, count: int) -> None:
+        limit = time.monotonic() + PATIENCE
+        with contextlib.suppress(RuntimeError):
+            while self._store.add(key, 0) < count and time.monotonic() < limit:
+                time.sleep(POLL / 4)
+
+    def _note(self, cause: Cause) -> None:
+        """Count this rank among those that know the cause, as the last use of the store.
+
+        The failed rank leaves after the others know, because a launcher ends them when the first one ends; rank 0,
+        which may host the store, leaves last.
+        """
+        with self._once:
+            if self._noted:
+                return
+            self._noted = True
+            alive = self.world.size - len(cause.dead)
+            if cause.rank == self.world.rank:
+                self._wait_for(_NOTED, alive - 1)
+            with contextlib.suppress(RuntimeError):
+                self._store.add(_NOTED, 1)
+            if self.world.is_main:
+                self._wait_for(_NOTED, alive)
+
+    def _print(self, cause: Cause, error: BaseException | None) -> int:
+        """Print the cause, only its first line on ranks other than 0 and its own; return its code."""
+        if error is not None and (self.debug or not isinstance(error, ClipstreamError | KeyboardInterrupt)):
+            print(printable_lines("".join(traceback.format_exception(error)), 1 << 20), end="", file=sys.stderr)
+        message = cause.message
+        if not self.world.is_main and cause.rank != self.world.rank:
+            message = _first_line(message)
+        where = "" if self.world.size == 1 else f"rank {cause.rank}: "
+        if cause.code != Stopped.exit_code:
+            message = f"{'' if cause.code == INTERRUPTED else 'error: '}{where}{message}"
+        if cause.code != Stopped.exit_code or self.world.is_main:
+            sys.stdout.flush()
+            print(printable_lines(message), file=sys.stderr, flush=True)
+        if self.on_end is not None:
+            self.on_end(cause.code, f"{where}{cause.message}")
+        return cause.code
+
+
+def _heartbeat(rank: int) -> str:
+    return f"clipstream/beat/{rank}"
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
+
+
+def _launcher_holds_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _is_broken_connection(error: BaseException) -> bool:
+    """Whether a collective failed because a peer is gone; torch has no single type for it."""
+    from torch.distributed import DistBackendError, DistNetworkError
+
+    words = ("Connection closed by peer", "Connection reset", "Broken pipe", "Connection refused")
+    return isinstance(error, RuntimeError) and (
+        isinstance(error, DistBackendError | DistNetworkError) or any(word in str(error) for word in words)
+    )

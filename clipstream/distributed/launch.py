@@ -1,0 +1,85 @@
+"""Start and end of a process that works on a model: device, threads, process group, and the exit code.
+
+The run's settings and a function enter; an exit code leaves. All verbs that have ranks use it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from clipstream.distributed.failure import FailureWatch
+from clipstream.distributed.settings import RunSettings
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.utils import early_signals
+from clipstream.utils.logs import logger
+
+PR_SET_PDEATHSIG = 1
+SILENT = 20.0  # s that rank 0 waits for the others before it says so
+
+
+def run_ranks(run: RunSettings, body: Callable[[World, FailureWatch], None]) -> int:
+    """Configure torch, make the process group, and call `body` on this rank; return the exit code.
+
+    An error on any rank ends all ranks with the code of the first cause.
+
+    Raises:
+        SettingsError: `run.device` does not exist.
+    """
+    import torch
+
+    device = run.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device.startswith("cuda") and not torch.cuda.is_available():
+        raise SettingsError(
+            f"run.device is {device!r}, but torch sees no GPU here: use --device cpu, or look at nvidia-smi"
+        )
+    world = World.from_env(device)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # torchrun sets OMP_NUM_THREADS=1, which leaves the other cores idle; and the number decides the bits of sums.
+    torch.set_num_threads(run.threads or max(1, cores // world.local_size))
+    if run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        # Save and end when torchrun is killed: a restarted job must not find this one's ranks in its folder.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    watch = FailureWatch(world, debug=run.debug)
+    try:
+        with announce_waiting(world), early_signals.unguarded():
+            world.start(timedelta(seconds=run.timeout))
+        watch.start()
+        body(world, watch)
+        watch.stop()
+    except BaseException as error:
+        return watch.report(error)
+    finally:
+        world.stop()
+        watch.held.close()
+    return 0
+
+
+@contextmanager
+def announce_waiting(world: World) -> Iterator[None]:
+    """Print that rank 0 waits for the other ranks, if this takes longer than SILENT."""
+
+    def say() -> None:
+        others = f"{world.size - 1} other rank{'s' * (world.size > 2)}"
+        logger.info(f"rank 0 waits for {others} at {world.rendezvous}")
+
+    timer = threading.Timer(SILENT, say)
+    timer.daemon = True
+    if world.is_main and world.size > 1:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,117 @@
+"""The records of how a process of a run began and ended, as lines of metrics.jsonl; nothing is written here.
+
+A start record has what is needed to repeat the process: command line, git state, hardware, versions. An end record has
+its status, exit code and error.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from clipstream.errors import DivergedError, Stopped
+from clipstream.utils.early_signals import INTERRUPTED
+from clipstream.utils.versions import versions
+
+GIT_SECONDS = 10.0  # limit for one git command: a work tree may be on a slow network disk
+_STATUS = {0: "done", Stopped.exit_code: "stopped", INTERRUPTED: "stopped", DivergedError.exit_code: "diverged"}
+
+
+def now() -> str:
+    """The time in the format of the records: `2026-11-21 10:30:00 UTC`."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def end_record(step: int, code: int, error: str | None, **more: Any) -> dict[str, Any]:
+    """How a process of a run ended.
+
+    Args:
+        step: steps done.
+        code: the exit code; it decides the status: done, stopped (by a signal), diverged or failed.
+        error: the message; None where there was no error.
+        more: further keys of `end`.
+    """
+    end = {"status": _STATUS.get(code, "failed"), "code": code, "error": error, **more}
+    return {"step": step, "time": now(), "end": end}
+
+
+def start_record(step: int, ranks: int, device: str, command: list[str]) -> dict[str, Any]:
+    """How a process of a run began, on rank 0's machine.
+
+    Args:
+        step: of the checkpoint that it resumes from, or 0.
+        ranks: of the run.
+        device: torch's name of rank 0's device.
+        command: the command line, without credentials.
+    """
+    import torch
+
+    gpu = device.startswith("cuda")
+    return {
+        "step": step,
+        "start": {
+            "time": now(),
+            "ranks": ranks,
+            "device": torch.cuda.get_device_name(device) if gpu else f"{device} ({platform.machine()})",
+            "command": shlex.join(command),
+            "folder": str(Path.cwd()),
+            "git": git_state(Path.cwd()),
+            "hardware": hardware(),
+            "versions": versions(),
+        },
+    }
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit of the git work tree around `folder`, and whether tracked files differ from it; None without one."""
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=GIT_SECONDS, stdin=subprocess.DEVNULL
+            )
+        except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changes = git("status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+
+
+def hardware() -> dict[str, Any]:
+    """Host, processor, cores that this process may use, memory in GiB, and the GPUs that torch sees."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    try:
+        cpus = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        cpus = []
+    names = (line.partition(":")[2].strip() for line in cpus if line.startswith("model name"))
+    cpu = next(names, platform.processor() or platform.machine())
+    try:
+        memory = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
+    except (ValueError, OSError):
+        memory = None
+    return {"host": socket.gethostname(), "cpu": cpu, "cores": cores, "memory_gib": memory, "gpus": gpus}
+
+
+def command_line() -> list[str]:
+    """The command line of this process, with the module's name for `python -m`."""
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    if spec is not None and spec.name:
+        return ["python", "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
+    return [Path(sys.argv[0]).name, *sys.argv[1:]]

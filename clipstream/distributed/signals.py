@@ -1,0 +1,131 @@
+"""Signals that ask a run to stop: recorded at once on every rank, acted on between two steps.
+
+SIGTERM, SIGINT and SIGUSR1 of this process, and those of other ranks, enter; `received` leaves, which the training loop
+and waits for data and evaluations check. A thread reads the signals from a wake-up file descriptor, so that they are
+acknowledged and passed on while the main thread is inside a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+from clipstream.errors import Interrupted, Stopped
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SETUP_GRACE = 5.0  # s that the main thread has to end before training, where it may be inside a call that waits
+
+_active = False  # whether this process reads its signals from the wake-up descriptor
+# A forked child must not report its signals to the parent's thread.
+os.register_at_fork(after_in_child=lambda: _active and signal.set_wakeup_fd(-1))
+
+
+class StopSignals:
+    """Context manager, main thread only: records SIGTERM, SIGINT and SIGUSR1 instead of ending the process.
+
+    A second SIGINT (Ctrl-C twice) interrupts at once. Data workers must ignore SIGINT themselves, because a terminal
+    sends it to them as well.
+
+    Args:
+        deferring: whether there is something to save. If not, a signal raises `Interrupted` at once, and ends the
+            process with its code if the main thread does not respond within SETUP_GRACE.
+        broadcast: called once, from the thread, with the signal's name, to pass it to the other ranks.
+        on_exit: called before the thread ends the process.
+        announce: print a line at the first signal.
+
+    Attributes:
+        received: name of the first signal on any rank; None before.
+    """
+
+    def __init__(
+        self,
+        *,
+        deferring: bool = True,
+        broadcast: Callable[[str], object] = lambda name: None,
+        on_exit: Callable[[], object] = lambda: None,
+        announce: bool = False,
+    ) -> None:
+        self.received: str | None = None
+        self.deferring = deferring
+        self._broadcast, self._on_exit, self._announce = broadcast, on_exit, announce
+        self._before: dict[signal.Signals, Any] = {}
+        self._noted = False
+        self._over, self._announced = threading.Event(), threading.Event()
+
+    def __enter__(self) -> StopSignals:
+        global _active
+        self._ours, self._theirs = socket.socketpair()
+        self._theirs.setblocking(False)
+        self._fd_before = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
+        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        _active = True
+        threading.Thread(target=self._listen, name="stop-signals", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _active
+        _active = False
+        self._over.set()
+        signal.set_wakeup_fd(self._fd_before)
+        self._theirs.close()  # ends the thread
+        for number, handler in self._before.items():
+            # After a failure the launcher's SIGTERM still has to find a process that ends with its own code.
+            if error is None or number != signal.SIGTERM:
+                signal.signal(number, handler)
+
+    def name(self, seconds: float = 2.0) -> str:
+        """The name of the signal, for messages; waits for it, as ranks agree on a stop before its name arrives."""
+        if self.received is None:
+            self._announced.wait(seconds)
+        return self.received or "a signal to another rank"
+
+    def receive(self, name: str) -> None:
+        """Record that another rank was asked to stop; from any thread."""
+        if not self._noted:
+            self._note(name)
+            if not self.deferring:  # the handler raises in the main thread
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    def _listen(self) -> None:
+        """The thread: read signal numbers until the other end of the socket is closed."""
+        while numbers := self._ours.recv(64):
+            for number in numbers:
+                if number in SIGNALS and not self._noted:
+                    name = signal.Signals(number).name
+                    self._note(name)
+                    self._broadcast(name)
+        self._ours.close()
+
+    def _note(self, name: str) -> None:
+        self._noted, self.received = True, self.received or name
+        if self._announce:
+            what = "saving the last completed step" if self.deferring else "ending before the first step"
+            with contextlib.suppress(OSError):
+                os.write(2, f"{name}: {what}\n".encode())
+        self._announced.set()
+        if not self.deferring:
+
+            def end() -> None:
+                if not self._over.is_set() and not self.deferring:
+                    self._on_exit()
+                    os._exit(Stopped.exit_code)
+
+            timer = threading.Timer(SETUP_GRACE, end)
+            timer.daemon = True
+            timer.start()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if not self.deferring:
+            self._announced.wait(1)  # so that the line of the thread is printed first
+            raise Interrupted

@@ -1,0 +1,1 @@
+"""The evaluators that come with clipstream, one file each."""

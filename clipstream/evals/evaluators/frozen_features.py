@@ -1,0 +1,149 @@
+"""Base of evaluators that learn from frozen features, and k-nearest-neighbour classification.
+
+Features are L2-normalised, as in CLIP_benchmark's linear probe. Samples stay on the rank that encoded them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from clipstream.data.settings import SourceSettings
+from clipstream.distributed.world import World
+from clipstream.evals.context import EvalContext
+from clipstream.evals.labels import Labelling, figures
+from clipstream.evals.protocol import source_of
+from clipstream.evals.settings import FrozenSettings, NeighboursSettings
+
+BLOCK = 4096  # training images compared at once, over all ranks
+ROWS = 1024  # images classified at once
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """This rank's part of a source.
+
+    Attributes:
+        features: float32 [n, D], rows of length 1.
+        labels: int64 [n].
+    """
+
+    features: torch.Tensor
+    labels: torch.Tensor
+
+
+def labelled(
+    context: EvalContext, source: SourceSettings, labelling: Labelling, batch_size: int, key: str = "data"
+) -> Labelled:
+    """Encode the images of a source. Collective.
+
+    Raises:
+        DataError: no rank has a usable image, or a label is not a class.
+    """
+    features, labels = [], [torch.zeros(0, dtype=torch.int64)]
+    for batch in labelling.batches(context, source, batch_size, key):
+        assert batch.pixels is not None, "an evaluation source gives pixels"
+        features.append(context.encode_image(batch.pixels))
+        labels.append(batch.ids[:, 0].long())
+    width = max(context.world.gather_objects(features[0].shape[1] if features else 0))
+    if width == 0:
+        raise context.unusable("picture with a label")
+    nothing = torch.zeros((0, width), device=context.world.device)
+    return Labelled(torch.cat([nothing, *features]), torch.cat(labels).to(nothing.device))
+
+
+def count_classes(labelling: Labelling, world: World, *parts: Labelled) -> int:
+    """The number of classes: of names, or else 1 + the highest label. Collective."""
+    if labelling.classes is not None:
+        return len(labelling.classes)
+    highest = max((int(part.labels.max()) for part in parts if len(part.labels)), default=0)
+    return 1 + max(map(int, world.gather_objects(highest)))
+
+
+def measure(scores: torch.Tensor, labels: torch.Tensor, classes: int) -> torch.Tensor:
+    """top1, top5 and n by class, float64 [C, 3], of scores [n, C]; ties go to the lower class.
+
+    A class whose score is -inf is not an answer.
+    """
+    values, found = scores.sort(dim=1, descending=True, stable=True)
+    right = (found == labels[:, None]) & (values > -torch.inf)
+    hits = torch.stack([right[:, :1].any(dim=1), right[:, :5].any(dim=1), torch.ones_like(labels, dtype=torch.bool)], 1)
+    tally = torch.zeros((classes, 3), dtype=torch.float64, device=scores.device)
+    return tally.index_add_(0, labels, hits.double())
+
+
+class Frozen(ABC):
+    """Evaluator that learns from one labelled source and tests on another.
+
+    Raises:
+        SettingsError: no data are set, or a file of names is missing or invalid.
+    """
+
+    def __init__(self, settings: FrozenSettings) -> None:
+        self.batch_size, self.train, self.test = settings.batch_size, settings.train, source_of(settings)
+        self.labelling = Labelling.of(settings)
+
+    def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
+        """Yields top1, top5, mean_per_class_recall, n, chance and n_train.
+
+        Raises:
+            DataError: no usable image in one of the sources, or a label outside the classes.
+        """
+        train = labelled(context, self.train, self.labelling, self.batch_size, "train")
+        test = labelled(context, self.test, self.labelling, self.batch_size)
+        classes = count_classes(self.labelling, context.world, train, test)
+        tally = self.tally(train, test, classes, context.world)
+        yield from figures(context.world.all_reduce_sum(tally))
+        yield "n_train", sum(context.world.gather_objects(len(train.labels)))
+
+    @abstractmethod
+    def tally(self, train: Labelled, test: Labelled, classes: int, world: World) -> torch.Tensor:
+        """top1, top5 and n by class, float64 [C, 3], of this rank's test samples. Collective."""
+
+
+class Neighbours(Frozen):
+    """k-nearest-neighbour classification by cosine, as scikit-learn's KNeighborsClassifier.
+
+    With softmax votes a neighbour's vote weighs exp(cosine / temperature), as in DINO (arXiv:2104.14294, appendix).
+    """
+
+    def __init__(self, settings: NeighboursSettings) -> None:
+        super().__init__(settings)
+        self.k, self.votes, self.temperature = settings.k, settings.votes, settings.temperature
+
+    def tally(self, train: Labelled, test: Labelled, classes: int, world: World) -> torch.Tensor:
+        """See Frozen."""
+        near, labels = nearest(train, test.features, self.k, world)
+        weights = torch.ones_like(near) if self.votes == "uniform" else ((near - 1) / self.temperature).exp()
+        tally = torch.zeros((classes, 3), dtype=torch.float64, device=near.device)
+        for start in range(0, len(near), ROWS):
+            some = slice(start, start + ROWS)
+            votes = near.new_zeros((len(near[some]), classes)).scatter_add_(1, labels[some], weights[some])
+            tally += measure(votes.masked_fill(votes == 0, -torch.inf), test.labels[some], classes)
+        return tally
+
+
+def nearest(train: Labelled, queries: torch.Tensor, k: int, world: World) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines, float64 [n, k], and labels, int64 [n, k], of the k nearest of all ranks' samples. Collective.
+
+    If there are fewer than k samples, all are returned.
+    """
+    values = torch.full((len(queries), 0), -torch.inf, dtype=torch.float64, device=queries.device)
+    labels = torch.zeros((len(queries), 0), dtype=torch.int64, device=queries.device)
+    counts = world.gather_objects(len(train.labels))
+    share = -(-BLOCK // world.size)
+    for start in range(0, max(counts), share):
+        held = [max(0, min(count - start, share)) for count in counts]
+        some = slice(start, start + share)
+        block, of_block = world.gather_rows(train.features[some], held), world.gather_rows(train.labels[some], held)
+        parts = []
+        for rows, before, of_rows in zip(*(torch.split(of, ROWS) for of in (queries, values, labels)), strict=True):
+            scores = torch.cat([before, rows.double() @ block.double().T], dim=1)
+            candidates = torch.cat([of_rows, of_block.expand(len(rows), -1)], dim=1)
+            best = scores.topk(min(k, scores.shape[1]), dim=1)
+            parts.append((best.values, candidates.gather(1, best.indices)))
+        values, labels = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    return values, labels

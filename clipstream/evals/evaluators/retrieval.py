@@ -1,0 +1,117 @@
+"""Image-text retrieval: R@1, R@5, R@10 and median rank in both directions over all images and captions of a source.
+
+An image may have any number of captions; one of them among the first k is a hit, as in CLIP_benchmark. Equal captions
+of different images are different answers. For ties and memory see `evals.metrics`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from clipstream.data.decode.labels import NO_CAPTION, CaptionsEncoder, CaptionsField
+from clipstream.data.sources.clip_benchmark import RETRIEVAL, of_source
+from clipstream.distributed.world import World
+from clipstream.evals.context import EvalContext
+from clipstream.evals.gallery import Kept, Matches, show_retrieval
+from clipstream.evals.metrics import Ranks, place_pairs
+from clipstream.evals.protocol import source_of
+from clipstream.evals.settings import RetrievalSettings
+
+KS = (1, 5, 10)
+
+
+class Retrieval:
+    """Yields image_to_text_R@k and text_to_image_R@k for k = 1, 5, 10, image_to_text_median_rank and
+    text_to_image_median_rank (from 1), n (images), captions and chance_R@1 (1/n, for both directions).
+
+    Raises:
+        SettingsError: no data are set, or a data set in CLIP_benchmark's layout is missing.
+    """
+
+    def __init__(self, settings: RetrievalSettings) -> None:
+        self.settings = settings
+        self.source = source_of(settings)
+        benchmark = None if settings.captions else of_source(self.source.shards, self.source.type)
+        self.all = settings.captions == "all" or (benchmark is not None and benchmark.kind == RETRIEVAL)
+
+    def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
+        """Evaluate. Collective.
+
+        Raises:
+            DataError: no usable pair, or an image with too many captions.
+        """
+        settings, length = self.settings, context.tokenizer.context_length
+        target = CaptionsField(self.source.caption) if self.all else None
+        encoder = CaptionsEncoder(context.tokenizer, settings.max_captions) if self.all else None
+        images, texts, counts, ids = [], [], [], []
+        kept, matches = Kept(context), Matches(context, settings.prompts)
+        for batch in context.batches(
+            self.source, settings.batch_size, target=target, tokenizer=encoder, max_samples=settings.max_samples
+        ):
+            assert batch.pixels is not None, "an evaluation source gives pixels"
+            captions = batch.ids.view(len(batch), -1, length)
+            there = captions[:, :, 0] != NO_CAPTION
+            images.append(context.encode_image(batch.pixels))
+            texts += [context.encode_text(some) for some in torch.split(captions[there], settings.batch_size)]
+            counts.append(there.sum(dim=1))
+            kept.add(batch)
+            matches.add(images[-1], batch, lambda i, batch=batch: context.decode(batch.ids[i][:length]))  # type: ignore[misc]
+            if context.examples_wanted:
+                ids.append(captions[there])
+        width = max(context.world.gather_objects(images[0].shape[1] if images else 0))
+        if width == 0:
+            raise context.unusable("pair")
+        nothing = torch.zeros((0, width), device=context.world.device)
+        pairs = torch.cat([nothing, *images]), torch.cat([nothing, *texts])
+        of_each = torch.cat([torch.zeros(0, dtype=torch.int64), *counts]).to(nothing.device)
+        owners = torch.arange(len(of_each), device=nothing.device).repeat_interleave(of_each)
+        if context.examples_wanted:
+            none = torch.zeros((0, length), dtype=torch.int32)
+            show_retrieval(context, kept, *pairs, owners, torch.cat([none, *ids]).to(nothing.device))
+            matches.show()
+        yield from recalls(*pairs, context.world, owners=owners)
+
+
+def recalls(
+    images: torch.Tensor,
+    texts: torch.Tensor,
+    world: World,
+    ks: Sequence[int] = KS,
+    *,
+    owners: torch.Tensor | None = None,
+) -> Iterator[tuple[str, float]]:
+    """Recalls over all ranks' images and captions. Collective.
+
+    Args:
+        images: [n, D], L2-normalised, of this rank.
+        texts: [m, D], L2-normalised, of this rank.
+        world: the ranks.
+        ks: the k of R@k.
+        owners: int64 [m], the row of `images` for each caption; by default caption i belongs to image i.
+
+    Yields:
+        (name, value) as `Retrieval`.
+    """
+    if owners is None:
+        owners = torch.arange(len(texts), device=texts.device)
+    pictures, captions = (sum(world.gather_objects(len(rows))) for rows in (images, texts))
+    of_images, of_texts = place_pairs(images, texts, owners, world)
+    ways = (("image_to_text", of_images, pictures, captions), ("text_to_image", of_texts, captions, pictures))
+    for way, places, queries, _ in ways:
+        found = world.all_reduce_sum(torch.stack([places.hits(k).sum() for k in ks]))
+        for k, value in zip(ks, found.tolist(), strict=True):
+            yield f"{way}_R@{k}", value / queries
+    for way, places, _, answers in ways:
+        yield f"{way}_median_rank", median(places, answers, world)
+    yield "n", pictures
+    yield "captions", captions
+    yield "chance_R@1", 1 / pictures
+
+
+def median(places: Ranks, answers: int, world: World) -> float:
+    """Median rank of the first right answers of all ranks' queries, of `answers`. Collective."""
+    ranks = world.gather_rows(places.first(answers)).sort().values
+    middle = ranks[(len(ranks) - 1) // 2 : len(ranks) // 2 + 1]
+    return float(middle.mean())

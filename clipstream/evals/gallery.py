@@ -1,0 +1,208 @@
+"""Pictures and tables that an evaluation shows: best and worst answers, matches of prompts, confused classes.
+
+Best and worst answers are chosen from the first images of rank 0; other ranks take part in collectives only. Matches
+of a user's prompts and confusions cover all data. Metrics never depend on this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from clipstream.data.batch import Batch
+from clipstream.evals.context import EvalContext
+from clipstream.evals.example import Example, Table
+from clipstream.evals.metrics import products, stand
+
+KEPT = 512  # images; 77 MB at 224 pixels
+GUESSES = 3
+MATCHES = 4  # images per prompt
+WORST = 10  # classes
+AT_ONCE = 1 << 16  # captions scored against the kept images at once: 128 MiB
+
+
+class Kept:
+    """The first images of rank 0's data; empty on other ranks, and if the context wants no examples.
+
+    Attributes:
+        pixels: uint8 [3, H, W] each.
+        ids: int [T] each.
+        keys: of the samples.
+    """
+
+    def __init__(self, context: EvalContext) -> None:
+        self._capacity = KEPT if context.examples_wanted and context.world.is_main else 0
+        self.pixels: list[torch.Tensor] = []
+        self.ids: list[torch.Tensor] = []
+        self.keys: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def add(self, batch: Batch) -> bool:
+        """Copy the batch's first samples, as many as still fit (batch memory is reused); whether any did."""
+        free = self._capacity - len(self)
+        if free <= 0 or batch.pixels is None:
+            return False
+        self.pixels += batch.pixels[:free].clone().unbind()
+        self.ids += batch.ids[:free].clone().unbind()
+        self.keys += batch.keys[:free]
+        return True
+
+
+def show_retrieval(
+    context: EvalContext,
+    kept: Kept,
+    images: torch.Tensor,
+    texts: torch.Tensor,
+    owners: torch.Tensor,
+    ids: torch.Tensor,
+) -> None:
+    """Show the kept images whose own caption ranks best, and worst, among all captions. Collective.
+
+    Args:
+        context: takes the examples.
+        kept: the images of the first rows of rank 0's `images`.
+        images: this rank's features [n, D].
+        texts: this rank's features [m, D].
+        owners: int64 [m], the row of `images` for each caption.
+        ids: int [m, T], this rank's captions.
+    """
+    world = context.world
+    queries = world.gather_rows(images[: len(kept)])
+    if not len(queries):
+        return
+    own = queries.new_full((len(queries),), -torch.inf, dtype=torch.float64)
+    mine = owners < len(kept)
+    own = own.scatter_reduce(0, owners[mine], products(texts[mine], images[owners[mine]]), "amax")
+    own = world.broadcast_object(own.cpu()).to(queries.device)
+    ahead, level = world.all_reduce_sum(torch.stack(stand(queries, texts, own)))
+    parts = [(some @ queries.T).topk(min(GUESSES, len(some)), dim=0) for some in torch.split(texts, AT_ONCE)]
+    values = world.gather_rows(torch.cat([part.values for part in parts]))
+    found = [AT_ONCE * number + part.indices for number, part in enumerate(parts)]
+    captions = world.gather_rows(ids[torch.cat(found)])
+    total = sum(world.gather_objects(len(texts)))
+    if not len(kept):
+        return
+    values, best = values.topk(min(GUESSES, len(values)), dim=0)
+    order = sorted(range(len(kept)), key=lambda i: (int(ahead[i] + level[i]), -float(own[i])))
+    half = min(context.examples_wanted // 2, len(order) // 2)
+    for group, chosen in (("best", order[:half]), ("worst", order[::-1][:half])):
+        for i in chosen:
+            guesses = [
+                (context.decode(captions[j, i]), v) for j, v in zip(best[:, i], values[:, i].tolist(), strict=True)
+            ]
+            first, last = int(ahead[i]) + 1, int(ahead[i] + level[i])
+            text = context.decode(kept.ids[i][: context.tokenizer.context_length])
+            places = f"{first} to {last} (equal scores)" if last > first else f"{first}"
+            note = f"its caption is in place {places} of {total}"
+            context.show(Example(kept.pixels[i], text, kept.keys[i], tuple(guesses), group, note))
+
+
+def show_classes(
+    context: EvalContext, kept: Kept, features: Sequence[torch.Tensor], classifier: torch.Tensor, names: Sequence[str]
+) -> None:
+    """Show kept images with the classes that match them best, correct and wrong ones in separate groups.
+
+    Args:
+        context: takes the examples.
+        kept: images whose ids are class numbers.
+        features: [n, D] each, of this rank's first batches, at least of the kept images.
+        classifier: [C, D].
+        names: of the C classes.
+    """
+    if not len(kept):
+        return
+    values, found = (torch.cat(list(features))[: len(kept)] @ classifier.T).topk(min(GUESSES, len(names)))
+    labels = [int(ids[0]) for ids in kept.ids]
+    guessed = found.tolist()
+    half = context.examples_wanted // 2
+    for group, chosen in (
+        ("right", [i for i, label in enumerate(labels) if guessed[i][0] == label]),
+        ("wrong", [i for i, label in enumerate(labels) if guessed[i][0] != label]),
+    ):
+        for i in chosen[:half]:
+            guesses = tuple((names[j], v) for j, v in zip(guessed[i], values[i].tolist(), strict=True))
+            context.show(Example(kept.pixels[i], names[labels[i]], kept.keys[i], guesses, group))
+
+
+class Matches:
+    """The images of all ranks' data that match a user's prompts best. Construction and `show` are collective.
+
+    Args:
+        context: takes the examples; if it wants none, nothing is kept.
+        prompts: texts.
+    """
+
+    def __init__(self, context: EvalContext, prompts: Sequence[str]) -> None:
+        self._context, self._prompts = context, prompts if context.examples_wanted else ()
+        self._texts = context.encode_prompts(self._prompts) if self._prompts else None
+        self._found: list[list[tuple[float, Example]]] = [[] for _ in self._prompts]
+
+    def add(self, images: torch.Tensor, batch: Batch, say: Callable[[int], str]) -> None:
+        """Take a batch.
+
+        Args:
+            images: its features [n, D].
+            batch: its pixels and keys.
+            say: gives the text of its i-th image.
+        """
+        if self._texts is None or batch.pixels is None or not len(images):
+            return
+        values, places = (self._texts @ images.T).topk(min(MATCHES, len(images)))
+        for number, found in enumerate(self._found):
+            for score, i in zip(values[number].tolist(), places[number].tolist(), strict=True):
+                if len(found) < MATCHES or score > found[-1][0]:
+                    found.append((score, Example(batch.pixels[i].cpu().clone(), say(i), batch.keys[i])))
+            found.sort(key=lambda one: (-one[0], one[1].key))
+            del found[MATCHES:]
+
+    def show(self) -> None:
+        """Show the best images of all ranks for each prompt."""
+        world = self._context.world
+        for prompt, found in zip(self._prompts, self._found, strict=True):
+            parts = world.gather_objects([(score, example.key) for score, example in found])
+            candidates = [candidate for part in parts for candidate in part]
+            best = sorted(candidates, key=lambda one: (-one[0], one[1]))[:MATCHES]
+            mine = [(score, example) for score, example in found if (score, example.key) in best]
+            parts = world.gather_objects(mine)  # only the pixels that are shown
+            pictures = {(score, example.key): example for part in parts for score, example in part}
+            for score, key in best:
+                example = pictures[score, key]
+                # In addition to examples_wanted: the user asked for these.
+                self._context.examples.append(replace(example, group=f"“{prompt}”", note=f"match {score:.3f}"))
+
+
+def show_confusions(
+    context: EvalContext, labels: Sequence[torch.Tensor], guesses: Sequence[torch.Tensor], names: Sequence[str]
+) -> None:
+    """Show the classes with the lowest recall, and what their images are taken for. Collective.
+
+    Args:
+        context: takes the table; if it wants no examples, nothing is shown.
+        labels: int64 [n] each, of this rank.
+        guesses: int64 [n] each, the classes that match best.
+        names: of the C classes.
+    """
+    if not context.examples_wanted:
+        return
+    none = torch.zeros(0, dtype=torch.int64, device=context.world.device)
+    there, taken = torch.cat([none, *labels]), torch.cat([none, *guesses])
+    count = len(names)
+    seen = context.world.all_reduce_sum(torch.bincount(there, minlength=count))
+    right = context.world.all_reduce_sum(torch.bincount(there[there == taken], minlength=count))
+    share = (right.double() / seen).nan_to_num(nan=1.0)  # classes without images are left out
+    worst = [i for i in share.argsort(stable=True).tolist()[:WORST] if share[i] < 1]
+    if not worst:
+        return
+    confused = torch.stack([torch.bincount(taken[there == i], minlength=count) for i in worst])
+    confused = context.world.all_reduce_sum(confused)
+    rows = []
+    for row, i in zip(confused, worst, strict=True):
+        row[i] = 0
+        often = [j for j in row.argsort(descending=True, stable=True).tolist()[:GUESSES] if row[j]]
+        said = ", ".join(f"{names[j]} ({int(row[j])})" for j in often)
+        rows.append((names[i], f"{int(right[i])} of {int(seen[i])}", said))
+    context.tables.append(Table("the worst classes", ("class", "right", "taken for"), tuple(rows)))

@@ -1,0 +1,283 @@
+"""Runs evaluators when they are due, during training and outside of it. Settings enter; records leave.
+
+All ranks call an evaluator; each sees its part of the data and reduces over the ranks itself, so that all yield the
+same values. Evaluations do not change training in any bit: random states and the towers' modes are restored, and no
+gradient is touched.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from numbers import Integral
+from typing import Any
+
+from clipstream.config.plugins import make_plugin
+from clipstream.errors import ClipstreamError, DataError, SettingsError, Stopped, did_you_mean
+from clipstream.evals.agreement import AgreeingWorld, Failed, Failure, Torn
+from clipstream.evals.context import DryRun, Encoder, EvalContext, evaluating
+from clipstream.evals.example import Example, Table
+from clipstream.evals.fingerprints import of_tokenizer
+from clipstream.evals.protocol import Evaluator, source_of
+from clipstream.evals.settings import EvalSettings, MeanSettings, Weights, eval_name
+from clipstream.training.gradcache import is_out_of_memory
+from clipstream.training.precision import same_randomness
+from clipstream.utils.logs import logger
+
+__all__ = ["Encoder", "EvalContext", "EvalRunner", "Evaluator", "Record", "build_evaluators", "evaluating", "source_of"]
+
+Record = dict[str, Any]
+RECORD = ("step", "eval", "error", "dropped", "seconds")  # keys of a record that are not metrics
+
+
+def build_evaluators(settings: Mapping[str, EvalSettings]) -> dict[str, Evaluator]:
+    """The evaluators that the settings name, in their order, means last.
+
+    Raises:
+        SettingsError: a class cannot be imported or constructed, or the mean of an unknown evaluator is asked for.
+    """
+    from clipstream.evals.evaluators.frozen_features import Neighbours
+    from clipstream.evals.evaluators.linear_probe import LinearProbe
+    from clipstream.evals.evaluators.mean import Mean
+    from clipstream.evals.evaluators.retrieval import Retrieval
+    from clipstream.evals.evaluators.validation_loss import ValidationLoss
+    from clipstream.evals.evaluators.zero_shot import ZeroShot
+
+    builtin: dict[str, Callable[[Any], Evaluator]] = {
+        "retrieval": Retrieval,
+        "zero_shot": ZeroShot,
+        "loss": ValidationLoss,
+        "linear_probe": LinearProbe,
+        "knn": Neighbours,
+        "mean": Mean,
+    }
+    evaluators = {}
+    for name, section in sorted(settings.items(), key=lambda item: isinstance(item[1], MeanSettings)):
+        for other in section.of if isinstance(section, MeanSettings) else ():
+            if other not in settings:
+                hint = did_you_mean(other, settings)
+                raise SettingsError(f"evals.{name}.of: there is no evaluator {other!r}{hint}")
+        try:
+            make = builtin.get(section.type) or partial(make_plugin, section.type)
+            evaluators[name] = make(section)
+        except (SettingsError, ValueError) as error:
+            raise SettingsError(f"evals.{name}: {error}") from error
+    return evaluators
+
+
+class EvalRunner:
+    """Runs evaluators when they are due. An evaluation that fails on some rank ends on all of them, with a warning.
+
+    Args:
+        settings: by name.
+        context: is passed to the evaluators.
+        emit: called with the record of each evaluation, on rank 0.
+        show: called as show(step, name, examples, tables) before `emit` if the evaluator showed any, on rank 0.
+        weights: for each kind of weights, makes a context manager within which the towers have them.
+        trace: called as trace(record, about) on rank 0; `about` has weights, data, texts, tokenizer, settings,
+            precision and ranks.
+        status: called with the current evaluation as text, and with '' when it is over.
+        ends: whether the caller raises the failures in the end; warnings then leave out their reason.
+
+    Attributes:
+        failures: of evaluations so far.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, EvalSettings],
+        context: EvalContext,
+        emit: Callable[[Record], None],
+        show: Callable[[int, str, Sequence[Example], Sequence[Table]], None] | None = None,
+        weights: Mapping[Weights, Callable[[], AbstractContextManager[object]]] | None = None,
+        trace: Callable[[Record, Record], None] | None = None,
+        status: Callable[[str], None] = lambda text: None,
+        ends: bool = False,
+    ) -> None:
+        self.settings, self.context = settings, context
+        self.emit, self.show, self.trace, self.status, self.ends = emit, show, trace, status, ends
+        asked = {kind for section in settings.values() for kind in section.kinds}
+        self.weights = {kind: enter for kind, enter in (weights or {"trained": nullcontext}).items() if kind in asked}
+        self.failures: list[Failure] = []
+        self._step: int | None = None
+        self._ran: dict[Weights, dict[str, Record]] = {}  # what ran at that step: by evaluator, its record
+        self.evaluators = build_evaluators(settings)
+        self.world = context.world
+        context.world = self.agreeing = AgreeingWorld.of(context.world)
+
+    def due(self, step: int, last: bool = False) -> list[str]:
+        """Names of the evaluators to run after `step` steps; all of them after the last one."""
+        sections = {name: self.settings[name] for name in self.evaluators}
+        return [name for name, s in sections.items() if last or (s.every and step and step % s.every == 0)]
+
+    def dry_run(self) -> dict[str, list[str]]:
+        """Run the built-in evaluators on a few samples with constant features, to find faults before training.
+
+        Collective. Users' evaluators are left out, as they may not accept such features.
+
+        Returns:
+            Metric names by evaluation (see `eval_name`).
+
+        Raises:
+            DataError, SettingsError: from an evaluator or its data, or there is not enough memory for the weights.
+        """
+        try:
+            for weights in self.weights.values():
+                with weights():  # gathering sharded weights takes memory
+                    pass
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise SettingsError(
+                "evals: there is no memory for the whole model beside its shards: evaluate its checkpoints elsewhere "
+                f"(python -m clipstream.evaluate), or take more GPUs ({str(error).splitlines()[0]})"
+            ) from error
+        found: dict[str, dict[str, float]] = {}
+        own = {name for name, section in self.settings.items() if section.type not in EvalSettings.builtin}
+        for name, evaluator in self.evaluators.items():
+            section = self.settings[name]
+            if name in own or (isinstance(section, MeanSettings) and own & section.of.keys()):
+                continue
+            context = DryRun.of(self.context, name)
+            context.figures = found
+            with _named(name):
+                found[name] = dict(evaluator(context))
+        return {eval_name(name, kind): list(found[name]) for name in found for kind in self.settings[name].kinds}
+
+    def __call__(self, step: int, last: bool = False) -> list[Record]:
+        """The records of `each`."""
+        return list(self.each(step, last))
+
+    def each(self, step: int, last: bool = False) -> Iterator[Record]:
+        """Run what is due and has not run at this step yet, one after the other. Collective.
+
+        Yields:
+            A record per evaluation: step, eval (see `eval_name`), metrics, dropped (unusable samples of all ranks) and
+            seconds; if it failed, `error` in place of metrics.
+
+        Raises:
+            ClipstreamError: from an evaluator or its data, if its settings have `on_error: raise`.
+        """
+        if step != self._step:
+            self._step, self._ran = step, {}
+        for kind, weights in self.weights.items():
+            ran = self._ran.setdefault(kind, {})
+            names = [name for name in self.due(step, last) if kind in self.settings[name].kinds and name not in ran]
+            self.context.figures = {name: record for name, record in ran.items() if "error" not in record}
+            if not names:
+                continue
+            with weights():
+                self.context.weights = self.context.fingerprint()  # once: evaluators do not change weights
+                try:
+                    for name in names:
+                        self.status(f"evaluating {eval_name(name, kind)}")
+                        ran[name] = record = self._run(step, name, eval_name(name, kind))
+                        self.status("")
+                        if self.context.world.is_main:
+                            if self.show is not None and (self.context.examples or self.context.tables):
+                                self.show(step, record["eval"], self.context.examples, self.context.tables)
+                            self.emit(record)
+                        yield record
+                finally:
+                    self.context.weights = None
+        if last:
+            self._step = None
+
+    def took(self, step: int, kind: Weights, records: Mapping[str, Record]) -> None:
+        """Note what already ran at a step: metrics, or `error`, by evaluator."""
+        self._step, self._ran = step, {kind: dict(records)}
+
+    def _run(self, step: int, name: str, called: str) -> Record:
+        context = self.context
+        context.name, context.examples, context.tables = name, [], []
+        began, dropped = time.perf_counter(), context.dropped
+        context.readings, context.texts = [], None
+        # Those of rank 0: early stopping must not depend on rounding on other ranks.
+        metrics = self.world.broadcast_object(self._metrics(name))
+        if "error" not in metrics:
+            context.figures[name] = metrics
+        dropped = sum(context.world.gather_objects(context.dropped - dropped))
+        seconds = round(time.perf_counter() - began, 3)
+        record = {"step": step, "eval": called, **metrics, "dropped": dropped, "seconds": seconds}
+        parts = self.world.gather_objects(context.readings)
+        same = min(map(len, parts))  # a rank on which it failed has read less
+        about = {
+            "weights": context.weights,
+            "data": [context.readings[i].with_others([readings[i] for readings in parts]) for i in range(same)],
+            "texts": context.texts,
+            "tokenizer": of_tokenizer(context.tokenizer),
+            "settings": self.settings[name].model_dump(mode="json"),
+            "precision": context.precision,
+            "ranks": self.world.size,
+        }
+        if self.trace is not None and self.world.is_main:
+            self.trace(record, about)
+        return record
+
+    def _metrics(self, name: str) -> Record:
+        """The metrics of an evaluator, or {'error': message}; the same keys on all ranks."""
+        context = self.context
+        try:
+            try:
+                with _named(name), evaluating(context.towers), same_randomness(context.world.device):
+                    metrics = _numbers(self.evaluators[name](context))
+            except (Failed, Torn):
+                raise
+            except Exception as error:
+                if self.settings[name].on_error == "raise" and not isinstance(error, Stopped):
+                    raise
+                if not isinstance(error, ClipstreamError):
+                    traceback.print_exception(error)
+                self.agreeing.settle(Failure.of(error, self.world.rank))
+            self.agreeing.settle()
+            return metrics
+        except Torn as torn:
+            raise torn.__cause__ or torn from None
+        except Failed as failed:
+            _end_frames(failed)
+            if failed.failure.kind is Stopped:
+                raise Stopped(failed.failure.message) from None
+            failure = failed.failure
+            self.failures.append(failure)
+            if self.world.is_main:
+                who = f" on rank {failure.rank}" if self.world.size > 1 else ""
+                text = f"evaluation {name!r} failed{who} and gives no figures"
+                if not self.ends:
+                    text = f"{failure.message}\n{text}; --evals.{name}.on-error raise ends the run instead"
+                logger.warning(text)
+            return {"error": failure.message}
+
+
+def _numbers(yielded: Iterable[tuple[str, Any]]) -> dict[str, float]:
+    """Metrics as plain numbers, also from numpy and torch scalars.
+
+    Raises:
+        TypeError: a value is not a number, or a name is a key of the record.
+    """
+    found: dict[str, float] = {}
+    for name, value in yielded:
+        if name in RECORD:
+            raise TypeError(f"it yields a metric called {name!r}, as each evaluation has one of its own: rename it")
+        if isinstance(value, str) or not hasattr(value, "__float__"):
+            raise TypeError(f"it yields {name!r} with {value!r}, which is no number")
+        found[name] = int(value) if isinstance(value, Integral) else float(value)
+    return found
+
+
+def _end_frames(error: BaseException | None) -> None:
+    """Clear the frames of an error, which hold generators and with them data workers."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Put the evaluator's name before its errors."""
+    try:
+        yield
+    except (DataError, SettingsError) as error:
+        raise type(error)(f"evals.{name}: {error}") from error

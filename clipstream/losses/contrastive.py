@@ -1,0 +1,232 @@
+"""Contrastive losses over the global batch, exact for any number of ranks, and the protocol of a loss.
+
+Features of this rank's samples, with the scale and bias of the logits, enter; a scalar with gradient leaves.
+
+**Shares.** With b_r of the B samples on rank r, every rank computes a share of the loss; the shares sum to
+
+    L = (1 / W) sum_i w_i l_i,    W = sum_i w_i over all ranks
+
+`__call__` returns the share. One backward() per rank gives dL/d(own features); scale, bias and the weights of the
+towers get parts that sum to the gradient of L: the caller sums them over the ranks, or multiplies the share by the
+number of ranks if DDP averages. Ranks may hold different numbers of samples.
+
+**Weights.** w_i multiplies the loss l_i of sample i. A sample with w_i = 0 is absent, also as a negative of others. If
+all weights are 0, the loss is 0.
+
+**Duplicates.** Two samples with the same caption are negatives of each other, as published. They can be left out of
+each other's loss instead, or count as positives: the targets of the softmax are then shared evenly among them (as in
+UniCL, arXiv:2204.03610), and the sigmoid takes each as a match.
+
+**Numerics.** Logits and their sums are float32 under any autocast, float64 if the features are. They exist a tile at a
+time, and gradients are computed with the value (see `tiled`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from clipstream.config.plugins import make_plugin
+from clipstream.data.batch import Batch
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.losses import tiled
+from clipstream.losses.ring import Ring
+from clipstream.losses.settings import ClipLossSettings, Duplicates, LossSettings, SiglipLossSettings
+
+if TYPE_CHECKING:
+    from clipstream.models.towers import Features
+
+
+class ContrastiveLoss(Protocol):
+    """A loss over the global batch; a user's own is constructed with its settings: `Name(settings)`.
+
+    Attributes:
+        max_logit_scale: upper limit of exp(logit_scale), applied after every step; None for no limit. A loss may also
+            have `min_logit_scale`, the lower limit.
+    """
+
+    max_logit_scale: float | None
+
+    def __call__(self, features: Features, batch: Batch, world: World) -> torch.Tensor:
+        """This rank's share of the loss, a scalar; the shares of all ranks sum to the loss of the global batch.
+
+        Collective: every rank calls it, also with no rows of its own.
+
+        Args:
+            features: of this rank's n samples, and the scalars of the logits.
+            batch: the samples: their weights, ids, keys, and how many there are over all ranks.
+            world: this rank among the others.
+        """
+
+
+class ClipLoss:
+    """Softmax over the rows and columns of the B x B logits (CLIP, arXiv:2103.00020, figure 3).
+
+    With logits s_ij = scale * <x_i, y_j> (+ bias), over the samples j that are present:
+
+        l_i = 1/2 (logsumexp_j s_ij - s_ii) + 1/2 (logsumexp_j s_ji - s_ii)
+
+    A rank computes the logits of its own n images with all texts, twice; the logsumexp of a text is combined from all
+    ranks. Communication per rank: texts around the ring twice and their gradients once, 3 B D numbers, and a few
+    vectors of B. Arithmetic: 4 n B D multiply-adds. Memory: see `tiled`.
+    """
+
+    def __init__(self, settings: ClipLossSettings) -> None:
+        self.max_logit_scale, self.min_logit_scale = settings.max_logit_scale, settings.min_logit_scale
+        self._settings = settings
+
+    def __call__(self, features: Features, batch: Batch, world: World) -> torch.Tensor:
+        """See ContrastiveLoss."""
+        return _share("softmax", self._settings, features, batch, world)
+
+
+class SiglipLoss:
+    """A sigmoid on every pair of the global batch (SigLIP, arXiv:2303.15343, algorithm 1).
+
+    With logits s_ij = scale * <x_i, y_j> + bias, z_ij = 1 where i = j and -1 elsewhere, over the samples j present:
+
+        l_i = 1/2 sum_j softplus(-z_ij s_ij) + 1/2 sum_j softplus(-z_ji s_ji)
+
+    With all weights 1 that is the paper's sum over all pairs divided by B. Pair (i, j) thus counts (w_i + w_j) / 2, and
+    belongs to the rank of image i. Communication per rank: texts and their gradients around the ring once, 2 B D
+    numbers, and a vector of B. Arithmetic: 3 n B D multiply-adds. Memory: see `tiled`.
+    """
+
+    def __init__(self, settings: SiglipLossSettings) -> None:
+        self.max_logit_scale, self.min_logit_scale = settings.max_logit_scale, settings.min_logit_scale
+        self._settings = settings
+
+    def __call__(self, features: Features, batch: Batch, world: World) -> torch.Tensor:
+        """See ContrastiveLoss.
+
+        Raises:
+            SettingsError: the model has no logit bias.
+        """
+        if features.logit_bias is None:
+            raise SettingsError("the sigmoid loss needs a model with a logit bias: build it with loss_type='siglip'")
+        return _share("sigmoid", self._settings, features, batch, world)
+
+
+def build_loss(settings: LossSettings, towers_loss_type: str) -> ContrastiveLoss:
+    """The loss that the settings name; with 'auto', the one that the towers were made for (`Towers.loss_type`).
+
+    Raises:
+        SettingsError: the towers were made for another loss, or a user's class is not a ContrastiveLoss.
+    """
+    if settings.type == "auto":
+        kind = SiglipLossSettings if towers_loss_type == "siglip" else ClipLossSettings
+        settings = kind.model_validate(settings.model_dump(exclude={"type"}))
+    if isinstance(settings, ClipLossSettings | SiglipLossSettings):
+        if settings.type != towers_loss_type:
+            raise SettingsError(
+                f"loss.type is {settings.type!r}, but the model was built for {towers_loss_type!r}: leave it at 'auto'"
+            )
+        return ClipLoss(settings) if isinstance(settings, ClipLossSettings) else SiglipLoss(settings)
+    try:
+        loss: Any = make_plugin(settings.type, settings)
+    except (SettingsError, ValueError) as error:
+        raise SettingsError(f"loss.type: {error}") from error
+    if not callable(loss) or not hasattr(loss, "max_logit_scale"):
+        raise SettingsError(
+            f"loss.type: {settings.type} needs __call__ and max_logit_scale, as ContrastiveLoss has them"
+        )
+    return cast(ContrastiveLoss, loss)
+
+
+def _share(
+    kind: str, settings: ClipLossSettings | SiglipLossSettings, features: Features, batch: Batch, world: World
+) -> torch.Tensor:
+    device = features.image.device
+    with torch.autocast(device.type, enabled=False):
+        ring = Ring.of(len(features.image), world, device)
+        labels = None if settings.duplicates == "negatives" else ring.gather(_labels(batch, settings.duplicates_by))
+        weights = ring.gather(batch.weights)
+        share: torch.Tensor = _Tiled.apply(*features, weights, labels, ring, kind, settings.duplicates)
+    return share
+
+
+def _labels(batch: Batch, by: str | None) -> torch.Tensor:
+    """int64 [n], equal for duplicates.
+
+    For captions, a hash: the ids times fixed random odd factors, summed modulo 2^64. In a batch of 2^16 captions, two
+    different ones collide with a probability near 2^-32.
+    """
+    if by == "pictures":
+        if batch.pictures is None:
+            raise SettingsError("loss.duplicates_by: pictures takes batches with checksums of pictures; use captions")
+        return batch.pictures
+    draw = torch.Generator().manual_seed(0)
+    factors = torch.randint(-(2**62), 2**62, (batch.ids.shape[1],), generator=draw) * 2 + 1
+    return (batch.ids.long() * factors.to(batch.ids.device)).sum(dim=1)
+
+
+class _Tiled(torch.autograd.Function):
+    """A rank's share, whose gradients are computed with it: the backward pass only returns them, once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        image: torch.Tensor,
+        text: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        weights: torch.Tensor,
+        labels: torch.Tensor | None,
+        ring: Ring,
+        kind: str,
+        duplicates: Duplicates,
+    ) -> torch.Tensor:
+        dtype = torch.promote_types(image.dtype, torch.float32)
+        pairs = tiled.Pairs(
+            image.to(dtype).contiguous(),
+            text.to(dtype).contiguous(),
+            scale.to(dtype),
+            None if bias is None else bias.to(dtype),
+            weights.to(dtype),
+            ring,
+            labels,
+            duplicates,
+        )
+        compute = tiled.softmax if kind == "softmax" else tiled.sigmoid
+        found = compute(pairs, gradients=any(ctx.needs_input_grad))
+        ctx.found = [*found[1:4], None if bias is None else found.bias]
+        ctx.dtypes = [None if like is None else like.dtype for like in (image, text, scale, bias)]
+        return found.share
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        (factor,) = gradients
+        found, ctx.found = ctx.found, None  # returned without a copy, so only once
+        if found is None:
+            raise RuntimeError("backward() of a contrastive loss can run once: compute the loss again")
+        given = [
+            None if gradient is None else gradient.mul_(factor).to(dtype)
+            for gradient, dtype in zip(found, ctx.dtypes, strict=True)
+        ]
+        return *given, None, None, None, None, None
+
+
+def gather_rows(rows: torch.Tensor, world: World) -> tuple[torch.Tensor, int]:
+    """All ranks' rows [n_r, K] as one [B, K] in rank order, with gradient, and the index of this rank's first row."""
+    if world.size == 1:
+        return rows, 0
+    ring = Ring.of(len(rows), world, rows.device)
+    return cast(torch.Tensor, _Gather.apply(rows, ring)), ring.start
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather of rows whose backward pass sums the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, ring: Ring) -> torch.Tensor:
+        ctx.ring = ring
+        return ring.gather(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ring: Ring = ctx.ring
+        return ring.world.all_reduce_sum(grads[0].clone(memory_format=torch.contiguous_format))[ring.own], None

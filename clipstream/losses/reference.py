@@ -1,0 +1,46 @@
+"""The losses of `tiled` on one process, with the whole matrix of logits and autograd: what tests compare with.
+
+Logits [B, B] of images (rows) and texts (columns) enter; the loss, a scalar, leaves. `weights` [B] are w, `labels` [B]
+are equal for duplicates. Samples of weight 0 are left out.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from clipstream.losses.settings import Duplicates
+
+
+def softmax_loss(
+    logits: torch.Tensor, weights: torch.Tensor, labels: torch.Tensor, duplicates: Duplicates = "negatives"
+) -> torch.Tensor:
+    """Cross entropy over rows and columns (CLIP, arXiv:2103.00020, figure 3)."""
+    logits, weights, targets, masked = _present(logits, weights, labels, duplicates)
+    share = targets.to(logits.dtype) / targets.sum(dim=1)
+    rows, columns = (
+        -(share * s.masked_fill(masked, -torch.inf).log_softmax(dim=1).masked_fill(masked, 0)).sum(dim=1)
+        for s in (logits, logits.T)
+    )
+    return (weights * (rows + columns) / 2).sum()
+
+
+def sigmoid_loss(
+    logits: torch.Tensor, weights: torch.Tensor, labels: torch.Tensor, duplicates: Duplicates = "negatives"
+) -> torch.Tensor:
+    """A binary decision for each pair (SigLIP, arXiv:2303.15343, algorithm 1)."""
+    logits, weights, targets, masked = _present(logits, weights, labels, duplicates)
+    pairs = -F.logsigmoid(torch.where(targets, logits, -logits)).masked_fill(masked, 0)
+    return (weights * (pairs.sum(dim=0) + pairs.sum(dim=1)) / 2).sum()
+
+
+def _present(
+    logits: torch.Tensor, weights: torch.Tensor, labels: torch.Tensor, duplicates: Duplicates
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits and weights (summing to 1) of the samples present, their targets, and the pairs that do not count."""
+    keep = weights > 0
+    same = labels[keep, None] == labels[None, keep]
+    eye = torch.eye(len(same), dtype=torch.bool)
+    targets, masked = (same if duplicates == "positives" else eye), (same & ~eye) & (duplicates == "mask")
+    weights = weights[keep].to(logits.dtype)
+    return logits[keep][:, keep], weights / weights.sum(), targets, masked

@@ -1,0 +1,307 @@
+"""Contrastive losses over tiles of the logits: value and gradients, without the whole matrix.
+
+Of the B x B logits s_ij = scale <x_i, y_j> + bias, a rank computes the rows of its own n images, while the texts of all
+ranks pass by in a ring (see `ring`). Only one tile exists at a time, in reused buffers. Memory beside features and
+their gradients: 3 tiles, a few numbers for each of the B samples and, on several ranks, the texts and sums in transit
+(up to 5 n D). There is no autograd: gradients are computed with the value. Sums have the dtype of the features, float32
+or float64. `reference` has the same losses in a few lines.
+
+The targets t_ij say which pairs match: t_ij = [i = j], or 1 for all pairs with the same label. k_i is the number of
+present samples that match i.
+
+**Softmax** (CLIP, arXiv:2103.00020). With r_i = w_i / 2W over the samples that are present:
+
+    L = sum_i r_i (R_i + C_i) - sum_ij t_ij (r_i / k_i + r_j / k_j) s_ij
+    R_i = logsumexp_j s_ij,    C_j = logsumexp_i s_ij
+    dL/ds_ij = r_i exp(s_ij - R_i) + r_j exp(s_ij - C_j) - t_ij (r_i / k_i + r_j / k_j)
+
+Two passes: the first computes R and C, the second recomputes each tile and multiplies dL/ds with rows and columns, as
+Inf-CL does (arXiv:2410.17243). 4 n B D multiply-adds; dense autograd takes 6 if it computes the logits twice.
+
+**Sigmoid** (SigLIP, arXiv:2303.15343). With m_ij = (w_i + w_j) / 2W and z_ij = 1 - 2 t_ij:
+
+    L = sum_ij m_ij softplus(z_ij s_ij),    dL/ds_ij = m_ij z_ij sigmoid(z_ij s_ij)
+
+One pass, 3 n B D multiply-adds. No term is negative, and none is the difference of large numbers: a loss of 1e-7 is as
+exact as one of 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from clipstream.losses.ring import Ring
+from clipstream.losses.settings import Duplicates
+
+ROWS, COLUMNS = 1024, 1024  # of a tile: 4 MiB in float32
+EXACT = 40.0  # above it softplus(s) is s, to the last bit of a float64
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The inputs of a rank's logits, all of one dtype, float32 or float64.
+
+    Attributes:
+        images: x, [n, D], of this rank.
+        texts: y, [n, D], of this rank.
+        scale: scalar.
+        bias: scalar; None for none.
+        weights: w of all ranks' samples, [B].
+        ring: the ranks.
+        labels: int64 [B], equal for duplicates; None if duplicates are negatives.
+        duplicates: how a pair of two samples with the same label counts.
+    """
+
+    images: torch.Tensor
+    texts: torch.Tensor
+    scale: torch.Tensor
+    bias: torch.Tensor | None
+    weights: torch.Tensor
+    ring: Ring
+    labels: torch.Tensor | None = None
+    duplicates: Duplicates = "negatives"
+
+
+class Found(NamedTuple):
+    """A rank's share of the loss, and gradients: complete for images and texts, a part of the sum for scale and bias.
+
+    Without gradients, `images` and `texts` are None.
+    """
+
+    share: torch.Tensor
+    images: torch.Tensor | None
+    texts: torch.Tensor | None
+    scale: torch.Tensor
+    bias: torch.Tensor
+
+
+class Tile(NamedTuple):
+    """A tile of the logits.
+
+    Attributes:
+        s: the logits, [a, b]; far below all others if a sample is absent or the pair masked.
+        rows: its rows among this rank's images.
+        block: its columns among the texts of the current rank.
+        columns: its columns among all samples.
+    """
+
+    s: torch.Tensor
+    rows: slice
+    block: slice
+    columns: slice
+
+
+def softmax(pairs: Pairs, *, gradients: bool) -> Found:
+    """This rank's share of the softmax loss, and its gradients if requested. Collective."""
+    tiles, ring = _Tiles(pairs), pairs.ring
+    halves, each = tiles.halves, tiles.halves / tiles.matches()
+    row_lse = pairs.images.new_full((len(pairs.images),), -torch.inf)
+    column_lse = pairs.images.new_full((len(pairs.weights),), -torch.inf)
+    right = tiles.right(each) if tiles.diagonal_targets else pairs.images.new_zeros(())
+
+    def sums(start: int, texts: torch.Tensor) -> None:
+        for tile in tiles.iterate(start, texts):
+            if not tiles.diagonal_targets:
+                right.add_(tiles.targets(each, tile).mul_(tile.s).sum())
+            rows, columns = row_lse[tile.rows], column_lse[tile.columns]
+            torch.logaddexp(rows, tiles.logsumexp(tile.s, dim=1), out=rows)
+            torch.logaddexp(columns, tiles.logsumexp(tile.s, dim=0), out=columns)
+
+    ring.around(pairs.texts, sums)
+    column_lse = _logsumexp_over_ranks(column_lse, ring)
+    own = ring.own
+    found = tiles.begin((halves[own] * (row_lse + column_lse[own])).sum() - right, gradients=gradients)
+    if not gradients:
+        return found
+
+    def carry(start: int, texts: torch.Tensor) -> torch.Tensor:
+        of_texts = torch.zeros_like(texts)
+        for tile in tiles.iterate(start, texts):
+            g = torch.sub(tile.s, row_lse[tile.rows, None], out=tiles.view(1, tile.s)).exp_()
+            g *= halves[own][tile.rows, None]
+            by_column = tile.s.sub_(column_lse[None, tile.columns]).exp_()
+            g.addcmul_(by_column, halves[None, tile.columns])
+            tiles.subtract_targets(g, each, tile)
+            tiles.add(g, tile, texts, found, of_texts)
+        return of_texts
+
+    return tiles.scaled(found, ring.around(pairs.texts, carry))
+
+
+def sigmoid(pairs: Pairs, *, gradients: bool) -> Found:
+    """This rank's share of the sigmoid loss, and its gradients if requested. Collective."""
+    tiles = _Tiles(pairs)
+    halves = tiles.halves
+    found = tiles.begin(pairs.images.new_zeros(()), gradients=gradients)
+
+    def carry(start: int, texts: torch.Tensor) -> torch.Tensor | None:
+        of_texts = torch.zeros_like(texts) if gradients else None
+        for tile in tiles.iterate(start, texts):
+            tiles.negate_targets(tile.s, tile)
+            counted = tiles.sum_of(halves, tile)
+            found.share.add_(F.softplus(tile.s, threshold=EXACT).mul_(counted).sum())
+            if of_texts is not None:
+                g = counted.mul_(tile.s.sigmoid_())
+                tiles.negate_targets(g, tile)
+                found.bias.add_(g.sum())
+                tiles.add(g, tile, texts, found, of_texts)
+        return of_texts
+
+    return tiles.scaled(found, pairs.ring.around(pairs.texts, carry))
+
+
+class _Tiles:
+    """Iterates over a rank's tiles, which share buffers.
+
+    Attributes:
+        halves: w_i / 2W of all samples, [B].
+        diagonal_targets: whether a sample matches only itself.
+    """
+
+    def __init__(self, pairs: Pairs) -> None:
+        self._pairs = pairs
+        total = pairs.weights.sum().clamp_min(torch.finfo(pairs.weights.dtype).tiny)  # 0 / 0 would be nan
+        self.halves = pairs.weights / (2 * total)
+        self.diagonal_targets = pairs.duplicates != "positives"
+        self._buffers = [pairs.images.new_empty(ROWS * COLUMNS) for _ in range(2)]
+        # Far below all logits; with -inf, rows without a present sample would give nan.
+        self._low = torch.finfo(pairs.images.dtype).min / 8
+        gone = pairs.weights == 0
+        self._absent = gone.to(pairs.images.dtype) * self._low if bool(gone.any()) else None
+        self._labels = pairs.labels
+        if pairs.labels is not None:  # an absent sample has no duplicates
+            self._labels = torch.where(gone, -1 - torch.arange(len(gone), device=gone.device), pairs.labels)
+
+    def iterate(self, start: int, texts: torch.Tensor) -> Iterator[Tile]:
+        """The tiles of this rank's images with the texts [m, D] from index `start`; each is valid until the next."""
+        pairs = self._pairs
+        for row in range(0, len(pairs.images), ROWS):
+            images = pairs.images[row : row + ROWS] * pairs.scale
+            for column in range(0, len(texts), COLUMNS):
+                some = texts[column : column + COLUMNS]
+                s = self._buffers[0][: len(images) * len(some)].view(len(images), len(some))
+                torch.mm(images, some.T, out=s)
+                if pairs.bias is not None:
+                    s += pairs.bias
+                tile = Tile(
+                    s,
+                    rows=slice(row, row + len(images)),
+                    block=slice(column, column + len(some)),
+                    columns=slice(start + column, start + column + len(some)),
+                )
+                self._hide(tile)
+                yield tile
+
+    def _hide(self, tile: Tile) -> None:
+        """Set the logits of absent samples and masked pairs far below all others."""
+        if self._absent is not None:
+            tile.s.add_(self._absent[None, tile.columns]).add_(self._absent[self._own(tile), None])
+        if self._pairs.duplicates == "mask":
+            same = self._same(tile)
+            self._at_diagonal(same, tile).fill_(False)
+            tile.s.masked_fill_(same, self._low)
+
+    def _own(self, tile: Tile) -> slice:
+        """The tile's rows among all samples."""
+        start = self._pairs.ring.start
+        return slice(start + tile.rows.start, start + tile.rows.stop)
+
+    def _same(self, tile: Tile) -> torch.Tensor:
+        assert self._labels is not None
+        return self._labels[self._own(tile), None] == self._labels[None, tile.columns]
+
+    def _at_diagonal(self, values: torch.Tensor, tile: Tile) -> torch.Tensor:
+        """A view of a tile's entries i = j; may be empty."""
+        return torch.diagonal(values, self._own(tile).start - tile.columns.start)
+
+    def view(self, number: int, like: torch.Tensor) -> torch.Tensor:
+        """Buffer `number` in the shape of a tile."""
+        return self._buffers[number][: like.numel()].view(like.shape)
+
+    def logsumexp(self, s: torch.Tensor, dim: int) -> torch.Tensor:
+        """torch.logsumexp without allocation of a tile."""
+        most = s.amax(dim=dim, keepdim=True)
+        return torch.sub(s, most, out=self.view(1, s)).exp_().sum(dim=dim).log_().add_(most.squeeze(dim))
+
+    def sum_of(self, values: torch.Tensor, tile: Tile) -> torch.Tensor:
+        """v_i + v_j of a tile, of v [B], in the second buffer."""
+        return torch.add(values[self._own(tile), None], values[None, tile.columns], out=self.view(1, tile.s))
+
+    def targets(self, values: torch.Tensor, tile: Tile) -> torch.Tensor:
+        """t_ij (v_i + v_j) of a tile, in the second buffer, with targets from labels."""
+        return self.sum_of(values, tile).mul_(self._same(tile))
+
+    def subtract_targets(self, g: torch.Tensor, values: torch.Tensor, tile: Tile) -> None:
+        """g_ij -= t_ij (v_i + v_j)."""
+        if self.diagonal_targets:
+            own = self._own(tile)
+            first, last = max(own.start, tile.columns.start), min(own.stop, tile.columns.stop)
+            self._at_diagonal(g, tile).sub_(2 * values[first : max(first, last)])
+        else:
+            both = values[self._own(tile), None] + values[None, tile.columns]
+            g.sub_(both.mul_(self._same(tile)))
+
+    def negate_targets(self, values: torch.Tensor, tile: Tile) -> None:
+        """v_ij *= 1 - 2 t_ij of a tile's v."""
+        if self.diagonal_targets:
+            self._at_diagonal(values, tile).neg_()
+        else:
+            torch.where(self._same(tile), -values, values, out=values)
+
+    def matches(self) -> torch.Tensor:
+        """k_i, [B]."""
+        if self.diagonal_targets:
+            return torch.ones_like(self.halves)
+        assert self._labels is not None
+        _, where, counts = torch.unique(self._labels, return_inverse=True, return_counts=True)
+        of_each: torch.Tensor = counts[where]
+        return of_each.to(self.halves.dtype)
+
+    def right(self, values: torch.Tensor) -> torch.Tensor:
+        """sum_i 2 v_i s_ii over this rank's samples, of v [B]."""
+        pairs, total = self._pairs, self._pairs.images.new_zeros(())
+        for some, own in self._strips():
+            s = (pairs.images[some] * pairs.texts[some]).sum(dim=1) * pairs.scale
+            total += (2 * values[own] * (s if pairs.bias is None else s + pairs.bias)).sum()
+        return total
+
+    def begin(self, share: torch.Tensor, *, gradients: bool) -> Found:
+        """The share, and zeroed gradients."""
+        images, zero = self._pairs.images, torch.zeros_like(share)
+        return Found(share, torch.zeros_like(images) if gradients else None, None, zero, zero.clone())
+
+    def add(self, g: torch.Tensor, tile: Tile, texts: torch.Tensor, found: Found, of_texts: torch.Tensor) -> None:
+        """Add the gradients of a tile's images and texts, without the factor scale, from g = dL/ds."""
+        assert found.images is not None
+        found.images[tile.rows].addmm_(g, texts[tile.block])
+        of_texts[tile.block].addmm_(g.T, self._pairs.images[tile.rows])
+
+    def scaled(self, found: Found, of_texts: torch.Tensor | None) -> Found:
+        """Multiply the gradients by the scale, and compute its own; without gradients, unchanged."""
+        if found.images is None or of_texts is None:
+            return found
+        pairs, of_scale = self._pairs, found.scale
+        for some, _ in self._strips():
+            of_scale.add_((pairs.images[some] * found.images[some]).sum())
+        return found._replace(images=found.images.mul_(pairs.scale), texts=of_texts.mul_(pairs.scale))
+
+    def _strips(self) -> Iterator[tuple[slice, slice]]:
+        """This rank's samples in slices of ROWS: among its own, and among all."""
+        for row in range(0, len(self._pairs.images), ROWS):
+            some = slice(row, min(row + ROWS, len(self._pairs.images)))
+            yield some, slice(self._pairs.ring.start + some.start, self._pairs.ring.start + some.stop)
+
+
+def _logsumexp_over_ranks(values: torch.Tensor, ring: Ring) -> torch.Tensor:
+    """Elementwise logsumexp of vectors over the ranks; values may be -inf. Collective."""
+    if ring.world.size == 1:
+        return values
+    most = values.clone()
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return ring.world.all_reduce_sum(torch.exp(values - most)).log_().add_(most)

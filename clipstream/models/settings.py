@@ -1,0 +1,65 @@
+"""Settings of the model. Does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from clipstream.config.section import PathText, Section
+
+Level = Annotated[float, Field(ge=0, le=1)]
+Deviation = Annotated[float, Field(gt=0, le=1)]
+
+
+class ModelSettings(Section):
+    """A CLIP-like model of open_clip."""
+
+    name: PathText = Field(
+        "ViT-B-32", description="open_clip's name, a path to a JSON config, hf-hub:ORG/NAME or local-dir:PATH"
+    )
+    config: dict[str, Any] | None = Field(
+        None,
+        description="content of the JSON config, in place of the file that name is the path of; a run's config.yaml "
+        "has it",
+    )
+    pretrained: PathText | None = Field(
+        None, description="a tag (webli, openai, …), a weights file, hf-hub:ORG/NAME or local-dir:PATH"
+    )
+    cache_dir: PathText | None = Field(None, description="the Hub's cache; $HF_HUB_CACHE unless set")
+    image_size: int | None = Field(None, ge=1, description="pixels per side; the model's own unless set")
+    image_mean: tuple[Level, Level, Level] | None = Field(
+        None, description="mean of the channels, 0 to 1; the model's own unless set"
+    )
+    image_std: tuple[Deviation, Deviation, Deviation] | None = Field(
+        None, description="standard deviation of the channels, 0 to 1; the model's own unless set"
+    )
+    image_interpolation: Literal["bilinear", "bicubic"] | None = Field(
+        None, description="of the resize in evaluation; the model's own unless set"
+    )
+    image_resize_mode: Literal["shortest", "longest", "squash"] | None = Field(
+        None, description="how evaluation fits pictures to the model's size; the model's own unless set"
+    )
+    patch_dropout: float | None = Field(
+        None, ge=0, lt=1, description="share of a ViT's patches dropped in training (FLIP, arXiv:2212.00794)"
+    )
+    grad_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
+    lock_image: bool = Field(False, description="freeze the image tower")
+    unlocked_groups: int = Field(0, ge=0, description="last groups of a locked image tower that stay trainable")
+    lock_text: bool = Field(False, description="freeze the text tower")
+    unlocked_layers: int = Field(0, ge=0, description="last layers of a locked text tower that stay trainable")
+    allow_mismatch: bool = Field(False, description="allow a loss or tokenizer that the weights were not trained with")
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Keys of locked towers."""
+        for key, lock in (("unlocked_groups", "lock_image"), ("unlocked_layers", "lock_text")):
+            if getattr(self, key) and not getattr(self, lock):
+                yield key, f"nothing is locked: give --{lock.replace('_', '-')} as well, or leave it out"
+        if self.patch_dropout and self.lock_image and not self.unlocked_groups:
+            yield "patch_dropout", "a locked image tower drops no patches: leave one of the two out"
+
+    @property
+    def label(self) -> dict[str, str | None]:
+        """Name and initial weights of the model, for reports."""
+        return {"name": self.name, "pretrained": self.pretrained}

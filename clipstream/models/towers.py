@@ -1,0 +1,384 @@
+"""The model: open_clip's two towers, from uint8 pixels and token ids to features, and its saved form.
+
+Builds from files that are on this machine already; `pretrained` finds and downloads them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tempfile
+from copy import deepcopy
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import open_clip
+import timm
+import torch
+import torch.nn.functional as F
+from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
+from open_clip.transform import PreprocessCfg, merge_preprocess_dict
+from safetensors.torch import save_file
+from torch import nn
+
+from clipstream.config.plugins import not_trusted
+from clipstream.data.batch import ImageSpec
+from clipstream.errors import SettingsError
+from clipstream.models.pretrained import CONFIG_FILE, WEIGHT_FILES, ModelFiles, TokenizerChoice, resolve, resolve_loss
+from clipstream.models.settings import ModelSettings
+from clipstream.models.weights import load_weights, read_weights
+
+
+class Features(NamedTuple):
+    """Input of a loss: one rank's features and the two scalars of the logits `scale * image @ text.T + bias`.
+
+    Attributes:
+        image: [n, D], rows of length 1, float32 (float64 if the parameters are).
+        text: [n, D], likewise.
+        logit_scale: scalar, exp of the parameter.
+        logit_bias: scalar; None for models of the softmax loss.
+    """
+
+    image: torch.Tensor
+    text: torch.Tensor
+    logit_scale: torch.Tensor
+    logit_bias: torch.Tensor | None
+
+
+class Towers(nn.Module):
+    """An image and a text tower of open_clip behind one forward.
+
+    Attributes:
+        clip: open_clip's CLIP or CustomTextCLIP.
+        image: how a picture is decoded to pixels, before normalisation.
+        context_length: tokens per caption, T.
+        vocab_size: number of token ids.
+        loss_type: 'clip' or 'siglip', the loss that the model has parameters for (siglip: a logit bias).
+        config: {'model_cfg', 'preprocess_cfg'}, open_clip's configuration of exactly this model.
+        tokenizer_folder: folder of a Hugging Face tokenizer; None for open_clip's own BPE.
+    """
+
+    clip: Any
+    mean: torch.Tensor
+    std: torch.Tensor
+
+    def __init__(
+        self,
+        clip: Any,
+        config: dict[str, Any],
+        *,
+        loss_type: str,
+        tokenizer_folder: Path | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        super().__init__()
+        self.clip = clip
+        self.config, self.loss_type, self.tokenizer_folder = config, loss_type, tokenizer_folder
+        preprocess, text_cfg = config["preprocess_cfg"], config["model_cfg"]["text_cfg"]
+        size = preprocess["size"]
+        self.image = ImageSpec(
+            size=_pair(size),
+            interpolation=preprocess["interpolation"],
+            resize_mode=preprocess["resize_mode"],
+            fill=preprocess["fill_color"],
+        )
+        self.context_length = int(text_cfg.get("context_length", 77))
+        self.vocab_size = int(self.clip.vocab_size)
+        for name in ("mean", "std"):
+            self.register_buffer(name, torch.tensor(preprocess[name]).view(1, 3, 1, 1), persistent=False)
+        self._frozen: list[nn.Module] = []
+        self._tokenizer: Any = None
+        self._trust_remote_code = trust_remote_code
+
+    def forward(self, pixels: torch.Tensor, ids: torch.Tensor) -> Features:
+        """uint8 [n, 3, H, W] and int [n, T] -> Features. All trainable parameters take part, as DDP requires."""
+        return Features(self.encode_image(pixels), self.encode_text(ids), *self.scalars())
+
+    def scalars(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """exp(logit_scale), and the bias of the logits, if the model has one."""
+        bias = self.clip.logit_bias
+        # sum() of a single number, as FSDP cannot track a view of it.
+        return self.clip.logit_scale.exp().sum(), None if bias is None else bias.sum()
+
+    def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
+        """uint8 [n, 3, H, W] -> L2-normalised [n, D]; same arithmetic as torchvision's ToTensor and Normalize."""
+        dtype = next(self.clip.visual.parameters()).dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        scaled = (pixels.to(wide) / 255 - self.mean.to(wide)) / self.std.to(wide)
+        return _unit(self.clip.encode_image(scaled.to(dtype)))
+
+    def encode_text(self, ids: torch.Tensor) -> torch.Tensor:
+        """int [n, T] -> L2-normalised [n, D]."""
+        return _unit(self.clip.encode_text(ids))
+
+    def train(self, mode: bool = True) -> Towers:
+        """See nn.Module.train; frozen towers stay in evaluation mode: no dropout, no update of batch statistics."""
+        super().train(mode)
+        for module in self._frozen:
+            module.eval()
+        return self
+
+    @property
+    def n_parameters(self) -> int:
+        """Number of parameters, trained or frozen."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether a sample's features depend on the other samples of its micro-batch in training."""
+        frozen = {module for root in self._frozen for module in root.modules()}
+        norm = nn.modules.batchnorm._BatchNorm
+        return any(isinstance(module, norm) and module not in frozen for module in self.modules())
+
+    def lock_image(self, unlocked_groups: int = 0) -> None:
+        """Freeze the image tower and its projection (LiT, arXiv:2111.07991), except its last groups.
+
+        Raises:
+            SettingsError: the tower has no groups to leave unlocked.
+        """
+        if unlocked_groups:
+            try:
+                self.clip.visual.lock(unlocked_groups=unlocked_groups)
+            except (AssertionError, RuntimeError, AttributeError) as error:
+                raise SettingsError(f"model.unlocked_groups: this image tower has none to unlock: {error}") from error
+        else:
+            self.clip.visual.requires_grad_(False)
+        self._frozen += _wholly_frozen(self.clip.visual)
+        self.train(self.training)
+
+    def lock_text(self, unlocked_layers: int = 0, *, keep_projection: bool = False) -> None:
+        """Freeze the text tower except its last layers.
+
+        Args:
+            unlocked_layers: last layers that stay trainable.
+            keep_projection: leave the projection trainable, as it is new on top of a Hugging Face base model.
+
+        Raises:
+            SettingsError: the tower has no layers to leave unlocked.
+        """
+        custom = hasattr(self.clip, "text")
+        if unlocked_layers:
+            try:
+                self.clip.lock_text_tower(unlocked_layers=unlocked_layers)
+            except (AssertionError, RuntimeError, AttributeError, KeyError) as error:
+                raise SettingsError(f"model.unlocked_layers: this text tower has none to unlock: {error}") from error
+            self._frozen += _wholly_frozen(self.clip.text if custom else self.clip.transformer)
+            self.train(self.training)
+            return
+        prefixes = ("text.",) if custom else ("",)
+        spared = ("visual.", "logit_", *(("text.proj",) if keep_projection else ()))
+        for name, parameter in self.clip.named_parameters():
+            if name.startswith(prefixes) and not name.startswith(spared):
+                parameter.requires_grad_(False)
+        self._frozen.append(self.clip.text if custom else self.clip.transformer)
+        self.train(self.training)
+
+    def open_clip_tokenizer(self) -> Any:
+        """The model's tokenizer as open_clip.get_tokenizer builds it: texts -> int64 [n, T].
+
+        Read once, as the folder may be gone when a checkpoint is written hours later.
+
+        Raises:
+            SettingsError: the tokenizer's files cannot be read.
+        """
+        if self._tokenizer is not None:
+            return self._tokenizer
+        text_cfg = self.config["model_cfg"]["text_cfg"]
+        options = {**(text_cfg.get("tokenizer_kwargs") or {}), "context_length": self.context_length}
+        if self.tokenizer_folder is None:
+            options.pop("trust_remote_code", None)
+            self._tokenizer = SimpleTokenizer(**options)
+            return self._tokenizer
+        options |= {"tokenizer_mode": text_cfg.get("tokenizer_mode"), "trust_remote_code": self._trust_remote_code}
+        try:
+            self._tokenizer = HFTokenizer(str(self.tokenizer_folder), **options)
+        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+            text = not_trusted(self.tokenizer_folder, error)
+            text = text or f"cannot load the tokenizer in {self.tokenizer_folder}: {error}"
+            raise SettingsError(text) from error
+        return self._tokenizer
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write a folder from which open_clip rebuilds model, preprocessing and tokenizer ('local-dir:FOLDER')."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors: dict[str, torch.Tensor] = {}
+        seen: set[int] = set()
+        for name, tensor in self.clip.state_dict().items():
+            # safetensors refuses tensors that share memory (tied embeddings of some text towers).
+            shared = tensor.untyped_storage().data_ptr() in seen
+            seen.add(tensor.untyped_storage().data_ptr())
+            tensors[name] = (tensor.detach().clone() if shared else tensor.detach()).contiguous()
+        save_file(tensors, folder / WEIGHT_FILES[0], metadata={"format": "pt"})
+        for name, content in self.description().items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+
+    def description(self) -> dict[str, bytes]:
+        """The files of `save_pretrained` besides the weights, by name: configuration and tokenizer."""
+        files = {CONFIG_FILE: (json.dumps(self.config, indent=2) + "\n").encode()}
+        if self.tokenizer_folder is not None:
+            with tempfile.TemporaryDirectory() as name:
+                self.open_clip_tokenizer().save_pretrained(name)
+                folder = Path(name)
+                files |= {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+        return files
+
+
+def build_towers(
+    settings: ModelSettings,
+    *,
+    seed: int,
+    loss_type: str | None = None,
+    tokenizer: TokenizerChoice | None = None,
+) -> Towers:
+    """The model that the settings name, in float32 on the CPU, from files that are on this machine already.
+
+    Initial values depend on `seed` alone, so that all ranks start alike; the global random state is not changed. A
+    tag's activation (quick_gelu) takes precedence over the model's, as the weights were trained with it.
+
+    Args:
+        loss_type: 'clip' or 'siglip' where the user chose one; None for the loss that the model was made for.
+        tokenizer: the tokenizer's settings, which are saved with the model.
+
+    Raises:
+        SettingsError: there is no such model, the weights do not fit it, or they were trained with another loss and
+            `allow_mismatch` is not set.
+    """
+    source = resolve(settings, tokenizer)
+    cfg = deepcopy(source.model_cfg)
+    if settings.image_size is not None:
+        _set_image_size(cfg["vision_cfg"], settings.image_size)
+    if settings.patch_dropout is not None:
+        if isinstance(cfg["vision_cfg"].get("layers"), list):
+            raise SettingsError(f"model.patch_dropout: {settings.name} has a ResNet, which has no patches to leave out")
+        cfg["vision_cfg"]["patch_dropout"] = settings.patch_dropout
+    state = None if source.weights is None else read_weights(source.weights)
+    loss_type = _resolve_loss_and_bias(settings, cfg, state, loss_type)
+    clip = _create(source, cfg, seed, settings.image_size)
+    if state is not None:
+        load_weights(clip, state, source)
+    preprocess = merge_preprocess_dict(asdict(PreprocessCfg()), source.preprocess_cfg)
+    own = {
+        "mean": settings.image_mean,
+        "std": settings.image_std,
+        "interpolation": settings.image_interpolation,
+        "resize_mode": settings.image_resize_mode,
+    }
+    preprocess |= {name: value for name, value in own.items() if value is not None}
+    preprocess["size"] = clip.visual.image_size
+    open_clip.model.set_model_preprocess_cfg(clip, preprocess)
+    config = {"model_cfg": cfg, "preprocess_cfg": preprocess}
+    towers = Towers(
+        clip,
+        config,
+        loss_type=loss_type,
+        tokenizer_folder=source.tokenizer,
+        trust_remote_code=getattr(tokenizer, "trust_remote_code", False),
+    )
+    if settings.grad_checkpointing:
+        if isinstance(clip.visual, open_clip.modified_resnet.ModifiedResNet):
+            raise SettingsError(f"model.grad_checkpointing: open_clip's ResNet ({settings.name}) cannot recompute")
+        clip.set_grad_checkpointing()
+    if settings.lock_image:
+        towers.lock_image(settings.unlocked_groups)
+    if settings.lock_text:
+        keep = state is None and source.text_model is not None
+        towers.lock_text(settings.unlocked_layers, keep_projection=keep)
+    return towers
+
+
+def _unit(features: torch.Tensor) -> torch.Tensor:
+    """Normalize rows to length 1, in at least float32 under any autocast."""
+    return F.normalize(features.to(torch.promote_types(features.dtype, torch.float32)), dim=-1)
+
+
+def _wholly_frozen(module: nn.Module) -> list[nn.Module]:
+    """The outermost modules with parameters, all of them frozen."""
+    parameters = list(module.parameters())
+    if not parameters:
+        return []
+    if not any(parameter.requires_grad for parameter in parameters):
+        return [module]
+    return [frozen for child in module.children() for frozen in _wholly_frozen(child)]
+
+
+def _set_image_size(vision_cfg: dict[str, Any], size: int) -> None:
+    """Set the picture size. timm models have it in their name, by which open_clip rebuilds them."""
+    vision_cfg["image_size"] = size
+    name = str(vision_cfg.get("timm_model_name") or "")
+    sized = re.fullmatch(r"(.+_)(\d{2,4})", name)
+    if not sized or int(sized[2]) == size:
+        return
+    if not timm.is_model(f"{sized[1]}{size}"):
+        others = [other for other in timm.list_models(f"{sized[1]}*") if re.fullmatch(r"\d+", other[len(sized[1]) :])]
+        raise SettingsError(
+            f"model.image_size {size}: timm has no {sized[1]}{size}; sizes of this tower: "
+            f"{', '.join(other[len(sized[1]) :] for other in others)}"
+        )
+    vision_cfg["timm_model_name"] = f"{sized[1]}{size}"
+
+
+def _resolve_loss_and_bias(
+    settings: ModelSettings, cfg: dict[str, Any], state: dict[str, torch.Tensor] | None, wanted: str | None
+) -> str:
+    """Resolve the loss, and add or remove the logit bias in `cfg` and `state`.
+
+    SigLIP (arXiv:2303.15343, section 3.2) starts at a scale of 10 and a bias of -10. So does a model with weights of
+    another loss: at CLIP's final scale of 100 without a bias, the loss of all negatives would be huge.
+    """
+    weights_for = None if state is None else "siglip" if "logit_bias" in state else "clip"
+    chosen = resolve_loss(settings, wanted, cfg, weights_for=weights_for)
+    if chosen == "siglip":
+        cfg.setdefault("init_logit_bias", -10.0)
+        cfg.setdefault("init_logit_scale", math.log(10.0))
+        if state is not None and weights_for == "clip":
+            shape = state["logit_scale"].shape
+            state["logit_scale"] = torch.full(shape, math.log(10.0))
+            state["logit_bias"] = torch.full(shape, -10.0)
+    else:
+        cfg.pop("init_logit_bias", None)
+        if state is not None:
+            state.pop("logit_bias", None)
+    return chosen
+
+
+def _create(source: ModelFiles, model_cfg: dict[str, Any], seed: int, size: int | None) -> Any:
+    """A fresh model of open_clip, with base weights in a Hugging Face text tower unless it says otherwise."""
+    cfg = deepcopy(model_cfg)
+    text_cfg = cfg["text_cfg"]
+    custom = cfg.pop("custom_text", False) or "hf_model_name" in text_cfg
+    cfg["vision_cfg"]["timm_model_pretrained"] = False
+    if source.text_model is not None:
+        from transformers import dynamic_module_utils
+
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # open_clip does not pass trust_remote_code: refuse, never ask
+        text_cfg["hf_model_pretrained"] = source.weights is None and text_cfg.get("hf_model_pretrained", True)
+        text_cfg["hf_model_name"] = str(source.text_model)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            clip = (open_clip.CustomTextCLIP if custom else open_clip.CLIP)(**cfg)
+    except (TypeError, ValueError, KeyError, RuntimeError, AssertionError, OSError) as error:
+        if "trust_remote_code" in str(error):
+            text = f"the text tower in {source.text_model} is Python code of its own (auto_map), which is never run"
+            raise SettingsError(f"{text}: take a tower that transformers has") from error
+        raise SettingsError(f"open_clip cannot build {source.label}: {error}") from error
+    clip = clip.float()
+    if size is None:
+        return clip
+    try:  # whether the image tower takes pictures of a size that it was not made for
+        with torch.no_grad():
+            clip.eval().encode_image(torch.zeros(1, 3, *_pair(clip.visual.image_size)))
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise SettingsError(
+            f"model.image_size {size}: {source.label} takes no pictures of this size (a ResNet takes multiples of 32): "
+            f"{error}"
+        ) from error
+    return clip.train()
+
+
+def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])

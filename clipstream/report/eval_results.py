@@ -1,0 +1,226 @@
+"""Files of evaluations with their provenance: model, weights, data, settings and versions of each metric.
+
+Records of evaluations enter; `evaluations.jsonl` (an evaluation per line) and `.csv` files (a metric per line) leave.
+Lines are only appended, except that a resumed run writes its later ones again. `differences` says whether two
+evaluations may be compared: they need the same test set and settings.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from clipstream.data.shard_url import redact
+from clipstream.report.sinks import AppendedFile, JsonLines, Record, flat, json_line, lines
+from clipstream.utils import atomic_write
+from clipstream.utils.versions import versions
+
+FIGURES_FILE = "evaluations.jsonl"
+TABLE_FILE = "evaluations.csv"
+WATCH_FOLDER = "watch"  # in a run's folder: the same files, written by `clipstream evaluate --watch`
+NO_PART = (
+    "every",
+    "every_epochs",
+    "fetch",
+    "on_error",
+    "weights",
+    "batch_size",
+    "prompts",
+)  # settings that do not affect metrics
+NO_METRIC = ("step", "eval", "error")
+TABLE = (
+    "step", "eval", "metric", "value", "run", "checkpoint", "model", "pretrained", "weights", "shards", "samples",
+    "pictures", "pairs", "precision", "ranks", "time", "clipstream", "torch", "open_clip_torch", "settings", "texts",
+)  # fmt: skip
+
+
+def traced(record: Record, about: Record, subject: Record) -> dict[str, Any]:
+    """An evaluation with its provenance.
+
+    Args:
+        record: step, eval and metrics.
+        about: from EvalRunner: weights, data, texts, tokenizer, settings, precision, ranks.
+        subject: run, model and checkpoint, if there are any.
+    """
+    return {
+        **record,
+        **subject,
+        **about,
+        "settings": _without_credentials(about["settings"]),
+        "metrics": [name for name in record if name not in NO_METRIC],
+        "time": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        "versions": versions(),
+    }
+
+
+def way_of(evaluation: Record) -> tuple[Any, Any]:
+    """What the metrics of a traced evaluation depend on besides the model: data and settings.
+
+    Paths of the data are left out, as a data set may be staged elsewhere.
+    """
+    data = [(part["pictures"], part["pairs"]) for part in evaluation.get("data", [])]
+    settings = {key: value for key, value in evaluation.get("settings", {}).items() if key not in NO_PART}
+    return (data, evaluation.get("texts")), {
+        key: {k: v for k, v in value.items() if k not in ("shards", "index", "folder")} if _is_source(value) else value
+        for key, value in settings.items()
+    }
+
+
+def add(path: Path, *evaluations: Record) -> None:
+    """Append traced evaluations to a file: a line per metric to a `.csv` file, else a JSON line each.
+
+    Raises:
+        OSError: the file cannot be written, and is unchanged.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        before = file.tell()
+        if path.suffix.lower() == ".csv":
+            text = "".join(_row(row) for one in evaluations for row in _figures(one))
+            text = text if before else _HEAD + text
+        else:
+            text = "".join(map(json_line, evaluations))
+        left = text.encode()
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except OSError:  # the next line must not continue a torn one
+            file.truncate(before)
+            raise
+
+
+class FiguresFile:
+    """FOLDER/evaluations.jsonl and evaluations.csv of a run that trains.
+
+    Args:
+        folder: the run's.
+        resume_step: step of the checkpoint that the run resumes from: later evaluations of the run are removed, those
+            of `clipstream evaluate` stay. None starts anew.
+        ended: whether that step is evaluated again.
+    """
+
+    def __init__(self, folder: Path, resume_step: int | None = None, *, ended: bool = False) -> None:
+        path, table = folder / FIGURES_FILE, folder / TABLE_FILE
+        self._lines = JsonLines(path, resume_step, ended=ended, keep=lambda record: "checkpoint" in record)
+        if path.exists():  # rewrite the table with the lines that are kept
+            table.unlink(missing_ok=True)
+            add(table, *(record for _, record in lines(path)))
+            atomic_write.flush(table)
+        self._table = AppendedFile(table)
+        self._headed = table.exists()
+
+    def add(self, evaluation: Record) -> None:
+        """Append a traced evaluation to both files."""
+        self._lines.append(evaluation)
+        self._table.add(("" if self._headed else _HEAD) + "".join(map(_row, _figures(evaluation))))
+        self._headed = True
+
+    def close(self) -> None:
+        """Close both files."""
+        for file in (self._lines, self._table):
+            file.close()
+
+
+def _figures(one: Record) -> list[dict[str, Any]]:
+    """A row per metric of a traced evaluation."""
+    data, model, packages = one.get("data", []), one.get("model", {}), one.get("versions", {})
+    rest = {
+        **{
+            key: one.get(key)
+            for key in ("step", "eval", "run", "checkpoint", "weights", "precision", "ranks", "time", "texts")
+        },
+        "model": model.get("name"),
+        "pretrained": model.get("pretrained"),
+        **{key: " + ".join(str(part[key]) for part in data) for key in ("shards", "samples", "pictures", "pairs")},
+        **{package: packages.get(package) for package in ("clipstream", "torch", "open_clip_torch")},
+        "settings": json.dumps(one.get("settings")),
+    }
+    return [{**rest, "metric": name, "value": one[name]} for name in one.get("metrics", [])]
+
+
+def _row(values: Mapping[str, Any]) -> str:
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerow([values.get(name) for name in TABLE])
+    return out.getvalue()
+
+
+def _without_credentials(tree: Any) -> Any:
+    """Settings with credentials in shard URLs masked."""
+    if not isinstance(tree, dict):
+        return tree
+    shown = {key: _without_credentials(value) for key, value in tree.items()}
+    if "shards" in tree:
+        shards = tree["shards"]
+        shown["shards"] = [redact(spec) for spec in shards] if isinstance(shards, list) else redact(shards)
+    return shown
+
+
+def _is_source(value: Any) -> bool:
+    """Whether a setting is a data source."""
+    return isinstance(value, dict) and "shards" in value
+
+
+_HEAD = _row(dict(zip(TABLE, TABLE, strict=True)))
+
+PIXELS = ("transform", "background", "orientation")  # settings of a source that change the pixels of the same files
+
+FINGERPRINTED = ("classes", "templates", "label", "max_samples")  # settings whose effect the fingerprints show
+
+
+def groups(made: Sequence[Record | None]) -> list[tuple[int, str]]:
+    """Group runs whose metrics may be compared.
+
+    Args:
+        made: the traced record of each run's evaluation; None if it has none.
+
+    Returns:
+        For each run, the number of its group, from 0, and how it differs from the first run.
+    """
+    leaders: list[Record | None] = []
+    found = []
+    for one in made:
+        number = next((i for i, leader in enumerate(leaders) if not differences(leader, one)), len(leaders))
+        if number == len(leaders):
+            leaders.append(one)
+        found.append((number, ", ".join(differences(leaders[0], one))))
+    return found
+
+
+def differences(one: Record | None, other: Record | None) -> list[str]:
+    """How the evaluation `other` differs from `one`, in words; empty if their metrics may be compared."""
+    if one is None or other is None:
+        return [] if one is other else ["the test set of one of them is not recorded"]
+    data, others = one.get("data", []), other.get("data", [])
+    if _of(data, "samples", "pictures") != _of(others, "samples", "pictures"):
+        counts = (" + ".join(f"{part['samples']:,}" for part in parts) or "no" for parts in (others, data))
+        return ["other pictures ({} samples for {})".format(*counts)]
+    # Token ids depend on the tokenizer, class numbers do not.
+    same_ids = one.get("tokenizer") == other.get("tokenizer") or "label" in one.get("settings", {})
+    found = []
+    if same_ids and _of(data, "pairs") != _of(others, "pairs"):
+        found.append("other captions or labels")
+    if one.get("texts") != other.get("texts"):
+        found.append("other class prompts")
+    mine, theirs = (dict(_settings(record, caption=not same_ids)) for record in (one, other))
+    # A key that one record lacks is from another version of the package.
+    found += [f"another {key}" for key in mine if key in theirs and mine[key] != theirs[key]]
+    return found
+
+
+def _of(data: Sequence[Record], *keys: str) -> list[Any]:
+    return [[part.get(key) for key in keys] for part in data]
+
+
+def _settings(record: Record, *, caption: bool) -> Iterator[tuple[str, Any]]:
+    """The settings that metrics depend on, except those whose effect the fingerprints show."""
+    kept = (*PIXELS, "caption") if caption else PIXELS
+    for key, value in record.get("settings", {}).items():
+        if _is_source(value):
+            yield from flat({key: {part: value[part] for part in kept if part in value}}, separator=".").items()
+        elif key not in (*NO_PART, *FINGERPRINTED):
+            yield key, value

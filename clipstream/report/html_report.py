@@ -1,0 +1,271 @@
+"""report.html: one run, or several side by side, as a single HTML file that needs no network."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from clipstream import __version__
+from clipstream.report.charts import COLOURS, Chart, Series, short
+from clipstream.report.eval_results import groups
+from clipstream.report.pictures import Page
+from clipstream.report.run_reader import Points, Run, read_run, take
+from clipstream.report.sinks import Record, Sink
+from clipstream.report.terminal import chance_of, duration, early_stop_line, is_minor, is_share, milliseconds, percent
+from clipstream.utils import atomic_write
+from clipstream.utils.logs import logger
+
+REPORT_FILE = "report.html"
+TEMPLATE = "page.html"
+TITLES = {  # of curves, in the order of the page; others follow
+    "loss": "loss",
+    "samples_per_s": "samples a second",
+    "data_wait": "waiting for data",
+    "lr": "learning rate",
+    "grad_norm": "norm of the gradients",
+    "logit_scale": "logit scale",
+    "overflow_rate": "steps whose gradients overflowed",
+    "skipped": "steps left out, as loss or gradients were not finite",
+}
+RARE = ("skipped",)  # not shown if all values are 0
+SHARES = ("data_wait", "overflow_rate")
+INTERVAL = 60.0  # minimum seconds between two reports of a running run
+COUNTS = ("n", "dropped", "seconds", "captions", "n_train", "batch_size", "batches", "left_out")
+
+
+class Report(Sink):
+    """FOLDER/report.html, written after evaluations and at the end. A failure is a warning and never ends a run."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._made = float("-inf")
+
+    def write(self, record: Record) -> None:
+        """Write the report after an evaluation, if the last one is old enough."""
+        if "eval" in record and time.monotonic() - self._made > INTERVAL:
+            self.close()
+
+    def close(self) -> None:
+        """Write the report."""
+        try:
+            write_report(self.folder, self.folder / REPORT_FILE)
+        except Exception as error:
+            logger.warning(f"{self.folder / REPORT_FILE} could not be written: {error}")
+        self._made = time.monotonic()
+
+
+def write_report(folder: Path, path: Path) -> None:
+    """Write the report of one run.
+
+    Raises:
+        SettingsError: the folder holds no run.
+        OSError: the file cannot be written.
+    """
+    atomic_write.replace(path, render([read_run(folder)]).encode(errors="backslashreplace"))
+
+
+def write_comparison(runs: Sequence[Run], path: Path) -> list[str]:
+    """Write the page of several runs; returns which of their metrics may not be compared, in words.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    atomic_write.replace(path, render(runs).encode(errors="backslashreplace"))
+    names = _distinct([run.name for run in runs])
+    return [f"{one['name']} of {told}" for one in _evaluations(runs, names) for told in one["others"].values()]
+
+
+def write_evaluations(path: Path, name: str, records: Sequence[Record], pages: Sequence[Page]) -> None:
+    """Write a page of evaluations without a training run.
+
+    Args:
+        path: the file.
+        name: of the model or checkpoint.
+        records: of the evaluations, as in metrics.jsonl.
+        pages: their pictures.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    run = Run(name, pages=[*pages])
+    for record in records:
+        take(run, record)
+    atomic_write.replace(path, render([run], trained=False).encode(errors="backslashreplace"))
+
+
+def render(runs: Sequence[Run], *, trained: bool = True) -> str:
+    """The page; `trained` says whether the runs trained, or were evaluated only."""
+    names = _distinct([run.name for run in runs])
+    evaluations = _evaluations(runs, names)
+    curves, settings = _curves(runs, names), _settings(runs)
+    pages = [(name, page) for name, run in zip(names, runs, strict=True) for page in run.pages]
+    pages.sort(key=lambda named: named[1].name == "train")  # last
+    headlines = []  # the main metrics of each evaluation, or else its first one
+    for one in evaluations:
+        rows = [row for row in one["rows"] if not is_minor(row["metric"])] or one["rows"][:1]
+        headlines += [{**row, "name": one["name"]} for row in rows]
+    sections = {
+        "figures": ("Figures", trained and headlines),
+        "training": ("Training", trained),
+        "evaluations": ("Evaluations", evaluations),
+        "data": ("Data", any(run.stages or run.health for run in runs)),
+        "pictures": ("Pictures", pages),
+        "settings": ("Settings", settings),
+        "environment": ("Environment", any(run.starts for run in runs)),
+    }
+    page: str = _template().render(
+        title=names[0] if len(runs) == 1 else f"{len(runs)} runs",
+        version=__version__,
+        runs=list(zip(names, runs, strict=True)),
+        colours=COLOURS,
+        contents=[(id_, called) for id_, (called, there) in sections.items() if there],
+        headlines=headlines,
+        curves=curves,
+        evaluations=evaluations,
+        pages=pages,
+        settings=settings,
+        several=len(runs) > 1,
+        trained=trained,
+        short=short,
+        percent=percent,
+        duration=duration,
+        milliseconds=milliseconds,
+        early_stop_line=early_stop_line,
+    )
+    return page
+
+
+@cache
+def _template() -> Any:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("clipstream.report", "")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return environment.get_template(TEMPLATE)
+
+
+def _curves(runs: Sequence[Run], names: Sequence[str]) -> list[Chart]:
+    there = dict.fromkeys(
+        metric
+        for run in runs
+        for metric, points in run.curves.items()
+        if metric not in RARE or any(value for _, value in points)
+    )
+    metrics = [metric for metric in TITLES if metric in there] + [metric for metric in there if metric not in TITLES]
+    return [
+        Chart(
+            TITLES.get(metric, metric.replace("_", " ")),
+            _series(names, [run.curves.get(metric, []) for run in runs]),
+            share=metric in SHARES,
+        )
+        for metric in metrics
+    ]
+
+
+def _series(names: Sequence[str], points: Sequence[Points], marks: Sequence[str] = ()) -> tuple[Series, ...]:
+    return tuple(
+        Series(name, line, number, other=bool(mark))
+        for number, (name, line, mark) in enumerate(zip(names, points, marks or [""] * len(names), strict=True))
+        if line
+    )
+
+
+def _evaluations(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
+    """For each evaluator: charts of its metrics, and a row per metric with a cell per run.
+
+    Metrics that may not be compared with those of the first run have a mark, which `others` explains.
+    """
+    found = []
+    for name in dict.fromkeys(name for run in runs for name in (*run.evaluations, *run.failed)):
+        of_runs = [run.evaluations.get(name, {}) for run in runs]
+        last = [{metric: points[-1][1] for metric, points in metrics.items()} for metrics in of_runs]
+        marks, others = _marks(name, runs, names)
+        charts, rows = [], []
+        for metric in dict.fromkeys(metric for metrics in last for metric in metrics):
+            if metric.startswith("chance") or metric in COUNTS:
+                continue
+            lines = [metrics.get(metric, []) for metrics in of_runs]
+            share = all(is_share(metric, float(y)) for points in lines for _, y in points)
+            chances = [chance for values in last if (chance := chance_of(values, metric)) is not None]
+            first = [[], *(lines[0] if mark == marks[0] else [] for mark in marks[1:])]
+            cells = [
+                {**_cell(points, share, of), "mark": mark} for points, of, mark in zip(lines, first, marks, strict=True)
+            ]
+            rows.append({"metric": metric, "chance": " / ".join(dict.fromkeys(map(percent, chances))), "cells": cells})
+            charts.append(Chart(metric, _series(names, lines, marks), chances[0] if chances else None, share))
+        about = [
+            f"{of}: {_about(metrics)}" if len(runs) > 1 else _about(metrics)
+            for of, metrics in zip(names, of_runs, strict=True)
+            if metrics
+        ]
+        failed = [(of, *run.failed[name]) for of, run in zip(names, runs, strict=True) if name in run.failed]
+        found.append({"name": name, "about": about, "failed": failed, "others": others, "rows": rows, "charts": charts})
+    return found
+
+
+def _marks(name: str, runs: Sequence[Run], names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The mark of each run's metrics of an evaluation, and the explanation of each mark.
+
+    Runs have the same mark if their metrics may be compared; those comparable with the first run have none.
+    """
+    having = [i for i, run in enumerate(runs) if name in run.evaluations]
+    found = dict(zip(having, groups([runs[i].made.get(name) for i in having]), strict=True))
+    marks = [f"≠{found[i][0]}" if i in found and found[i][0] else "" for i in range(len(runs))]
+    others = {}
+    for mark in dict.fromkeys(filter(None, marks)):
+        members = [i for i, other in enumerate(marks) if other == mark]
+        who = ", ".join(names[i] for i in members)
+        others[mark] = f"{who} with {names[having[0]]}: {found[members[0]][1]}"
+    return marks, others
+
+
+def _about(metrics: dict[str, Points]) -> str:
+    """Step, samples and duration of the newest evaluation."""
+    step = max(points[-1][0] for points in metrics.values())
+    parts = [f"step {short(step)}"]
+    if metrics.get("n"):
+        parts.append(f"{short(metrics['n'][-1][1])} samples")
+    if metrics.get("dropped") and metrics["dropped"][-1][1]:
+        parts.append(f"{short(metrics['dropped'][-1][1])} dropped")
+    if metrics.get("seconds"):
+        parts.append(duration(metrics["seconds"][-1][1]))
+    return ", ".join(parts)
+
+
+def _cell(points: Points, share: bool, first: Points) -> dict[str, str]:
+    """The last value, the best one if it was earlier, and the difference from the first run's last value."""
+    if not points:
+        return {"last": "", "best": "", "more": ""}
+    say = percent if share else short
+    best_step, best = max(points, key=lambda point: point[1])
+    earlier = share and best > points[-1][1]
+    more = points[-1][1] - first[-1][1] if first else math.nan
+    told = f"{100 * more:+.1f} points" if share else f"{'+' * (more >= 0)}{short(more)}"
+    return {
+        "last": say(points[-1][1]),
+        "best": f"best {say(best)} at {short(best_step)}" if earlier else "",
+        "more": told if math.isfinite(more) else "",
+    }
+
+
+def _settings(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """A row per key with its value in each run; those that differ come first."""
+    rows = []
+    for key in dict.fromkeys(key for run in runs for key in run.settings):
+        values = [run.settings.get(key, "") for run in runs]
+        rows.append({"key": key, "values": values, "differs": len(set(values)) > 1})
+    return sorted(rows, key=lambda row: not row["differs"])
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Names of runs, with a number if they are equal."""
+    counts: dict[str, int] = {}
+    found = []
+    for name in names:
+        counts[name] = counts.get(name, 0) + 1
+        found.append(name if counts[name] == 1 else f"{name} ({counts[name]})")
+    return found

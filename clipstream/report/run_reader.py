@@ -1,0 +1,175 @@
+"""Reads a run's folder into a `Run`: curves, evaluations, data health, settings, starts and pictures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from clipstream.checkpoint.run_lock import is_occupied
+from clipstream.data.shard_url import redact
+from clipstream.errors import SettingsError
+from clipstream.report.eval_results import FIGURES_FILE, WATCH_FOLDER, way_of
+from clipstream.report.pictures import Page, PictureFiles
+from clipstream.report.sinks import METRICS_FILE, flat, lines
+
+_NO_CURVE = ("step", "samples", "epoch")
+
+Points = list[tuple[float, float]]
+
+
+@dataclass
+class Run:
+    """The contents of a run's folder.
+
+    Attributes:
+        name: of the folder.
+        curves: (step, value) by metric of the training lines.
+        evaluations: (step, value) by evaluator and metric.
+        health: the newest counts of data health, by source.
+        stages: time of the data stages in the last training line's steps.
+        starts: one for each process that started or resumed the run: step, time, versions, …
+        end: of the last process: step, time, seconds, status, code, error, total_steps, early_stop (see
+            `EarlyStop.why`); empty if it has not ended, or was killed.
+        seconds: total time of the processes that recorded it.
+        running: whether a process holds the folder.
+        made: the newest traced record of each evaluation.
+        failed: step and error of evaluators whose newest evaluation failed.
+        rollbacks: step, to, skipped.
+        settings: the resolved settings, by dotted key.
+        pages: pictures.
+    """
+
+    name: str
+    curves: dict[str, Points] = field(default_factory=dict)
+    evaluations: dict[str, dict[str, Points]] = field(default_factory=dict)
+    health: dict[str, Any] = field(default_factory=dict)
+    stages: dict[str, dict[str, float]] = field(default_factory=dict)
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    end: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    running: bool = False
+    made: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failed: dict[str, tuple[float, str]] = field(default_factory=dict)
+    rollbacks: list[dict[str, Any]] = field(default_factory=list)
+    settings: dict[str, str] = field(default_factory=dict)
+    pages: list[Page] = field(default_factory=list)
+
+    @property
+    def status(self) -> str:
+        """done, stopped, failed, diverged, running, or unrecorded (it was killed)."""
+        if self.end:
+            return str(self.end.get("status", "done"))
+        return "running" if self.running else "unrecorded"
+
+    @property
+    def steps(self) -> int:
+        """Step of the last training line."""
+        return int(self.curves["loss"][-1][0]) if self.curves.get("loss") else 0
+
+
+def read_run(folder: Path) -> Run:
+    """Read the folder of a run that is finished, running or was killed.
+
+    Raises:
+        SettingsError: the folder holds no run.
+    """
+    metrics = folder / METRICS_FILE
+    if not metrics.is_file():
+        raise SettingsError(f"{folder} holds no run: there is no {METRICS_FILE} in it")
+    pages = [*PictureFiles(folder).pages(), *PictureFiles(folder / WATCH_FOLDER).pages()]
+    newest = {page.name: page for page in sorted(pages, key=lambda page: page.step)}
+    run = Run(name=folder.resolve().name, pages=[newest[name] for name in dict.fromkeys(page.name for page in pages)])
+    for _, record in lines(metrics):
+        take(run, record)
+    run.running = is_occupied(folder)
+    _take_later_evaluations(run, folder)
+    config = folder / "config.yaml"
+    if config.is_file():
+        try:
+            tree = yaml.safe_load(config.read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError):
+            tree = {}
+        run.settings = {key: _shown(value) for key, value in flat(tree or {}, separator=".").items()}
+    return run
+
+
+def take(run: Run, record: Mapping[str, Any]) -> None:
+    """Add a record of metrics.jsonl."""
+    step = record.get("step", 0)
+    if "start" in record:
+        run.starts.append({"step": step, **record["start"]})
+        run.end = {}
+    elif "end" in record:
+        run.seconds += record.get("seconds", 0.0)
+        run.end = {**{key: value for key, value in record.items() if key != "end"}, **record["end"]}
+    elif "rollback" in record:
+        run.rollbacks.append({"step": step, **record["rollback"]})
+    elif "health" in record:
+        run.health = record["health"]
+    elif "stages" in record:
+        run.stages = record["stages"]
+    elif "error" in record:
+        run.failed[str(record["eval"])] = step, str(record["error"])
+    else:
+        run.failed.pop(str(record.get("eval")), None)
+        into = run.evaluations.setdefault(str(record["eval"]), {}) if "eval" in record else run.curves
+        for key, value in record.items():
+            number = value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+            if number and key not in _NO_CURVE and key != "eval":
+                into.setdefault(key, []).append((step, math.nan if value is None else value))
+
+
+def _take_later_evaluations(run: Run, folder: Path) -> None:
+    """Add the evaluations by `clipstream evaluate`, with and without --watch; of a step, the last one counts.
+
+    Evaluations of one name form a curve only if they used the same data and settings: those of the run's own
+    evaluations, or else of the newest one.
+    """
+    files = (folder / FIGURES_FILE, folder / WATCH_FOLDER / FIGURES_FILE)
+    records, watched = ([record for _, record in lines(file)] if file.is_file() else [] for file in files)
+    others = [*(record for record in records if "checkpoint" in record), *watched]
+    own = [record for record in records if "checkpoint" not in record]
+    run.made = {str(record["eval"]): record for record in (*others, *own) if "error" not in record}
+    ways = {name: way_of(record) for name, record in run.made.items()}
+    found: dict[tuple[str, str], dict[float, float]] = {}
+    failed: dict[str, tuple[float, str]] = {}
+    for record in others:
+        step, name = record["step"], str(record["eval"])
+        if "error" in record:
+            failed[name] = step, str(record["error"])
+        elif way_of(record) == ways[name]:
+            failed.pop(name, None)
+            for metric in record["metrics"]:
+                value = record[metric]
+                found.setdefault((name, metric), {})[step] = math.nan if value is None else value
+    for (name, metric), by_step in found.items():
+        metrics = run.evaluations.setdefault(name, {})
+        metrics[metric] = sorted({**by_step, **dict(metrics.get(metric, []))}.items())
+    run.failed = {**failed, **run.failed}
+
+
+def _shown(value: Any) -> str:
+    """A setting as text, without credentials."""
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else redact(str(value))
+
+
+def fewer(points: Points, most: int = 400) -> Points:
+    """Reduce points to at most `most`: means over equal spans of steps; the first and last are kept."""
+    if len(points) <= most:
+        return points
+    first, last = points[0][0], points[-1][0]
+    spans: dict[int, Points] = {}
+    for x, y in points[1:-1]:
+        spans.setdefault(int((x - first) / (last - first or 1) * (most - 2)), []).append((x, y))
+    means = []
+    for span in spans.values():
+        finite = [y for _, y in span if math.isfinite(y)]
+        means.append((span[-1][0], sum(finite) / len(finite) if finite else math.nan))
+    return [points[0], *means, points[-1]]

@@ -1,0 +1,303 @@
+"""The sink that shows a run on the terminal: a progress bar on a terminal, plain lines elsewhere.
+
+Records enter; lines leave. The functions that format evaluations, durations and percentages serve reports as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Literal, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Column
+
+from clipstream.report.run_log import printed_above
+from clipstream.report.sinks import NONFINITE_FILE, Record, Sink, flat
+from clipstream.utils.escape import printable_lines
+from clipstream.utils.logs import Tee, below, log_displayed
+
+RECENT = 10  # training lines whose mean speed gives the time left
+SHOWN_KEYS = 4  # samples shown of a skipped step
+OFF_TERMINAL = 120  # columns where there is no terminal
+BAR_WIDTHS = (
+    (30, 24),
+    (20, 16),
+    (10, 8),
+    (6, 8),
+    (4, 0),
+)  # columns of the bar and of the loss history beside it
+BLOCKS = "▁▂▃▄▅▆▇█"
+_DIRECTIONS = ("image_to_text", "text_to_image")
+
+
+class ProgressDisplay(Sink):
+    """Shows training lines, evaluations and data health.
+
+    Args:
+        total: steps of the whole run.
+        start: step at which this process begins.
+        mode: 'auto' (a bar if `stream` is a terminal, else lines), 'bar', 'lines' or 'none' (evaluations and notes
+            only).
+        stream: standard output by default.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        *,
+        start: int = 0,
+        mode: Literal["auto", "bar", "lines", "none"] = "auto",
+        stream: TextIO | None = None,
+    ) -> None:
+        self.total = total
+        self.stream = sys.stdout if stream is None else stream
+        self.mode = ("bar" if self.stream.isatty() else "lines") if mode == "auto" else mode
+        self._speeds: deque[float] = deque(maxlen=RECENT)
+        self._losses: list[float] = []
+        self._parts: list[str] = []  # parts of the last training line
+        self._status = ""
+        self._problems: dict[str, int] = {}
+        self._bar: RichProgress | None = None
+        self._above = ExitStack()
+        if self.mode == "bar":
+            console = Console(file=below(self.stream), force_terminal=True)
+            logged = isinstance(self.stream, Tee)
+            self._bar_column = BarColumn()
+            self._bar = RichProgress(
+                self._bar_column,
+                MofNCompleteColumn(),
+                TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"), markup=False),
+                console=console,
+                auto_refresh=False,  # its thread would not survive a fork of data workers
+                redirect_stdout=not logged,
+                redirect_stderr=not logged,
+            )
+            self._task = self._bar.add_task("", total=total, completed=start)
+            self._bar.start()
+            if logged:
+                self._above.enter_context(printed_above(console))
+
+    def write(self, record: Record) -> None:
+        """Show a record."""
+        if "eval" in record:
+            width = OFF_TERMINAL if self._bar is None else self._bar.console.width
+            self.say(evaluation_line(record, width))
+        elif "health" in record:
+            problems = {
+                path: count
+                for path, count in flat(record["health"]).items()
+                if count and path.rpartition("/")[2] not in ("read", "used", "shards") and isinstance(count, int)
+            }
+            if problems != self._problems:
+                self._problems = problems
+                text = ", ".join(f"{path.replace('/', ' ')} {count}" for path, count in problems.items())
+                self.say(f"data at step {record['step']}: {text or 'nothing dropped'}")
+        elif "nonfinite" in record:
+            self.say(nonfinite_line(record))
+        elif "rollback" in record:
+            skipped, to = record["rollback"]["skipped"], record["rollback"]["to"]
+            self.say(f"warning: {skipped} steps in a row were left out: back to the weights of step {to}")
+        elif "end" in record:
+            if "early_stop" in record["end"]:
+                self.say(f"ended at step {record['step']}: {early_stop_line(record['end']['early_stop'])}")
+        elif "loss" in record:
+            self._training(record)
+
+    def status(self, text: str) -> None:
+        """Show in the bar what the run does besides training; '' when it is over."""
+        self._status = text
+        self._draw()
+
+    def say(self, text: str) -> None:
+        """Print a line, above the bar if there is one, and log it."""
+        text = printable_lines(text)
+        if self._bar is None:
+            print(text, file=self.stream, flush=True)
+            return
+        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        for line in text.splitlines():
+            log_displayed(line)
+
+    def close(self) -> None:
+        """Restore the terminal."""
+        self._above.close()
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _training(self, record: Record) -> None:
+        step = int(record["step"])
+        speed = float(record.get("samples_per_s") or 0.0)
+        if speed > 0:
+            self._speeds.append(speed)
+        parts = [f"loss {_number(record['loss'], '.4g')}", f"{speed:.0f} samples/s"]
+        if "data_wait" in record:
+            slow = record.get("bottleneck", "training")
+            parts.append(f"data wait {record['data_wait']:.0%}{'' if slow == 'training' else f' ({slow})'}")
+        if self._speeds and step and record.get("samples"):
+            samples_left = (self.total - step) * record["samples"] / step
+            parts.append(f"eta {duration(samples_left * len(self._speeds) / sum(self._speeds))}")
+        line = [f"step {step}/{self.total}", *parts]
+        if "lr" in record:
+            line.insert(2, f"lr {record['lr']:.1e}")
+        if self._bar is not None:
+            if isinstance(record["loss"], float) and math.isfinite(record["loss"]):
+                self._losses.append(record["loss"])
+            self._parts = parts
+            self._bar.update(self._task, completed=step)
+            self._draw()
+            log_displayed("  ".join(line))
+        elif self.mode == "lines":
+            self.say("  ".join(line))
+
+    def _draw(self) -> None:
+        """Draw the bar, and as much of the loss history as the terminal's width allows."""
+        if self._bar is None:
+            return
+        console = self._bar.console
+        text = "  ".join([f"[{self._status}]", *self._parts[:1]] if self._status else self._parts)
+        rest = console.width - len(text) - 2 * len(str(self.total)) - 5
+        bar, history = next((both for both in BAR_WIDTHS if sum(both) <= rest), BAR_WIDTHS[-1])
+        self._bar_column.bar_width = bar
+        if history and console.encoding.lower().startswith("utf"):
+            text = f"{sparkline(self._losses, history)} {text}".lstrip()
+        self._bar.update(self._task, description=text, refresh=True)
+
+
+def evaluation_line(record: Record, width: int = OFF_TERMINAL) -> str:
+    """An evaluation as text: shares in percent, with the chance level of metrics that have one; main metrics first.
+
+    It is one line if that fits into `width` columns, else a line each for both directions of retrieval, for chance and
+    for the rest, wrapped between metrics.
+    """
+    head = f"eval {record['eval']} at step {record['step']}:"
+    if "error" in record:
+        return f"{head[:-1]}: failed: {str(record['error']).splitlines()[0]}"
+    about = [f"n {record['n']}"] if "n" in record else []
+    about += [f"dropped {record['dropped']}"] if record.get("dropped") else []
+    about += [duration(record["seconds"])] if "seconds" in record else []
+    skipped = ("step", "eval", "seconds", "n", "dropped")
+    values = {name: value for name, value in record.items() if name not in skipped}
+    names = sorted((name for name in values if not name.startswith("chance")), key=is_minor)
+    said = {
+        name: f"{name} {percent(value) if is_share(name, value) else _number(value, '.4g')}"
+        for name, value in values.items()
+    }
+    chances = {name: chance_of(record, name) for name in names}
+    beside = {name: "" if chance is None else f" (chance {percent(chance)})" for name, chance in chances.items()}
+    line = "  ".join([head, *(said[name] + beside[name] for name in names), *about])
+    if len(line) <= width:
+        return line
+    rows: dict[str, list[str]] = {}
+    for name in names:
+        group = next((group for group in _DIRECTIONS if name.startswith(f"{group}_")), "")
+        cell = said[name].removeprefix(f"{group}_") if group else said[name] + beside[name]
+        rows.setdefault(group, []).append(cell)
+    if rows.keys() != {""}:
+        rows["chance"] = [cell.removeprefix("chance_") for name, cell in said.items() if name.startswith("chance_")]
+    lines = ["  ".join([head, *about])]
+    for group, cells in sorted(rows.items(), key=lambda row: row[0] == ""):
+        label = f"  {group:<14}" if group else "  "
+        for number, cell in enumerate(cells):
+            if number and len(lines[-1]) + 2 + len(cell) <= width:
+                lines[-1] += f"  {cell}"
+            else:
+                lines.append((" " * len(label) if number else label) + cell)
+    return "\n".join(lines)
+
+
+def is_minor(metric: str) -> bool:
+    """Whether a metric is not a main one (top1, R@1 or mean)."""
+    return not (metric in ("top1", "mean") or metric.endswith("R@1"))
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Finite values as blocks of eight heights; means over equal spans if there are more than `width`."""
+    if len(values) < 2:
+        return ""
+    width = min(width, len(values))
+    cuts = [len(values) * n // width for n in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
+    low, span = min(means), max(means) - min(means)
+    return "".join(BLOCKS[round((mean - low) / span * 7) if span else 0] for mean in means)
+
+
+def nonfinite_line(record: Record) -> str:
+    """A skipped step as text."""
+    skipped = record["nonfinite"]
+    keys = skipped["keys"]
+    more = f" and {len(keys) - SHOWN_KEYS} more in {NONFINITE_FILE}" if len(keys) > SHOWN_KEYS else ""
+    return (
+        f"warning: step {record['step']} is left out: loss {skipped['loss']}, norm of the gradients "
+        f"{skipped['grad_norm']}; its samples: {', '.join(keys[:SHOWN_KEYS])}{more}"
+    )
+
+
+def early_stop_line(stop: Mapping[str, Any]) -> str:
+    """Why a run ended before its last step, as text."""
+    since = "" if stop["best_step"] is None else f" since step {stop['best_step']:g} ({_number(stop['best'], '.4g')})"
+    evaluations = f"{stop['evaluations']} evaluation{'s' * (stop['evaluations'] > 1)}"
+    return f"{stop['metric']} has not improved{since}, in {evaluations}"
+
+
+def table(records: Sequence[Record]) -> str:
+    """Evaluations as text: a line per metric, with its chance level."""
+    rows = [("evaluation", "metric", "value", "chance")]
+    for record in records:
+        for name, value in record.items():
+            if name in ("step", "eval") or name.startswith("chance"):
+                continue
+            chance = chance_of(record, name)
+            number = percent(value) if is_share(name, value) else f"{value:g}"
+            shown = duration(value) if name == "seconds" else number
+            rows.append((record["eval"], name, shown, "" if chance is None else percent(chance)))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}" for a, b, c, d in rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def is_share(metric: str, value: Any) -> bool:
+    """Whether a metric is shown in percent: a float from 0 to 1 that is neither a loss nor a rank."""
+    return isinstance(value, float) and 0 <= value <= 1 and not metric.endswith(("loss", "rank"))
+
+
+def chance_of(record: Mapping[str, Any], metric: str) -> float | None:
+    """The chance level of a metric: `chance_X` belongs to the metrics that end in X, `chance` to top1."""
+    for name, value in record.items():
+        if name.startswith("chance_") and metric.endswith(name.removeprefix("chance_")):
+            return float(value)
+    return float(record["chance"]) if metric == "top1" and "chance" in record else None
+
+
+def percent(share: float) -> str:
+    """A share in percent: 12.3%, or 0.12% below 1%."""
+    value = 100 * share
+    return f"{value:.2g}%" if 0 < value < 1 else f"{value:.1f}%"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 3.2s, 42s, 4m10s or 2h05m."""
+    if seconds < 10:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds as 0.31 ms or 42 ms; from 1 s on as `duration`."""
+    if seconds >= 1:
+        return duration(seconds)
+    return f"{seconds * 1e3:.2g} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
+
+
+def _number(value: Any, form: str) -> str:
+    return format(value, form) if isinstance(value, (int, float)) else str(value)

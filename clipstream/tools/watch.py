@@ -1,0 +1,429 @@
+"""`clipstream evaluate --watch RUN`: evaluates the checkpoints of a run as they appear, in order.
+
+    RUN/watch/evaluations.jsonl, evaluations.csv, tensorboard/, pictures/, report.html
+
+Each evaluation of each checkpoint is made once, also when several watchers run one after another: `evaluations.jsonl`
+lists the finished ones. The run's own files and checkpoints are never changed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from clipstream.checkpoint import store
+from clipstream.checkpoint.remote_dir import CHECKPOINTS
+from clipstream.checkpoint.run_lock import held as locked
+from clipstream.checkpoint.store import MARKER, Marker
+from clipstream.config.flags import own_flags
+from clipstream.config.print_config import print_config, take_flag
+from clipstream.config.settings import Settings, load
+from clipstream.config.validate import validate_evals
+from clipstream.distributed.failure import FailureWatch
+from clipstream.distributed.signals import StopSignals
+from clipstream.distributed.world import World
+from clipstream.errors import ClipstreamError, SettingsError, Stopped
+from clipstream.evals.settings import Weights, eval_name
+from clipstream.models.pretrained import preflight
+from clipstream.report.eval_results import FIGURES_FILE, TABLE_FILE, WATCH_FOLDER, add, traced
+from clipstream.report.html_report import REPORT_FILE, write_report
+from clipstream.report.outputs import SinkGroup, build_sinks
+from clipstream.report.pictures import PictureFiles
+from clipstream.report.sinks import METRICS_FILE, Record, RunInfo, lines
+from clipstream.report.terminal import evaluation_line
+from clipstream.tools import evaluate
+from clipstream.tools.evaluate import context_for, model_in
+from clipstream.utils import atomic_write
+from clipstream.utils.logs import announce, logger, set_level
+
+if TYPE_CHECKING:
+    from clipstream.evals.agreement import Failure
+    from clipstream.evals.example import Example, Table
+
+
+POLL = 2.0  # s between checks of the run's folder
+OWN_FLAGS = {
+    "--watch": "a run's folder: its checkpoints are evaluated as they appear, each once, until the run has ended",
+    "--idle": "seconds without a change in that folder after which to end all the same (3600)",
+}
+OF_ONE = ("--checkpoint", "--weights", "--output", "--out", "--report")  # flags of the evaluation of one checkpoint
+
+
+def follow(argv: Sequence[str]) -> int:
+    """Evaluate the checkpoints of a run on all ranks, and return the exit code.
+
+    Args:
+        argv: the verb's command line.
+
+    Raises:
+        SettingsError: wrong settings, or no evaluators.
+        Stopped: by a signal, or because nothing changed in the run's folder for --idle seconds.
+    """
+    every, argv = take_flag(argv)
+    own, flags = own_flags(argv, {**OWN_FLAGS, **evaluate.SUITE_FLAGS}, many=(evaluate.SUITE,))
+    suites = evaluate.Suites.of(own)
+    if other := [flag for flag in OF_ONE if any(token.partition("=")[0] == flag for token in flags)]:
+        raise SettingsError(f"{other[0]} belongs to the evaluation of one checkpoint, --watch takes all: leave one out")
+    run = WatchedRun(Path(own["--watch"]))
+    try:
+        idle = float(own.get("--idle", "3600"))
+    except ValueError:
+        idle = math.nan
+    if not idle > 0:
+        raise SettingsError(f"--idle: expected seconds, not {own['--idle']!r}")
+    if run.folder.is_file():
+        raise SettingsError(f"--watch: {run.folder} is a file: name a run's folder")
+    with StopSignals() as signals:
+        if every is None:
+            _wait_for_a_checkpoint(run, signals, idle)
+        config = ["--config", str(run.folder / "config.yaml")]
+        settings = suites.chosen(load([*config, *suites.flags, *flags], trains=False), config[1:])
+        set_level(settings.log.level)
+        if every is not None:
+            return print_config(settings, "evaluate", every)
+        if not settings.evals:
+            raise SettingsError(
+                "nothing to evaluate on: give --val-data SHARDS, --suite FILE, or --config with a section evals"
+            )
+        validate_evals(settings, shown=True)
+        fits = load(config).tokenizer == settings.tokenizer
+        from clipstream.distributed.launch import run_ranks
+
+        def body(world: World, watch: FailureWatch) -> None:
+            evaluate.check_same(settings, world)
+            busy = f"{run.folder} is being followed by {{}}: one follower is enough"
+            lock = locked(run.folder / WATCH_FOLDER, "--watch: the folder", busy.format)
+            try:
+                with lock if world.is_main else nullcontext(), _Files(run.folder, settings, world) as files:
+                    _Watcher(run, settings, fits, world, files).loop(signals, idle)
+            except OSError as error:
+                if not atomic_write.is_full(error):
+                    raise
+                text = f"the disk of {run.folder / WATCH_FOLDER} is full: free some space; the same command goes on"
+                raise ClipstreamError(text) from error
+
+        return run_ranks(settings.run, body)
+
+
+class _Watcher:
+    """The loop on all ranks: rank 0 selects checkpoints, and all ranks evaluate them."""
+
+    def __init__(self, run: WatchedRun, settings: Settings, fits: bool, world: World, files: _Files) -> None:
+        self.run, self.settings, self.fits, self.world, self.files = run, settings, fits, world, files
+        self.failures: list[Failure] = []
+        self._skipped: set[Found] = set()
+        self._expected: list[Found] = []  # the checkpoints at the last poll
+
+    def loop(self, signals: StopSignals, idle: float) -> None:
+        """Return when the run has ended and everything is evaluated.
+
+        Raises:
+            Stopped: by a signal on some rank, or because nothing changed in the run's folder for `idle` seconds.
+            ClipstreamError: the first failure of an evaluation, at the end.
+        """
+        while True:
+            found, ended, still = self.world.broadcast_object(self._poll() if self.world.is_main else None)
+            self._stop_on(signals)
+            if found is not None:
+                self._evaluate(found, signals)
+            elif ended:
+                break
+            elif still > idle:
+                raise Stopped(_still(self.run, idle))
+            else:
+                time.sleep(POLL)
+        if self.world.is_main:
+            announce(f"the run has ended, and all of its checkpoints are evaluated: {self.files.folder}")
+        for failure in self.failures:  # at the end, so that it is not lost among figures
+            raise failure.kind(failure.message)
+
+    def _poll(self) -> tuple[Found | None, bool, float]:
+        """On rank 0: (next checkpoint to evaluate, whether the run has ended, seconds since its folder changed)."""
+        ended = self.run.ended()  # first: a run that has ended has written its last checkpoint
+        found = self.run.found()
+        for one in self._expected:
+            if one not in found and one not in self._skipped and self._due(one):
+                self._skip(one, "the run removed it before its turn; --checkpoint.keep-last keeps more")
+        self._expected = found
+        return next((o for o in found if o not in self._skipped and self._due(o)), None), ended, self.run.still()
+
+    def _due(self, found: Found) -> list[tuple[Weights, str]]:
+        """(weights, evaluator) of the evaluations of a checkpoint that are not made yet."""
+        return [
+            (kind, name)
+            for kind in get_args(Weights)
+            for name, section in self.settings.evals.items()
+            if kind in section.kinds and (found.weights, found.step, eval_name(name, kind)) not in self.files.done
+        ]
+
+    def _skip(self, found: Found, why: str) -> None:
+        self._skipped.add(found)
+        if self.world.is_main:
+            logger.warning(f"{found.path.name} is left out: {why}")
+
+    def _evaluate(self, found: Found, signals: StopSignals) -> None:
+        """Make the due evaluations of a checkpoint. Collective."""
+
+        def hold() -> Path | None:
+            held = self.run.hold(found)
+            if held is None:
+                self._skip(found, "the run removed it while it was read; --checkpoint.keep-last keeps more")
+            elif (reason := fault(held)) is not None:
+                self._skip(found, f"it is damaged: {reason}")
+                held = None
+            return held
+
+        if (held := self.world.on_main(hold)) is None:
+            return
+        due: list[tuple[Weights, str]] = self.world.broadcast_object(self._due(found))
+        about = {
+            "run": self.run.folder.resolve().name,
+            "checkpoint": found.path.name,
+            "model": self.settings.model.label,
+            "file": found.weights,
+        }
+        from clipstream.evals.runner import EvalRunner
+
+        try:
+            for kind in dict.fromkeys(kind for kind, _ in due):
+                model = model_in(held, self.settings.model, self.fits, kind)
+                preflight(model, self.settings.tokenizer, ask=self.world.local_rank == 0)
+                context = context_for(self.settings, model, self.world)
+                context.examples_wanted = self.settings.log.pictures
+                runner = EvalRunner(
+                    self.settings.evals,
+                    context,
+                    self.files.write,
+                    self.files.show,
+                    {kind: nullcontext},
+                    lambda record, made_with: self.files.trace(traced(record, made_with, about)),
+                )
+                keys = {name: (found.weights, found.step, eval_name(name, kind)) for name in self.settings.evals}
+                done = {name: self.files.done[key] for name, key in keys.items() if key in self.files.done}
+                runner.took(found.step, kind, self.world.broadcast_object(done))
+                for _ in runner.each(found.step, last=True):
+                    self._stop_on(signals)
+                self.failures += runner.failures
+                del runner, context  # one model at a time
+        finally:
+            if self.world.is_main:
+                self.run.release()
+        if self.world.is_main:
+            self.files.report()
+
+    def _stop_on(self, signals: StopSignals) -> None:
+        """Stop on all ranks when one of them has received a signal. Collective."""
+        if by := next(filter(None, self.world.gather_objects(signals.received)), None):
+            raise Stopped(f"stopped by {by}; the same command goes on with what is not evaluated yet")
+
+
+class _Files:
+    """The files in RUN/watch, on rank 0. Context manager.
+
+    Attributes:
+        done: (weights, step, evaluation) -> its metrics, or its error.
+    """
+
+    def __init__(self, run: Path, settings: Settings, world: World) -> None:
+        self.run, self.folder, self.settings, self.world = run, run / WATCH_FOLDER, settings, world
+        self.done: dict[tuple[str, int, str], Record] = {}
+        self._sinks = SinkGroup({}, settings.log.sinks)
+
+    def __enter__(self) -> _Files:
+        if not self.world.is_main:
+            return self
+        there = self.folder / FIGURES_FILE
+        for _, record in lines(there) if there.is_file() else ():
+            self._note(record)
+        # TensorBoard hides events of later steps than `resume_step`.
+        last = max((step for _, step, _ in self.done), default=None)
+        sinks = self.settings.log.all_sinks
+        wanted = {name: sink for name, sink in sinks.items() if name not in ("metrics", "terminal")}
+        run = RunInfo(self.folder, 0, last, self.world.size)
+        self._sinks.sinks = {**build_sinks(wanted, run), "pictures": PictureFiles(self.folder)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._sinks.close()
+
+    def trace(self, evaluation: Record) -> None:
+        """Append an evaluation to the figures."""
+        for name in (FIGURES_FILE, TABLE_FILE):
+            add(self.folder / name, evaluation)
+        self._note(evaluation)
+
+    def _note(self, evaluation: Record) -> None:
+        metrics = {name: evaluation[name] for name in evaluation["metrics"]}
+        error = {"error": evaluation["error"]} if "error" in evaluation else {}
+        self.done[evaluation["file"], evaluation["step"], evaluation["eval"]] = {**metrics, **error}
+
+    def write(self, record: Record) -> None:
+        """Print an evaluation, and pass it to the sinks."""
+        print(evaluation_line(record), flush=True)
+        self._sinks.write(record)
+
+    def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table]) -> None:
+        """Write the pictures of an evaluation."""
+        self._sinks.show(step, name, examples, tables)
+
+    def report(self) -> None:
+        """Write the report of the run with its evaluations here."""
+        if not self.settings.log.report:
+            return
+        try:
+            write_report(self.run, self.folder / REPORT_FILE)
+        except Exception as error:
+            logger.warning(f"{self.folder / REPORT_FILE} could not be written: {error}")
+
+
+def _wait_for_a_checkpoint(run: WatchedRun, signals: StopSignals, idle: float) -> None:
+    """Wait without writing anything: a run cannot start in a folder that is not empty.
+
+    Raises:
+        Stopped: by a signal, or because nothing changed for `idle` seconds.
+        SettingsError: the run has ended without a checkpoint.
+    """
+    announced = False
+    while not run.found() or not (run.folder / "config.yaml").is_file():
+        if signals.received is not None:
+            raise Stopped(f"stopped by {signals.received}, before {run.folder} had a checkpoint")
+        if run.ended():
+            raise SettingsError(f"--watch: {run.folder} has ended, and has no whole checkpoint")
+        if run.still() > idle:
+            raise Stopped(_still(run, idle))
+        if not announced and World.from_env().is_main:
+            announce(f"waiting for the first checkpoint of {run.folder}")
+        announced = True
+        time.sleep(POLL)
+
+
+def _still(run: WatchedRun, idle: float) -> str:
+    return f"nothing has changed in {run.folder} for {idle:g} s, and the run has not ended; the same command goes on"
+
+
+UNREAD = ("optimizer.safetensors", "rng.pt")  # files of a checkpoint that evaluation does not need
+TAIL = 1 << 16  # bytes at the end of metrics.jsonl that contain its last line
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.ENOSYS, errno.EMLINK)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint of the run.
+
+    Attributes:
+        path: its folder.
+        weights: identifies the weights, as a later process may save other ones at the same step.
+    """
+
+    path: Path
+    weights: str
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return int(self.path.name[5:13])
+
+
+class WatchedRun:
+    """A run's folder, read by another process; it need not exist yet.
+
+    Args:
+        folder: LOGS/NAME.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.checkpoints = folder, folder / CHECKPOINTS
+        self._seen: object = None
+        self._since = time.monotonic()
+
+    def found(self) -> list[Found]:
+        """The complete checkpoints, in the order in which they were written."""
+        markers = [(path, store.marker_of(path)) for path in reversed(store.whole(self.checkpoints))]
+        return [Found(path, _weights(marker)) for path, marker in markers if marker is not None]
+
+    def ended(self) -> bool:
+        """Whether the run has finished; False for one that was stopped or has died."""
+        try:
+            with (self.folder / METRICS_FILE).open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+                last = file.read().rstrip(b"\n").rpartition(b"\n")[2]
+            end = json.loads(last).get("end")
+            return end is not None and end.get("status", "done") == "done"
+        except (OSError, ValueError, TypeError, AttributeError):
+            return False
+
+    def still(self) -> float:
+        """Seconds since a change in the folder was last seen."""
+        seen: list[tuple[int, int] | None] = []
+        for name in (METRICS_FILE, CHECKPOINTS, "config.yaml"):
+            try:
+                status = (self.folder / name).stat()
+                seen.append((status.st_mtime_ns, status.st_size))
+            except OSError:
+                seen.append(None)
+        if seen != self._seen:
+            self._seen, self._since = seen, time.monotonic()
+        return time.monotonic() - self._since
+
+    def hold(self, found: Found) -> Path | None:
+        """Hard links to a checkpoint's files, which the run may remove meanwhile, or copies where links are impossible.
+
+        Returns:
+            The folder of the links; None where the run has removed or replaced the checkpoint.
+        """
+        held = self.folder / WATCH_FOLDER / "held" / found.path.name
+        self.release()
+        held.mkdir(parents=True)
+        try:
+            # By its file descriptor: the folder may be renamed or replaced at any time.
+            handle = os.open(found.path, os.O_RDONLY)
+            try:
+                with open(os.open(MARKER, os.O_RDONLY, dir_fd=handle), "rb") as file:
+                    marker = Marker.from_json(file.read())
+                if marker is None or _weights(marker) != found.weights:
+                    return None
+                for name in (MARKER, *(name for name in marker.sizes if name not in UNREAD)):
+                    _link(handle, name, held / name)
+            finally:
+                os.close(handle)
+        except FileNotFoundError:
+            return None
+        return held
+
+    def release(self) -> None:
+        """Remove the links, also those of an earlier process."""
+        shutil.rmtree(self.folder / WATCH_FOLDER / "held", ignore_errors=True)
+
+
+def fault(held: Path) -> str | None:
+    """What is wrong with the files of a held checkpoint, or None."""
+    marker = Marker.from_json((held / MARKER).read_bytes())
+    assert marker is not None, "a held checkpoint has a marker"
+    return store.fault_by(marker, held, [name for name in marker.sizes if name not in UNREAD])
+
+
+def _weights(marker: Marker) -> str:
+    """The checksums of a checkpoint's weights; the save's number where it has none."""
+    files = (name for name in sorted(marker.checksums) if name.endswith(".safetensors") and name not in UNREAD)
+    return " ".join(marker.checksums[name] for name in files) or f"save {marker.serial}"
+
+
+def _link(folder: int, name: str, path: Path) -> None:
+    """Make `path` a hard link to a file of an open folder, or a copy where links are impossible."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(name, path, src_dir_fd=folder)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        with open(os.open(name, os.O_RDONLY, dir_fd=folder), "rb") as source, path.open("wb") as copy:
+            shutil.copyfileobj(source, copy)

@@ -1,0 +1,165 @@
+"""Micro-batches of the largest size that fits into memory.
+
+**Search.** On the first batch, the number of samples that pass through the towers and back is doubled until memory runs
+out, and then the gap is halved. Gradients are zero, and ballast stands for what a real step allocates besides. The
+minimum over the ranks is used. The search is repeated when a larger batch arrives and the one before set no limit.
+
+**Running out later.** Until all ranks have finished their chunks, none waits for another: each runs its chunks alone,
+then the ranks agree whether all succeeded, and only then are gradients summed, by a pass of one sample with zero
+gradients. If a rank failed, all take smaller chunks and repeat the batch with the same random numbers. The loss itself
+is collective: on several ranks, running out of memory in it ends the run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from clipstream.data.batch import Batch
+from clipstream.errors import SettingsError
+from clipstream.training.gradcache import GradCache, detached, is_out_of_memory, propagate
+from clipstream.training.precision import same_randomness, set_torch_state, torch_state
+from clipstream.utils.logs import logger
+
+MicroBatch = int | Literal["auto"] | None
+FINENESS = 8  # the size found is at most 1/8 below the largest that fits
+FIRST = 8  # samples of the first trial: with huge batches, some libraries fail with errors other than out of memory
+
+
+class AutoMicroBatch(GradCache):
+    """GradCache with as many samples per pass as fit.
+
+    Args:
+        reserved: returns the memory that the optimizer has still to allocate, in bytes.
+        more: see GradCache.
+
+    Attributes:
+        size: samples per pass; None if all of `tried_for` fit.
+        tried_for: global batch size of the last search; 0 before the first.
+    """
+
+    def __init__(self, *args: Any, reserved: Callable[[], int] = lambda: 0, **more: Any) -> None:
+        super().__init__(*args, micro_batch_size=None, **more)
+        self.tried_for = 0
+        self.reserved = reserved
+
+    def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """See GradCache; all ranks repeat a step together.
+
+        Raises:
+            SettingsError: not even one sample fits.
+        """
+        if self.size is None and batch.global_size > self.tried_for:
+            self._search(batch)
+        while True:
+            state = torch_state(self.world.device)
+            found = self._attempt(batch)
+            if found is not None:
+                return found
+            self.model.zero_grad(set_to_none=True)
+            set_torch_state(state, self.world.device)
+            before = self.size or max(self.world.gather_objects(len(batch)))
+            self._search(batch, before - max(1, before // FINENESS))
+            text = f"out of memory with {before} samples at once; the step is repeated with {self.size}"
+            self._log(logging.WARNING, text)
+
+    def _attempt(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """One try of the step; None on all ranks if one ran out of memory while no rank waited for it."""
+        count = self._chunk_count(batch)
+        whole = count == 1
+
+        def forward() -> Any:
+            return self._unsummed(batch.pixels, batch.ids) if whole else self._without_graph(batch, count)
+
+        made = self._try(forward)
+        if not all(self.world.gather_objects(made is not None)):
+            return None
+        features = made if whole else made[2]
+        found = self._try(lambda: self._loss(features, batch))
+        if found is None:
+            if self.world.size == 1:
+                return None
+            raise SettingsError(
+                "memory ran out in the loss, in which ranks wait for each other: give --train.micro-batch-size a "
+                "number, so that more is left for it, or take a smaller batch"
+            )
+        leaves, share = found
+
+        def backward() -> bool:
+            if whole:
+                propagate(features, leaves)
+            else:
+                self._with_graph(batch, made[0], made[1], leaves, self._unsummed)
+            return True
+
+        if not all(self.world.gather_objects(self._try(backward) is not None)):
+            return None
+        if self.world.size > 1:
+            assert batch.pixels is not None
+            with same_randomness(self.world.device):
+                one = self._features(self.model, batch.pixels[:1], batch.ids[:1])
+                propagate(one, detached(one))
+        return share, leaves.logit_scale.detach()
+
+    def _search(self, batch: Batch, most: int | None = None) -> None:
+        """Find `size`, at most `most` samples if given. Collective.
+
+        Raises:
+            SettingsError: on all ranks, if on one of them not even one sample fits.
+        """
+        n = len(batch)
+        top = n if most is None else min(n, most)
+        fits, fails = 0, top + 1
+        tried = min(FIRST, top)
+        ballast = self._try(lambda: torch.empty(self.reserved(), dtype=torch.uint8, device=self.world.device))
+        while fits < top if fails > top else fails - fits > max(1, fits // FINENESS):
+            if self._try(lambda size=tried: self._trial(batch, size)) is not None:  # type: ignore[misc]
+                fits = tried
+            else:
+                fails = tried
+            tried = min(2 * fits, top) if fails > top else (fits + fails) // 2
+        del ballast
+        self.model.zero_grad(set_to_none=True)
+        # A rank that could take all of its samples sets no limit.
+        limits = [found for found, count in self.world.gather_objects((fits, n)) if found < count]
+        limits += [] if most is None else [most]
+        if 0 in limits:
+            raise SettingsError(
+                "train.micro_batch_size: memory runs out with a single sample; take a smaller model, "
+                "--grad-checkpointing, or another --precision"
+            )
+        first = not self.tried_for
+        self.tried_for = batch.global_size
+        self.size = min(limits) if limits else None
+        if limits and first:
+            self._log(logging.INFO, f"train.micro_batch_size: {self.size} samples fit at once")
+
+    def _trial(self, batch: Batch, size: int) -> bool:
+        """Forward and backward pass of the first samples, with zero gradients and the memory that a loss takes."""
+        assert batch.pixels is not None, "a batch of precomputed features has no pixels to cut"
+        with same_randomness(self.world.device):
+            features = self._unsummed(batch.pixels[:size], batch.ids[:size])
+            # Features and gradients of the whole batch, and as much under way between ranks.
+            loss_memory = features.image.new_empty((6, len(batch), features.image.shape[1]))
+            propagate(features, detached(features))
+            del loss_memory
+        return True
+
+    def _try(self, function: Callable[[], Any]) -> Any:
+        """The function's result; None if memory runs out."""
+        try:
+            return function()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        # Outside of `except`, whose traceback holds the tensors.
+        if self.world.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+        return None
+
+    def _log(self, level: int, text: str) -> None:
+        if self.world.is_main:
+            logger.log(level, text)

@@ -1,0 +1,105 @@
+"""Exponential moving averages of the trained weights, on their device, in at least float32, and their file.
+
+After each step that changed the weights, average += (1 - d) (weight - average), with decay d. With a warm-up, update t
+(from 1) has d = min(decay, 1 - t^(-2/3)), so that the first steps are soon forgotten; this is timm's ModelEmaV3 with
+`use_warmup` (timm/utils/model_ema.py, gamma 1, power 2/3).
+
+Frozen parameters have no average, and batch norm statistics are those of training. The average of a sharded parameter
+is sharded likewise; unsharded, every rank holds the same averages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from clipstream.errors import SettingsError
+from clipstream.models.weights import refuse_nonfinite
+from clipstream.training.parallel.fsdp import shard_like
+
+WARMUP_POWER = 2 / 3
+_PREFIX = "clip."  # of the model in the towers: a checkpoint's names have none
+
+
+class WeightAverages:
+    """Averages of the towers' trainable parameters.
+
+    Args:
+        towers: on their device, already sharded if at all, with the initial weights.
+        decay: 0 to 1.
+        warmup: whether to let the decay rise to its value.
+
+    Attributes:
+        tensors: averages by parameter name in the towers (by all names of a tied parameter).
+        updates: number of updates.
+    """
+
+    def __init__(self, towers: nn.Module, decay: float, *, warmup: bool = False) -> None:
+        self.decay, self.warmup = decay, warmup
+        self.updates = 0
+        trained = {name: p for name, p in towers.named_parameters(remove_duplicate=False) if p.requires_grad}
+        self._parameters = list({id(p): p for p in trained.values()}.values())
+        # In at least float32: a narrower average would lose what an update adds.
+        wide = [torch.promote_types(p.dtype, torch.float32) for p in self._parameters]
+        self._averages = [p.detach().to(dtype).clone() for p, dtype in zip(self._parameters, wide, strict=True)]
+        of = {id(p): average for p, average in zip(self._parameters, self._averages, strict=True)}
+        self.tensors = {name: of[id(p)] for name, p in trained.items()}
+
+    def decay_at(self, update: int) -> float:
+        """Decay of update number `update`, from 1."""
+        return min(self.decay, 1 - update**-WARMUP_POWER) if self.warmup else self.decay
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the averages towards the present weights, after a step."""
+        self.updates += 1
+        share = 1 - self.decay_at(self.updates)
+        averages, weights = [], []
+        for average, parameter in zip(map(_local, self._averages), map(_local, self._parameters), strict=True):
+            if average.dtype == parameter.dtype:
+                averages.append(average)
+                weights.append(parameter)
+            else:
+                average.lerp_(parameter.to(average.dtype), share)
+        if averages:
+            torch._foreach_lerp_(averages, weights, share)
+
+    def among(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors of a state dict, with averages in place of trained weights; sharded tensors stay sharded."""
+        return {**weights, **{name.removeprefix(_PREFIX): average for name, average in self.tensors.items()}}
+
+    @torch.no_grad()
+    def load(self, file: Path, updates: int | None) -> None:
+        """Continue from a checkpoint's averages, or start from the present weights if it has none.
+
+        Args:
+            file: the averaged weights.
+            updates: how often they were updated; None if the checkpoint has no averages.
+
+        Raises:
+            SettingsError: the file cannot be read, is of another model, or holds weights that are not finite.
+        """
+        if updates is None:
+            self.updates = 0
+            for average, parameter in zip(self._averages, self._parameters, strict=True):
+                _local(average).copy_(_local(parameter))
+            return
+        try:
+            saved = load_file(file)
+            refuse_nonfinite(saved.items(), file)
+            for name, average in self.tensors.items():
+                _local(average).copy_(_local(shard_like(saved[name.removeprefix(_PREFIX)], average)))
+        except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+            raise SettingsError(f"{file} cannot be read, or does not fit this run's model: {error}") from error
+        self.updates = updates
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

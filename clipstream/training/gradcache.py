@@ -1,0 +1,219 @@
+"""Forward and backward passes of a batch: features, the loss on them, and its gradients down to the weights.
+
+**Exactness.** A loss gives each rank its share of the global loss, and one backward pass on every rank gives gradients
+whose sum over the ranks is that of the whole batch. DDP averages, so the share is multiplied by the number of ranks.
+
+**Micro-batches** follow GradCache (arXiv:2101.06983). Chunks of the batch pass through the towers without a graph; the
+loss is computed once on all features and gives their gradients; then each chunk passes through the towers again, with
+the same random numbers, to propagate its features' gradients to the weights. The cost is one more forward pass and
+memory for the features, n x 2D. Ranks may have different numbers of chunks: gradients are summed over the ranks once,
+in the last chunk of each. Scale and bias take part in the last chunk only, so that they are counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from clipstream.data.batch import Batch
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.training.parallel.ddp import no_sync
+from clipstream.training.parallel.fsdp import is_sharded
+from clipstream.training.precision import Precision, autocast, set_torch_state, torch_state
+
+if TYPE_CHECKING:
+    from clipstream.models.towers import Features
+
+Forward = Callable[[Any, Any], Any]  # pixels, ids -> features
+
+
+class Loss(Protocol):
+    """A rank's share of the loss of the global batch, such as `clipstream.losses.contrastive.ContrastiveLoss`."""
+
+    def __call__(self, features: Features, batch: Batch, world: World) -> torch.Tensor:
+        """Scalar; the sum over the ranks is the loss."""
+
+
+class GradCache:
+    """Callable that adds the gradients of the global batch to the parameters.
+
+    Args:
+        towers: the model, not wrapped; `image.size`, `context_length` and `has_batch_norm` are read.
+        model: the same, wrapped in DDP or sharded.
+        loss: returns this rank's share of the global loss.
+        world: this rank among the others.
+        precision: of the forward pass.
+        micro_batch_size: samples per forward pass on this rank; None for all.
+        scaled: applied to a share before its backward pass (GradScaler.scale).
+
+    Attributes:
+        size: samples per forward pass; None for all.
+    """
+
+    def __init__(
+        self,
+        towers: Any,
+        model: nn.Module,
+        loss: Loss,
+        world: World,
+        *,
+        precision: Precision,
+        micro_batch_size: int | None,
+        scaled: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self.towers = towers
+        self.model, self.loss, self.world, self.precision = model, loss, world, precision
+        self.size = micro_batch_size
+        self.scaled = scaled
+
+    def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's share of the loss, and exp(logit_scale) as it was used.
+
+        Raises:
+            SettingsError: memory runs out.
+        """
+        count = self._chunk_count(batch)
+        try:
+            if count == 1:
+                features = self._features(self.model, batch.pixels, batch.ids)
+                leaves, share = self._loss(features, batch)
+                propagate(features, leaves)
+            else:
+                chunks, states, features = self._without_graph(batch, count)
+                leaves, share = self._loss(features, batch)
+                self._with_graph(batch, chunks, states, leaves, partial(self._features, self.model))
+            return share, leaves.logit_scale.detach()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            advice = "--train.micro-batch-size auto"
+            if self.towers.has_batch_norm:
+                advice = "a smaller batch"
+            elif is_sharded(self.model):
+                advice = "a smaller --train.micro-batch-size"
+            raise SettingsError(
+                f"memory ran out with {min(len(batch), self.size or len(batch))} samples at once: give {advice}, "
+                f"--grad-checkpointing or another --precision ({str(error).splitlines()[0]})"
+            ) from error
+
+    def warm_up(self) -> None:
+        """Forward and backward pass of two samples of zeros; its gradients are zero or nan, and have to be dropped."""
+        device = self.world.device
+        pixels = torch.zeros(2, 3, *self.towers.image.size, dtype=torch.uint8, device=device)
+        ids = torch.zeros(2, self.towers.context_length, dtype=torch.int32, device=device)
+        features = self._features(self.model, pixels, ids)
+        propagate(features, detached(features))
+
+    def _chunk_count(self, batch: Batch) -> int:
+        """Number of chunks; the same on all ranks if a pass is collective."""
+        count = -(-len(batch) // (self.size or len(batch)))
+        alike = self.size is not None and is_sharded(self.model)
+        return max(self.world.gather_objects(count)) if alike else count
+
+    def _without_graph(self, batch: Batch, count: int) -> tuple[list[slice], list[Any], Features]:
+        """The chunks, the random state before each, and the features of all samples."""
+        n = len(batch)
+        # Chunks of equal size, as a small last one would cost a whole pass; with n < count, some are empty.
+        chunks = [slice(n * number // count, n * (number + 1) // count) for number in range(count)]
+        states, parts = [], []
+        with torch.no_grad():
+            for chunk in chunks:
+                states.append(torch_state(self.world.device))
+                found = self._features(self.towers, *_samples(batch, chunk))
+                parts.append((found, _length(chunk)))
+        images, texts = zip(*((part.image[:size], part.text[:size]) for part, size in parts), strict=True)
+        return chunks, states, parts[0][0]._replace(image=torch.cat(images), text=torch.cat(texts))
+
+    def _with_graph(
+        self, batch: Batch, chunks: list[slice], states: list[Any], leaves: Features, last: Forward
+    ) -> None:
+        """Propagate the leaves' gradients to the weights, chunk by chunk; `last` is the last chunk's forward pass."""
+        after = torch_state(self.world.device)
+        for chunk, state in zip(chunks, states, strict=True):
+            set_torch_state(state, self.world.device)
+            if chunk is not chunks[-1]:
+                with no_sync(self.model):
+                    propagate(self._features(self.model, *_samples(batch, chunk)), _rows(leaves, chunk), scalars=False)
+            else:
+                propagate(last(*_samples(batch, chunk)), _rows(leaves, chunk))
+        set_torch_state(after, self.world.device)
+
+    def _unsummed(self, pixels: torch.Tensor | None, ids: torch.Tensor) -> Features:
+        """Features whose backward pass does not sum gradients over the ranks."""
+        with no_sync(self.model):
+            return self._features(self.model, pixels, ids)
+
+    def _features(self, module: nn.Module, pixels: torch.Tensor | None, ids: torch.Tensor) -> Features:
+        with autocast(self.world.device, self.precision):
+            features: Features = module(pixels, ids)
+        return features
+
+    def _loss(self, features: Features, batch: Batch) -> tuple[Features, torch.Tensor]:
+        """The features as leaves with gradients of the global loss (times the number of ranks), and the share."""
+        leaves = detached(features)
+        for leaf in leaves:
+            if leaf is not None:
+                leaf.requires_grad_()
+        share = self.loss(leaves, batch, self.world)
+        self.scaled(share * self.world.size).backward()  # type: ignore[no-untyped-call]
+        return leaves, share.detach()
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an error of CUDA, of its libraries or of the CPU says that memory ran out."""
+    text = str(error)
+    signs = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
+    return isinstance(error, torch.cuda.OutOfMemoryError) or any(words in text for words in signs)
+
+
+def detached(features: Features) -> Features:
+    """The features without their graph."""
+    bias = features.logit_bias
+    return features._replace(
+        image=features.image.detach(),
+        text=features.text.detach(),
+        logit_scale=features.logit_scale.detach(),
+        logit_bias=None if bias is None else bias.detach(),
+    )
+
+
+def propagate(features: Features, leaves: Features, *, scalars: bool = True) -> None:
+    """Backward pass of the towers from the gradients of `leaves`; zeros if the loss did not use a feature.
+
+    Args:
+        scalars: whether the logits' scale and bias take part.
+    """
+    count = len(features) if scalars else 2
+    outputs, gradients = [], []
+    for output, leaf in zip(features[:count], leaves[:count], strict=True):
+        if output is not None and leaf is not None and output.requires_grad:
+            outputs.append(output)
+            gradients.append(torch.zeros_like(output) if leaf.grad is None else leaf.grad.to(output.dtype))
+    if outputs:
+        torch.autograd.backward(outputs, gradients)
+
+
+def _length(chunk: slice) -> int:
+    return int(chunk.stop - chunk.start)
+
+
+def _samples(batch: Batch, chunk: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pixels and ids of a chunk; of an empty one a single sample's, as the other ranks wait for this rank's pass."""
+    assert batch.pixels is not None, "a batch of precomputed features has no pixels to cut"
+    taken = chunk if _length(chunk) else slice(0, 1)
+    return batch.pixels[taken], batch.ids[taken]
+
+
+def _rows(leaves: Features, chunk: slice) -> Features:
+    """A chunk's rows of the leaves, with their gradients; of an empty one, the row of `_samples` without gradient."""
+    rows = []
+    for leaf in (leaves.image, leaves.text):
+        part = leaf.detach()[chunk if _length(chunk) else slice(0, 1)]
+        part.grad = None if leaf.grad is None or not _length(chunk) else leaf.grad[chunk]
+        rows.append(part)
+    return leaves._replace(image=rows[0], text=rows[1])

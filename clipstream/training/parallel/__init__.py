@@ -1,0 +1,1 @@
+"""Towers on several ranks: DDP, FSDP2 and batch norm over the global batch."""

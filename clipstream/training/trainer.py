@@ -1,0 +1,390 @@
+"""The training loop: steps, training lines, evaluations, checkpoints and the end of a run.
+
+Takes batches from a loader and hands them to a step; records go to sinks, state to a checkpoint writer. The loop knows
+no model, shard or file: every part is passed in.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any, NoReturn, Protocol
+
+from clipstream.data.batch import Batch
+from clipstream.data.loader.stage_timing import StageTimes, merged
+from clipstream.data.order.state import DataState
+from clipstream.distributed.run_record import end_record
+from clipstream.distributed.signals import StopSignals
+from clipstream.distributed.world import World
+from clipstream.errors import ClipstreamError, DataError, Interrupted, Stopped
+from clipstream.training.early_stop import EarlyStop
+from clipstream.training.rollback import Rollback
+from clipstream.training.settings import EarlyStopSettings
+from clipstream.training.state import IntervalState, StepState, TrainState
+from clipstream.training.step import StepResult
+from clipstream.utils.early_signals import BEFORE_TRAINING
+
+Record = dict[str, Any]
+TRAINING = "training"  # the bottleneck of a run that does not wait for data
+NEGLIGIBLE = 0.05  # share of the time spent waiting for data below which training is the bottleneck
+HEALTH_LINES = 10  # training lines between two lines of data health
+
+
+class Step(Protocol):
+    """One training step, such as `clipstream.training.step.TrainStep`."""
+
+    def __call__(self, batch: Batch, lr: float) -> StepResult:
+        """Train on a batch; the same result on all ranks."""
+
+    def has_finite_weights(self) -> bool:
+        """Whether the trained weights are finite on all ranks. Collective."""
+
+    def state(self) -> StepState:
+        """What a resumed run needs to repeat the same steps."""
+
+
+class Batches(Protocol):
+    """An endless stream of this rank's batches, such as `clipstream.data.loader.loader.Loader`."""
+
+    wait_seconds: float
+    health: Any
+    interrupt: Callable[[], bool]
+
+    def __next__(self) -> Batch:
+        """The next batch."""
+
+    def state(self) -> DataState:
+        """Position after the last batch that was handed out."""
+
+    def take_times(self) -> StageTimes:
+        """Time spent in each stage since the last call."""
+
+
+class CheckpointWriter(Protocol):
+    """Writes checkpoints, such as `checkpoint.async_writer.AsyncWriter`. All methods but `check` are collective."""
+
+    def due(self, step: int) -> bool:
+        """Whether to save after `step` steps; the same on all ranks."""
+
+    def save(self, state: TrainState) -> None:
+        """Start to save."""
+
+    def check(self) -> None:
+        """Raise an error of the save in progress, without waiting."""
+
+    def finish(self) -> bool:
+        """Wait for the save in progress; whether the last one was written."""
+
+
+class Sink(Protocol):
+    """Receives records on rank 0."""
+
+    def write(self, record: Record) -> None:
+        """Take a record."""
+
+    def close(self) -> None:
+        """Flush and close."""
+
+
+class Trainer:
+    """The run on one rank.
+
+    Args:
+        step: trains on a batch.
+        loader: yields batches, starting at the position of `state`.
+        lr: learning rate of a step (from 0).
+        world: this rank among the others.
+        total_steps: of the whole run.
+        log_every: steps between training lines.
+        sinks: receive the records on rank 0.
+        evaluate: called as evaluate(steps_done, last) on all ranks after each step; runs the evaluators that are due.
+        writer: saves checkpoints when they are due and at the end.
+        signals: entered by the caller.
+        rollback: handles non-finite steps.
+        state: of a resumed run.
+        epoch_samples: samples of an epoch; adds `epoch` to the training lines.
+        show: called as show(step, batch) before the first step and then every `show_every` steps.
+        early_stop: may end the run before its last step.
+        status: called with the current activity besides training ('saving'), and '' when it is over.
+
+    Attributes:
+        step: steps done.
+        samples: samples trained on, over all ranks.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        loader: Batches,
+        *,
+        lr: Callable[[int], float],
+        world: World,
+        total_steps: int,
+        log_every: int,
+        sinks: Sequence[Sink],
+        evaluate: Callable[[int, bool], object],
+        writer: CheckpointWriter,
+        signals: StopSignals,
+        rollback: Rollback,
+        state: TrainState | None = None,
+        epoch_samples: int | None = None,
+        show: Callable[[int, Batch], None] | None = None,
+        show_every: int = 1000,
+        early_stop: EarlyStop | None = None,
+        status: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.train_step, self.loader, self.lr, self.world = step, loader, lr, world
+        self.total_steps, self.log_every = total_steps, log_every
+        self.sinks, self.evaluate, self.writer, self.signals = sinks, evaluate, writer, signals
+        self.rollback, self.epoch_samples, self.show, self.show_every = rollback, epoch_samples, show, show_every
+        self.early_stop = early_stop or EarlyStop(EarlyStopSettings())
+        self.status = status
+        self._saved_step = -1
+        if state is not None:
+            self._saved_step = state.step
+            rollback.on_save(state.step)
+        start = state or TrainState()
+        self.step, self.samples = start.step, start.samples
+        self._interval = start.interval
+        self._evaluation_pending = start.evaluation_pending
+        self._health_before = [start.health] if start.health else []
+        self._health_step = -1
+        self._clock = _Clock()
+
+    def run(self) -> None:
+        """Train until the last step, or until early stopping.
+
+        Raises:
+            Stopped: a signal reached some rank; the run is saved.
+            DataError, DivergedError: from loader and rollback.
+        """
+        self.signals.deferring = True
+        self.loader.interrupt = self._stop_requested
+        if self._evaluation_pending:
+            self._evaluate(last=False)
+            self._evaluation_pending = False
+            self.writer.finish()  # which may mark it as the best one
+        self._clock = _Clock(self.loader.wait_seconds)
+        while self.step < self.total_steps and not self.early_stop.should_stop:
+            lr = self.lr(self.step)
+            batch = self._next_batch()
+            if self.show is not None and self.step % self.show_every == 0:
+                with self._clock.paused():
+                    self.show(self.step, batch)
+            result = self.train_step(batch, lr)
+            self._count(result)
+            if result.skipped:
+                keys = [key for part in self.world.gather_objects(batch.keys) for key in part]
+                figures = {"loss": f"{result.loss:g}", "grad_norm": f"{result.grad_norm:g}"}  # JSON has no NaN
+                self._write({"step": self.step, "nonfinite": {**figures, "keys": keys}})
+            if self.step % self.log_every == 0 or self.step == self.total_steps:
+                self._log(result, lr)
+            with self._clock.paused():
+                row = self.rollback.state.nonfinite + 1
+                if (restored := self.rollback.on_step(self.step, result)) is not None:
+                    self._write({"step": self.step, "rollback": {"to": restored, "skipped": row}})
+                if self.step == self.total_steps:
+                    break
+                self.writer.check()
+                self._evaluate(last=False)
+                # Weights that may be broken must not replace good ones.
+                if self.writer.due(self.step) and not self.rollback.state.nonfinite:
+                    self._save(must=False)
+        self.rollback.on_end(self.step)
+        if self._health_step != self.step:
+            self._write_health()
+        self._save()  # first: the last evaluation may take long
+        self._evaluate(last=True)
+        if not self.writer.finish():
+            raise ClipstreamError(f"the last checkpoint, of step {self.step}, could not be written")
+        why = {"early_stop": self.early_stop.summary()} if self.early_stop.should_stop else {}
+        self._write(end_record(self.step, 0, None, total_steps=self.total_steps, **why))
+
+    def _stop_requested(self) -> bool:
+        return self.signals.received is not None
+
+    def _next_batch(self) -> Batch:
+        """The next batch, once every rank has one and none was asked to stop.
+
+        Otherwise all ranks save, as the weights are between two steps here, and end.
+        """
+        before, batch = self.loader.state(), None
+        error: ClipstreamError | None = None
+        try:
+            batch = None if self._stop_requested() else next(self.loader)
+        except Interrupted:
+            pass
+        except StopIteration:
+            error = DataError(f"the training data ended after {self.step} of {self.total_steps} steps")
+        except ClipstreamError as raised:
+            error = raised
+        stop, failed = self.world.any(batch is None or self._stop_requested(), error is not None)
+        if failed:
+            self._fail(error, before)
+        if stop or batch is None:
+            self._stop(before)
+        return batch
+
+    def _fail(self, error: ClipstreamError | None, data: DataState) -> NoReturn:
+        """Save the last step, and raise the first failed rank's error on all ranks."""
+        errors = self.world.gather_objects(None if error is None else (type(error), str(error)))
+        rank, (kind, text) = next((rank, one) for rank, one in enumerate(errors) if one is not None)
+        self._write_dropped()
+        # Weights that may be broken must not replace good ones.
+        if self.step and self._saved_step != self.step and not self.rollback.state.nonfinite:
+            try:
+                self._save(data)
+                if self.writer.finish():
+                    text += f"\nstep {self.step} is saved: when the data are mended, --resume latest goes on from it"
+            except ClipstreamError as failure:
+                text += f"\nstep {self.step} could not be saved: {failure}"
+        found: ClipstreamError = kind(text)
+        found.rank = rank
+        raise found from error
+
+    def _stop(self, data: DataState | None = None) -> NoReturn:
+        if not self.step:
+            raise Stopped(BEFORE_TRAINING.format(self.signals.name()))
+        self._save(data)
+        saved = self.writer.finish()
+        by = self.signals.name()
+        if not saved:
+            raise Stopped(f"stopped by {by} after step {self.step}, which could not be saved; --resume latest goes on")
+        raise Stopped(f"stopped by {by}, step {self.step} is saved; the same command with --resume latest goes on")
+
+    def _evaluate(self, last: bool) -> None:
+        try:
+            self.evaluate(self.step, last)
+        except Stopped:  # interrupted, on all ranks
+            self._evaluation_pending = True
+            self._stop()
+
+    def _count(self, result: StepResult) -> None:
+        self.step += 1
+        self.samples += result.n
+        self._clock.samples += result.n
+        sums = self._interval
+        sums.loss += 0.0 if result.skipped else result.loss
+        sums.grad_norm += 0.0 if result.skipped or result.overflow else result.grad_norm
+        sums.overflows += result.overflow
+        sums.skipped += result.skipped
+        sums.steps += 1
+
+    def _log(self, result: StepResult, lr: float) -> None:
+        """Write a training line: loss and gradient norm averaged over the interval, the rest of its last step."""
+        mine = (*self._clock.read(self.loader.wait_seconds), self.loader.take_times())
+        times = self.world.gather_objects(mine)
+        seconds = max(wall for wall, *_ in times)
+        waited = max(wait / wall for wall, wait, _ in times)
+        stages = merged(stages for *_, stages in times)
+        bottleneck = TRAINING if waited < NEGLIGIBLE else stages.longest() or TRAINING
+        sums = self._interval
+        finite = sums.steps - sums.skipped
+        applied = finite - sums.overflows
+        record: Record = {
+            "step": self.step,
+            "samples": self.samples,
+            "loss": sums.loss / finite if finite else math.nan,
+            "lr": lr,
+            "grad_norm": sums.grad_norm / applied if applied else math.nan,
+            "logit_scale": result.logit_scale,
+            "samples_per_s": self._clock.samples / seconds,
+            "data_wait": waited,
+            "bottleneck": bottleneck,
+            "skipped": sums.skipped,
+        }
+        if result.loss_scale is not None:
+            record |= {"loss_scale": result.loss_scale, "overflow_rate": sums.overflows / sums.steps}
+        if self.epoch_samples:
+            record["epoch"] = self.samples / self.epoch_samples
+        self._write(record)
+        about = {"data_wait": waited, "seconds": seconds, "bottleneck": bottleneck}
+        self._write({"step": self.step, **about, "stages": stages.summary()})
+        self._write_dropped()
+        if self.step % (self.log_every * HEALTH_LINES) == 0 or self.step == self.log_every:
+            self._write_health()
+        self._interval, self._clock = IntervalState(), _Clock(self.loader.wait_seconds)
+
+    def _write_health(self) -> None:
+        self._health_step = self.step
+        self._write({"step": self.step, "health": self._health()})
+
+    def _health(self) -> dict[str, Any]:
+        """Data counters of all ranks since the run began, before a resume included. Collective."""
+        return dict(_sum_counts([*self._health_before, *self.world.gather_objects(self.loader.health.summary())]))
+
+    def _write_dropped(self) -> None:
+        """Write the samples that any rank dropped since the last call. Collective."""
+        gathered = self.world.gather_objects(self.loader.health.take_dropped())
+        if dropped := [sample._asdict() for part in gathered for sample in part]:
+            self._write({"step": self.step, "quarantine": dropped})
+
+    def _write(self, record: Record) -> None:
+        if self.world.is_main:
+            for sink in self.sinks:
+                sink.write(record)
+
+    def _save(self, data: DataState | None = None, *, must: bool = True) -> None:
+        """Save, unless the weights are not finite: the next steps decide what happens then.
+
+        Args:
+            data: position in the data, if a batch was taken that is not trained on.
+
+        Raises:
+            DivergedError: the weights are not finite and no step follows (`must`).
+        """
+        if self._saved_step == self.step:
+            return
+        if not self.train_step.has_finite_weights():
+            if must:
+                self.rollback.refuse_weights(self.step)
+            return
+        self._write_dropped()  # a run resumed from here does not see these samples again
+        state = TrainState(
+            step=self.step,
+            samples=self.samples,
+            data=data or self.loader.state(),
+            health=self._health(),
+            evaluation_pending=self._evaluation_pending,
+            interval=self._interval,
+            rollback=self.rollback.state,
+            early_stop=self.early_stop.state,
+            train_step=self.train_step.state(),
+        )
+        self.writer.save(deepcopy(state))
+        self._saved_step = self.step
+        self.rollback.on_save(self.step)
+
+
+class _Clock:
+    """Wall time and samples since the last training line, without evaluations and saves. Not saved with the run."""
+
+    def __init__(self, wait_seconds: float = 0.0) -> None:
+        self.samples = 0
+        self._began, self._wait_began, self._paused = time.perf_counter(), wait_seconds, 0.0
+
+    def read(self, wait_seconds: float) -> tuple[float, float]:
+        """Seconds of training, and how many of them this rank waited for data."""
+        return time.perf_counter() - self._began - self._paused, wait_seconds - self._wait_began
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time spent in the context."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._paused += time.perf_counter() - began
+
+
+def _sum_counts(trees: list[Any]) -> Any:
+    """Sum nested dictionaries of numbers leaf by leaf; of strings, the first is kept. Keys may be missing."""
+    if isinstance(trees[0], str):
+        return trees[0]
+    if not isinstance(trees[0], dict):
+        return sum(trees)
+    keys = dict.fromkeys(key for tree in trees for key in tree)
+    return {key: _sum_counts([tree[key] for tree in trees if key in tree]) for key in keys}

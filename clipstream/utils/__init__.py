@@ -1,0 +1,1 @@
+"""Helpers that know nothing of training: files, processes, signals, text for terminals."""

@@ -1,0 +1,143 @@
+"""Atomic writes: after a crash a file has its old content or its new one, never a part."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+CHUNK = 16 << 20  # bytes of one write: large enough for other threads to run and the disk to work meanwhile
+BLOCK = 4096  # O_DIRECT needs multiples of it as offsets, in the file and in memory
+_DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux only
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def replace(path: Path, content: bytes, *, private: bool = False) -> None:
+    """Write `content` to `path.tmp`, flush it to the disk, and rename it to `path`.
+
+    Args:
+        private: only the owner can read the file (mode 0600), from the beginning.
+
+    Raises:
+        OSError: the disk is full, or the folder does not exist; `path` is unchanged.
+    """
+    draft = path.with_name(f"{path.name}.tmp")
+    if private:
+        draft.unlink(missing_ok=True)
+        os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    write(draft, [content])
+    draft.replace(path)
+    flush(path.parent)
+
+
+def probe(path: Path) -> None:
+    """Check that a file can be created or appended to, without changing or leaving anything.
+
+    Raises:
+        OSError: it cannot.
+    """
+    new = not path.exists()
+    path.open("ab").close()
+    if new:
+        path.unlink()
+
+
+def require_space(folder: Path, size: int) -> None:
+    """Check that `size` bytes can be written into a folder, without leaving anything.
+
+    Raises:
+        OSError: they cannot; its file name is the folder's.
+    """
+    path = folder / ".space.tmp"
+    try:
+        write(path, [bytes(size)])
+    except OSError as error:
+        error.filename = str(folder)
+        raise
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def write(path: Path, parts: Iterable[Any]) -> tuple[int, str]:
+    """Write buffers to a file and flush it to the disk; its name in the folder is not flushed.
+
+    The interpreter's lock is released during each write, so that a writing thread hardly slows down the others. Large
+    buffers bypass the page cache (O_DIRECT) where the file system allows it: other data stays cached, and a GB takes
+    0.1 s of a CPU instead of 0.4 (ext4; ten times as much without free memory).
+
+    Returns:
+        (size in bytes, checksum of the buffers as from `checksum`).
+
+    Raises:
+        OSError: the disk is full, or the folder does not exist.
+    """
+    size = sum_ = 0
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        for part in parts:
+            view = memoryview(part).cast("B")
+            whole = len(view) // BLOCK * BLOCK if len(view) >= CHUNK and size % BLOCK == 0 else 0
+            for start in (*range(0, whole, CHUNK), *range(whole, len(view), CHUNK)):
+                chunk = view[start : min(start + CHUNK, whole if start < whole else len(view))]
+                sum_ = zlib.crc32(chunk, sum_)
+                _write_all(handle, chunk, direct=start < whole)
+            size += len(view)
+        os.fsync(handle)
+    except OSError as error:
+        error.filename = str(path)  # write() and fsync() do not know it
+        raise
+    finally:
+        os.close(handle)
+    return size, f"crc32:{sum_:08x}"
+
+
+def _write_all(handle: int, chunk: memoryview, *, direct: bool) -> None:
+    """Write a whole chunk, of which a nearly full disk may take only a part at a time."""
+    direct = _set_direct(handle, direct)
+    while chunk:
+        try:
+            chunk = chunk[os.write(handle, chunk) :]
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            direct = _set_direct(handle, False)  # not possible on this disk, or from this address
+
+
+def _set_direct(handle: int, wanted: bool) -> bool:
+    """Turn O_DIRECT on or off, and return whether it is on."""
+    flags = fcntl.fcntl(handle, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(handle, fcntl.F_SETFL, flags | _DIRECT if wanted else flags & ~_DIRECT)
+    except OSError:
+        return False
+    return wanted and _DIRECT != 0
+
+
+def checksum(path: Path) -> str:
+    """The checksum of a file as 'crc32:HEX'.
+
+    CRC-32 detects the errors of disks and networks, in 0.4 s a GB (2.3 GB/s, zlib 1.2.13); sha256 takes 0.65 s.
+    """
+    sum_, buffer = 0, memoryview(bytearray(CHUNK))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            sum_ = zlib.crc32(buffer[:count], sum_)
+    return f"crc32:{sum_:08x}"
+
+
+def flush(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a write failed because the disk or the user's quota is full."""
+    return isinstance(error, OSError) and error.errno in _FULL

@@ -1,0 +1,89 @@
+"""Signals before and after a verb's work: one line and an exit code, no traceback.
+
+`guard` is called when the package is imported, before imports that take seconds (torch). It does nothing in a process
+that is not a command of this package, and never raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+INTERRUPTED = 130  # exit code of Ctrl-C, as shells have it
+STOPPED = 75  # exit code of a run that goes on when it is started again
+BEFORE_TRAINING = "stopped by {} before the first step: start the same command again"
+
+_training = False
+_guarded: list[signal.Signals] = []  # empty where the process is not a command of ours
+_code, _line = INTERRUPTED, "interrupted"
+
+
+def guard() -> None:
+    """Let a signal end the process at once: SIGINT, and in training SIGTERM and SIGUSR1."""
+    global _training
+    verb = _verb()
+    if verb is None or _guarded:
+        return
+    if verb == "train":
+        _training = True
+        expect(STOPPED, BEFORE_TRAINING)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) if _training else (signal.SIGINT,):
+        # A signal that the parent process ignores stays ignored.
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, _end)
+            _guarded.append(number)
+
+
+def expect(code: int, line: str = "") -> None:
+    """Set the exit code and the line of a process that a signal ends; `{}` in the line is the signal's name."""
+    global _code, _line
+    _code, _line = code, line
+
+
+def begin() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt in a verb, so that it can clean up. Training handles signals itself."""
+    if signal.SIGINT in _guarded and not _training:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def end(code: int) -> None:
+    """Let a signal end the process silently with the verb's exit code, once the verb has finished."""
+    expect(code)
+    for number in _guarded:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _end)
+
+
+@contextlib.contextmanager
+def unguarded() -> Iterator[None]:
+    """Use the system's signal handlers while native code blocks, which Python's handlers cannot interrupt."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in _guarded}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _verb() -> str | None:
+    """The verb of `python -m clipstream.VERB …` or `clipstream VERB …`; None in any other process."""
+    before = len(sys.orig_argv) - len(sys.argv)
+    # A process of a pool has its parent's arguments in sys.argv, but is not a command.
+    if not sys.argv or before < 0 or sys.orig_argv[before + 1 :] != sys.argv[1:]:
+        return None
+    word = sys.orig_argv[before]  # the module or the script, after Python's own options
+    if sys.argv[:1] == ["-m"] and word.startswith("clipstream."):  # sys.argv while the package is imported
+        return word.removeprefix("clipstream.")
+    return " ".join(sys.argv[1:2]) if os.path.basename(word) == "clipstream" else None
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    if _line and first:
+        with contextlib.suppress(OSError):
+            os.write(2, f"{_line.format(signal.Signals(number).name)}\n".encode())
+    os._exit(_code)

@@ -1,0 +1,39 @@
+"""Makes untrusted text safe to print: keys, captions, file names, JSON fields, messages of plug-ins.
+
+Such text may contain escape sequences that move the cursor, set the terminal's title or hide a link, and Unicode's
+directional controls, which reorder the characters of a line.
+"""
+
+from __future__ import annotations
+
+import re
+
+# C0 and C1 controls, invisible and directional characters, line and paragraph separators, halves of characters. The
+# joiners U+200C and U+200D are left, as emoji and several scripts are written with them.
+_UNSAFE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
+)
+VALUE = 300  # characters of a value that a message shows
+MESSAGE = 20_000  # characters of a whole message
+
+
+def printable(text: object, most: int = VALUE) -> str:
+    """The text on one line, with control characters replaced by their escapes, such as `\\x1b`.
+
+    Args:
+        most: characters of the text to keep; a longer text ends with its length.
+    """
+    return _cut(str(text), most, _UNSAFE)
+
+
+def printable_lines(text: object, most: int = MESSAGE) -> str:
+    """As `printable`, but line breaks and tabs are kept."""
+    return _cut(str(text), most, _UNSAFE_IN_LINES)
+
+
+_UNSAFE_IN_LINES = re.compile(r"(?![\n\t])" + _UNSAFE.pattern)
+
+
+def _cut(text: str, most: int, unsafe: re.Pattern[str]) -> str:
+    end = f"… ({len(text):,} characters)" if len(text) > most else ""
+    return unsafe.sub(lambda match: match[0].encode("unicode_escape").decode(), text[:most]) + end

@@ -1,0 +1,123 @@
+"""The logger `clipstream` and its handler for the terminal.
+
+Messages of the whole package enter; lines on standard error leave: `warning: ...`, `error: ...`, and progress without a
+prefix. Where several ranks run, the rank stands before the line. The verbs install the handler while they run. A
+process that only imports the package has no handler: a notebook shows no progress.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+logger = logging.getLogger("clipstream")
+displayed = logging.getLogger("clipstream.displayed")  # lines that the terminal already shows: for files only
+_ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-_]")
+
+
+class TerminalHandler(logging.Handler):
+    """Writes messages to standard error, and those of `announce` to standard output.
+
+    Args:
+        rank: put before warnings and errors, and before progress of ranks other than 0; None where there is only one.
+    """
+
+    def __init__(self, rank: int | None = None) -> None:
+        super().__init__(logging.INFO)
+        self.rank = rank
+        self.addFilter(lambda record: record.name != displayed.name)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line for a record."""
+        kind = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        rank = f"[rank {self.rank}] " if self.rank or (self.rank is not None and kind) else ""
+        return f"{rank}{kind}{record.getMessage()}"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record; errors of the stream are raised, as print does."""
+        stream = sys.stdout if getattr(record, "announced", False) else sys.stderr
+        print(self.format(record), file=below(stream), flush=True)
+
+
+def announce(text: str) -> None:
+    """Log a line of a verb's own output, which the terminal shows on standard output."""
+    logger.info(text, extra={"announced": True})
+
+
+def set_level(level: str) -> None:
+    """Show messages of this level and above on the terminal; files get 'info' and above in any case."""
+    number: int = getattr(logging, level.upper())
+    logger.setLevel(min(number, logging.INFO))
+    for handler in logger.handlers:
+        if isinstance(handler, TerminalHandler):
+            handler.setLevel(number)
+
+
+@contextmanager
+def on_terminal(rank: int | None = None) -> Iterator[None]:
+    """Show messages on the terminal within the context; within another such context, only the level is put back."""
+    found = [handler for handler in logger.handlers if isinstance(handler, TerminalHandler)]
+    handler = found[0] if found else TerminalHandler(rank)
+    before = logger.level, logger.propagate, handler.level
+    if not found:
+        logger.addHandler(handler)
+    logger.setLevel(min(before[0] or logging.INFO, logging.INFO))
+    logger.propagate = False  # other handlers of the process would show the lines a second time
+    try:
+        yield
+    finally:
+        level, logger.propagate, shown = before
+        logger.setLevel(level)
+        handler.setLevel(shown)
+        if not found:
+            logger.removeHandler(handler)
+
+
+class Tee:
+    """A text stream that passes everything to another one, and whole lines to the logger `clipstream.displayed`.
+
+    Attributes:
+        terminal: the other stream; progress bars draw there and leave no lines in the log.
+    """
+
+    def __init__(self, terminal: TextIO) -> None:
+        self.terminal: Any = terminal
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        """Pass the text on, and log the lines that are complete now."""
+        written: int = self.terminal.write(text)
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            log_displayed(line)
+        return written
+
+    def flush(self) -> None:
+        """Flush the other stream."""
+        self.terminal.flush()
+
+    def finish(self) -> None:
+        """Log a last line that has no line end."""
+        log_displayed(self._line)
+        self._line = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.terminal, name)
+
+
+def below(stream: TextIO) -> TextIO:
+    """The stream below a `Tee`; any other stream itself."""
+    found: TextIO = stream.terminal if isinstance(stream, Tee) else stream
+    return found
+
+
+def log_displayed(line: str) -> None:
+    """Log a line as the terminal shows it, for files: of a line that is redrawn, the last state."""
+    text = _ESCAPE.sub("", line.rstrip("\r").rpartition("\r")[2]).rstrip()
+    if text:
+        level = {"error": logging.ERROR, "warning": logging.WARNING}.get(text.partition(":")[0], logging.INFO)
+        displayed.log(level, "%s", text)

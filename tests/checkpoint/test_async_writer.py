@@ -1,0 +1,333 @@
+"""Background saves: their content, what training waits for, and what a crash or a full disk leaves on disk."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from clipstream.checkpoint.async_writer import AsyncWriter
+from clipstream.checkpoint.state import OPTIMIZER, WEIGHTS, load, read_meta
+from clipstream.checkpoint.store import BEST, find, marker_of
+from clipstream.checkpoint.tensor_file import Snapshot, TensorFile, metadata, read
+from clipstream.distributed.world import World
+from clipstream.errors import ClipstreamError, SettingsError
+from clipstream.training.optim import build_optimizer
+from clipstream.training.optim.adamw import AdamW
+from clipstream.training.settings import CheckpointSettings
+from clipstream.training.state import TrainState
+from clipstream.training.step import TrainStep
+from clipstream.utils import atomic_write
+from tests.support.ranks import python, run_ranks
+from tests.support.savers import fill, names, parts, saver_of, small_disk, write
+from tests.support.steps import LOSSES, TinyTowers, make_batch
+
+
+class Gate:
+    """Files are written only while it is open."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open, self.reached = threading.Event(), threading.Event()
+        written = atomic_write.write
+
+        def wait(path: Path, content: Any) -> tuple[int, str]:
+            self.reached.set()
+            assert self.open.wait(60)
+            return written(path, content)
+
+        monkeypatch.setattr(atomic_write, "write", wait)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_training_goes_on_and_the_save_is_of_its_step(device: str, gate: Gate, tmp_path: Path) -> None:
+    if device != "cpu" and not torch.cuda.is_available():
+        pytest.skip("there is no GPU here")
+    model, world = TinyTowers(dropout=0.2).to(device), World(device=device)
+    optimizer = build_optimizer(model, AdamW.Settings(lr=0.01), "ViT")
+    step = TrainStep(model, LOSSES["clip"], optimizer, world)
+    step(make_batch(0), lr=0.01)
+    saver = saver_of(tmp_path, world, model=(model, optimizer))
+    before = {name: tensor.clone() for name, tensor in model.clip.state_dict().items()}
+    saver.save(TrainState(1))
+    assert gate.reached.wait(60)
+    for number in (1, 2):
+        step(make_batch(number), lr=0.01)
+    saver.check()
+    assert find(tmp_path, "auto") is None
+    gate.open.set()
+    assert saver.finish()
+    saved = load_file(tmp_path / "step_00000001" / WEIGHTS)
+    assert all(torch.equal(saved[name], tensor.cpu()) for name, tensor in before.items())
+    assert any(not torch.equal(saved[name], tensor.cpu()) for name, tensor in model.clip.state_dict().items())
+
+
+def test_one_save_at_a_time(gate: Gate, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saver = saver_of(tmp_path)
+    saver.save(TrainState(1, samples=11))
+    threading.Timer(1.5, gate.open.set).start()
+    began = time.monotonic()
+    saver.save(TrainState(2, samples=22))
+    assert time.monotonic() - began > 1
+    assert "the save of step 2 waited" in capsys.readouterr().err
+    assert saver.finish()
+    for step, samples in ((1, 11), (2, 22)):
+        assert read_meta(tmp_path / f"step_{step:08d}").train.samples == samples
+
+
+def test_a_failure_in_the_background_ends_the_run_at_its_next_step(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file")
+    saver = saver_of(tmp_path / "checkpoints")
+    saver.save(TrainState(1))
+    limit = time.monotonic() + 60
+    with pytest.raises(ClipstreamError, match=r"the checkpoint could not be written: .*checkpoints"):
+        while time.monotonic() < limit:
+            saver.check()
+            time.sleep(0.01)
+    saver.save(TrainState(2))
+    with pytest.raises(ClipstreamError, match="could not be written"):
+        saver.finish()
+
+
+def test_the_end_waits_for_the_save_but_not_after_ctrl_c_twice(gate: Gate, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), saver_of(tmp_path) as saver:
+        saver.save(TrainState(1))
+        raise KeyboardInterrupt
+    assert find(tmp_path, "auto") is None
+    threading.Timer(0.5, gate.open.set).start()
+    with pytest.raises(ValueError, match="other"), saver:
+        raise ValueError("other")
+    assert find(tmp_path, "auto") == tmp_path / "step_00000001"
+
+
+def test_further_files_of_tensors(tmp_path: Path) -> None:
+    model, optimizer = parts()
+    averages = {"visual.0.weight": torch.arange(6.0).view(2, 3)}
+    more = {"averaged.safetensors": lambda: averages}
+    saver = AsyncWriter(tmp_path, World(), CheckpointSettings(), towers=model, optimizer=optimizer, tensors=more)
+    saver.save(TrainState(1))
+    averages["visual.0.weight"] += 1
+    assert saver.finish()
+    saved = load_file(tmp_path / "step_00000001" / "averaged.safetensors")
+    assert torch.equal(saved["visual.0.weight"], torch.arange(6.0).view(2, 3))
+
+
+def test_the_buffers_are_used_again_until_the_tensors_are_others() -> None:
+    _, optimizer = parts()
+    snapshot = Snapshot("cpu", optimizer, kept=True)
+    snapshot.take({"a": {"x": torch.ones(3)}})
+    place = snapshot.files["a"].views["x"].data_ptr()
+    snapshot.take({"a": {"x": torch.full((3,), 2.0)}})
+    assert snapshot.files["a"].views["x"].data_ptr() == place
+    assert snapshot.files["a"].views["x"].tolist() == [2, 2, 2]
+    snapshot.take({"a": {"x": torch.ones(4)}, "b": {"y": torch.ones(1)}})
+    assert snapshot.files["a"].views["x"].tolist() == [1, 1, 1, 1] and "b" in snapshot.files
+
+
+def test_files_of_tensors_are_those_of_the_library(tmp_path: Path) -> None:
+    tensors = {
+        "bytes": torch.arange(5, dtype=torch.uint8),
+        "scalar": torch.tensor(2.5),
+        "wide": torch.randn(3, 5, dtype=torch.float64),
+        "narrow": torch.randn(7).to(torch.bfloat16),
+        "turned": torch.randn(4, 3).T,
+        "none": torch.zeros(0, 4),
+        "flags": torch.tensor([True, False]),
+        "ids": torch.arange(3),
+    }
+    file = TensorFile(tensors)
+    for name, tensor in tensors.items():
+        file.views[name].copy_(tensor)
+    size, _ = atomic_write.write(tmp_path / "f.safetensors", file.parts({"format": "pt", "é": '"'}))
+    assert size == (tmp_path / "f.safetensors").stat().st_size
+    found = load_file(tmp_path / "f.safetensors")
+    assert found.keys() == tensors.keys() and dict(read(tmp_path / "f.safetensors")).keys() == tensors.keys()
+    assert all(
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in tensors.items()
+    )
+    assert metadata(tmp_path / "f.safetensors") == {"format": "pt", "é": '"'}
+    assert file.fits(tensors) and not file.fits({**tensors, "ids": torch.arange(4)})
+
+
+def evaluated(saver: AsyncWriter, step: int, value: float) -> None:
+    """An evaluation, and the save that it makes due."""
+    saver.on_eval([{"step": step, "eval": "other", "top1": -1.0}, {"step": step, "eval": "val", "top1": value}])
+    if saver.due(step):
+        saver.save(TrainState(step))
+
+
+def test_the_best_is_saved_and_stays_until_the_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def new() -> AsyncWriter:
+        return saver_of(tmp_path, every=10, keep_last=1, keep_best="val/top1")
+
+    saver = new()
+    for step, value in ((10, 0.2), (15, 0.5), (20, 0.4), (25, float("nan")), (30, 0.5)):
+        evaluated(saver, step, value)
+    assert saver.finish()
+    assert names(tmp_path) == [BEST, "latest", "step_00000015", "step_00000030"]
+    assert (tmp_path / BEST).read_text().splitlines()[0] == "step_00000015"
+    assert find(tmp_path, str(tmp_path / BEST)) == tmp_path / "step_00000015"
+    saver = new()  # after a resume
+    evaluated(saver, 35, 0.45)
+    evaluated(saver, 40, 0.45)
+    assert saver.finish() and names(tmp_path)[2:] == ["step_00000015", "step_00000040"]
+    saver.save(TrainState(44))
+    saver.on_eval([{"step": 44, "eval": "val", "top1": 0.9}])  # the last evaluation comes after the last save
+    assert saver.finish()
+    assert names(tmp_path) == [BEST, "latest", "step_00000044"]
+    saver.on_eval([{"step": 45, "eval": "val", "top5": 0.9}])
+    assert "val gave no 'top1' at step 45" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("metric", "by", "best"), [("loss", "auto", 2), ("val_loss", "auto", 2), ("loss", "max", 1), ("top1", "auto", 1)]
+)
+def test_a_loss_is_good_if_it_is_small(metric: str, by: str, best: int, tmp_path: Path) -> None:
+    saver = saver_of(tmp_path, keep_best=f"val/{metric}", keep_best_by=by, every=1)
+    for step, value in ((1, 3.0), (2, 2.0)):
+        saver.on_eval([{"step": step, "eval": "val", metric: value}])
+        saver.save(TrainState(step))
+    assert saver.finish()
+    assert (tmp_path / BEST).read_text().startswith(f"step_0000000{best}\n")
+
+
+def test_a_metric_that_an_evaluator_does_not_give() -> None:
+    saver = saver_of(Path("nowhere"), keep_best="val/R@1")
+    with pytest.raises(SettingsError, match="val gives no 'R@1' but image_to_text_R@1, n"):
+        saver.expect({"val": ["image_to_text_R@1", "n"]})
+    saver.expect({"other": []})
+
+
+def test_a_full_disk_is_a_warning_and_the_older_one_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with small_disk(tmp_path, "400k"):
+        first = write(tmp_path, 1)
+        assert first is not None
+        marker = marker_of(first)
+        assert marker is not None
+        needed = sum(marker.sizes.values())
+        for left in (0, needed // 4, needed // 2, needed * 3 // 4):
+            ballast = fill(tmp_path, left)
+            assert write(tmp_path, 2) is None, left
+            warning = capsys.readouterr().err
+            assert "full" in warning and "step_00000001" in warning
+            ballast.unlink()
+            assert find(tmp_path, "latest") == first
+            assert names(tmp_path) == ["latest", "step_00000001"]
+        assert write(tmp_path, 3) is not None
+
+
+def test_on_a_full_disk_a_lower_keep_last_makes_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with small_disk(tmp_path, "2m"):
+        for step in (1, 2, 3):
+            assert write(tmp_path, step, keep_last=3) is not None
+        fill(tmp_path, 0)
+        assert write(tmp_path, 4, keep_last=1) is None
+        assert "the newest checkpoint is step_00000003" in capsys.readouterr().err
+        assert write(tmp_path, 5, keep_last=1) is not None
+
+
+def failing(world: World, folder: str) -> str:
+    """How a rank ends whose rank 0 cannot write."""
+    saver = saver_of(Path(folder), world)
+    saver.save(TrainState(1))
+    if world.is_main:
+        try:
+            saver.finish()
+        except ClipstreamError as error:
+            return str(error)
+    return ""
+
+
+def test_rank_0_alone_fails(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    told, other = run_ranks(2, failing, str(tmp_path / "file"))
+    assert "could not be written" in told and other == ""
+
+
+# A process that saves steps 1, 2, 3 again and again, each time in a fork that ends at the n-th operation on files.
+CRASHES = """
+import json, os, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from clipstream.training.state import TrainState
+from tests.support.savers import saver_of
+from tests.checkpoint.test_async_writer import whole_after_a_crash
+
+folder = Path(sys.argv[1])
+OPERATIONS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
+
+def save(end_at):
+    count = 0
+    def counted(name):
+        real = getattr(os, name)
+        def operation(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count == end_at:
+                if name == "write" and len(args[1]) > 1:
+                    real(args[0], args[1][:len(args[1]) // 2])
+                os._exit(9)
+            return real(*args, **kwargs)
+        return operation
+    for name in OPERATIONS:
+        setattr(os, name, counted(name))
+    saver = saver_of(folder / str(end_at), keep_last=1, keep_best="val/top1", every=1)
+    for step in (1, 2, 3, 2):
+        saver.on_eval([{"step": step, "eval": "val", "top1": float(step)}])
+        saver.save(TrainState(step, samples=step))
+        saver._join()  # on the disk before the next: which steps must be there is known
+        print(step, flush=True)
+    saver.finish()
+    return count
+
+for end_at in range(1, 10_000, int(sys.argv[2])):
+    read, write = os.pipe()
+    if not (pid := os.fork()):
+        os.dup2(write, 1)
+        save(end_at)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        done = [int(line) for line in pipe]
+    _, status = os.waitpid(pid, 0)
+    whole_after_a_crash(folder / str(end_at), done)
+    if os.waitstatus_to_exitcode(status) == 0:
+        break
+    assert os.waitstatus_to_exitcode(status) == 9
+print(end_at)
+"""
+
+
+def whole_after_a_crash(folder: Path, done: list[int]) -> None:
+    """Check what a process left that had finished saving these steps."""
+    newest = find(folder, "auto")
+    if not done:
+        assert newest is None or read_meta(newest).train.step == 1
+        return
+    assert newest is not None
+    model, optimizer = parts()
+    step = load(newest, towers=model, optimizer=optimizer, world=World()).step
+    following = {1: 2, 2: 3, 3: 2}
+    assert step in (done[-1], following[done[-1]]), (step, done)
+    if (folder / BEST).exists():
+        best = find(folder, str(folder / BEST))
+        assert best is not None and read_meta(best).train.step in (step, max(done), max(done) + 1)
+
+
+@pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_crash_at_any_operation_leaves_a_whole_one(stride: int, tmp_path: Path) -> None:
+    last = python(CRASHES, str(tmp_path), str(stride)).splitlines()[-1]
+    assert int(last) > 150, "there are more operations than that"
+    assert json.loads((tmp_path / last / "step_00000002" / "state.json").read_text())["train"]["samples"] == 2
+    assert OPTIMIZER in names(tmp_path / last / "step_00000002")

@@ -1,0 +1,234 @@
+"""Whole runs that are killed, lose their folder, fill their disk or change their settings, and then resume."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clipstream.checkpoint.store import find
+from clipstream.data.batch import Batch
+from clipstream.distributed.world import World
+from clipstream.losses.contrastive import ClipLoss
+from clipstream.losses.settings import ClipLossSettings, LossSettings
+from clipstream.tools.index import make_indexes
+from clipstream.train import main
+from tests.support.evaluating import CONFIG
+from tests.support.pictures import make_shards
+from tests.support.ranks import TIMEOUT, end_ranks
+from tests.support.runs import MODEL, flags, lines, same_weights, start, train_on, wait_for_step, weights
+from tests.support.savers import damage, fill, names, small_disk
+
+HASHING = "tests.checkpoint.test_resume:Hashing"
+
+
+class Hashing(ClipLoss):
+    """CLIP's loss, which notes a hash of each batch: pixels, ids, keys."""
+
+    class Settings(LossSettings):
+        """Where to."""
+
+        path: str
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(ClipLossSettings())
+        self.path = Path(settings.path)
+
+    def __call__(self, features: Any, batch: Batch, world: World) -> torch.Tensor:
+        assert batch.pixels is not None
+        found = hashlib.sha256(batch.pixels.contiguous().numpy().tobytes())
+        found.update(batch.ids.numpy().tobytes() + repr(batch.keys).encode())
+        with self.path.open("a") as file:
+            file.write(f"{batch.step} {found.hexdigest()}\n")
+        share: torch.Tensor = super().__call__(features, batch, world)
+        return share
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with shards and a small model's configuration."""
+    folder: Path = tmp_path_factory.mktemp("resume")
+    make_indexes(make_shards(folder / "pairs", [21, 17, 19, 5]), workers=1)
+    make_shards(folder / "val", [11, 9], start=100)
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    return folder
+
+
+def batches(place: Path, name: str) -> dict[int, str]:
+    """Step -> hash of its batch, which is the same whenever the step was taken."""
+    found: dict[int, str] = {}
+    for line in (place / f"{name}.batches").read_text().splitlines():
+        step, _, told = line.partition(" ")
+        assert found.setdefault(int(step), told) == told, f"step {step} was taken with another batch"
+    return found
+
+
+def hashed(place: Path, name: str, mode: str, *more: str, steps: int) -> list[str]:
+    """The flags of a run that notes its batches."""
+    loss = ["--loss", f"{{type: '{HASHING}', path: '{place}/{name}.batches'}}"]
+    mode_ = ["--data.sampling.mode", mode, "--schedule.type", "constant"]
+    return flags(place, name, *loss, *mode_, *more, steps=steps)
+
+
+def kill_at(place: Path, name: str, argv: list[str], step: int, delay: float) -> None:
+    """Run until a step's line is written, and then a little, and kill."""
+    (process,) = start(argv)
+    wait_for_step(place, name, step, process)
+    time.sleep(delay)
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["resampled", "epoch", "indexed"])
+def test_ten_kills_change_no_bit_of_the_next_200_batches(mode: str, place: Path) -> None:
+    whole, cut, total = f"whole-{mode}", f"cut-{mode}", 320
+    assert main(hashed(place, whole, mode, steps=total)) == 0
+    assert len(set(batches(place, whole).values())) == total
+    draw, step = random.Random(mode), 0
+    for _ in range(10):
+        step += draw.randint(3, 9)  # a pass over the data takes less than 3 steps
+        found = find(place / "runs" / cut / "checkpoints", "auto")
+        step = max(step, 0 if found is None else int(found.name[5:13]) + 1)
+        resume = ["--resume", "auto", "--checkpoint.every", "3"]
+        kill_at(place, cut, hashed(place, cut, mode, *resume, steps=total), step, draw.uniform(0, 0.1))
+    assert step + 200 <= total
+    assert main(hashed(place, cut, mode, "--resume", "latest", steps=total)) == 0
+    assert batches(place, cut) == batches(place, whole) and len(batches(place, cut)) == total
+    assert lines(place, cut) == lines(place, whole)
+    assert same_weights(weights(place, cut, total), weights(place, whole, total))
+
+
+def test_a_damaged_newest_one_costs_steps_but_no_bits(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("intact", "damaged"):
+        assert main(hashed(place, name, "epoch", steps=6)) == 0
+    folder = place / "runs" / "damaged" / "checkpoints"
+    damage(folder / "step_00000006" / "optimizer.safetensors")
+    for name in ("intact", "damaged"):
+        assert main(hashed(place, name, "epoch", "--resume", "latest", steps=9)) == 0
+    assert "step_00000006 is damaged" in capsys.readouterr().err
+    assert lines(place, "damaged") == lines(place, "intact")
+    assert batches(place, "damaged") == batches(place, "intact")
+    assert same_weights(weights(place, "damaged", 9), weights(place, "intact", 9))
+
+
+def test_a_run_goes_on_from_its_remote_copy(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    far = place / "far"
+    remote = ["--remote-sync", f"file://{far}", "--val-data", f"{place}/val/*.tar", "--evals.val.every", "2"]
+    remote += ["--checkpoint.keep-best", "val/text_to_image_R@1", "--checkpoint.keep-last", "1"]
+    remote += ["--schedule.type", "constant"]
+    assert main(flags(place, "here", *remote, steps=8)) == 0
+    assert main(flags(place, "gone", *remote, steps=4)) == 0
+    assert "checkpoints" in names(far / "gone") and (far / "gone" / "metrics.jsonl").exists()
+    shutil.rmtree(place / "runs" / "gone")
+    capsys.readouterr()
+    assert main(flags(place, "gone", *remote, steps=8)) == 2
+    said = capsys.readouterr().err
+    assert f"file://{far}/gone holds a run" in said and "--resume auto" in said
+    assert main(flags(place, "gone", *remote, "--resume", "auto", steps=8)) == 0
+    assert "fetching file://" in capsys.readouterr().err
+    for key in ("loss", "text_to_image_R@1"):
+        assert lines(place, "gone", key) == lines(place, "here", key)
+    for name in ("here", "gone"):
+        assert (far / name / "metrics.jsonl").read_bytes() == (place / "runs" / name / "metrics.jsonl").read_bytes()
+    assert same_weights(weights(place, "gone", 8), weights(place, "here", 8))
+    assert names(far / "gone" / "checkpoints") == names(far / "here" / "checkpoints")
+    address = f"file://{far}/here/checkpoints/step_00000008"
+    assert main(flags(place, "onward", "--resume", address, steps=10)) == 0
+    assert [line["step"] for line in lines(place, "onward")] == [9, 10]
+
+
+def test_changed_settings_want_approximate(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(flags(place, "changed", steps=4)) == 0
+    again = flags(place, "changed", "--resume", "latest", "--data.global-batch-size", "20", steps=6)
+    capsys.readouterr()
+    assert main(again) == 2
+    said = capsys.readouterr().err
+    assert "data.global_batch_size: 24 -> 20" in said and "--resume-approximate" in said
+    assert "data.lanes: 24 -> 20" in said, "24 lanes do not go with 20 samples"
+    assert main([*again, "--resume-approximate"]) == 0
+    assert "from step 4 on, the data begin anew" in capsys.readouterr().err
+    assert [(line["step"], line["samples"]) for line in lines(place, "changed")][3:] == [(4, 96), (5, 116), (6, 136)]
+    assert main([*again, "--steps", "7"]) == 0, "the flag is no part of the settings"
+
+
+def test_changed_settings_of_training_are_listed(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unlimited = ["--optim.grad-clip-norm", "inf"]
+    assert main(flags(place, "told", *unlimited, steps=2)) == 0
+    capsys.readouterr()
+    same = ["--data.stall-timeout", "99", "--log.every", "2", "--checkpoint.every", "5"]
+    assert main(flags(place, "told", *unlimited, *same, "--resume", "auto", steps=2)) == 0
+    assert "changed" not in capsys.readouterr().out
+    changed = ["--lr", "0.0002", "--wd", "0.1", "--optim.betas", "[0.8, null]", "--grad-clip-norm", "1"]
+    more = ["--data.augment.scale", "[0.5, 1.0]", "--resume", "latest"]
+    assert main(flags(place, "told", *changed, *more, steps=3)) == 0
+    said = capsys.readouterr().out
+    assert re.search(
+        r"""
+^changed  data.augment.scale \[0.9, 1.0\] -> \[0.5, 1.0\]
+         optim.lr 0.001 -> 0.0002
+         optim.wd 0.2 -> 0.1
+         optim.grad_clip_norm Infinity -> 1.0
+         optim.betas null -> \[0.8, null\]
+         train.steps 2 -> 3
+folder """.strip(),
+        said,
+        re.MULTILINE,
+    ), said
+
+
+def test_a_save_that_fails_ends_all_ranks_with_its_message(place: Path) -> None:
+    folder = place / "runs" / "unwritable"
+    folder.mkdir(parents=True)
+    (folder / "checkpoints").touch()
+    ends = end_ranks(2, train_on, flags(place, "unwritable", "--resume", "auto", steps=100_000))
+    assert [end.code for end in ends] == [1, 1], ends
+    assert all("error: rank 0: the checkpoint could not be written: " in end.stderr for end in ends), ends
+    assert lines(place, "unwritable")[-1]["step"] < 200
+
+
+def test_a_metric_that_is_never_given_is_told_before_the_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evals = ["--val-data", f"{place}/val/*.tar", "--checkpoint.keep-best", "val/image_to_text_R@2"]
+    assert main(flags(place, "misnamed", *evals)) == 2
+    said = capsys.readouterr().err
+    assert "checkpoint.keep_best: val gives no 'image_to_text_R@2' but" in said and "did you mean" in said
+
+
+def test_a_full_disk_does_not_end_a_run(place: Path, tmp_path: Path) -> None:
+    """While steps are taken and lines written, a small disk fills up, and is emptied before the end."""
+    (place / "tiny.json").write_text(json.dumps(CONFIG))
+    with small_disk(tmp_path, "4m"):
+        tiny = ["--model", f"{place}/tiny.json", "--tokenizer", "tests.tools.test_evaluate:Bytes"]
+        tiny += ["--logs", f"{tmp_path}/runs", "--val-data", f"{place}/val/*.tar", "--evals.val.every", "4"]
+        (process,) = start(flags(place, "full", *tiny, "--log.report", "false", steps=100_000))
+        wait_for_step(tmp_path, "full", 6, process)
+        ballast = fill(tmp_path, 0)
+        time.sleep(3)
+        assert process.poll() is None, process.communicate()
+        told = (tmp_path / "runs" / "full" / "metrics.jsonl").read_text()  # its last line is torn
+        step = max(map(int, re.findall(r'"step": (\d+),', told)))
+        checkpoints = tmp_path / "runs" / "full" / "checkpoints"
+        assert find(checkpoints, "latest") is not None
+        ballast.unlink()
+        wait_for_step(tmp_path, "full", step + 20, process)
+        process.terminate()
+        _, said = process.communicate(timeout=TIMEOUT)
+        assert process.returncode == 75, said
+        assert b"checkpoints is full: step" in said and b"metrics.jsonl is full: its lines wait" in said
+        steps = [line["step"] for line in lines(tmp_path, "full")]
+        assert steps == list(range(1, steps[-1] + 1)), "no line is lost"
+        found = find(checkpoints, "latest")
+        assert found is not None and int(found.name[5:]) == steps[-1]
+        fill(tmp_path, 0)
+        (again,) = start(flags(place, "full", *tiny, "--resume", "auto", "--log.report", "false", steps=100_000))
+        _, said = again.communicate(timeout=TIMEOUT)
+        assert again.returncode == 1, said
+        assert b"runs/full cannot be written, as its disk is full" in said and b"Traceback" not in said

@@ -1,0 +1,202 @@
+"""Start and end of verbs: help, errors, exit codes."""
+
+from __future__ import annotations
+
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clipstream.cli import main
+from clipstream.cli.help import help_text
+from clipstream.config.flag_aliases import ALIASES
+from clipstream.config.schema import leaves
+from clipstream.config.settings import Settings
+from clipstream.errors import ClipstreamError, DataError, DivergedError, SettingsError, Stopped
+from tests.support.commands import ROOT, python
+
+
+def seconds_of(*argv: str) -> float:
+    """CPU seconds of a process, which other processes on the machine do not stretch as they do wall time."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert python(*argv).returncode == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_help_is_there_at_once() -> None:
+    """Under 1 s; where importing pydantic alone takes more than 0.1 s (a busy machine), under ten times that."""
+    for argv in (("-m", "clipstream.train", "--help"), ("-c", "import pydantic.fields")):
+        python(*argv)  # compiles to bytecode where nothing has yet
+    pydantic = min(seconds_of("-c", "import pydantic.fields") for _ in range(3))
+    assert min(seconds_of("-m", "clipstream.train", "--help") for _ in range(3)) < max(1.0, 10 * pydantic)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    heavy = "torch", "numpy", "transformers", "open_clip", "huggingface_hub"
+    code = (
+        "import sys\nfrom clipstream.train import main\nassert main(['--help']) == 0\n"
+        f"sys.exit(', '.join(name for name in {heavy} if name in sys.modules) or 0)"
+    )
+    ended = python("-c", code)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_help_all_tells_every_key(width: int) -> None:
+    """Those of a source once, though evaluators have sources as well."""
+    text = help_text(Settings, "train", "all", width=width)
+    for key, field in leaves(Settings):
+        source = re.match(r"evals\.NAME\.(data|train)\.", key)
+        if source:
+            assert f"--{source[0]}KEY" in text
+            key = key.replace(source[0], "data.sources.NAME.")
+        flag = f"--{key.replace('_', '-')} "
+        assert flag in text
+        assert not source or text.count(f"\n  {flag}") <= 2  # `key` is of two types of captions
+        assert field.description
+    for short in ALIASES:
+        assert f"\n  {short.flag}" in text
+    for part in ("[default 512]", "auto|INT", "resampled|epoch", "with --loss.type siglip:", "\nschedule: "):
+        assert part in (text if width == 120 else re.sub(r"(?<=default)\s+", " ", text))
+    assert all(len(line) <= width for line in text.splitlines() if not line.startswith(("usage", "  --")))
+
+
+@pytest.mark.parametrize("verb", ["train", "evaluate", "bench", "stage"])
+def test_help_is_short_and_says_how_to_see_more(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    own = {"evaluate": "--checkpoint", "bench": "--gpu-rate", "stage": "--quality"}.get(verb, "--resume")
+    for argv in ([verb, "--help"], [verb, "-h", "--steps", "3"]):
+        assert main.main(argv) == 0
+        text = capsys.readouterr().out
+        assert len(text.splitlines()) <= 85
+        for flag in (
+            own,
+            "--val-data" if verb == "evaluate" else "--train-data",
+            "--help SECTION",
+            "--help all",
+            "--print-config",
+        ):
+            assert f"\n  {flag}" in text
+    assert all(len(line) <= 80 for line in help_text(Settings, verb, width=80).splitlines())
+
+
+@pytest.mark.parametrize(
+    ("topic", "there", "not_there"),
+    [
+        ("data", ["--data.lanes", "--data.augment.scale", "--train-data"], ["--optim.lr", "--evals."]),
+        ("data.sources", ["--data.sources.NAME.shards", "--image-key"], ["--data.lanes"]),
+        ("--data.sources.train.caption.json", ["--data.sources.NAME.caption.fallback"], [".NAME.shards"]),
+        ("evals", ["--evals.NAME.k ", "--evals.NAME.data.KEY", "--data.sources.NAME.KEY"], ["NAME.data.shards"]),
+        ("evals.zero_shot", ["--evals.NAME.templates", "--evals.NAME.every ", ".type zero_shot"], ["--evals.NAME.k "]),
+        ("evals.NAME.data", ["--evals.NAME.data.shards"], ["--evals.NAME.every"]),
+        ("data.global-batch-size", ["--data.global-batch-size INT"], ["--data.lanes"]),
+        ("lr", ["[sets optim.lr]"], ["--wd"]),
+    ],
+)
+def test_help_of_a_section(
+    topic: str, there: list[str], not_there: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for argv in ([f"--help={topic}"], *([["--help", topic]] if not topic.startswith("-") else [])):
+        assert main.main(["train", *argv]) == 0
+        text = capsys.readouterr().out
+        assert all(part in text for part in there)
+        assert not any(part in text for part in not_there)
+
+
+@pytest.mark.parametrize(
+    ("topic", "told"),
+    [
+        ("dta", "there is no section 'dta'; did you mean 'data'?; here are: run, model, tokenizer, data, "),
+        ("data.source", "data has no 'source'; did you mean 'sources'?; here are: global_batch_size, "),
+        ("evals.zeroshot", "evals.NAME has no 'zeroshot'; did you mean 'zero_shot'?; here are: retrieval, zero_shot"),
+        ("optim.lr.x", "optim.lr is a setting, and has no parts"),
+    ],
+)
+def test_help_of_what_is_not_there(topic: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["train", "--help", topic]) == 2
+    assert capsys.readouterr().err.startswith(f"error: --help {topic}: {told}")
+
+
+def test_short_flags_set_keys_that_exist() -> None:
+    known = {key for key, _ in leaves(Settings)}
+    for short in ALIASES:
+        for key in short.keys:
+            generic = key.replace("sources.train", "sources.NAME").replace("evals.val", "evals.NAME")
+            generic = generic.replace("evals.imagenet_v2", "evals.NAME").replace("evals.imagenet", "evals.NAME")
+            assert any(name == generic or name.startswith(f"{generic}.") for name in known), key
+
+
+@pytest.mark.parametrize("error", [SettingsError, DataError, DivergedError, Stopped])
+def test_errors_end_with_their_code(error: type[ClipstreamError], capsys: pytest.CaptureFixture[str]) -> None:
+    def verb(argv: list[str]) -> int:
+        raise error("what and how")
+
+    assert main.run_main(verb, []) == error.exit_code
+    assert capsys.readouterr().err == f"{'' if error is Stopped else 'error: '}what and how\n"
+    main.run_main(verb, ["--run.debug", "true"])
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_debug_in_a_file_counts_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def verb(argv: list[str]) -> int:
+        raise DataError("x")
+
+    (tmp_path / "a.yaml").write_text("run: {debug: true}")
+    main.run_main(verb, ["--config", str(tmp_path / "a.yaml")])
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_bugs_and_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
+    def bug(argv: list[str]) -> int:
+        raise ZeroDivisionError
+
+    def ctrl_c(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    with pytest.raises(ZeroDivisionError):
+        main.run_main(bug, [])
+    assert main.run_main(ctrl_c, []) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_ranks_sign_their_errors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main.run_main(lambda argv: int(main.load_or_help("train", argv) is None), ["--run.sed", "3"]) == 2
+    assert capsys.readouterr().err.startswith("[rank 1] error: --run.sed: there is no such key; did you mean 'seed'?")
+
+
+def test_every_error_stands_on_a_line_of_its_own() -> None:
+    ended = python("-m", "clipstream.train", "--run.sed", "3", "--lr", "fast")
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines() == [
+        "error: --run.sed: there is no such key; did you mean 'seed'?",
+        "error: --lr: optim.lr: expected a number, not 'fast'",
+    ]
+
+
+def test_console_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["--help"]) == 0
+    assert "train" in capsys.readouterr().out
+    assert main.main([]) == 2
+    assert main.main(["trian"]) == 2
+    assert "did you mean 'train'?" in capsys.readouterr().err
+    assert main.main(["train", "--help"]) == 0
+    assert "--train-data" in capsys.readouterr().out
+    assert main.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("clipstream ")
+
+
+def test_help_into_a_closed_pipe() -> None:
+    ended = subprocess.run(
+        f"'{sys.executable}' -m clipstream.train --help | head -1",
+        shell=True,
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+    )
+    assert ended.stdout.startswith(b"usage: ")
+    assert not ended.stderr

@@ -1,0 +1,233 @@
+"""Settings files, names and models that would hang, exhaust memory, or fail late."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from open_clip import list_models
+
+from clipstream import check, compare, evaluate, stage, train
+from clipstream.config.settings import load
+from clipstream.config.validate import validate_run
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.models.catalogue import builtin, check_sizes
+from clipstream.models.pretrained import preflight
+from tests.support.runs import MODEL, flags
+from tests.support.savers import fill, small_disk
+from tests.support.settings_files import problems, write
+
+RIGHT = ["--train-data=a.tar", "--steps=3"]
+
+LETTERS = "abcdefghijk"
+
+
+def bomb(first: str, element: str) -> str:
+    """YAML of some lines whose last one is 9^10 copies of the first."""
+    lines = [f"a: &a {first}"]
+    for name, inner in zip(LETTERS[1:], LETTERS, strict=False):
+        lines.append(f"{name}: &{name} {element.replace('*', f'*{inner}')}")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        bomb("[x]", f"[{', '.join('*' * 9)}]"),
+        bomb("{k: x}", f"{{{', '.join(f'k{n}: *' for n in range(9))}}}"),
+        bomb("{k: x}", f"{{<<: [{', '.join('*' * 9)}]}}"),
+    ],
+    ids=["lists", "mappings", "merges"],
+)
+def test_aliases_that_multiply_are_refused_at_once(tmp_path: Path, text: str) -> None:
+    began = time.monotonic()
+    (found,) = problems(["--config", write(tmp_path / "a.yaml", text)])
+    assert ".yaml:" in found and ": aliases (*NAME) repeat more than 10,000 keys and values" in found
+    assert "expected a mapping" in problems([f"--data.sources={text}"])[0]
+    assert time.monotonic() - began < 10  # 9^10 copies take an hour
+
+
+def test_aliases_of_everyday_use_are_read(tmp_path: Path) -> None:
+    sources = "\n".join(f"    s{n}: {{<<: *one, shards: {n}.tar}}" for n in range(500))
+    text = f"data:\n  sources:\n    one: &one {{shards: a.tar, caption: {{type: json, path: [en, de]}}}}\n{sources}\n"
+    assert len(load(["--config", write(tmp_path / "a.yaml", text)]).data.sources) == 501
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run: &a\n  logs: *a", "more than 100 levels"),
+        ("run: &a\n  <<: *a", "nested too deeply, or an alias contains itself"),
+        ("run: " + "[" * 2000, "too deep"),
+        ("run: " + "[" * 150 + "]" * 150, "more than 100 levels"),
+        ("run: {}\n? [a]\n: 3", ":2: a key is a word, not a list or a mapping"),
+        ("run: {<<: [3]}", ":1: << takes only mappings"),
+        ("run:\n  seed: 2020-02-31", ":2: run.seed: expected a whole number, not '2020-02-31'"),
+        ("run: {seed: " + "9" * 5000 + "}", ":1: run.seed: expected a smaller number"),
+        ("run: {}\nmodel: \0", ":2: not YAML: the character #x0000 is not allowed"),
+        ("run: {logs: 'a\\0b'}".replace("'", '"'), ":1: run.logs: no path has a null character"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_yaml_that_no_settings_have(tmp_path: Path, text: str, message: str) -> None:
+    (found,) = problems(["--config", write(tmp_path / "a.yaml", text)])
+    assert message in found and len(found) < 400
+
+
+def test_files_that_are_no_settings(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\x00\xff" * 99)
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(100 << 20)
+    for name, said in [
+        ("binary", "is no text in UTF-8 (byte 1)"),
+        ("large", "has more than 16 MiB: it is no file of settings"),
+        ("", "Is a directory"),
+        ("a\nb", "there is no file"),
+    ]:
+        (found,) = problems(["--config", f"{tmp_path}/{name}"])
+        assert found.startswith("--config: ") and said in found and "\n" not in found
+    assert problems(["--config="]) == ["--config: needs a file"]
+    if os.path.exists("/dev/zero"):
+        assert "more than 16 MiB" in problems(["--config", "/dev/zero"])[0]
+
+
+def test_a_name_that_a_date_cannot_be_is_text(tmp_path: Path) -> None:
+    assert load(["--config", write(tmp_path / "a.yaml", "run: {name: 2020-02-31}")]).run.name == "2020-02-31"
+
+
+def refused(*argv: str) -> str:
+    """What is wrong with a command line for training, found before torch is imported; nothing is written."""
+    with pytest.raises(SettingsError) as caught:
+        settings = load([*RIGHT, *argv])
+        validate_run(settings, World())
+        preflight(settings.model, settings.tokenizer)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("vision", "text", "more", "message"),
+    [
+        ({"patch_size": 32}, {}, {}, "vision_cfg.image_size is 16, no multiple of vision_cfg.patch_size, 32: 32 would"),
+        ({"patch_size": 7}, {}, {}, "no multiple of vision_cfg.patch_size, 7: 14 or 21 would be"),
+        ({"patch_size": 0}, {}, {}, "vision_cfg.patch_size is 0, and must be a whole number, at least 1"),
+        ({"image_size": [16, 12]}, {}, {}, "vision_cfg.image_size.1 is 12, no multiple of vision_cfg.patch_size, 8"),
+        ({"head_width": 12}, {}, {}, "vision_cfg.width is 32, no multiple of vision_cfg.head_width, 12"),
+        ({"width": "32"}, {}, {}, "vision_cfg.width is '32', and must be a whole number"),
+        ({"layers": -1}, {}, {}, "vision_cfg.layers is -1"),
+        ({}, {"heads": 3}, {}, "text_cfg.width is 32, no multiple of text_cfg.heads, 3: 30 or 33 would be"),
+        ({}, {"context_length": 0}, {}, "text_cfg.context_length is 0"),
+        ({}, {}, {"embed_dim": float("nan")}, "embed_dim is nan"),
+        ({}, {}, {"vision_cfg": "ViT"}, "vision_cfg is a mapping, not 'ViT'"),
+    ],
+)
+def test_models_whose_sizes_do_not_fit(
+    tmp_path: Path, vision: dict[str, Any], text: dict[str, Any], more: dict[str, Any], message: str
+) -> None:
+    config = MODEL | {"vision_cfg": MODEL["vision_cfg"] | vision, "text_cfg": MODEL["text_cfg"] | text} | more
+    (tmp_path / "model.json").write_text(json.dumps(config))
+    assert message in refused(f"--model={tmp_path}/model.json")
+
+
+def test_a_picture_size_that_the_patches_do_not_divide(tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    said = refused(f"--model={tmp_path}/model.json", "--model.image-size=20")
+    assert "model.image_size is 20, no multiple of vision_cfg.patch_size, 8: 16 or 24 would be" in said
+    (tmp_path / "deep.json").write_text("[" * 50_000)
+    assert "cannot read the model configuration" in refused(f"--model={tmp_path}/deep.json")
+
+
+def test_sizes_of_all_models_of_open_clip_fit() -> None:
+    names = [name for name in list_models() if "coca" not in name.lower()]
+    assert len(names) > 100
+    for name in names:
+        check_sizes(name, builtin(name), None)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (f"--name={'n' * 300}", "it has 300 bytes, and file systems allow 255"),
+        (f"--name={'é' * 140}", "it has 280 bytes"),
+        ("--name=a\nb", "leave out line ends and other characters that cannot be printed"),
+        ("--name=a\x1b[31m", "leave out line ends"),
+        ("--name=\udcff", "leave out line ends"),
+        (f"--logs={'n' * 300}", "--logs: run.logs: nnn"),
+        (f"--logs={'a/' * 3000}", "cannot be a folder: File name too long"),
+        (f"--logs={__file__}", "test_hostile_settings.py is no folder"),
+        (f"--logs={__file__}/runs", "test_hostile_settings.py is no folder"),
+        ("--train-data={0..999999999999}.tar", "name more than 1,000,000 shards"),
+        (f"--batch-size={'9' * 5000}", "--batch-size: expected a whole number"),
+        ("--wd=inf", "--wd: optim.wd: expected a finite number, not 'inf'"),
+        ("--data.sources.train.weight=inf", "expected a finite number"),
+        ("--data.max-shard-gib=inf", "expected a finite number"),
+        ("--data.augment.ratio=[1, inf]", "expected a finite number"),
+        ("--save-frequency=inf", "expected a finite number"),
+        ("--optim.eps=inf", "expected a finite number"),
+        ("--data.transfer-timeout=inf", "expected a finite number"),
+        ("--beta1=nan", "expected a finite number"),
+        ("--optim.grad-clip-norm=nan", "expected a number above 0, not 'nan'"),
+    ],
+    ids=lambda value: value[:24].encode("ascii", "backslashreplace").decode(),
+)
+def test_names_folders_and_numbers(argv: str, message: str) -> None:
+    said = refused(argv)
+    assert message in said and len(said) < 7000 and "\n" not in said
+    assert "\x1b" not in said
+
+
+def test_infinity_where_it_means_no_limit() -> None:
+    settings = load(["--grad-clip-norm=inf", "--data.stall-timeout=inf"])
+    assert settings.optim.grad_clip_norm == settings.data.stall_timeout == float("inf")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_of_runs_that_is_read_only(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    assert "cannot be written by this user" in refused(f"--logs={tmp_path}/runs")
+
+
+LONG = "n" * 300
+
+
+@pytest.mark.parametrize(
+    ("verb", "argv", "said"),
+    [
+        (compare, [LONG], "no file or folder can have the name nnn"),
+        (evaluate, [f"--checkpoint={LONG}"], "no file or folder can have the name nnn"),
+        (evaluate, [f"--watch={LONG}"], "no file or folder can have the name nnn"),
+        (evaluate, [f"--watch={__file__}"], "is a file: name a run's folder"),
+        (stage, [LONG, "--train-data=a.tar"], "cannot be made: File name too long"),
+        (stage, ["", "--train-data=a.tar"], "name the folder first"),
+        (stage, ["out", "--train-data=a.tar", f"--size={'9' * 5000}"], "--size: expected a whole number"),
+        (check, [""], "error: --shards: name at least one shard"),
+        (check, ["a.tar", "--caption-json="], "error: --caption-json: the path '' is malformed"),
+    ],
+)
+def test_other_verbs(
+    verb: ModuleType, argv: list[str], said: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert verb.main(argv) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("left", [0, 20_000])
+def test_a_disk_that_is_full_at_the_start(left: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run says so before it builds its model."""
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with small_disk(disk, "100k"):
+        fill(disk, left)
+        assert train.main(flags(tmp_path, "new", "--logs", str(disk / "runs"), "--train-data=synthetic:16")) == 1
+        said = capsys.readouterr().err
+        assert said.count("error: ") == 1 and "Traceback" not in said and "warning" not in said
+        assert f"{disk}/runs/new cannot be written, as its disk is full: free some space" in said
+        assert [path.name for path in (disk / "runs/new").iterdir()] == [".lock"]

@@ -1,0 +1,358 @@
+"""Settings: layers, places of errors, short flags, rules across sections, resolving and writing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from clipstream.config.config_sources import NULLS
+from clipstream.config.portable import portable
+from clipstream.config.settings import Settings, dump, load, resolve
+from clipstream.config.validate import validate_evals, validate_run
+from clipstream.data.settings import JsonCaption
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.evals.settings import ZeroShotSettings
+from clipstream.losses.settings import AutoLoss, ClipLossSettings, SiglipLossSettings
+from tests.support.settings_files import OWN, OwnCaption, problems, write
+
+BASE = ["--train-data", "a.tar", "--steps", "10", "--name", "x"]
+
+
+def at(settings: Settings, key: str) -> Any:
+    found: Any = settings
+    for part in key.split("."):
+        found = found[part] if isinstance(found, dict) else getattr(found, part)
+    return found
+
+
+def test_later_layers_win(tmp_path: Path) -> None:
+    one = write(tmp_path / "1.yaml", "optim: {lr: 1e-3, wd: 0.1}\ntrain: {steps: 5}\nschedule: {warmup: 1}")
+    two = write(tmp_path / "2.yaml", "optim:\n  lr: 2e-3\nschedule:\n")
+    settings = load(["--config", one, "--optim.wd=0.3", "--config", two])
+    assert (settings.optim.lr, settings.optim.wd) == (2e-3, 0.3)
+    assert (settings.schedule.warmup, settings.train.steps) == (1, 5)
+    assert settings.data.workers == Settings().data.workers
+
+
+def test_environment_is_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODEL", '{"name": "RN50"}')
+    monkeypatch.setenv("RUN__SEED", "3")
+    assert load([]) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("argv", "key", "value"),
+    [
+        (["--run.name", "00001"], "run.name", "00001"),
+        (["--name", "true"], "run.name", "true"),
+        (["--run.name", "null"], "run.name", None),
+        (["--run.seed", "1e3"], "run.seed", 1000),
+        (["--optim.grad-clip-norm", "0.01"], "optim.grad_clip_norm", 0.01),
+        (["--optim.betas", "[0.9, 0.95]"], "optim.betas", (0.9, 0.95)),
+        (["--run.debug"], "run.debug", True),
+        (["--run.debug", "--run.seed=3"], "run.debug", True),
+        (["--run.debug", "no"], "run.debug", False),
+        (["--log.tensorboard=false"], "log.tensorboard", False),
+        (["--log.progress", "none"], "log.progress", "none"),
+        (["--data.global_batch-size", "64"], "data.global_batch_size", 64),
+        (["--data.lanes", "auto"], "data.lanes", "auto"),
+        (["--data.lanes", "12"], "data.lanes", 12),
+        (["--lr", "1", "--lr", "2"], "optim.lr", 2.0),
+        (["--data.sources.my-set.shards", "{0..9}.tar"], "data.sources.my-set.shards", "{0..9}.tar"),
+        (["--data.sources.a.shards", "pipe:cat 'x: y' # z"], "data.sources.a.shards", "pipe:cat 'x: y' # z"),
+        (["--data.sources.a.shards", "[a.tar, 007]"], "data.sources.a.shards", ["a.tar", "007"]),
+        (["--data.sources.a.shards", "[ab].tar"], "data.sources.a.shards", "[ab].tar"),
+        (["--train-data", "{00..11}.tar"], "data.sources.train.shards", "{00..11}.tar"),
+        (["--run.name", "a # b"], "run.name", "a # b"),
+        (["--evals", "{e: {data: {shards: 1}}}"], "evals.e.data.shards", "1"),
+        (["--precision", "amp"], "train.precision", "bf16"),
+        (["--precision", "amp_bf16"], "train.precision", "bf16"),
+        (["--dataset-resampled", "--data.sampling.mode=resampled"][:1], "data.sampling.mode", "resampled"),
+        (["--dataset_resampled", "false"], "data.sampling.mode", "epoch"),
+        (["--train-num-samples", "1000"], "train.epoch_samples", 1000),
+    ],
+)
+def test_flag_values(argv: list[str], key: str, value: Any) -> None:
+    assert at(load(argv), key) == value
+
+
+def test_text_in_yaml_stays_text(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "a.yaml",
+        "run: {name: 00001}\nevals: {e: {type: zero_shot, classes: [yes, no, 1, null], data: {shards: 2024-01-01}}}",
+    )
+    settings = load(["--config", file])
+    evaluator = settings.evals["e"]
+    assert isinstance(evaluator, ZeroShotSettings)
+    assert settings.run.name == "00001"
+    assert evaluator.classes == ["yes", "no", "1", "null"]
+    assert evaluator.data is not None
+    assert evaluator.data.shards == "2024-01-01"
+
+
+@examples(max_examples=50, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1))
+def test_any_text_is_itself(text: str) -> None:
+    assert load([f"--evals.a.fetch={text}"]).evals["a"].fetch == (None if text in NULLS else text)
+
+
+def test_another_type_starts_afresh(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "a.yaml",
+        "loss: {type: clip, max_logit_scale: 50}\n"
+        "data: {sources: {train: {shards: a.tar, caption: {key: cap}}}}\n"
+        "evals: {v: {max_samples: 5, every: 7, data: {shards: v.tar}}, w: {data: {shards: w.tar}}}",
+    )
+    assert load(["--config", file]).loss == ClipLossSettings(max_logit_scale=50)
+    flags = "--loss.type=siglip --caption-json=a.b --evals.w=null --evals.v.type=zero_shot --evals.v.classes=imagenet"
+    settings = load(["--config", file, *flags.split()])
+    assert settings.loss == SiglipLossSettings()
+    assert settings.data.sources["train"].caption == JsonCaption(path="a.b")
+    evaluator = settings.evals["v"]
+    assert isinstance(evaluator, ZeroShotSettings)
+    assert (evaluator.every, list(settings.evals)) == (7, ["v"])
+    assert evaluator.data is not None
+    assert evaluator.data.shards == "v.tar"
+
+
+def test_another_length_displaces_the_old_one(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.yaml", "train: {steps: 1000}")
+    settings = load(["--config", file, "--epochs", "2.5", "--train-num-samples", "1000", "--batch-size", "8"])
+    assert (settings.train.steps, settings.total_steps) == (None, 313)
+
+
+def test_own_parts_bring_their_settings(tmp_path: Path) -> None:
+    text = f"data: {{sources: {{train: {{shards: a, caption: {{type: '{OWN}', depth: 3}}}}}}}}"
+    file = write(tmp_path / "a.yaml", text)
+    settings = load(["--config", file, "--data.sources.train.caption.loud"])
+    assert settings.data.sources["train"].caption == OwnCaption.Settings(type=OWN, depth=3, loud=True)
+    assert load(["--config", write(tmp_path / "b.yaml", dump(settings))]) == portable(settings)
+    assert "did you mean 'depth'" in problems(["--config", file, "--data.sources.train.caption.dept=3"])[0]
+
+
+def test_every_error_at_once_with_its_place(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "my.yaml",
+        "data:\n  sampling:\n    mode: epochs\n  workerz: 3\n  lanes: 0\n  sources:\n    a:\n      weight: 0\n"
+        "      caption: {type: jsn}\noptim:\n  lr: fast\n  betas: [0.9]\ntrian: {}\nmodel: {image_size: 2.5}\n"
+        "loss: {type: siglp}\nevals:\n  z: {type: zero_shot, every: -1}\ntrain: {epoch_sample: 3}\n",
+    )
+    found = problems(["--config", file, "--precision", "fp46", "--bathsize", "3", "--lr", "--data.shufle.window", "3"])
+    wanted = [
+        f"{file}:3: data.sampling.mode: 'epochs' is not one of resampled, epoch, indexed; did you mean 'epoch'?",
+        f"{file}:4: data.workerz: there is no such key; did you mean 'workers'?",
+        f"{file}:5: data.lanes: expected 'auto' or at least 1, not 0",
+        f"{file}:7: data.sources.a.shards: missing: this key has no default",
+        f"{file}:8: data.sources.a.weight: expected a number above 0, not 0",
+        f"{file}:9: data.sources.a.caption.type: type 'jsn' is not one of json, text, nor a 'package.module:Name'; "
+        "did you mean 'json'?",
+        f"{file}:11: optim.lr: expected a number, not 'fast'",
+        f"{file}:12: optim.betas: expected 2 values, not 1",
+        f"{file}:13: trian: there is no such key; did you mean 'train'?",
+        f"{file}:14: model.image_size: expected a whole number, not 2.5",
+        f"{file}:15: loss.type: type 'siglp' is not one of auto, clip, siglip, nor a 'package.module:Name'; "
+        "did you mean 'siglip'?",
+        f"{file}:17: evals.z.every: expected at least 0, not -1",
+        f"{file}:18: train.epoch_sample: there is no such key; did you mean 'epoch_samples'?",
+        "--precision: train.precision: 'fp46' is not one of auto, fp32, bf16, fp16, pure_bf16, fp64; "
+        "did you mean 'fp64'?",
+        "--bathsize: unknown flag; did you mean '--batch-size'?",
+        "--lr: needs a value, NUMBER",
+        "--data.shufle.window: data.shufle: there is no such key; did you mean 'shuffle'?",
+    ]
+    assert sorted(found) == sorted(wanted)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1\nb: 2", r":2: not YAML: "),
+        ("run:\n  seed: 1\n  name: x\n  seed: 2", r":4: the key 'seed' is given twice \(first at .*:2\)"),
+        ("- a\n- b", r":1: settings are a mapping of sections, not a? ?sequence"),
+        ("run: 3", r":1: run: expected a mapping of keys, not 3"),
+        ("run: {seed: {a: 1}}", r":1: run.seed: expected a whole number, not \{'a': 1\}"),
+        ("run: !!python/object:os.system {}", r":1: "),
+        ("data: {sources: [a]}", r":1: data.sources: expected a mapping of names"),
+        ("global_batch_size: 3", r":1: global_batch_size: there is no such key; did you mean 'data.global_batch_size'"),
+    ],
+)
+def test_wrong_files(tmp_path: Path, text: str, message: str) -> None:
+    assert re.search(message, problems(["--config", write(tmp_path / "a.yaml", text)])[0])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--config", "no/such.yaml"], "--config: there is no file no/such.yaml"),
+        (["--config"], "--config: needs a file"),
+        (["--run.seed"], "--run.seed: needs a value"),
+        (["--train-data", "a.tar", "b.tar"], "unexpected argument 'b.tar': quote a pattern"),
+        (["--global-batch-size", "3"], "did you mean '--data.global-batch-size'?"),
+        (["--steps", "3", "--train.steps", "4"], "--steps and --train.steps both set train.steps"),
+        (["--caption-key", "cap"], "data.sources.train.shards: missing: the short flags"),
+        (["--train.steps.x", "3"], "--train.steps.x: train.steps: expected a whole number"),
+    ],
+)
+def test_wrong_flags(argv: list[str], message: str) -> None:
+    assert message in "\n".join(problems(argv))
+
+
+@pytest.mark.parametrize("kind", ["zero_shot", "linear_probe"])
+def test_a_missing_key_is_named_and_no_flag_of_another(tmp_path: Path, kind: str) -> None:
+    """Nor the file's line of another evaluator; a mapping that a file or a flag sets as a whole is named."""
+    key = {"zero_shot": "classes", "linear_probe": "train"}[kind]
+    other = ["--config", write(tmp_path / "a.yaml", "evals:\n  other: {data: {shards: a}}\n")]
+    whole = write(tmp_path / "b.yaml", f"evals:\n  a: {{type: {kind}, data: {{shards: a}}}}\n")
+    flags = ["--evals.a.batch-size", "8", "--evals.a.type", kind, "--evals.a.data.shards", "a"]
+    mapping = f"{{type: {kind}, batch_size: 8, data: {{shards: a}}}}"
+    for argv, place in (
+        (flags, ""),
+        ([*other, *flags], ""),
+        (["--config", whole, *flags[:2]], f"{whole}:2: "),
+        (["--evals.a", mapping], "--evals.a: "),
+    ):
+        with pytest.raises(SettingsError) as caught:
+            validate_evals(load(argv, trains=False), shown=True)
+        assert str(caught.value).startswith(f"{place}evals.a.{key}: missing: ")
+
+
+def test_classes_given_twice_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "names.txt", "dog\ncat\n\x1b[31mDog\n cat \n")
+    zero_shot = ["--evals.a.type=zero_shot", "--evals.a.data.shards=a"]
+    train = [*BASE, "--name=x", *zero_shot]
+    for classes in (f"--evals.a.classes={file}", "--evals.a.classes=[cat, dog, Cat]"):
+        validate_evals(load([*zero_shot, classes], trains=False), shown=True)
+        told = capsys.readouterr().err
+        assert told.startswith("warning: --evals.a.classes: given more than once: 'cat'; ") and told.count("\n") == 1
+        validate_run(load([*train, classes]), World())
+        assert capsys.readouterr().err == told
+        validate_run(load([*train, classes]), World(size=2, rank=1))
+    for classes in ("--evals.a.classes=[cat, dog]", "--evals.a.classes=imagenet"):
+        validate_evals(load([*zero_shot, classes], trains=False), shown=True)
+    assert capsys.readouterr().err == "", "told on rank 0 alone, and of the user's own names alone"
+
+
+def test_yaml_merge_keys(tmp_path: Path) -> None:
+    text = (
+        "data:\n  sources:\n    a: &a {shards: a, weight: 2}\n    b: {<<: *a, shards: b}\n"
+        "evals: {e: {data: {<<: *a, weight: -1}}}"
+    )
+    (found,) = problems(["--config", write(tmp_path / "a.yaml", text)])
+    assert "evals.e.data.weight: expected a number above 0" in found
+    sources = load(["--config", write(tmp_path / "b.yaml", text.partition("evals")[0])]).data.sources
+    assert [(source.shards, source.weight) for source in sources.values()] == [("a", 2), ("b", 2)]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--steps", "3"], "data.sources: there is no data"),
+        (["--train-data=a"], "train: nothing says how long"),
+        (["--train-data=a", "--epochs=3"], "--epochs: train.epochs: how many samples are an epoch?"),
+        (["--train-data=a", "--steps=3", "--epochs=3"], "--epochs: train.epochs: steps and epochs are all given"),
+        ([*BASE, "--warmup=11"], "--warmup: schedule.warmup: 11 steps of warm-up, but the run has 10"),
+        ([*BASE, "--data.global-batch-size=2"], "--data.global-batch-size: 2 samples cannot be shared by 3 ranks"),
+        ([*BASE, "--data.lanes=2"], "--data.lanes: 2 lanes cannot be shared by 3 ranks"),
+        ([*BASE, "--data.lanes=600"], "--data.lanes: 600 lanes, but a global batch has 512 samples"),
+        (
+            [*BASE, "--train.micro-batch-size=600"],
+            "--train.micro-batch-size: 600 is more than the largest global batch",
+        ),
+        ([*BASE, "--evals.e.every=3"], "evals.e: the evaluator has no data"),
+        ([*BASE[:4], "--resume=latest"], "--resume: checkpoint.resume: latest of which run?"),
+        ([*BASE[:4], "--name=a/b"], "--name: run.name: 'a/b' is no name for a folder"),
+        (
+            [*BASE, "--data.sources.train.caption={type: json, path: [a, b], weights: [1]}"],
+            "--data.sources.train.caption: data.sources.train.caption.weights: 1 weights for 2 paths",
+        ),
+    ],
+)
+def test_contradictions(argv: list[str], message: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        validate_run(load(argv), World(size=3))
+    assert message in str(caught.value)
+
+
+def test_contradictions_come_at_once() -> None:
+    with pytest.raises(SettingsError) as caught:
+        validate_run(load(["--data.lanes=600"]), World())
+    assert len(str(caught.value).split("\nerror: ")) == 3
+
+
+def test_an_existing_run_is_not_written_over(tmp_path: Path) -> None:
+    argv = [*BASE, "--logs", str(tmp_path)]
+    (tmp_path / "x").mkdir()
+    validate_run(load(argv), World())
+    (tmp_path / "x" / "config.yaml").touch()
+    with pytest.raises(SettingsError, match=r"--resume auto, or .* --name"):
+        validate_run(load(argv), World(rank=1, size=2))
+    validate_run(load([*argv, "--resume", "auto"]), World())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "argv", "lanes"),
+    [
+        (1, [], 192),
+        (7, ["--workers=30"], 192),
+        (50, ["--workers=0"], 192),
+        (1, ["--batch-size=2047"], 192),
+        (4, ["--data.global-batch-size=2048"], 384),
+        (1024, ["--data.global-batch-size=16384"], 3072),
+        (1, ["--batch-size=10"], 10),
+        (1, ["--batch-size=64", "--data.batch-schedule=[[3, 20], [9, 80]]"], 20),
+        (1, ["--data.lanes=7"], 7),
+        (2, ["--dataset-resampled=false"], 192),
+        (2, ["--data.sampling.shards=split"], 192),
+        (2, ["--data.sampling.shards=split", "--data.sampling.mode=indexed"], 192),
+    ],
+)
+def test_lanes(tmp_path: Path, ranks: int, argv: list[str], lanes: int) -> None:
+    for shard in range(5):
+        (tmp_path / f"{shard}.tar").touch()
+    settings = load(["--train-data", f"{tmp_path}/*.tar", "--name=x", *argv], ranks=1)
+    assert resolve(settings, World(size=ranks)).data.lanes == lanes
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("ViT-B-32", "ViT-B-32"), ("my/small.json", "small"), ("hf-hub:org/A-b", "org-A-b"), ("local-dir:/a/b", "a-b")],
+)
+def test_dated_names(tmp_path: Path, model: str, name: str) -> None:
+    settings = load(["--model", model, "--logs", str(tmp_path)])
+    first = resolve(settings, World()).run_folder
+    assert re.fullmatch(rf"\d{{4}}_\d\d_\d\d-\d\d_\d\d_\d\d-model_{name}-b_512", first.name)
+    first.mkdir()
+    assert resolve(settings, World()).run_folder != first
+
+
+def test_the_written_file_repeats_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKEN", "secret")
+    flags = (
+        "--train-data=https://${TOKEN}@h/{0..3}.tar --val-data=v.tar --caption-json=a.b;c --lr=1e-5 --name=1e-3 "
+        "--batch-size=8 --accum-freq=2 --epochs=1.5 --train-num-samples=100 --loss.type=siglip "
+        "--optim.betas=[0.9,0.95] --tokenizer=hf-hub:o/n --resume=auto"
+    )
+    settings = load(flags.split(), ranks=2)
+    resolved = resolve(settings, World(size=2))
+    text = dump(resolved)
+    assert "secret" not in text
+    assert "${TOKEN}" in text
+    again = load(["--config", write(tmp_path / "config.yaml", text)], ranks=7)
+    assert again.checkpoint.resume is None
+    checkpoint = again.checkpoint.model_copy(update={"resume": "auto"})
+    assert again.model_copy(update={"checkpoint": checkpoint}) == portable(resolved)
+    assert dump(again) == text
+    assert (again.data.lanes, again.total_steps) == (32, 5)
+
+
+def test_defaults_are_their_own_classes() -> None:
+    settings = Settings()
+    assert isinstance(settings.loss, AutoLoss)
+    assert load(["--config", "/dev/null"]) == settings

@@ -1,0 +1,209 @@
+"""Extraction of images, captions and labels from raw samples, and users' own extractors."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from clipstream.data.decode.captions import build_caption, build_transform, image_bytes, json_object, split_keys
+from clipstream.data.order.rng import SampleRNG
+from clipstream.data.settings import CaptionSettings
+from clipstream.errors import Dropped, SettingsError
+
+
+def raw(**members: Any) -> dict[str, Any]:
+    return {"__key__": "0", "__url__": "a.tar", **members}
+
+
+def caption(settings: dict[str, Any], sample: Mapping[str, Any], rng: SampleRNG | None = None) -> str:
+    """The caption, or 'dropped: REASON'. The extractor goes through pickle on its way."""
+    extractor = pickle.loads(pickle.dumps(build_caption(CaptionSettings.model_validate(settings))))
+    try:
+        return extractor(sample, rng)
+    except Dropped as drop:
+        return f"dropped: {drop.reason}"
+
+
+def from_json(value: Any, path: str | list[str], rng: SampleRNG | None = None, **more: Any) -> str:
+    data = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return caption({"type": "json", "path": path, **more}, raw(json=data, txt=b"the text"), rng)
+
+
+def test_keys_of_a_setting() -> None:
+    assert split_keys("jpg;PNG, .webp;;") == ("jpg", "png", "webp")
+
+
+def test_the_first_present_image_is_taken_whatever_its_case() -> None:
+    assert image_bytes(raw(png=b"1", jpg=b"2"), "jpg;png") == b"2"
+    assert image_bytes(raw(png=b"1", jpg=b"2"), "webp, PNG") == b"1"
+    assert image_bytes(raw(JPG=memoryview(b"3")), "jpg") == b"3"
+    with pytest.raises(Dropped, match=r"no_image: no member \.jpg or \.png"):
+        image_bytes(raw(txt=b""), "jpg;png")
+    with pytest.raises(Dropped, match="no_image: list"):
+        image_bytes(raw(jpg=[1]), "jpg")
+
+
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    [
+        ({"txt": b" a cat\n"}, "a cat"),
+        ({"txt": "\ufeffein Käfer".encode()}, "ein Käfer"),
+        ({"TXT": "already text "}, "already text"),
+        ({"txt": b" \n"}, "dropped: empty_caption"),
+        ({"txt": b"\xff\xfe"}, "dropped: caption_not_utf8"),
+        ({"json": b"{}"}, "dropped: no_caption"),
+    ],
+)
+def test_text_captions(members: dict[str, Any], expected: str) -> None:
+    assert caption({"type": "text", "key": "Txt"}, raw(**members)) == expected
+
+
+def test_an_absent_member_is_named() -> None:
+    with pytest.raises(Dropped, match=r"no member \.txt or \.caption") as drop:
+        build_caption(CaptionSettings.model_validate({"type": "text", "key": "txt;caption"}))(raw(), None)
+    assert drop.value.reason == "no_caption"
+
+
+@pytest.mark.parametrize(
+    ("value", "path", "expected"),
+    [
+        ({"caption": {"en": " panda "}}, "caption.en", "panda"),
+        ({"Caption": {"EN": "panda"}}, "caption.en", "panda"),
+        ({"caption.en": "panda"}, "caption.en", "panda"),
+        ({"a": {"b.c": {"d": "deep"}}}, "a.b.c.d", "deep"),
+        ({"texts": [{"t": "0"}, {"t": "one"}]}, "texts.1.t", "one"),
+        ({"texts": ["a", "b"]}, "texts.5", "dropped: no_caption"),
+        ({"texts": ["a", "b"]}, "texts.t", "dropped: no_caption"),
+        ({"texts": [3, "", "b"]}, "texts", "b"),
+        ({"a": None, "b": 7, "c": "see"}, ["a", "b", "c"], "see"),
+        ({"a": 7}, "a", "dropped: no_caption"),
+        ({"a": {}}, "a.b", "dropped: no_caption"),
+        ({"a": " "}, "a", "dropped: empty_caption"),
+        ({"a": "half \ud83d"}, "a", "dropped: caption_not_utf8"),
+        (["a"], "0", "dropped: json_not_object"),
+        (b"{", "a", "dropped: json_invalid"),
+        (b'{"a": "\xff"}', "a", "dropped: json_invalid"),
+        (b"[" * 100_000, "a", "dropped: json_invalid"),
+    ],
+)
+def test_json_captions(value: Any, path: str | list[str], expected: str) -> None:
+    assert from_json(value, path) == from_json(value, path, SampleRNG(1)) == expected
+
+
+@pytest.mark.parametrize("value", [{"b": "x"}, {"a": ""}, {"a": 3}, b"{", [1]])
+def test_the_text_member_stands_in_where_no_path_has_a_caption(value: Any) -> None:
+    assert from_json(value, "a", fallback="txt") == "the text"
+    assert from_json(value, "a", fallback="missing").startswith("dropped: ")
+    assert caption({"type": "json", "path": "a", "fallback": "txt"}, raw(txt=b"alone")) == "alone"
+
+
+def test_a_list_is_drawn_from_in_training_only() -> None:
+    value = {"alt": ["a", "b", "", "c"]}
+    drawn = Counter(from_json(value, "alt", SampleRNG(key)) for key in range(300))
+    assert set(drawn) == {"a", "b", "c"} and min(drawn.values()) > 60
+    assert {from_json(value, "alt") for _ in range(5)} == {"a"}
+    assert from_json(value, "alt", SampleRNG(7)) == from_json(value, "alt", SampleRNG(7))
+
+
+def test_weights_draw_among_the_paths_that_have_text() -> None:
+    value = {"long": "L", "short": "S", "never": "N"}
+    options = {"path": ["short", "long", "never"], "weights": [1, 3, 0]}
+    drawn = Counter(from_json(value, rng=SampleRNG(key), **options) for key in range(1000))
+    assert set(drawn) == {"L", "S"} and 0.7 < drawn["L"] / 1000 < 0.8
+    assert from_json(value, **options) == "S"
+    assert {from_json({"long": "L"}, rng=SampleRNG(key), **options) for key in range(9)} == {"L"}
+    assert from_json({"never": "N"}, **options) == "dropped: no_caption"
+    with pytest.raises(ValueError, match="1 weights for 2 paths"):
+        from_json(value, ["a", "b"], weights=[1])
+
+
+class Own:
+    """A user's extractor that does what the sample's text says."""
+
+    class Settings(CaptionSettings):
+        type: str = "tests.data.decode.test_captions:Own"
+        prefix: str = ""
+
+    def __init__(self, settings: Settings) -> None:
+        if settings.prefix == "bad":
+            raise RuntimeError("bad prefix")
+        self.settings = settings
+        self.members = ("TXT",)
+
+    def __call__(self, sample: Mapping[str, Any], rng: SampleRNG | None) -> str:
+        text = sample["txt"].decode()
+        if text == "drop":
+            raise Dropped("my_reason")
+        return 3 if text == "number" else self.settings.prefix + text  # type: ignore[return-value]
+
+
+def test_a_users_extractor() -> None:
+    settings = {"type": "tests.data.decode.test_captions:Own", "prefix": "a "}
+    assert build_caption(CaptionSettings.model_validate(settings)).members == ("txt",)
+    assert caption(settings, raw(txt=b"cat")) == "a cat"
+    assert caption(settings, raw(txt=b"drop")) == "dropped: my_reason"
+    assert caption(settings, raw(txt=b"number")) == "dropped: extractor_error"
+    with pytest.raises(Dropped, match=r"extractor_error: KeyError\('txt'\)"):
+        build_caption(CaptionSettings.model_validate(settings))(raw(), None)
+    with pytest.raises(SettingsError, match="bad prefix"):
+        caption({**settings, "prefix": "bad"}, raw())
+
+
+def change(sample: Mapping[str, Any]) -> Any:
+    """A user's transform that does what the sample's text says."""
+    text = sample["txt"].decode()
+    if text == "raise":
+        raise ZeroDivisionError("mine")
+    return {"none": None, "number": 3}.get(text, {**sample, "TXT": text.upper(), "json": {"a": ["b"]}})
+
+
+def test_a_users_transform() -> None:
+    assert build_transform(None) is None
+    transform = pickle.loads(pickle.dumps(build_transform("tests.data.decode.test_captions:change")))
+    changed = transform(raw(txt=b"cat"))
+    assert changed["TXT"] == "CAT"
+    assert caption({"type": "json", "path": "a.0"}, changed) == "b"
+    for text, reason in [("none", "transform_none"), ("number", "transform_error"), ("raise", "transform_error")]:
+        with pytest.raises(Dropped) as drop:
+            transform(raw(txt=text.encode()))
+        assert drop.value.reason == reason
+    wrong = {
+        "tests.data.decode.test_captions:nothing": "nothing",
+        "nowhere_at_all:x": "nowhere",
+        "pickle:__name__": "function",
+    }
+    for path, word in wrong.items():
+        with pytest.raises(SettingsError, match=word):
+            build_transform(path)
+
+
+def _json_or_reason(parse: Any, text: str | bytes) -> str:
+    try:
+        return repr(parse(text))
+    except (Dropped, ValueError):
+        return "refused"
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+_TEXTS = st.one_of(
+    st.builds(lambda value, ascii_only: json.dumps({"a": value}, ensure_ascii=ascii_only), _VALUES, st.booleans()),
+    st.text('{}[]":,aA\\ud80 e+-.0123truflsnN\n\x00é').map(lambda text: '{"a":' + text),
+    st.sampled_from(['{"a":"\\ud800"}', '{"a":1,"a":2}', '{"a":1e400}', '\ufeff{"a":1}', '{"a":-Infinity}']),
+)
+
+
+@example('{"a":"\ud800"}', None)
+@given(_TEXTS, st.sampled_from(["utf-8", "utf-8-sig", "utf-16", None]))
+def test_json_is_read_as_python_reads_it(text: str, encoding: str | None) -> None:
+    member = text if encoding is None else text.encode(encoding, "surrogatepass")
+    assert _json_or_reason(json_object, member) == _json_or_reason(json.loads, member)

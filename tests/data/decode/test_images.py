@@ -1,0 +1,316 @@
+"""Pixels: evaluation equals open_clip's transform; random crops; images of every format and defect."""
+
+from __future__ import annotations
+
+import base64
+import io
+import pickle
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from open_clip.transform import image_transform
+from PIL import ExifTags, Image, ImageOps
+from torchvision.transforms import RandomResizedCrop
+from torchvision.transforms import functional as TF
+
+from clipstream.data.batch import ImageSpec
+from clipstream.data.decode.images import EvalTransform
+from clipstream.data.decode.train_transform import ColourJitter, TrainTransform, crop_box, shift_hue
+from clipstream.data.order.rng import SampleRNG
+from clipstream.data.settings import AugmentSettings
+from clipstream.errors import Dropped, SettingsError
+from tests.support.image_files import bomb, decibels, save, smooth
+
+SIZES = [(97, 60), (60, 97), (33, 33), (20, 64), (10, 7), (64, 48)]
+
+
+def photo(width: int, height: int, kind: str = "JPEG", **options: Any) -> bytes:
+    return save(Image.fromarray(smooth(width, height)), kind, **options)
+
+
+def both(size: int, background: str = "white") -> list[EvalTransform | TrainTransform]:
+    spec = ImageSpec((size, size))
+    return [EvalTransform(spec, background), TrainTransform(spec, AugmentSettings(), background)]
+
+
+def reference(data: bytes, spec: ImageSpec) -> np.ndarray[Any, Any]:
+    """open_clip's transform with its normalisation switched off; float32 times 255 is exact in uint8."""
+    transform = image_transform(
+        spec.size, is_train=False, mean=(0.0,) * 3, std=(1.0,) * 3, resize_mode=spec.resize_mode,
+        interpolation=spec.interpolation, fill_color=spec.fill,
+    )  # fmt: skip
+    return (transform(Image.open(io.BytesIO(data))) * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+
+
+@pytest.mark.parametrize("goal", [(32, 32), (24, 40)])
+@pytest.mark.parametrize("mode", ["shortest", "longest", "squash"])
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+def test_evaluation_equals_open_clip_bit_for_bit(goal: tuple[int, int], mode: str, interpolation: str) -> None:
+    spec = ImageSpec(goal, interpolation, mode, fill=77)
+    transform = pickle.loads(pickle.dumps(EvalTransform(spec, "red")))
+    for width, height in SIZES:
+        rgb = Image.fromarray(smooth(width, height))
+        pictures = [
+            photo(width, height), photo(width, height, "WEBP"), save(rgb), save(rgb.convert("L")),
+            save(rgb.convert("P")), save(rgb.convert("1")), save(rgb.convert("CMYK"), "JPEG"),
+            photo(width, height, exif=b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"),
+        ]  # fmt: skip
+        for data in pictures:
+            pixels = transform(data)
+            assert pixels.shape == (*goal, 3) and pixels.dtype == np.uint8 and pixels.flags["C_CONTIGUOUS"]
+            np.testing.assert_array_equal(pixels, reference(data, spec), err_msg=f"{width} x {height}")
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_an_alpha_channel_that_hides_nothing_changes_nothing(mode: str) -> None:
+    spec = ImageSpec((32, 32))
+    for width, height in SIZES:
+        data = save(Image.fromarray(smooth(width, height)).convert(mode))
+        np.testing.assert_array_equal(EvalTransform(spec, "red")(data), reference(data, spec))
+
+
+def clear(kind: str) -> bytes:
+    """A picture, all of it transparent, with black under it."""
+    if kind == "palette":
+        return save(Image.new("P", (40, 30), 0), transparency=0)
+    if kind == "rgb":
+        return save(Image.new("RGB", (40, 30)), transparency=(0, 0, 0))
+    if kind == "grey":
+        return save(Image.new("LA", (40, 30)))
+    return save(Image.new("RGBA", (40, 30)), kind, **({"lossless": True} if kind == "WEBP" else {}))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF", "palette", "rgb", "grey"])
+def test_the_background_shows_through(kind: str) -> None:
+    for name, colour in [("white", (255, 255, 255)), ("#102030", (16, 32, 48))]:
+        for transform in both(16, name):
+            assert (transform(clear(kind), SampleRNG(1)) == np.array(colour, dtype=np.uint8)).all()
+    with pytest.raises(SettingsError, match="'no such colour'"):
+        both(16, "no such colour")
+
+
+def test_16_bit_greys_keep_their_brightness() -> None:
+    data = save(Image.fromarray(np.full((20, 20), 0x4080, dtype=np.uint16)))
+    for transform in both(8):
+        assert (transform(data, SampleRNG(1)) == 0x40).all()
+
+
+class TorchDraws:
+    """Draws from torch's global state as torchvision does, to compare with its crops."""
+
+    def uniform(self) -> float:
+        return torch.empty(1).uniform_(0, 1).item()
+
+    def integer(self, n: int) -> int:
+        return int(torch.randint(0, n, size=(1,)).item())
+
+
+@pytest.mark.parametrize("scale", [(0.9, 1.0), (0.08, 1.0)])
+@pytest.mark.parametrize("size", [(300, 200), (100, 1000), (1000, 90), (1, 5)])
+def test_crops_are_torchvisions(size: tuple[int, int], scale: tuple[float, float]) -> None:
+    augment = AugmentSettings(scale=scale)
+    picture = Image.new("L", size)
+    same = 0
+    for seed in range(100):
+        torch.manual_seed(seed)
+        top, left, height, width = RandomResizedCrop.get_params(picture, list(scale), list(augment.ratio))
+        torch.manual_seed(seed)
+        same += crop_box(size, augment, TorchDraws()) == (left, top, width, height)  # type: ignore[arg-type]
+    assert same >= 98  # torchvision computes in float32: a rounding may differ
+
+
+@pytest.mark.parametrize("size", [(60, 50), (300, 260), (800, 500)])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_training_pixels_are_those_of_the_crop(kind: str, size: tuple[int, int]) -> None:
+    augment = AugmentSettings(scale=(0.3, 1.0))
+    data = photo(*size, kind)
+    whole = Image.open(io.BytesIO(data)).convert("RGB")
+    for key in range(8):
+        left, top, width, height = crop_box(size, augment, SampleRNG(key))
+        crop = whole.crop((left, top, left + width, top + height)).resize((32, 32), Image.Resampling.BICUBIC)
+        pixels = TrainTransform(ImageSpec((32, 32)), augment, "white")(data, SampleRNG(key))
+        assert decibels(pixels, np.asarray(crop)) > 33
+
+
+def test_the_same_draws_give_the_same_pixels_also_into_a_slab() -> None:
+    augment = AugmentSettings(scale=(0.5, 1.0), interpolation="random", flip=0.5)
+    transform = pickle.loads(pickle.dumps(TrainTransform(ImageSpec((24, 32)), augment, "white")))
+    data = photo(80, 60)
+    slab = np.zeros((40, 24, 32, 3), dtype=np.uint8)
+    for key, slot in enumerate(slab):
+        assert transform(data, SampleRNG(key), slot) is slot
+        np.testing.assert_array_equal(slot, transform(data, SampleRNG(key)))
+    assert len({slot.tobytes() for slot in slab}) == 40
+    slot = np.zeros((24, 32, 3), dtype=np.uint8)
+    EvalTransform(ImageSpec((24, 32)), "white")(data, None, slot)
+    assert slot.any()
+
+
+def test_flip_mirrors() -> None:
+    whole = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0)}
+    data = photo(40, 40)
+    spec = ImageSpec((20, 20))
+    plain = TrainTransform(spec, AugmentSettings(**whole), "white")(data, SampleRNG(1))
+    mirrored = TrainTransform(spec, AugmentSettings(**whole, flip=1), "white")(data, SampleRNG(1))
+    np.testing.assert_array_equal(mirrored, plain[:, ::-1])
+    sometimes = TrainTransform(spec, AugmentSettings(**whole, flip=0.3), "white")
+    assert 40 < sum((sometimes(data, SampleRNG(key)) != plain).any() for key in range(200)) < 80
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "undecodable_image"),
+        (b"<html>not found</html>", "undecodable_image"),
+        (photo(60, 60)[:-200], "undecodable_image"),
+        (photo(60, 60)[:20], "undecodable_image"),
+        (photo(60, 60, "PNG")[:-100], "undecodable_image"),
+        (photo(60, 60, "WEBP")[:-100], "undecodable_image"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n", "undecodable_image"),
+        (bomb(60_000, 60_000), "image_too_large"),
+        (bomb(13_400, 13_400), "image_too_large"),
+    ],
+)
+def test_bad_pictures_are_dropped_with_a_reason(data: bytes, reason: str) -> None:
+    for transform in both(16):
+        with pytest.raises(Dropped) as drop:
+            transform(data, SampleRNG(1))
+        assert drop.value.reason == reason and drop.value.detail
+
+
+def test_thin_strips_neither_fail_nor_fill_the_memory() -> None:
+    data = save(Image.new("RGB", (1, 9000)))
+    with pytest.raises(Dropped, match="image_too_large: a strip of 1 x 9000"):
+        EvalTransform(ImageSpec((224, 224)), "white")(data)
+    assert EvalTransform(ImageSpec((16, 16), resize_mode="longest"), "white")(data).shape == (16, 16, 3)
+    with pytest.raises(Dropped, match="image_too_thin: 1 x 9000 pixels"):
+        TrainTransform(ImageSpec((16, 16)), AugmentSettings(), "white")(data, SampleRNG(1))
+    any_shape = TrainTransform(ImageSpec((16, 16)), AugmentSettings(max_aspect=9000), "white")
+    assert any_shape(data, SampleRNG(1)).shape == (16, 16, 3)
+
+
+LEFT_BLACK = np.repeat(np.array([[0] * 32 + [255] * 32], np.uint8), 48, axis=0)  # 48 rows, black | white
+# 16 x 16 pixels, black | white, arithmetic coding (jpegtran -arithmetic of a Pillow JPEG).
+ARITHMETIC = base64.b64decode(
+    "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDAAMCAgMCAgMDAwMEAwMEBQgFBQQEBQoHBwYIDAoMDAsKCwsNDhIQDQ4RDgsLEBYQERMUFRUVDA8XGBYUGBIU"
+    "FRT/yQALCAAQABABAREA/8wABgAQEAX/2gAIAQEAAD8A/wDu3eO0zXeIWf/Z"
+)
+
+
+def kinds() -> dict[str, bytes]:
+    """One picture, black on the left and white on the right, in every kind that is promised."""
+    grey, rgb = Image.fromarray(LEFT_BLACK), Image.fromarray(LEFT_BLACK).convert("RGB")
+    frames = [rgb.transpose(Image.Transpose.FLIP_LEFT_RIGHT)] * 2
+    deep = Image.fromarray(LEFT_BLACK.astype(np.uint16) * 257)
+    clear = Image.fromarray(np.dstack([LEFT_BLACK, LEFT_BLACK, LEFT_BLACK, 255 - LEFT_BLACK]), "RGBA")
+    palette = Image.new("P", rgb.size, 1)
+    palette.putpalette([0, 0, 0, 40, 90, 200])
+    palette.paste(0, (0, 0, 32, 48))
+    found = {
+        "JPEG": save(rgb, "JPEG"), "progressive JPEG": save(rgb, "JPEG", progressive=True),
+        "arithmetic JPEG": ARITHMETIC, "grey JPEG": save(grey, "JPEG"),
+        "CMYK JPEG": save(rgb.convert("CMYK"), "JPEG"), "CMYK TIFF": save(rgb.convert("CMYK"), "TIFF"),
+        "PNG": save(rgb), "interlaced palette": save(rgb.convert("P")), "one bit": save(grey.convert("1")),
+        "16-bit PNG": save(deep), "16-bit TIFF": save(deep, "TIFF"), "alpha PNG": save(clear),
+        "palette with transparency": save(palette, transparency=1),
+        "GIF": save(rgb, "GIF", save_all=True, append_images=frames),
+        "animated WebP": save(rgb, "WEBP", save_all=True, append_images=frames, lossless=True),
+        "APNG": save(rgb, "PNG", save_all=True, append_images=frames), "BMP": save(rgb, "BMP"),
+    }  # fmt: skip
+    if ".avif" in Image.registered_extensions():
+        found["AVIF"] = save(rgb, "AVIF", quality=90)
+    return found
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_every_kind_of_picture_becomes_its_pixels(kind: str) -> None:
+    data = kinds()[kind]
+    for transform in (
+        EvalTransform(ImageSpec((32, 32), resize_mode="squash"), "white"),
+        TrainTransform(ImageSpec((32, 32)), AugmentSettings(scale=(1, 1), ratio=(1, 1.34), flip=0), "white"),
+    ):
+        pixels = transform(data, SampleRNG(1)).astype(int)
+        assert pixels.shape == (32, 32, 3)
+        assert pixels[:, :10].max() <= 12 and pixels[:, 22:].min() >= 243, type(transform).__name__
+
+
+def tagged(orientation: int | None, kind: str) -> bytes:
+    """The picture as a camera that was held otherwise stores it: upright it is black on the left."""
+    exif = Image.Exif()
+    picture = Image.fromarray(LEFT_BLACK).convert("RGB")
+    if orientation is not None:
+        exif[ExifTags.Base.Orientation] = orientation
+        undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}.get(orientation)
+        picture = picture if undo is None else picture.transpose(Image.Transpose(undo))
+    return save(picture, kind, exif=exif, **({"quality": 95} if kind == "JPEG" else {}))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_turns_a_picture_upright(kind: str, orientation: int) -> None:
+    data = tagged(orientation, kind)
+    assert np.array_equal(
+        np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("L")) > 128, LEFT_BLACK > 128
+    )
+    spec, whole = ImageSpec((32, 32), resize_mode="squash"), AugmentSettings(scale=(1, 1), ratio=(1, 1.34), flip=0)
+    for transform in (EvalTransform(spec, "white", upright=True), TrainTransform(spec, whole, "white")):
+        pixels = transform(data, SampleRNG(1)).astype(int)
+        assert pixels[:, :10].max() <= 40 and pixels[:, 22:].min() >= 215
+    stored = EvalTransform(spec, "white")(data)
+    assert np.array_equal(stored, reference(data, spec)), "open_clip's evaluation does not turn pictures"
+
+
+def test_a_large_tagged_photo_is_decoded_small_and_upright() -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    upright = Image.fromarray(smooth(1200, 1600))
+    data = save(upright.transpose(Image.Transpose.ROTATE_90), "JPEG", exif=exif, quality=95)
+    plain = save(upright, "JPEG", quality=95)
+    augment = AugmentSettings(scale=(0.5, 1), flip=0)
+    for key in range(3):
+        turned, straight = (
+            TrainTransform(ImageSpec((64, 64)), augment, "white")(d, SampleRNG(key)) for d in (data, plain)
+        )
+        assert np.abs(turned.astype(int) - straight.astype(int)).mean() < 3
+
+
+NINETY_NINE = struct.pack(">2sHIHHHIHHI", b"MM", 42, 8, 1, 0x0112, 3, 1, 99, 0, 0)  # an orientation that is none
+
+
+@pytest.mark.parametrize("bad", [b"Exif\0\0garbage", b"Exif\0\0", b"Exif\0\0" + NINETY_NINE])
+def test_a_damaged_orientation_is_no_damaged_picture(bad: bytes) -> None:
+    data = save(Image.fromarray(LEFT_BLACK), "JPEG", exif=bad)
+    for transform in (EvalTransform(ImageSpec((16, 16)), "white", upright=True), both(16)[1]):
+        assert transform(data, SampleRNG(1)).shape == (16, 16, 3)
+
+
+def test_colours_change_as_torchvisions_do() -> None:
+    colours = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8))
+    for turn in (-0.5, -0.2, 0.0, 0.3):
+        assert np.array_equal(shift_hue(colours, turn), TF.adjust_hue(colours, turn))
+    for kind, adjust in enumerate((TF.adjust_brightness, TF.adjust_contrast, TF.adjust_saturation)):
+        strengths = [0.0] * 4
+        strengths[kind] = 0.8
+        jitter = ColourJitter(AugmentSettings(color_jitter=tuple(strengths), color_jitter_prob=1))  # type: ignore[arg-type]
+        found = np.asarray(jitter(colours, SampleRNG(5)), np.int16)
+        rng = SampleRNG(5)
+        for _ in range(4):  # whether, and the order of four
+            rng.uniform()
+        assert np.array_equal(found, np.asarray(adjust(colours, rng.uniform(1 - 0.8, 1 + 0.8)), np.int16))
+
+
+def test_jitter_and_greys_come_as_often_as_is_said_and_repeat() -> None:
+    data = photo(40, 40)
+    spec = ImageSpec((16, 16))
+    plain = TrainTransform(spec, AugmentSettings(scale=(1, 1)), "white")
+    settings = AugmentSettings(scale=(1, 1), color_jitter=(0.4, 0.4, 0.4, 0.1), color_jitter_prob=0.5)
+    jittered = TrainTransform(spec, settings, "white")
+    changed = [not np.array_equal(plain(data, SampleRNG(key)), jittered(data, SampleRNG(key))) for key in range(200)]
+    assert 70 < sum(changed) < 130
+    assert np.array_equal(jittered(data, SampleRNG(3)), jittered(data, SampleRNG(3)))
+    grey = TrainTransform(spec, AugmentSettings(gray_scale_prob=1), "white")(data, SampleRNG(0))
+    assert (grey == grey[..., :1]).all()

@@ -1,0 +1,167 @@
+"""Targets of evaluators: one label, several labels, all captions, and their ids."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clipstream.data.decode.labels import (
+    NO_CAPTION,
+    CaptionsEncoder,
+    CaptionsField,
+    LabelEncoder,
+    LabelField,
+    LabelsEncoder,
+    LabelsField,
+    NumberEncoder,
+)
+from clipstream.data.settings import CaptionSettings
+from clipstream.errors import DataError, Dropped
+from tests.support.pictures import ByteTokenizer
+
+
+def raw(**members: Any) -> dict[str, Any]:
+    return {"__key__": "0", "__url__": "a.tar", **members}
+
+
+def array(values: Any, dtype: type) -> bytes:
+    out = io.BytesIO()
+    np.save(out, np.array(values, dtype=dtype))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("label", "members", "expected"),
+    [
+        ("cls", {"cls": b" 3\n"}, "3"),
+        ("CLS;label", {"label": "tabby cat"}, "tabby cat"),
+        ("json:a.class", {"json": b'{"a": {"class": 4}}'}, "4"),
+        ("json:a", {"json": b'{"a": "cat"}'}, "cat"),
+        ("json:a", {"json": b'{"a": true}'}, "no_label"),
+        ("json:a", {"json": b'{"a": 1.5}'}, "no_label"),
+        ("json:a", {"json": b"[]"}, "json_not_object"),
+        ("json:a", {}, "no_label"),
+        ("cls", {"cls": b" "}, "no_label"),
+        ("cls", {}, "no_label"),
+    ],
+)
+def test_labels(label: str, members: dict[str, Any], expected: str) -> None:
+    try:
+        assert LabelField(label)(raw(**members), None) == expected
+    except Dropped as drop:
+        assert drop.reason == expected
+
+
+def test_a_list_where_one_label_is_expected_tells_what_takes_it() -> None:
+    with pytest.raises(Dropped, match="labels: list") as caught:
+        LabelField("json:a")(raw(json=b'{"a": ["cat", "red"]}'), None)
+    assert caught.value.reason == "no_label"
+
+
+@pytest.mark.parametrize(
+    ("label", "members", "expected"),
+    [
+        ("json:a", {"json": b'{"a": [0, "cat", 2]}'}, ["0", "cat", "2"]),
+        ("json:a", {"json": b'{"a": "cat"}'}, ["cat"]),
+        ("json:a", {"json": b'{"a": []}'}, []),
+        ("json:a", {"json": b'{"a": [true, false, 1.0]}'}, [1, 0, 1]),
+        ("json:a", {"json": b'{"a": [0.5]}'}, "no_label"),
+        ("json:a", {"json": b'{"b": []}'}, "no_label"),
+        ("cls", {"cls": b"3\n tabby cat \n\n"}, ["3", "tabby cat"]),
+        ("cls", {"cls": b'[3, "dog"]'}, ["3", "dog"]),
+        ("cls", {"cls": b"[3,"}, "json_invalid"),
+        ("cls", {"cls": b""}, []),
+        ("cls", {}, "no_label"),
+        ("npy", {"npy": array([0, 1, 1], np.int64)}, ["0", "1", "1"]),
+        ("npy", {"npy": array([0, 1], np.float32)}, [0, 1]),
+        ("npy", {"npy": array([True, False], np.bool_)}, [1, 0]),
+        ("npy", {"npy": array([1, 2, 3], np.int64)[:40]}, "no_label"),
+    ],
+)
+def test_several_labels(label: str, members: dict[str, Any], expected: list[Any] | str) -> None:
+    try:
+        assert json.loads(LabelsField(label)(raw(**members), None)) == expected
+    except Dropped as drop:
+        assert drop.reason == expected
+
+
+def test_labels_become_class_numbers() -> None:
+    encoder = LabelEncoder(["tabby cat", "Dog", "crane", "crane", "1"])
+    ids = encoder.encode(["0", " DOG", "1", "Tabby Cat", "3"])
+    assert ids.tolist() == [[0], [1], [1], [0], [3]] and ids.dtype == np.int32
+    assert encoder.encode([]).shape == (0, 1) and encoder.decode([2]) == "crane"
+    for label, why in [("5", "no class"), ("-1", "no class"), ("cat", "no class"), ("crane", "the name of 2 classes")]:
+        with pytest.raises(DataError, match=f"'{label}' is {why}"):
+            encoder.index(label)
+
+
+def test_numbers_are_labels_without_names() -> None:
+    assert NumberEncoder().encode(["3", "0"]).tolist() == [[3], [0]]
+    with pytest.raises(DataError, match="'cat' is no whole number: give the evaluator's classes"):
+        NumberEncoder().encode(["cat"])
+
+
+def test_several_labels_become_zeros_and_ones() -> None:
+    classes = ["cat", "dog", "eel"]
+    lists = LabelsEncoder(classes, multi_hot=False)
+    ids = lists.encode(['["0", "eel"]', "[]", '["dog", "1"]'])
+    assert ids.tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0]] and ids.dtype == np.int32
+    assert lists.decode(ids[0].tolist()) == "cat, eel"
+    with pytest.raises(DataError, match="'fox' is no class"):
+        lists.encode(['["fox"]'])
+    hot = LabelsEncoder(classes, multi_hot=True)
+    assert hot.encode(['["0", "1", "1"]', "[1, 0, 0]"]).tolist() == [[0, 1, 1], [1, 0, 0]]
+    for wrong in ("[1, 0]", '["0", "2", "1"]'):
+        with pytest.raises(DataError, match="no list of a 0 or 1 for each of the 3 classes"):
+            hot.encode([wrong])
+
+
+@pytest.mark.parametrize(
+    ("settings", "members", "expected"),
+    [
+        ({}, {"txt": b" a cat\r\n\nthe cat \n"}, "a cat\nthe cat"),
+        ({}, {"txt": b" \n "}, "empty_caption"),
+        ({}, {}, "no_caption"),
+        ({"type": "json", "path": "t"}, {"json": b'{"t": ["a", " b\\nc ", "", 3]}'}, "a\nb c"),
+        ({"type": "json", "path": ["x", "t"]}, {"json": b'{"t": "a"}'}, "a"),
+        ({"type": "json", "path": "t", "fallback": "txt"}, {"json": b"{}", "txt": b"a\nb"}, "a\nb"),
+        ({"type": "json", "path": "t"}, {"json": b'{"t": []}'}, "no_caption"),
+        ({"type": "json", "path": "t"}, {"json": b'{"t": ["a", "\\ud800"]}'}, "caption_not_utf8"),
+        ({"type": "tests.data.decode.test_targets:Own"}, {"txt": b"x"}, "one\ntwo"),
+    ],
+)
+def test_all_captions(settings: dict[str, Any], members: dict[str, Any], expected: str) -> None:
+    try:
+        assert CaptionsField(CaptionSettings.model_validate(settings))(raw(**members), None) == expected
+    except Dropped as drop:
+        assert drop.reason == expected
+
+
+class Own:
+    """A user's extractor that gives several lines."""
+
+    members = ("txt",)
+
+    def __init__(self, settings: CaptionSettings) -> None:
+        """Constructed with its settings."""
+
+    def __call__(self, sample: Any, rng: Any) -> str:
+        return "one\ntwo"
+
+
+def test_the_ids_of_all_captions() -> None:
+    encoder = CaptionsEncoder(ByteTokenizer(), 3)
+    assert encoder.context_length == 48
+    ids = encoder.encode(["a\nbc", "d"])
+    assert ids.dtype == np.int32 and ids.shape == (2, 48)
+    places = ids.reshape(2, 3, 16)
+    assert np.array_equal(places[0, :2], ByteTokenizer().encode(["a", "bc"]))
+    assert np.array_equal(places[1, :1], ByteTokenizer().encode(["d"]))
+    assert (places[0, 2] == NO_CAPTION).all() and (places[1, 1:] == NO_CAPTION).all()
+    assert encoder.decode(ids[1].tolist()) == "d" and encoder.encode([]).shape == (0, 48)
+    with pytest.raises(DataError, match="a picture has 4 captions, and there is room for 3: raise"):
+        encoder.encode(["a\nb\nc\nd"])

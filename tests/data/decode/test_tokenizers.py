@@ -1,0 +1,306 @@
+"""Token ids equal open_clip's for every kind of tokenizer; errors name the files."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from clipstream.data.decode import tokenizers
+from clipstream.data.decode.tokenizers import (
+    BpeTokenizer,
+    HuggingFaceTokenizer,
+    OpenClipTokenizer,
+    build_tokenizer,
+    readable,
+    wrap,
+)
+from clipstream.data.settings import TokenizerSettings
+from clipstream.errors import SettingsError
+from clipstream.testing import check_tokenizer
+from tests.support.hubtree import write_code
+from tests.support.ranks import TIMEOUT
+
+TEXTS = [
+    "a photo of a cat",
+    "",
+    "  Two\tTABBY   cats, sitting_down &amp; purring!\r\nand <b>more</b>  ",
+    "ein Käfer fährt Ã¼ber die Straße … “quoted” ﬁn",
+    "人工知能は新しい電気だ 🐼🐼 \x1b[31mred\x1b[0m don't we'll",
+    "<start_of_text> inside <end_of_text> 1234567 $$$ ---",
+    "every word " * 100,
+    "Long, don't you think? " * 100,
+]
+
+
+@pytest.fixture(scope="module")
+def bpe() -> SimpleTokenizer:
+    return SimpleTokenizer()
+
+
+def write_tokenizer(folder: Path, *, pad: bool = True) -> Path:
+    """A small tokenizer in the Hub's file format, its end token also its separator."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<pad>", "</s>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "sep_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | ({"pad_token": "<pad>"} if pad else {})))
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+LOAD = """
+import sys
+from clipstream.data.settings import TokenizerSettings
+from clipstream.data.decode.tokenizers import build_tokenizer
+from clipstream.errors import SettingsError
+from clipstream.models.settings import ModelSettings
+from clipstream.models.towers import build_towers
+kind, model, folder, trust = sys.argv[1:]
+named = {"type": "path", "name": folder} if kind == "path" else {"type": "model"}
+chosen = TokenizerSettings.model_validate({**named, "trust_remote_code": trust == "true"})
+try:
+    if kind == "path":
+        print(build_tokenizer(chosen, None, 8).encode(["a photo"]).shape)
+    towers = build_towers(ModelSettings(name=model), seed=0, tokenizer=chosen)
+    print(build_tokenizer(chosen, towers.open_clip_tokenizer(), 8).encode(["a photo"]).shape)
+except SettingsError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("kind", ["path", "model", "tower"])
+def test_a_tokenizers_own_code_is_run_only_where_the_settings_allow_it(kind: str, tmp_path: Path) -> None:
+    folder, mark = write_tokenizer(tmp_path / "tokenizer"), tmp_path / "ran"
+    write_code(folder, mark)
+    # What the model's configuration says must not count: it comes from where the code does.
+    text_cfg = {"context_length": 8, "vocab_size": 400, "width": 16, "heads": 2, "layers": 1}
+    text_cfg |= {"hf_tokenizer_name": str(folder), "tokenizer_kwargs": {"trust_remote_code": True}}
+    if kind == "tower":  # the text tower's folder brings the code
+        (folder / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}')
+        text_cfg |= {"hf_model_name": str(folder), "hf_model_pretrained": False}
+    vision_cfg = {"image_size": 16, "layers": 1, "width": 16, "head_width": 8, "patch_size": 8}
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps({"embed_dim": 8, "vision_cfg": vision_cfg, "text_cfg": text_cfg}))
+
+    def load(trust: str) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, "-c", LOAD, kind, str(model), str(folder), trust],
+            env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"},
+            input="y\n" * 9, capture_output=True, text=True, timeout=TIMEOUT, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    (said,) = load("false")
+    if kind == "tower":
+        assert f"the text tower in {folder} is Python code of its own (auto_map), which is never run" in said
+        assert not mark.exists()
+        return
+    assert "Python code of its own" in said and "--tokenizer.trust-remote-code true" in said
+    assert not mark.exists()
+    assert set(load("true")) == {"(1, 8)"}
+    assert mark.exists()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def choose(**values: Any) -> TokenizerSettings:
+    return TokenizerSettings.model_validate(values)
+
+
+@pytest.mark.parametrize("length", [1, 2, 8, 77])
+@pytest.mark.parametrize("clean", ["lower", "whitespace", "canonicalize"])
+def test_bpe_is_open_clips(length: int, clean: str) -> None:
+    theirs = SimpleTokenizer(clean=clean)
+    ours = pickle.loads(pickle.dumps(wrap(SimpleTokenizer(clean=clean), length)))
+    assert type(ours) is BpeTokenizer and ours.vocab_size == 49408
+    ids = ours.encode(TEXTS)
+    assert ids.dtype == np.int32
+    np.testing.assert_array_equal(ids, theirs(TEXTS, context_length=length).numpy())
+    assert ours.encode([]).shape == (0, length)
+    assert ours.decode(wrap(theirs, 77).encode(["a tabby cat"])[0]) == "a tabby cat"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=80) | st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=80))
+def test_bpe_is_open_clips_on_any_text(bpe: SimpleTokenizer, caption: str) -> None:
+    np.testing.assert_array_equal(wrap(bpe, 20).encode([caption]), bpe([caption], context_length=20).numpy())
+
+
+def test_the_cache_of_words_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizers, "CACHED_WORDS", 50)
+    inner, theirs = SimpleTokenizer(), SimpleTokenizer()
+    ours = wrap(inner, 20)
+    for number in range(30):
+        texts = [f"{chr(97 + number % 26)}{chr(98 + i)}word <start_of_text>" for i in range(10)]
+        np.testing.assert_array_equal(ours.encode(texts), theirs(texts, context_length=20).numpy())
+        assert len(inner.cache) < 60
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"clean": "canonicalize"}, {"clean": "lower", "strip_sep_token": True}, {"tokenizer_mode": "clips"}]
+)
+def test_a_hugging_face_tokenizer_is_open_clips(folder: Path, options: dict[str, Any]) -> None:
+    def make() -> HFTokenizer:
+        made = HFTokenizer(str(folder), **options)
+        if options.get("tokenizer_mode"):  # this mode puts these tokens in itself
+            made.tokenizer.bos_token = made.tokenizer.cls_token = "</s>"
+        return made
+
+    for length in (5, 24):
+        ours = wrap(make(), length)
+        assert type(ours) is (OpenClipTokenizer if "tokenizer_mode" in options else HuggingFaceTokenizer)
+        np.testing.assert_array_equal(ours.encode(TEXTS), make()(TEXTS, context_length=length).numpy())
+        assert ours.encode([]).shape == (0, length)
+    assert ours.decode(ours.encode(["a cat"])[0]).strip() == "a cat"
+
+
+def test_the_models_tokenizer_is_wrapped(bpe: SimpleTokenizer) -> None:
+    check_tokenizer(build_tokenizer(choose(), bpe, 77))
+    assert build_tokenizer(choose(context_length=12), bpe, 77).encode(TEXTS).shape == (len(TEXTS), 12)
+    with pytest.raises(SettingsError, match=r"tokenizer\.context_length 99 is more than the model reads \(77\)"):
+        build_tokenizer(choose(context_length=99), bpe, 77)
+
+
+def test_a_tokenizer_in_a_folder(folder: Path, bpe: SimpleTokenizer) -> None:
+    expected = HFTokenizer(str(folder))(TEXTS, context_length=16).numpy()
+    for name in (folder, folder / "tokenizer.json"):
+        tokenizer = build_tokenizer(choose(type="path", name=str(name)), bpe, 16)
+        check_tokenizer(tokenizer)
+        np.testing.assert_array_equal(tokenizer.encode(TEXTS), expected)
+
+
+def test_the_models_own_reading_of_the_same_files_is_kept(folder: Path) -> None:
+    canonical = HFTokenizer(str(folder), clean="canonicalize")
+    tokenizer = build_tokenizer(choose(type="path", name=str(folder)), canonical, 16)
+    np.testing.assert_array_equal(tokenizer.encode(TEXTS), canonical(TEXTS, context_length=16).numpy())
+
+
+def test_missing_files_are_named(tmp_path: Path, bpe: SimpleTokenizer) -> None:
+    with pytest.raises(SettingsError, match=r"none at all.* does not exist"):
+        build_tokenizer(choose(type="path", name=str(tmp_path / "none at all")), bpe, 16)
+    with pytest.raises(SettingsError, match=r"holds no tokenizer: none of tokenizer\.json"):
+        build_tokenizer(choose(type="path", name=str(tmp_path)), bpe, 16)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(SettingsError, match="cannot load the tokenizer in"):
+        build_tokenizer(choose(type="path", name=str(tmp_path)), bpe, 16)
+
+
+def test_a_tokenizer_that_cannot_pad_is_refused_at_once(tmp_path: Path, bpe: SimpleTokenizer) -> None:
+    write_tokenizer(tmp_path, pad=False)
+    with pytest.raises(SettingsError, match="padding token"):
+        build_tokenizer(choose(type="path", name=str(tmp_path)), bpe, 16)
+
+
+OFFLINE = """
+import socket, sys
+def refuse(*args): raise AssertionError("the network was used")
+socket.socket.connect = socket.getaddrinfo = refuse
+from clipstream.data.settings import TokenizerSettings
+from clipstream.data.decode.tokenizers import build_tokenizer
+from clipstream.errors import SettingsError
+for name in sys.argv[1:]:
+    try:
+        tokenizer = build_tokenizer(TokenizerSettings.model_validate({"type": "hub", "name": name}), None, 16)
+        print(tokenizer.encode(["a cat"])[0].tolist())
+    except SettingsError as error:
+        print(str(error).replace(chr(10), " "))
+"""
+
+
+@pytest.mark.slow
+def test_the_hubs_cache_is_enough_without_a_network(tmp_path: Path, folder: Path) -> None:
+    repo = tmp_path / "models--org--name"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("a" * 40)
+    write_tokenizer(repo / "snapshots" / ("a" * 40))
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
+    command = [sys.executable, "-c", OFFLINE, "org/name", "org/other"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=TIMEOUT)
+    found, missing = done.stdout.strip().splitlines()
+    assert json.loads(found) == HFTokenizer(str(folder))(["a cat"], context_length=16)[0].tolist()
+    for word in ("'org/other'", str(tmp_path / "models--org--other"), "HF_HUB_OFFLINE", "hf download org/other"):
+        assert word in missing
+
+
+class Letters:
+    """A user's tokenizer."""
+
+    class Settings(TokenizerSettings):
+        type: str = "tests.data.decode.test_tokenizers:Letters"
+        fault: str = ""
+
+    vocab_size = 128
+
+    def __init__(self, settings: Settings) -> None:
+        if settings.fault == "raise":
+            raise RuntimeError("no vocabulary")
+        self.fault = settings.fault
+        self.context_length = settings.context_length or 8
+
+    def encode(self, texts: Sequence[str]) -> Any:
+        ids = np.zeros((len(texts), self.context_length), dtype=np.int32)
+        for row, letters in zip(ids, texts, strict=True):
+            data = letters.encode("ascii", "ignore")[: self.context_length]
+            row[: len(data)] = list(data)
+        return {"tensor": torch.from_numpy(ids), "wide": ids.astype(np.int64), "high": ids + 128}.get(self.fault, ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i).decode()
+
+
+def test_a_users_tokenizer(bpe: SimpleTokenizer) -> None:
+    own = build_tokenizer(choose(type="tests.data.decode.test_tokenizers:Letters"), bpe, 16)
+    check_tokenizer(own)
+    assert own.decode(own.encode(["a cat"])[0]) == "a cat"
+    assert (readable(own, [97, 0]), readable(own, [97, 195, 0])) == ("a", "97 195 0")  # the second is cut in a letter
+    faults = {"raise": "no vocabulary", "tensor": "not an array int32", "wide": "int64", "high": "vocab_size 128"}
+    for fault, message in faults.items():
+        with pytest.raises(SettingsError, match=message):
+            build_tokenizer(choose(type="tests.data.decode.test_tokenizers:Letters", fault=fault), bpe, 16)
+    with pytest.raises(SettingsError, match="16 ids a text, the model reads 12"):
+        build_tokenizer(choose(type="tests.data.decode.test_tokenizers:Wide"), bpe, 12)
+    with pytest.raises(SettingsError, match="has no vocab_size, encode, decode"):
+        build_tokenizer(choose(type="tests.data.decode.test_tokenizers:Nothing"), bpe, 12)
+
+
+class Wide(Letters):
+    """A user's tokenizer of a fixed length."""
+
+    Settings = TokenizerSettings  # type: ignore[assignment]
+
+    def __init__(self, settings: TokenizerSettings) -> None:
+        self.fault = ""
+        self.context_length = 16
+
+
+class Nothing:
+    """No tokenizer."""
+
+    context_length = 3
+
+    def __init__(self, settings: TokenizerSettings) -> None:
+        del settings

@@ -1,0 +1,162 @@
+"""Remote shards are downloaded ahead of use, and broken ones can end a run (real servers, commands)."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clipstream.data.build import evaluation_loader
+from clipstream.data.settings import SourceSettings
+from clipstream.data.sources.source import Source
+from clipstream.data.transport.cache_eviction import GIB
+from clipstream.data.transport.shard_cache import ShardCache
+from clipstream.distributed.world import World
+from clipstream.errors import DataError
+from tests.support.loaders import IMAGE, data, digest, digests, loader
+from tests.support.pictures import ByteTokenizer
+from tests.support.ranks import TIMEOUT, command_runs
+
+
+class Folder(http.server.SimpleHTTPRequestHandler):
+    """Serves a folder, and notes what was asked for."""
+
+    asked: list[str]
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        super().do_GET()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def served(shards: list[str]) -> Iterator[tuple[list[str], list[str]]]:
+    """The shards behind a server on loopback, and its list of what was asked for."""
+    handler = type("Asked", (Folder,), {"asked": []})
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(handler, directory=str(Path(shards[0]).parent))
+    )
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield [f"http://127.0.0.1:{server.server_port}/{Path(shard).name}" for shard in shards], handler.asked
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_first_broken_shard_may_end_the_run(shards: list[str], tmp_path: Path, workers: int) -> None:
+    broken = tmp_path / "cut.tar"
+    broken.write_bytes(Path(shards[2]).read_bytes()[:9000])
+    settings = data([*shards, str(broken)], workers=workers, on_shard_error="raise")
+    with (
+        pytest.raises(DataError, match=rf"on-shard-error raise.*\n.*{broken}: truncated_member"),
+        loader(settings) as stream,
+    ):
+        for _ in range(60):
+            next(stream)
+
+
+def test_remote_shards_are_fetched_before_they_are_needed(
+    shards: list[str], served: tuple[list[str], list[str]]
+) -> None:
+    urls, asked = served
+    changes: dict[str, Any] = {"lanes": 1, "global_batch_size": 2, "shuffle": {"window": 100, "shards": 1}}
+    changes |= {"sampling": {"mode": "epoch"}, "workers": 1, "prefetch": 1}
+    kept = [0, 2, 4, 5]  # whose samples last for some batches
+    expected = digests(data([shards[i] for i in kept], **changes), 1, 60)
+    with loader(data([urls[i] for i in kept], **changes)) as stream:
+        folder = stream.plan.on_close.__self__.store.folder  # type: ignore[attr-defined]
+        found = [digest([next(stream)])]
+        end = time.monotonic() + TIMEOUT
+        while len(asked) < 2:
+            assert time.monotonic() < end, "the next group is not fetched while this one lasts"
+            time.sleep(0.02)
+        found += [digest([next(stream)]) for _ in range(59)]
+        assert len(list(folder.glob("*.tar"))) <= 2, "a shard goes with its last lane"
+    assert found == expected
+
+
+@pytest.mark.usefixtures("commands")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_command_that_fetches_ahead_ends_with_who_wants_it(shards: list[str], tmp_path: Path, workers: int) -> None:
+    seconds = f"3602.{os.getpid()}"
+    slow = f"pipe:cat '{shards[0]}'; test -e '{tmp_path}/first' && sleep {seconds}; touch '{tmp_path}/first'"
+    changes: dict[str, Any] = {
+        "lanes": 1,
+        "global_batch_size": 2,
+        "shuffle": {"window": 100, "shards": 1},
+        "workers": workers,
+        "cache": str(tmp_path / "cache"),
+    }
+    with loader(data([slow, f"{slow}; true"], sampling={"mode": "epoch"}, **changes)) as stream:
+        next(stream)
+        end = time.monotonic() + TIMEOUT
+        while not command_runs(seconds):
+            assert time.monotonic() < end, "nothing is fetched ahead"
+            time.sleep(0.05)
+    end = time.monotonic() + TIMEOUT
+    while command_runs(seconds):
+        assert time.monotonic() < end, "the command outlives who wants it"
+        time.sleep(0.05)
+    assert not list(tmp_path.glob("cache/*.failed")), "another run that waits for the shard must not take it for broken"
+    assert all("_run" not in repr(thread) for thread in threading.enumerate())
+
+
+def test_what_gave_no_sample_is_not_kept(shards: list[str], tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_text("<html>503, come back later</html>" * 100)
+    settings = data(f"pipe:cat '{source}'", cache=str(tmp_path / "cache"))
+    with pytest.raises(DataError, match="not_a_tar"), loader(settings) as stream:
+        next(stream)
+    source.write_bytes(Path(shards[0]).read_bytes())
+    with loader(settings) as stream:
+        assert len(next(stream)) == 12
+
+
+def test_a_shard_that_cannot_be_opened_is_not_held(tmp_path: Path, shards: list[str]) -> None:
+    store = ShardCache(None)
+    opener = Source(SourceSettings(shards=f"pipe:cat '{shards[0]}'"), store)
+    (name,) = opener.names
+    assert opener.prefetch(name)
+    local = store.local(name)
+    store.release(name)
+    local.unlink()
+    with pytest.raises(FileNotFoundError):
+        opener.open(name)
+    opener.release(name)
+    opener.open(name).close()  # fetched anew, as nobody holds it
+    store.close()
+
+
+def test_evaluations_keep_to_the_limit_of_the_cache(served: tuple[list[str], list[str]], tmp_path: Path) -> None:
+    limit = 120_000
+    with evaluation_loader(
+        SourceSettings(shards=served[0]),
+        batch_size=8,
+        world=World(),
+        tokenizer=ByteTokenizer(),
+        image=IMAGE,
+        cache=str(tmp_path),
+        cache_gib=limit / GIB,
+    ) as stream:
+        assert sum(len(batch) for batch in stream) == 66
+    kept = [path.stat().st_size for path in tmp_path.glob("*.tar")]
+    assert kept and sum(kept) <= limit, "all of them take more"
+
+
+def test_shards_that_need_no_fetching_need_no_room(
+    shards: list[str], served: tuple[list[str], list[str]], tmp_path: Path
+) -> None:
+    largest = max(Path(shard).stat().st_size for shard in shards)
+    sources = {"near": {"shards": shards}, "far": {"shards": served[0][:2]}}
+    settings = data(None, sources=sources, cache=str(tmp_path), cache_gib=2 * largest / GIB)
+    with loader(settings) as stream:
+        assert len(next(stream)) == 12

@@ -1,0 +1,139 @@
+"""Batches are copied to the device ahead of use, and no buffer is overwritten while it is read."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+
+from clipstream.data.batch import Batch
+from clipstream.data.build import training_loader
+from clipstream.data.loader.device_prefetch import HostBatches, device_prefetch_for
+from clipstream.data.loader.loader import Loader
+from clipstream.data.loader.shared_buffers import BufferRing, BufferShape
+from clipstream.data.order.state import DataState
+from clipstream.data.settings import DataSettings
+from clipstream.distributed.world import World
+from tests.support.loaders import IMAGE, data, digest
+from tests.support.pictures import ByteTokenizer, make_shards
+
+SECONDS = 0.03  # that a copy takes
+
+
+class SlowCopies:
+    """As a GPU's: it reads the buffer some time after it was told to, beside what the process does meanwhile."""
+
+    ahead = True
+
+    def __init__(self) -> None:
+        self.copies: dict[int, threading.Thread] = {}
+        self.early = 0  # batches that were begun before they were asked for
+        self.asked_for = 0
+
+    def start(self, batch: Batch) -> Batch:
+        self.early += batch.step >= self.asked_for
+        moved = replace(batch, **{name: torch.full_like(value, 7) for name, value in planes(batch).items()})
+
+        def copy() -> None:
+            time.sleep(SECONDS)
+            for name, value in planes(batch).items():
+                getattr(moved, name).copy_(value)
+
+        self.copies[batch.step] = threading.Thread(target=copy)
+        self.copies[batch.step].start()
+        return moved
+
+    def finish(self, batch: Batch) -> Batch:
+        self.asked_for = batch.step + 1  # the process does not wait for the copy
+        return batch
+
+    def reading(self, step: int, wait: bool = False) -> bool:
+        copy = self.copies.get(step)
+        if copy is None:
+            return False
+        if wait:
+            copy.join()
+        return copy.is_alive()
+
+
+def planes(batch: Batch) -> dict[str, torch.Tensor]:
+    names = ("pixels", "ids", "weights", "sources", "pictures")
+    return {name: getattr(batch, name) for name in names}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return make_shards(tmp_path_factory.mktemp("shards"), [13, 7, 20])
+
+
+def loader(settings: DataSettings, **more: Any) -> Loader:
+    return training_loader(settings, world=World(), seed=3, tokenizer=ByteTokenizer(), image=IMAGE, **more)
+
+
+@pytest.mark.parametrize(("workers", "prefetch"), [(0, 1), (2, 1), (2, 2), (1, 3)])
+def test_batches_are_the_same_when_they_are_copied_ahead(
+    shards: list[str], monkeypatch: pytest.MonkeyPatch, workers: int, prefetch: int
+) -> None:
+    with loader(data(shards)) as plain:
+        expected = [digest([next(plain)]) for _ in range(24)]
+    copies = SlowCopies()
+    monkeypatch.setattr("clipstream.data.loader.loader.device_prefetch_for", lambda device, ring, views: copies)
+    settings = data(shards, workers=workers, prefetch=prefetch)
+    found = []
+    with loader(settings) as stream:
+        for step in range(12):
+            batch = next(stream)
+            time.sleep(SECONDS * (step % 3))  # a step; workers go on meanwhile
+            copies.copies[step].join()
+            found.append(digest([batch]))
+        state = DataState.merge([stream.state()])
+    assert state.step == 12, "what was copied ahead is not counted as trained on"
+    assert copies.early > 3 or workers == 0
+    monkeypatch.undo()
+    with loader(settings, start=state) as stream:
+        found += [digest([next(stream)]) for _ in range(12)]
+    assert found == expected
+
+
+def test_on_the_cpu_views_are_not_copied(shards: list[str]) -> None:
+    ring = BufferRing(BufferShape(2, 4, 4, 3), 1)
+    assert isinstance(device_prefetch_for("cpu", ring), HostBatches)
+    with loader(data(shards), views=True) as stream:
+        batch, memory = next(stream), stream._ring.bytes()
+        assert batch.pixels is not None
+        assert 0 <= batch.pixels.data_ptr() - memory.ctypes.data < memory.nbytes
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_gpu_gets_the_same_batches(shards: list[str], workers: int) -> None:
+    with loader(data(shards)) as plain:
+        expected = [digest([next(plain)]) for _ in range(20)]
+    found = []
+    on_gpu = World(device="cuda:0")
+    settings = data(shards, workers=workers)
+    with training_loader(settings, world=on_gpu, seed=3, tokenizer=ByteTokenizer(), image=IMAGE) as stream:
+        for _ in range(20):
+            batch = next(stream)
+            assert all(tensor.is_cuda for tensor in batch.tensors())
+            torch.cuda._sleep(10_000_000)  # the step is still running when the next batch is asked for
+            found.append(digest([batch.to("cpu")]))
+    assert found == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_that_are_kept_stay_what_they_were(shards: list[str], workers: int) -> None:
+    settings = data(shards, workers=workers, prefetch=1)
+    with loader(settings) as stream:
+        kept = list(islice(stream, 4))
+    with loader(settings, views=True) as stream:
+        assert [digest([batch]) for batch in islice(stream, 4)] == [digest([batch]) for batch in kept]
+        first, second = next(stream), next(stream)
+        if workers == 0:
+            assert first.pixels is not None and second.pixels is not None
+            assert first.pixels.data_ptr() == second.pixels.data_ptr(), "the trainer's are views"

@@ -1,0 +1,204 @@
+"""Time per stage of the data pipeline: measured, reported as the bottleneck, warned of once."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clipstream.data import tar
+from clipstream.data.decode import train_transform
+from clipstream.data.loader import loader as loading
+from clipstream.data.loader import sampler
+from clipstream.data.loader.stage_timing import IDLE, StageTimes, Stopwatch, merged
+from clipstream.data.sources import source as opening
+from clipstream.report.data_stall import PATIENCE, DataStallWarning
+from clipstream.report.settings import LogSettings
+from clipstream.training.trainer import NEGLIGIBLE
+from tests.support.loaders import data, loader
+from tests.support.pictures import ByteTokenizer, make_shards
+from tests.support.ranks import TIMEOUT
+from tests.support.timings import lap
+
+DELAY = 0.02
+
+
+@given(st.lists(st.floats(1e-6, 1e3), min_size=1), st.lists(st.floats(1e-6, 1e3)), st.sampled_from([0.5, 0.9, 0.99]))
+def test_sums_and_quantiles(first: list[float], second: list[float], share: float) -> None:
+    parts = [StageTimes(), StageTimes()]
+    for part, values in zip(parts, (first, second), strict=True):
+        for value in values:
+            part.add([lap("decode", value)])
+    whole, values = merged(parts), sorted(first + second)
+    exact = values[max(0, math.ceil(share * len(values)) - 1)]
+    assert whole.quantile("decode", share) == pytest.approx(exact, rel=0.1)
+    summary = whole.summary()["decode"]
+    assert summary["count"] == len(values) and summary["seconds"] == pytest.approx(sum(values))
+
+
+def test_a_stage_lasts_until_the_next() -> None:
+    said: list[str] = []
+    watch, times = Stopwatch(), StageTimes()
+    for stage in ("read", "decode", "read", IDLE):
+        watch.begin(stage, "a")
+        said.append(watch.doing()[0])
+        time.sleep(0.01)
+    times.add([watch.take()])
+    assert said == ["read a", "decode a", "read a", "idle a"]
+    assert {stage: times.summary()[stage]["count"] for stage in times.buckets} == {"read": 2, "decode": 1}
+    assert times.seconds["read"] >= 0.02 and times.longest() == "read"
+    assert not watch.take().numbers
+
+
+def test_what_is_being_done_is_told() -> None:
+    watch = Stopwatch()
+    assert watch.doing() == ("start", 0.0)
+    watch.begin("open", "0.tar")
+    assert watch.doing()[0] == "open 0.tar"
+    watch.touch(1234)
+    assert watch.doing()[0] == "open 0.tar (1,234 bytes came)"
+    watch.begin("order", "")
+    assert watch.doing()[0] == "order"
+    watch.begin("read", "\udcff" + "é" * 2000)
+    assert watch.doing()[0].startswith("read \\udcffé") and len(watch.doing()[0]) < 600
+    watch.begin("read", "0.tar/b")
+    assert watch.doing()[0] == "read 0.tar/b"
+
+
+def test_samples_are_named_together() -> None:
+    watch = Stopwatch()
+    watch.name(["0.tar/a", "0.tar/\udcff", "1.tar/c"])
+    for which, name in enumerate(["0.tar/a", "0.tar/\\udcff", "1.tar/c"]):
+        watch.at("decode", which)
+        assert watch.doing()[0] == f"decode {name}"
+    watch.name(["k" * 40_000] * 3)
+    watch.at("read", 0)
+    assert watch.doing()[0] == "read " + "k" * 500
+    watch.at("read", 2)  # beyond what is kept
+    assert watch.doing()[0] == "read ?"
+    watch.begin("tokenize")
+    assert watch.doing()[0] == "tokenize"
+
+
+def slowed(function: Callable[..., Any], delay: float) -> Callable[..., Any]:
+    def slow(*args: Any, **more: Any) -> Any:
+        time.sleep(delay)
+        return function(*args, **more)
+
+    return slow
+
+
+def slow_transform(sample: Any) -> Any:
+    """As a user's own."""
+    time.sleep(DELAY)
+    return sample
+
+
+PLACES = {
+    "open": (opening.Source, "open"),
+    "order": (sampler.WindowSampler, "take"),
+    "read": (tar.Shard, "load"),
+    "decode": (train_transform.TrainTransform, "__call__"),
+    "tokenize": (ByteTokenizer, "encode"),
+}
+
+
+@pytest.mark.parametrize("stage", [*PLACES, "transform"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_delay_is_found_in_its_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, workers: int
+) -> None:
+    shards = make_shards(tmp_path, [3] * 12)
+    delay = DELAY * {"tokenize": 12, "open": 6}.get(stage, 1)  # of a batch, of a shard, of a sample
+    source: dict[str, Any] = {"shards": shards}
+    if stage == "transform":
+        source["transform"] = f"{__name__}:slow_transform"
+    else:
+        place, name = PLACES[stage]
+        monkeypatch.setattr(place, name, slowed(getattr(place, name), delay))
+    with loader(data(None, workers=workers, global_batch_size=12, sources={"train": source})) as stream:
+        for _ in range(6):
+            next(stream)
+        times = stream.take_times()
+    assert times.longest() == stage
+    assert 0.9 * delay < times.quantile(stage, 0.5) < 20 * delay  # a busy machine sleeps for longer than it is told
+
+
+def test_what_waits_to_be_counted_does_not_grow_with_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "MAX_UNCOUNTED", 500)
+    with loader(data(make_shards(tmp_path, [30] * 4), global_batch_size=100)) as stream:
+        for _ in range(8):
+            next(stream)
+            assert sum(len(one.numbers) for one in stream._intervals) < 500
+        assert stream.take_times().summary()["decode"]["count"] == 800
+
+
+def line(step: int, wait: float, seconds: float = 20.0) -> dict[str, Any]:
+    times = StageTimes()
+    times.add([lap("decode", 0.25)])
+    times.add([lap(IDLE, 0.5)])
+    bottleneck = "training" if wait < NEGLIGIBLE else "decode"
+    return {"step": step, "data_wait": wait, "seconds": seconds, "bottleneck": bottleneck, "stages": times.summary()}
+
+
+ALERTS: list[str] = []
+
+
+def note(text: str) -> None:
+    """A hook of one's own."""
+    ALERTS.append(text)
+
+
+def test_waiting_is_warned_of_once_with_stage_and_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    ALERTS.clear()
+    sink = DataStallWarning(0.2, 4, f"{__name__}:note")
+    sink.write(line(10, 0.1))
+    for step in range(20, 20 + 10 * (PATIENCE + 3), 10):
+        sink.write(line(step, 0.9))
+    said = capsys.readouterr().err
+    assert said.count("warning") == 1 and len(ALERTS) == 1 and ALERTS[0] in said
+    # A line of 2 s, and three of 18 s, on four ranks.
+    assert "90% of its time (step 40)" in said and "'decode', 2" in said and "3m44s of 4 ranks" in said
+    assert "--workers" in said
+    sink.write(line(100, 0.0))
+    assert "no longer waits" in capsys.readouterr().err
+    sink.close()
+    assert not capsys.readouterr().err
+
+
+def test_who_wants_to_hear_of_any_waiting_hears_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = DataStallWarning(0.0, 1)
+    for step in range(PATIENCE):
+        sink.write(line(step, NEGLIGIBLE / 2, seconds=1000.0))
+    assert "waits for data 2% of its time" in capsys.readouterr().err
+
+
+def test_a_moment_or_a_single_line_is_no_news(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = DataStallWarning(0.2, 1)
+    for step in range(10):
+        sink.write(line(step, 0.9 if step % 3 else 0.0))
+    for step in range(10):
+        sink.write(line(step, 0.9, seconds=0.1))
+    sink.write({"step": 3, "loss": 1.0})
+    assert not capsys.readouterr().err
+
+
+def test_a_hook_may_be_a_command_and_may_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for hook in (f"echo $CLIPSTREAM_ALERT > '{tmp_path}/said'", "math:sqrt"):
+        sink = DataStallWarning(0.2, 1, hook)
+        for step in range(4):
+            sink.write(line(step, 0.9))
+    assert "log.alert 'math:sqrt' failed: TypeError" in capsys.readouterr().err
+    end = time.monotonic() + TIMEOUT
+    while not (tmp_path / "said").exists() or not (tmp_path / "said").read_text():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert "waits for data" in (tmp_path / "said").read_text()
+    with pytest.raises(ValueError, match="no_such"):
+        LogSettings(alert="no_such_module:fn")

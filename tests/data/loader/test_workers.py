@@ -1,0 +1,97 @@
+"""Workers that die, hang or are slow, and their end with the loader."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clipstream.errors import DataError
+from tests.support.loaders import data, loader
+from tests.support.pictures import make_shards
+from tests.support.ranks import TIMEOUT, command_runs
+
+
+def slow(sample: dict[str, Any]) -> dict[str, Any]:
+    """A user's transform that is slow."""
+    time.sleep(0.5)
+    return sample
+
+
+def test_a_slow_source_is_no_stall(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clipstream.data.loader.pipeline.INTERIM_SECONDS", 0.5)
+    sources = {"train": {"shards": shards, "transform": "tests.data.loader.test_workers:slow"}}
+    began = time.monotonic()
+    sizes = {"lanes": 24, "global_batch_size": 24}
+    settings = data(shards, workers=1, stall_timeout=8.0, sources=sources, prefetch=1, **sizes)
+    with loader(settings) as stream:
+        next(stream)
+    assert time.monotonic() - began > 10
+
+
+def test_a_killed_worker_is_named(shards: list[str]) -> None:
+    with loader(data(shards, workers=2, prefetch=1)) as stream:
+        next(stream)
+        os.kill(stream.worker_pids()[1], signal.SIGKILL)
+        with pytest.raises(DataError, match=r"data worker 1 .*SIGKILL"):
+            for _ in range(5):
+                next(stream)
+
+
+def sleepy(sample: dict[str, Any]) -> dict[str, Any]:
+    """A user's transform that hangs."""
+    time.sleep(600)
+    return sample
+
+
+def test_a_stall_names_worker_stage_and_sample(shards: list[str]) -> None:
+    sources = {"train": {"shards": shards, "transform": "tests.data.loader.test_workers:sleepy"}}
+    began = time.monotonic()
+    with (
+        pytest.raises(DataError, match=r"worker 0 .*transform 0000\d\.tar/"),
+        loader(data(shards, workers=1, stall_timeout=6.0, sources=sources)) as stream,
+    ):
+        next(stream)
+    assert time.monotonic() - began < 240
+
+
+@pytest.mark.usefixtures("commands")
+def test_a_pipes_command_ends_with_its_worker(tmp_path: Path) -> None:
+    mark = f"78.{os.getpid()}"
+    stream = loader(data(f"pipe:sleep {mark}", workers=1))
+    while not command_runs(mark):
+        time.sleep(0.05)
+    stream.close()
+    for _ in range(100):
+        if not command_runs(mark):
+            return
+        time.sleep(0.05)
+    pytest.fail("the command of the pipe is still running")
+
+
+def test_no_worker_outlives_its_loader(shards: list[str]) -> None:
+    stream = loader(data(shards, workers=3))
+    pids = stream.worker_pids()
+    next(stream)
+    stream.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_process_ends_that_forgets_to_close_its_loader(tmp_path: Path) -> None:
+    shards = make_shards(tmp_path, [20])
+    script = (
+        "from tests.support.loaders import data, loader; import sys; stream = loader(data(sys.argv[1:], workers=2))"
+    )
+    command = [sys.executable, "-c", f"{script}; print(*next(stream).keys, *stream.worker_pids())", *shards]
+    ended = subprocess.run(command, timeout=TIMEOUT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    for pid in ended.stdout.split()[-2:]:
+        assert not Path(f"/proc/{pid}").exists()

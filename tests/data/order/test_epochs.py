@@ -1,0 +1,174 @@
+"""Exact epochs: how often each sample is used, how the sequence is divided over lanes, how sources are merged."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clipstream.data.order.epochs import EpochPlan, IndexedOrder
+from clipstream.errors import SettingsError
+
+Sample = tuple[int, int, int]  # source, shard, number
+
+
+def plan(
+    samples: Sequence[int], batch: int, lanes: int, tail: str, weights: Sequence[float] | None = None
+) -> EpochPlan:
+    names = tuple(f"source{i}" for i in range(len(samples)))
+    return EpochPlan(5, names, tuple(samples), tuple(weights or [1.0] * len(samples)), batch, lanes, tail)
+
+
+def orders(epochs: EpochPlan, counts: Sequence[Sequence[int]], split: bool, window: int = 7) -> list[IndexedOrder]:
+    return [IndexedOrder(epochs, i, held, split=split, open_shards=2, window=window) for i, held in enumerate(counts)]
+
+
+class Lane:
+    """A lane's samples, one after the other, as a sampler takes them."""
+
+    def __init__(self, epochs: EpochPlan, of: Sequence[IndexedOrder], lane: int) -> None:
+        self.epochs, self.number, self.drawn = epochs, lane, 0
+        self.streams = [self._stream(order) for order in of]
+
+    def _stream(self, order: IndexedOrder) -> Any:
+        group = 0
+        while True:
+            shards, sizes = order.group(self.number, group), order.sizes(self.number, group, [])
+            for window in range(order.windows(sizes)):
+                for place, number in order.samples(self.number, group, window, sizes):
+                    yield shards[place], number
+            group = order.next_group(self.number, group)
+
+    def take(self) -> Sample | None:
+        """The next place: a sample, or None of padding."""
+        source = self.epochs.source(self.number, self.drawn)
+        self.drawn += 1
+        return None if source is None else (source, *next(self.streams[source]))
+
+
+def run(epochs: EpochPlan, of: Sequence[IndexedOrder], count: int) -> list[list[list[Sample | None]]]:
+    """By epoch, the global batches."""
+    lanes = [Lane(epochs, of, lane) for lane in range(epochs.lanes)]
+    shares = [
+        (lane + 1) * epochs.batch // epochs.lanes - lane * epochs.batch // epochs.lanes for lane in range(epochs.lanes)
+    ]
+    return [
+        [
+            [lane.take() for lane, share in zip(lanes, shares, strict=True) for _ in range(share)]
+            for _ in range(epochs.steps)
+        ]
+        for _ in range(count)
+    ]
+
+
+COUNTS = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=7).filter(any), min_size=1, max_size=4)
+
+
+@settings(max_examples=60)
+@given(
+    COUNTS,
+    st.sampled_from(["drop", "pad", "wrap"]),
+    st.booleans(),
+    st.integers(1, 9),
+    st.integers(0, 25),
+    st.lists(st.sampled_from([0.3, 0.5, 1.0, 1.7, 2.0, 3.0]), min_size=4, max_size=4),
+)
+def test_every_sample_comes_as_often_as_its_weight_says(
+    counts: list[list[int]], tail: str, split: bool, lanes: int, more: int, weights: list[float]
+) -> None:
+    try:
+        epochs = plan([sum(held) for held in counts], lanes + more, lanes, tail, weights[: len(counts)])
+    except SettingsError:
+        wanted = sum(max(1, round(sum(held) * weight)) for held, weight in zip(counts, weights, strict=False))
+        assert tail == "drop" and wanted < lanes + more
+        return
+    of = orders(epochs, counts, split)
+    for batches in run(epochs, of, 3):
+        seen = Counter(sample for batch in batches for sample in batch if sample is not None)
+        pads = sum(sample is None for batch in batches for sample in batch)
+        told: Counter[str] = Counter()
+        for tails in epochs.remainders():
+            told.update(tails)
+        assert pads == told["padded"] and (pads == 0 or tail == "pad")
+        assert all(sample is not None for batch in batches[:-1] for sample in batch)
+        for source, held in enumerate(counts):
+            taken = sum(count for sample, count in seen.items() if sample[0] == source)
+            assert taken == epochs.wanted[source] - epochs.remainders()[source].get(
+                "left_out", 0
+            ) + epochs.remainders()[source].get("repeated", 0)
+            low, rest = divmod(taken, sum(held))
+            every = [seen[source, shard, number] for shard, size in enumerate(held) for number in range(size)]
+            assert min(every) == low and max(every) == low + (rest > 0)
+            assert sum(every) == taken  # and no sample that is not there
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_epochs_come_in_an_order_of_their_own(split: bool) -> None:
+    counts = [[50, 20, 31, 40, 9, 60]]
+    epochs = plan([210], 20, 4, "drop")
+    first, second, third = run(epochs, orders(epochs, counts, split), 3)
+    assert first != second != third
+    left = [
+        {(0, s, i) for s, n in enumerate(counts[0]) for i in range(n)} - set(itertools.chain(*e))
+        for e in (first, second, third)
+    ]
+    assert all(len(some) == 10 for some in left) and left[0] != left[1] != left[2]
+
+
+def test_split_lanes_take_the_same_samples_each_epoch() -> None:
+    counts = [[50, 20, 31, 40, 9, 60]]
+    for tail, weight in (("pad", 1.0), ("pad", 2.0), ("drop", 1.0), ("wrap", 1.5)):
+        epochs = plan([210], 18, 5, tail, [weight])
+        of = orders(epochs, counts, True)
+        for lane in range(5):
+            shards = [{piece.shard for piece in of[0]._pieces(lane, epoch)} for epoch in range(6)]
+            held = set().union(*shards)
+            assert len(held) <= 4, (tail, lane, shards)
+            if tail == "pad":
+                assert all(some == held for some in shards)
+
+
+def test_a_fraction_of_a_source_is_another_one_each_epoch() -> None:
+    for split in (False, True):
+        epochs = plan([400, 1000], 50, 5, "drop", [0.25, 1.0])
+        of = orders(epochs, [[40] * 10, [100] * 10], split)
+        seen = Counter(s for batches in run(epochs, of, 24) for batch in batches for s in batch if s and s[0] == 0)
+        assert sum(seen.values()) == 24 * 100
+        assert len(seen) > 380, "nearly all come in so many epochs"
+        halves = [sum(n for (_, _, i), n in seen.items() if (i < 20) == early) for early in (True, False)]
+        assert abs(halves[0] - halves[1]) < 0.1 * sum(halves), "late samples of a shard as often as early ones"
+
+
+@pytest.mark.parametrize("sizes", [(3000, 1000), (2000, 1000, 1000), (5000, 37, 900, 1800)])
+def test_sources_of_an_epoch_come_within_one_percent_of_their_shares(sizes: tuple[int, ...]) -> None:
+    epochs = plan(sizes, 64, 48, "wrap", [2.0] * len(sizes))
+    counts = Counter(
+        epochs.source(lane, k) for lane in range(48) for k in range(100 * ((lane + 1) * 64 // 48 - lane * 64 // 48))
+    )
+    assert sum(counts.values()) == 6400
+    for place, size in enumerate(sizes):
+        assert abs(counts[place] / 6400 - size / sum(sizes)) < 0.01
+    half = [epochs.source(lane, 0) == 0 for lane in range(48)]
+    assert any(half) and not all(half), "lanes begin with different sources"
+
+
+def test_an_epoch_below_one_batch_needs_another_tail() -> None:
+    with pytest.raises(SettingsError, match="an epoch has 9 samples, less than one batch of 12"):
+        plan([9], 12, 4, "drop")
+    padded, wrapped = (plan([9], 12, 4, tail) for tail in ("pad", "wrap"))
+    assert padded.steps == wrapped.steps == 1 and padded.remainders() == [{"padded": 3}]
+    ((batch,),) = run(wrapped, orders(wrapped, [[9]], False), 1)
+    assert sorted(Counter(batch).values()) == [1] * 6 + [2] * 3
+    with pytest.raises(SettingsError, match=r"source1\.shards: there is no sample"):
+        plan([9, 0], 4, 2, "pad")
+
+
+def test_a_plan_says_what_it_does() -> None:
+    text = plan([1000, 500], 64, 4, "drop", [1.0, 1.5]).summary()
+    held = "27 steps for 1,750 samples (source0 1,000, source1 500 x 1.5)"
+    assert text == f"{held}; remainder drop: 22 samples are left out each time"

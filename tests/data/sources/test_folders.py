@@ -1,0 +1,139 @@
+"""Image folders, synthetic data, and the sample counts beside folders of tars."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from clipstream.config.settings import dump, load, with_known_epoch
+from clipstream.config.validate import validate_run
+from clipstream.data.batch import ImageSpec
+from clipstream.data.build import training_loader
+from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.sources.source import Source
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from tests.support.pictures import ByteTokenizer, make_shards, picture
+
+SYNSETS = {"n01440764": 0, "n01443537": 1, "n03417042": 569, "n15075141": 999}
+
+
+def write_classes(root: Path, names: list[str], each: int = 2) -> Path:
+    for number, name in enumerate(names):
+        (root / name / "inner").mkdir(parents=True)
+        for i in range(each):
+            where = root / name / ("inner" if i % 2 else "")
+            (where / f"{i}.JPEG").write_bytes(picture(10 * number + i))
+        (root / name / "notes.txt").write_text("no picture")
+    return root
+
+
+def labels(shards: str) -> list[tuple[str, str]]:
+    opener = Source(SourceSettings(shards=shards), None)
+    found = []
+    for name in opener.names:
+        shard = opener.open(name)
+        for ref in shard.index.samples:
+            members = shard.load(ref)
+            assert set(members) == {"jpeg", "cls", "class"}
+            found.append((members["class"].decode(), members["cls"].decode()))
+    return found
+
+
+def test_classes_are_numbered_in_the_order_of_their_names(tmp_path: Path) -> None:
+    write_classes(tmp_path, ["dog", "cat", "eel"])
+    assert labels(f"folder:{tmp_path}") == [(n, str(i)) for i, n in enumerate(["cat", "dog", "eel"]) for _ in range(2)]
+
+
+def test_a_part_of_imagenet_keeps_its_numbers(tmp_path: Path) -> None:
+    write_classes(tmp_path / "a", list(SYNSETS), 1)
+    assert labels(f"imagenet:{tmp_path / 'a'}") == [(name, str(n)) for name, n in SYNSETS.items()]
+    write_classes(tmp_path / "v2", ["0", "7", "10", "999"], 1)
+    assert {label for _, label in labels(f"imagenet:{tmp_path / 'v2'}")} == {"0", "7", "10", "999"}
+
+
+def test_folders_that_are_no_classes_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    write_classes(tmp_path / "mine", ["n01440764", "cat"])
+    for shards, said in (
+        (f"imagenet:{tmp_path / 'mine'}", r"'cat' is no class of ImageNet \(1 of 2 folders"),
+        (f"folder:{tmp_path / 'none'}", "is not there"),
+        (f"folder:{tmp_path / 'empty'}", "holds no folders"),
+    ):
+        with pytest.raises(SettingsError, match=said):
+            Source(SourceSettings(shards=shards), None)
+
+
+def test_synthetic_pictures_need_no_disk() -> None:
+    data = DataSettings.model_validate(
+        {"global_batch_size": 8, "lanes": 4, "workers": 0, "sources": {"train": {"shards": "synthetic:32"}}}
+    )
+    runs = []
+    for _ in range(2):
+        with training_loader(
+            data, world=World(), seed=0, tokenizer=ByteTokenizer(), image=ImageSpec((16, 16))
+        ) as loader:
+            runs.append([next(loader).keys for _ in range(3)])
+    assert runs[0] == runs[1] and len({key for keys in runs[0] for key in keys}) == 24
+    assert Source(SourceSettings(shards="synthetic:"), None).samples == 100_000
+    with pytest.raises(SettingsError, match="8 to 4096 pixels"):
+        Source(SourceSettings(shards="synthetic:big"), None)
+
+
+def test_the_length_of_an_epoch_is_taken_from_the_data(tmp_path: Path) -> None:
+    make_shards(tmp_path, [3, 4])
+    run = ["--train-data", f"{tmp_path}/{{00000..00001}}.tar", "--epochs=3", "--save-frequency=1", "--batch-size=2"]
+    with pytest.raises(SettingsError, match="how many samples are an epoch"):
+        validate_run(with_known_epoch(load(run)), World())
+    (tmp_path / "__len__").write_text("7\n")
+    known = with_known_epoch(load(run))
+    assert known.total_steps == 11  # 21 samples, 2 a step
+    assert yaml.safe_load(dump(known))["train"]["epoch_samples"] is None  # other data tell another length
+    assert yaml.safe_load(dump(load([*run, "--train-num-samples=9"])))["train"]["epoch_samples"] == 9
+    one = ["--train-data", f"{tmp_path}/00001.tar", *run[2:]]
+    assert with_known_epoch(load(one)).train.epoch_samples is None  # __len__ is the whole folder's
+
+
+def test_sizes_are_summed_over_the_named_tars(tmp_path: Path) -> None:
+    make_shards(tmp_path, [3, 4])
+    (tmp_path / "sizes.json").write_text(json.dumps({"00000.tar": 3, "00001.tar": 4, "00002.tar": 99}))
+    run = ["--train-data", f"{tmp_path}/{{00000..00001}}.tar::{tmp_path}/00001.tar", "--epochs=1", "--batch-size=2"]
+    assert with_known_epoch(load(run)).train.epoch_samples == 11
+    assert with_known_epoch(load([*run, "--train-num-samples=5"])).train.epoch_samples == 5
+    opener = Source(SourceSettings(shards=f"{tmp_path}/00000.tar"), None)
+    assert opener.summary() == "1 shard, 3 samples"
+
+
+def test_flags_of_imagenet(tmp_path: Path) -> None:
+    flags = [f"--imagenet-val={tmp_path}", f"--imagenet-v2={tmp_path}", "--zeroshot-frequency=2"]
+    settings = load([*flags, "--train-num-samples=100", "--train-data=a.tar", "--steps=5"])
+    for name in ("imagenet", "imagenet_v2"):
+        one = settings.evals[name]
+        assert one.type == "zero_shot" and one.every_epochs == 2
+        assert one.data is not None and one.data.shards == f"imagenet:{tmp_path}"
+    with pytest.raises(SettingsError, match="give --imagenet-val FOLDER"):
+        load(["--zeroshot-frequency=1"])
+
+
+def test_flags_of_manifests() -> None:
+    flags = "--dataset-type csv --train-data a.csv --csv-img-key file --csv-separator \\t --val-data b.csv"
+    settings = load(flags.split())
+    train, val = settings.data.sources["train"], settings.evals["val"].data
+    assert val is not None
+    for one in (train, val):
+        assert (one.image_key, one.separator, one.caption.model_dump()) == (
+            "file",
+            "\t",
+            {"type": "text", "key": "title"},
+        )
+    own = load(["--csv-caption-key", "words", "--dataset-type", "csv", "--train-data", "a.csv"])
+    assert own.data.sources["train"].caption.model_dump()["key"] == "words"
+    both = load(["--dataset-type", "csv", "--caption-json", "a.b", "--train-data", "a.jsonl"])
+    assert both.data.sources["train"].caption.model_dump()["key"] == "json"
+    assert load(["--dataset-type", "synthetic"]).data.sources["train"].shards == "synthetic:"
+    for wrong in ("--dataset-type=parquet", "--csv-separator=ab"):
+        with pytest.raises(SettingsError, match=wrong.partition("=")[0]):
+            load([wrong, "--train-data=a.csv"])

@@ -1,0 +1,302 @@
+"""Side indexes: their format, `clipstream index`, other tools' indexes, and training with them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clipstream.cli.main import main as clipstream
+from clipstream.config.settings import load, with_known_epoch
+from clipstream.data.settings import SourceSettings
+from clipstream.data.sources.sample_counts import count_samples
+from clipstream.data.sources.side_index import identity_of, opened_by, path_of, read, read_head, write
+from clipstream.data.sources.source import Source
+from clipstream.data.tar import ShardIndex, scan
+from clipstream.data.transport.shard_cache import ShardCache
+from clipstream.errors import SettingsError
+from clipstream.index import main
+from tests.support.cached_sites import Site
+from tests.support.indexed_sampling import indexed
+from tests.support.loaders import digests
+from tests.support.pictures import make_shards
+from tests.support.ranks import ROOT, TIMEOUT, command_runs
+from tests.support.tars import tar_bytes, write_tar
+
+SAMPLES = [
+    {"__key__": "a/00", "jpg": b"x" * 700, "txt": "one", "json": "{}"},
+    {"__key__": "a/01", "txt": "", "jpg": b"y" * 512},
+    {"__key__": "é" * 120, "JPG": b"z", "seg.png": b"p" * 2000},
+    {"__key__": "a/03", "jpg": b"w" * 1023, "txt": "four", "json": "[1]"},
+]
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    running = Site()
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tar needs an index."""
+    monkeypatch.setattr("clipstream.data.sources.sample_counts.SMALL", 0)
+
+
+def counts(shards: Any, index: Any = None) -> list[int]:
+    """What a run would find."""
+    source = SourceSettings(shards=shards, index=None if index is None else str(index))
+    return count_samples(Source(source, None), source, "data.sources.train")
+
+
+def indexes(folder: Path) -> dict[str, int]:
+    """The indexes of a folder, by the time they were written."""
+    return {path.name: path.stat().st_mtime_ns for path in sorted(folder.glob("*.index"))}
+
+
+@pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
+def test_an_index_holds_what_a_walk_over_the_headers_finds(tmp_path: Path, format: int) -> None:
+    samples = SAMPLES if format != tarfile.USTAR_FORMAT else [SAMPLES[0], SAMPLES[1], SAMPLES[3]]
+    shard = write_tar(tmp_path / "a.tar", samples, format)
+    found = scan(shard)
+    assert len(found.samples) == len(samples)
+    write(tmp_path / "i", found, identity_of(shard))
+    head, index = read(tmp_path / "i")
+    assert (head.samples, head.of, head.fault) == (len(samples), identity_of(shard), None)
+    assert list(index.samples) == list(found.samples) and head == read_head(tmp_path / "i")
+
+
+def test_an_index_is_small(tmp_path: Path) -> None:
+    many = [{"__key__": f"{i:09d}", "jpg": b"x" * (900 + i * 7 % 300), "txt": "t", "json": "{}"} for i in range(2000)]
+    shard = write_tar(tmp_path / "a.tar", many)
+    write(tmp_path / "i", scan(shard), identity_of(shard))
+    assert (tmp_path / "i").stat().st_size < 2000 * 12
+
+
+def test_a_broken_shard_keeps_its_fault(tmp_path: Path) -> None:
+    shard = tmp_path / "a.tar"
+    shard.write_bytes(tar_bytes(SAMPLES)[:5000])
+    assert main([str(shard)]) == 0
+    place = path_of(str(shard), None)
+    assert place is not None
+    head, index = read(place)
+    assert head.fault == index.fault == scan(shard).fault is not None
+    assert opened_by(str(shard), None) == index
+
+
+def test_damage_and_other_files_are_no_index(tmp_path: Path) -> None:
+    shard = str(write_tar(tmp_path / "a.tar", SAMPLES))
+    main([shard])
+    place = Path(f"{shard}.index")
+    whole = place.read_bytes()
+    assert opened_by(shard, None) is not None
+    for cut in (0, 10, whole.index(b"\n"), whole.index(b"\n") + 1, len(whole) - 1):
+        place.write_bytes(whole[:cut])
+        assert opened_by(shard, None) is None
+        with pytest.raises(ValueError):
+            read(place)
+    for at in range(0, len(whole), 7):
+        place.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        assert opened_by(shard, None) is None, at
+    place.write_bytes(whole)
+    os.utime(shard, (1, 1))
+    assert opened_by(shard, None) is None, "the shard is not the one that was indexed"
+
+
+def test_only_what_is_missing_or_stale_is_indexed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = make_shards(tmp_path, [5, 3, 4])
+    spec = str(tmp_path / "{00000..00002}.tar")
+    assert main([paths[1]]) == 0
+    first = indexes(tmp_path)
+    assert list(first) == ["00001.tar.index"] and main(["--workers", "2", spec]) == 0
+    assert "3 of 3 shards, 12 samples; 2 indexes made" in capsys.readouterr().out
+    second = indexes(tmp_path)
+    assert len(second) == 3 and second["00001.tar.index"] == first["00001.tar.index"]
+    make_shards(tmp_path / "new", [7])
+    os.replace(tmp_path / "new/00000.tar", paths[2])
+    os.utime(paths[2], (5, 5))
+    Path(f"{paths[0]}.index").write_bytes(b"clipstream-index 1 damaged")
+    assert clipstream(["index", spec, "--workers=1"]) == 0
+    third = indexes(tmp_path)
+    assert (
+        third["00001.tar.index"] == second["00001.tar.index"] and third["00002.tar.index"] > second["00002.tar.index"]
+    )
+    assert counts(spec) == [5, 3, 7]
+    assert main([spec, "--again", "--workers=1"]) == 0 and all(
+        new > third[name] for name, new in indexes(tmp_path).items()
+    )
+
+
+def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = [str(tmp_path / "{00000..00004}.tar"), "--into", str(tmp_path / "i")]
+    make_shards(tmp_path, [3] * 5)
+    seconds = f"3600.{os.getpid()}"
+    command = [sys.executable, "-m", "clipstream.index", *spec, f"pipe:sleep {seconds}", "--workers", "2"]
+    process = subprocess.Popen(command, cwd=ROOT)
+    end = time.monotonic() + TIMEOUT
+    while len(indexes(tmp_path / "i")) < 5 or not command_runs(seconds):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    while command_runs(seconds):
+        assert time.monotonic() < end, "the command outlives its indexer"
+        time.sleep(0.05)
+    assert main([*spec, "--workers=1"]) == 0 and "5 of 5 shards, 15 samples; 0 indexes made" in capsys.readouterr().out
+
+
+def test_shards_that_cannot_be_read_are_named_and_the_others_indexed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_shards(tmp_path, [3, 4])
+    assert main([str(tmp_path / "{00000..00003}.tar"), "--workers=1"]) == 3
+    told = capsys.readouterr().err
+    assert "2 of 4 shards could not be indexed:" in told and "00003.tar: missing" in told
+    assert len(indexes(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("shards", "told"),
+    [
+        (
+            "http://localhost/a.tar",
+            "http://localhost/a.tar is remote: say in which folder the indexes go by --into FOLDER",
+        ),
+        ("http://me:secret@localhost/a.tar", "http://***@localhost/a.tar is remote"),
+        ("pairs.csv", "pairs.csv needs no index: only tars do"),
+        ("synthetic:", "needs no index"),
+        ("/no/such/*.tar", "no file matches /no/such/*.tar"),
+    ],
+)
+def test_wrong_shards_are_told(shards: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([shards]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("nothing_is_small")
+def test_remote_shards_are_indexed_into_a_folder_and_trained_on(tmp_path: Path, site: Site) -> None:
+    paths = make_shards(tmp_path / "shards", [13, 7, 20])
+    bodies = [Path(path).read_bytes() for path in paths]
+    urls = [site.put(f"data/{Path(path).name}", body) for path, body in zip(paths, bodies, strict=True)]
+    into = ["--into", str(tmp_path / "i"), "--workers", "1"]
+    assert main([*urls, *into]) == main([*paths, *into]) == 0
+    made = indexes(tmp_path / "i")
+    assert len(made) == 6
+    assert counts([f"{url}?X-Amz-Expires=9&X-Amz-Signature=ab" for url in urls], tmp_path / "i") == [13, 7, 20]
+    here, there = ({"train": {"shards": some, "index": str(tmp_path / "i")}} for some in (paths, urls))
+    expected = digests(indexed(None, sources=here), 1, 6)
+    assert digests(indexed(None, sources=there, workers=1), 2, 6) == expected
+    site.put("data/00001.tar", Path(make_shards(tmp_path / "new", [9])[0]).read_bytes())
+    gets = site.asked["GET /data/00000.tar"]
+    assert main([*urls, *into]) == 0
+    after = indexes(tmp_path / "i")
+    assert sum(after[name] != made[name] for name in made) == 1 and site.asked["GET /data/00000.tar"] == gets
+    assert counts(urls, tmp_path / "i") == [13, 9, 20]
+
+
+def test_indexes_of_a_folder_have_names_of_their_own(tmp_path: Path) -> None:
+    urls = ["http://h/a/0.tar", "http://h/b/0.tar", "http://h/get?id=1", "http://h/get?id=2", "pipe:cat 0.tar", "0.tar"]
+    places = [path_of(url, "f") for url in urls]
+    assert len(set(places)) == len(urls)
+    assert places[0] == path_of("http://h/a/0.tar?X-Amz-Date=5&Signature=x", "f")
+    assert places[2] == path_of("http://me:word@h/get?id=1&sig=5&se=2026", "f")
+    assert path_of("http://h/a/0.tar", None) is None
+
+
+@pytest.mark.usefixtures("nothing_is_small")
+def test_packed_shards_are_indexed_as_what_is_in_them(tmp_path: Path) -> None:
+    (path,) = make_shards(tmp_path, [6])
+    packed = tmp_path / "a.tar.gz"
+    packed.write_bytes(gzip.compress(Path(path).read_bytes()))
+    assert main([str(packed)]) == 0 and counts(str(packed)) == [6]
+
+
+def test_a_shard_is_opened_by_its_index_alone(tmp_path: Path) -> None:
+    (path,) = make_shards(tmp_path, [9])
+    found = scan(path)
+    write(Path(f"{path}.index"), ShardIndex(found.samples[2:5], None), identity_of(path))
+    store = ShardCache(None)
+    shard = Source(SourceSettings(shards=path), store).open(path)
+    assert shard.index.samples == found.samples[2:5] and shard.load(shard.index.samples[0])["txt"] == b"picture 2"
+    shard.close()
+    store.close()
+
+
+@pytest.mark.usefixtures("nothing_is_small")
+def test_wids_counts_are_taken_where_the_size_is_right(tmp_path: Path) -> None:
+    paths = make_shards(tmp_path, [5, 8])
+    rows = [
+        {"url": Path(path).name, "md5sum": "0", "nsamples": n, "filesize": os.path.getsize(path)}
+        for path, n in zip(paths, (5, 8), strict=True)
+    ]
+    told = {"__kind__": "wids-shard-index-v1", "wids_version": 1, "shardlist": rows}
+    named = tmp_path / "elsewhere" / "index.json"
+    named.parent.mkdir()
+    named.write_text(json.dumps(told))
+    assert counts(paths, named) == [5, 8]
+    assert counts(["http://h/00000.tar", "http://h/00001.tar?sig=5"], named) == [5, 8]
+    (tmp_path / "shardindex.json").write_text(json.dumps(told))
+    assert counts(paths) == [5, 8], "found beside the shards by its own name"
+    rows[1]["filesize"] = 1
+    named.write_text(json.dumps(told))
+    (tmp_path / "shardindex.json").unlink()
+    with pytest.raises(SettingsError, match=r"1 of 2 have none that can be used, e\.g\. .*00001\.tar"):
+        counts(paths[::-1], named)
+    named.write_text("[]")
+    with pytest.raises(SettingsError, match=r"train\.index: .*index\.json is no wids index"):
+        counts(paths, named)
+
+
+@pytest.mark.usefixtures("nothing_is_small")
+def test_energons_counts_are_taken(tmp_path: Path) -> None:
+    one, two, three = (make_shards(tmp_path / name, [5, 8]) for name in ("offsets", "info/parts", "old"))
+    for path, samples in zip(one, (5, 8), strict=True):
+        with tarfile.open(path) as tar:
+            starts = [member.offset for member in tar if member.name.endswith(".jpg")]
+            end = tar.offset
+        assert len(starts) == samples
+        Path(f"{path}.idx").write_bytes(struct.pack(f"<{samples + 1}Q", *starts, end))
+    assert counts(one) == [5, 8]
+    Path(f"{one[0]}.idx").write_bytes(struct.pack("<3Q", 0, 512, 1024))
+    with pytest.raises(SettingsError, match="1 of 2"):
+        counts(one)
+    told = {
+        "energon_version": "7",
+        "shard_counts": {f"parts/{Path(path).name}": n for path, n in zip(two, (5, 8), strict=True)},
+    }
+    (tmp_path / "info/.nv-meta").mkdir()
+    (tmp_path / "info/.nv-meta/.info.json").write_text(json.dumps(told))
+    assert counts(two) == [5, 8]
+    (tmp_path / "old/.nv-meta").mkdir()
+    (tmp_path / "old/.nv-meta/.info.yaml").write_text("shard_counts:\n  00000.tar: 5\n  00001.tar: 8\n")
+    assert counts(three) == [5, 8]
+
+
+def test_what_is_no_tar_tells_its_samples_itself(tmp_path: Path) -> None:
+    rows = "filepath,caption\n" + "a.jpg,x\n" * 7
+    (tmp_path / "pairs.csv").write_text(rows)
+    source = SourceSettings(shards=str(tmp_path / "pairs.csv"))
+    assert sum(count_samples(Source(source, None, cache=str(tmp_path)), source, "train")) == 7
+    assert sum(counts("synthetic:64")) == 100_000
+
+
+def test_an_epoch_is_known_from_the_indexes(tmp_path: Path) -> None:
+    make_shards(tmp_path, [13, 7, 20])
+    flags = [f"--train-data={tmp_path}/*.tar", "--data.sampling.mode=indexed", "--data.global-batch-size=12"]
+    for tail, steps in (("drop", 3), ("pad", 4), ("wrap", 4)):
+        settings = with_known_epoch(load([*flags, "--epochs=5", f"--data.sampling.remainder={tail}"]))
+        assert settings.total_steps == 5 * steps
+    with pytest.raises(SettingsError, match="knows how long an epoch is: leave it out"):
+        with_known_epoch(load([*flags, "--epochs=5", "--train-num-samples=40"]))

@@ -1,0 +1,199 @@
+"""The tar reader: truncation is detected and changes no sample; intact tars read as in webdataset."""
+
+from __future__ import annotations
+
+import io
+import random
+import tarfile
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clipstream.data.tar import SampleRef, SampleTable, Shard, ShardIndex, scan
+from clipstream.errors import Dropped
+from tests.support.tars import tar_bytes, write_tar
+
+REAL = sorted(Path(__file__).parents[4].glob("shared/data/*/*.tar"))
+SAMPLES = [{"__key__": f"{i:04d}", "jpg": bytes([i]) * (300 * i + 1), "txt": f"caption {i}"} for i in range(5)]
+LONG = "a folder/" * 20
+
+
+def scan_bytes(folder: Path, data: bytes) -> tuple[ShardIndex, dict[str, dict[str, bytes]]]:
+    path = folder / "x.tar"
+    path.write_bytes(data)
+    shard = Shard(path)
+    loaded = {ref.key: shard.load(ref) for ref in shard.index.samples}
+    shard.close()
+    return shard.index, loaded
+
+
+def as_bytes(samples: list[dict[str, bytes | str]]) -> dict[str, dict[str, bytes]]:
+    encode = lambda value: value.encode() if isinstance(value, str) else value  # noqa: E731
+    return {str(sample["__key__"]): {k: encode(v) for k, v in sample.items() if k != "__key__"} for sample in samples}
+
+
+def end_of_zero_blocks(data: bytes) -> int:
+    """The byte at which the second zero block ends: what follows is padding."""
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        last = tar.getmembers()[-1]
+    return last.offset_data + (last.size + 511) // 512 * 512 + 1024
+
+
+@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize("prefix", ["", "./", "é/", LONG + "é"], ids=["plain", "dot", "accent", "long"])
+def test_whole_tars_of_every_format(tmp_path: Path, format: int, prefix: str) -> None:
+    if prefix.startswith(LONG) and format == tarfile.USTAR_FORMAT:
+        prefix = LONG[:150]  # ustar has room for 255 bytes in two parts
+    samples = [{**sample, "__key__": prefix + str(sample["__key__"])} for sample in SAMPLES]
+    index, loaded = scan_bytes(tmp_path, tar_bytes(samples, format))
+    assert index.fault is None
+    assert loaded == as_bytes(samples)
+
+
+def test_small_members_and_large_ones_in_turn(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    small = [draw.randrange(3000) for _ in range(150)]
+    samples: list[dict[str, bytes | str]] = [
+        {"__key__": f"{i:04d}", "jpg": draw.randbytes(size), "txt": f"caption {i}"}
+        for i, size in enumerate([*small, *[200_000] * 8, *small])
+    ]
+    index, loaded = scan_bytes(tmp_path, tar_bytes(samples))
+    assert index.fault is None and loaded == as_bytes(samples)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    sizes=st.lists(st.lists(st.integers(0, 1500), min_size=1, max_size=3), min_size=1, max_size=4),
+    long=st.booleans(),
+    where=st.floats(0, 1, exclude_max=True),
+    format=st.sampled_from([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),
+)
+def test_a_cut_is_noticed_and_never_changes_a_sample(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[list[int]], long: bool, where: float, format: int
+) -> None:
+    key = LONG if long else ""
+    samples: list[dict[str, bytes | str]] = [
+        {"__key__": f"{key}{i}", **{f"m{j}": bytes([65 + i + j]) * size for j, size in enumerate(row)}}
+        for i, row in enumerate(sizes)
+    ]
+    data = tar_bytes(samples, format)
+    folder = tmp_path_factory.mktemp("cut")
+    for cut in {int(where * end_of_zero_blocks(data)), int(where * end_of_zero_blocks(data)) // 512 * 512}:
+        index, loaded = scan_bytes(folder, data[:cut])
+        assert index.fault is not None, f"a cut at byte {cut} of {len(data)} was not noticed"
+        assert loaded.items() <= as_bytes(samples).items()
+    assert scan_bytes(folder, data[: end_of_zero_blocks(data)])[0].fault is None
+
+
+def test_a_cut_gives_up_one_sample_at_most(tmp_path: Path) -> None:
+    data = tar_bytes(SAMPLES, tarfile.GNU_FORMAT)
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        third = tar.getmember("0003.jpg")
+    for more, reason in {0: "missing_end", 100: "truncated_header", 600: "truncated_member"}.items():
+        index, loaded = scan_bytes(tmp_path, data[: third.offset + more])
+        assert index.fault is not None and index.fault.reason == reason
+        # A header of sample 3 shows that sample 2 was whole.
+        assert list(loaded) == ["0000", "0001", "0002"][: 3 if reason == "truncated_member" else 2]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason", "keys"),
+    [
+        (lambda d: b"", "empty", []),
+        (lambda d: b"<html>not found</html>" * 100, "not_a_tar", []),
+        (lambda d: d[:3072] + b"\xff" * 512 + d[3584:], "bad_checksum", ["0000"]),
+        (lambda d: d + d, "trailing_archive", ["0000", "0001", "0002", "0003", "0004"]),
+        (lambda d: tar_bytes([]), "empty", []),
+    ],
+    ids=["no bytes", "a web page", "garbage header", "cat of two", "no samples"],
+)
+def test_damage_has_a_reason(tmp_path: Path, damage, reason: str, keys: list[str]) -> None:  # type: ignore[no-untyped-def]
+    index, loaded = scan_bytes(tmp_path, damage(tar_bytes(SAMPLES, tarfile.GNU_FORMAT)))
+    assert index.fault is not None and index.fault.reason == reason
+    assert list(loaded) == keys
+
+
+def test_samples_with_a_member_twice_are_left_out(tmp_path: Path) -> None:
+    samples = [SAMPLES[0], {"__key__": "twice", "jpg": b"1", "JPG": b"2"}, SAMPLES[1]]
+    index, loaded = scan_bytes(tmp_path, tar_bytes(samples))
+    assert index.fault is not None and index.fault.reason == "duplicate_member" and "twice.jpg" in index.fault.detail
+    assert list(loaded) == ["0000", "0001"]
+
+
+def test_what_is_no_sample_is_passed_over(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name, kind in [("d", "5"), ("__meta__.json", "0"), ("d/._1.jpg", "0"), ("README", "0"), ("d/1.jpg", "0"),
+                           ("d/1.txt", "2"), ("d/1.", "0"), ("d/2.", "0"), ("d/1x", "0"),
+                           ("d/1.seg.PNG", "0")]:  # fmt: skip
+            member = tarfile.TarInfo(name)
+            member.type, member.size, member.linkname = kind.encode(), 3 if kind == "0" else 0, "d/1.jpg"
+            tar.addfile(member, io.BytesIO(b"abc") if kind == "0" else None)
+    index, loaded = scan_bytes(tmp_path, buffer.getvalue())
+    assert index.fault is None
+    assert loaded == {"d/1": {"jpg": b"abc", "seg.png": b"abc"}}
+
+
+def test_sizes_in_base_256(tmp_path: Path) -> None:
+    data = bytearray(tar_bytes([{"__key__": "a", "jpg": b"x" * 700}], tarfile.GNU_FORMAT))
+    data[124:136] = b"\x80" + (700).to_bytes(11, "big")
+    data[148:156] = b" " * 8
+    data[148:156] = b"%06o\0 " % sum(data[:512])
+    assert scan_bytes(tmp_path, bytes(data))[1] == {"a": {"jpg": b"x" * 700}}
+
+
+def test_load_reads_only_what_is_asked_for(tmp_path: Path) -> None:
+    sample = {"__key__": "a", "jpg": b"i" * 10, "npy": bytes(200_000), "txt": b"t"}
+    shard = Shard(write_tar(tmp_path / "a.tar", [sample]))
+    assert shard.load(shard.index.samples[0], ("txt", "jpg", "json")) == {"txt": b"t", "jpg": b"i" * 10}
+    assert shard.load(shard.index.samples[0], ()) == {}
+
+
+def test_a_file_that_shrinks_drops_the_sample(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", SAMPLES)
+    shard = Shard(path)
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(Dropped, match="became shorter"):
+        shard.load(shard.index.samples[-1])
+
+
+@pytest.mark.skipif(not REAL, reason="shared data are not here")
+def test_real_shards_read_as_webdataset_reads_them() -> None:
+    import webdataset
+
+    for path in REAL[::8]:
+        shard = Shard(path)
+        assert shard.index.fault is None
+        theirs = iter(webdataset.WebDataset(str(path), shardshuffle=False))
+        for ref, sample in zip(shard.index.samples, theirs, strict=True):
+            ours = {"__key__": ref.key, **shard.load(ref)}
+            assert ours == {k: v for k, v in sample.items() if k not in ("__url__", "__local_path__")}
+        assert scan(path) == shard.index
+
+
+@given(st.lists(st.tuples(st.text(st.characters(codec="utf-8")), st.dictionaries(st.sampled_from(["jpg", "txt", "é"]),
+       st.tuples(st.integers(0, 2**50), st.integers(0, 2**40))))))  # fmt: skip
+def test_a_table_gives_the_references_that_were_put_in(rows: list[tuple[str, dict[str, tuple[int, int]]]]) -> None:
+    refs = [SampleRef(*row) for row in rows]
+    table = SampleTable(refs)
+    assert len(table) == len(refs) and list(table) == refs == table and table[1:] == refs[1:]
+    assert [table[-i] for i in range(1, len(refs) + 1)] == refs[::-1]
+    assert [list(table[i].members) for i in range(len(refs))] == [list(ref.members) for ref in refs]
+    for beyond in (len(refs), -len(refs) - 1):
+        with pytest.raises(IndexError):
+            table[beyond]
+
+
+def test_an_open_shard_takes_little_memory(tmp_path: Path) -> None:
+    samples = [{"__key__": f"{i:09d}", "jpg": b"", "txt": b"", "json": b""} for i in range(3000)]
+    path = write_tar(tmp_path / "x.tar", samples)
+    tracemalloc.start()
+    try:
+        shard = Shard(path)
+        assert tracemalloc.get_traced_memory()[0] < 120 * len(samples)
+    finally:
+        tracemalloc.stop()
+    shard.close()

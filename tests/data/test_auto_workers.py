@@ -1,0 +1,85 @@
+"""`data.workers: auto`: limited by the cores, equal on all ranks, without effect on batches."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import resource
+import time
+
+import pytest
+
+from clipstream.data import auto_workers
+from clipstream.data.loader.worker import PATIENCE
+from clipstream.data.settings import MAX_AUTO_WORKERS
+from clipstream.distributed.world import World
+from clipstream.errors import DataError
+from tests.support.loaders import data, loader
+from tests.support.pictures import make_shards
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return make_shards(tmp_path_factory.mktemp("shards"), [13, 7, 20])
+
+
+def on_gpu(ranks: int = 1) -> World:
+    return World(local_size=ranks, device="cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "workers"),
+    [(1, 1, 1), (2, 1, 1), (16, 1, 15), (16, 4, 3), (3, 8, 1), (256, 2, MAX_AUTO_WORKERS)],
+)
+def test_a_core_of_each_rank_is_left_to_training(
+    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, workers: int
+) -> None:
+    monkeypatch.setattr(auto_workers, "cores", lambda: cores)
+    assert auto_workers.auto_workers(on_gpu(ranks)) == workers
+
+
+def test_cores_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)), raising=False)
+    for quota, count in [(float("inf"), 12), (2.5, 3), (0.5, 1), (64, 12)]:
+        monkeypatch.setattr(auto_workers, "_quota", lambda quota=quota: quota)
+        assert auto_workers.cores() == count
+
+
+def test_there_are_no_more_workers_than_lanes_and_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_workers, "cores", lambda: 5)
+    assert auto_workers.resolve_workers(data("a.tar"), on_gpu()) == (4, "5 cores for 1 rank")
+    assert auto_workers.resolve_workers(data("a.tar", lanes=3), on_gpu())[0] == 3
+    assert auto_workers.resolve_workers(data("a.tar"), on_gpu(2)) == (1, "5 cores for 2 ranks")
+
+
+def test_a_model_on_the_cpu_leaves_two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_workers, "cores", lambda: 64)
+    found = auto_workers.resolve_workers(data("a.tar"), World())
+    assert found == (auto_workers.ON_CPU, "64 cores, which train as well")
+    assert auto_workers.resolve_workers(data("a.tar", lanes=1), World())[0] == 1
+
+
+def test_workers_that_cannot_all_be_started_are_told_and_none_is_left(shards: list[str]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = {int(name) for name in os.listdir("/dev/fd")}
+    few = next(itertools.islice((fd for fd in itertools.count() if fd not in opened), 20, None))
+    before = set(multiprocessing.active_children())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    try:
+        with pytest.raises(DataError, match=r"of 24 data workers could be started .*use fewer --workers"):
+            loader(data(shards, workers=24, lanes=24, global_batch_size=24))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert set(multiprocessing.active_children()) == before
+
+
+def test_many_workers_are_not_ended_one_after_the_other_by_force(shards: list[str]) -> None:
+    took = []
+    for _ in range(3):
+        stream = loader(data(shards, workers=12, lanes=12))
+        next(stream)
+        began = time.monotonic()
+        stream.close()
+        took.append(time.monotonic() - began)
+    assert min(took) < 11 * PATIENCE, took

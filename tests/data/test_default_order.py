@@ -1,0 +1,148 @@
+"""The default order: equal for all ranks and workers, and how well it mixes small and large shards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from clipstream.config.settings import Settings, load, resolve
+from clipstream.config.validate import validate_run
+from clipstream.data.auto_workers import resolve_workers
+from clipstream.data.build import training_loader
+from clipstream.data.order.lanes import lanes_for
+from clipstream.data.order.windows import SourceOrder
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from tests.support.loaders import IMAGE
+from tests.support.pictures import ByteTokenizer, make_shards
+
+BATCH = 16
+SMALL, LARGE = 100, 1000
+
+
+def settings_of(shards: Sequence[str], *argv: str, ranks: int = 1) -> Settings:
+    flags = ["--train-data", "::".join(shards), "--name=x", "--steps=1", *argv]
+    return resolve(load(flags, ranks=ranks), World(size=ranks))
+
+
+def first_keys(shards: Sequence[str], ranks: int, workers: str, mode: str) -> list[list[str]]:
+    """Keys of the first global batches under the default lanes, from all ranks."""
+    argv = (f"--data.global-batch-size={BATCH}", f"--data.sampling.mode={mode}", f"--workers={workers}")
+    data = settings_of(shards, *argv, ranks=ranks).data
+    if data.workers == "auto":
+        workers, _ = resolve_workers(data, World(size=ranks))
+        data = data.model_copy(update={"workers": workers})
+    loaders = [
+        training_loader(data, world=World(rank=rank, size=ranks), seed=1, tokenizer=ByteTokenizer(), image=IMAGE)
+        for rank in range(ranks)
+    ]
+    try:
+        return [[key for one in loaders for key in next(one).keys] for _ in range(3)]
+    finally:
+        for one in loaders:
+            one.close()
+
+
+@pytest.mark.parametrize("mode", ["resampled", "epoch", "indexed"])
+def test_the_default_order_is_the_same_for_all_ranks_and_workers(tmp_path: Path, mode: str) -> None:
+    shards = make_shards(tmp_path, [9] * 12)
+    expected = first_keys(shards, 1, "0", mode)
+    assert [len(keys) for keys in expected] == [BATCH] * 3
+    for ranks, workers in [(1, "1"), (1, "auto"), (1, "20"), (2, "0"), (2, "2"), (4, "0"), (4, "auto"), (8, "0")]:
+        assert first_keys(shards, ranks, workers, mode) == expected, (ranks, workers)
+
+
+def test_the_number_of_lanes_follows_the_batch_alone() -> None:
+    for ranks, workers in [(1, "auto"), (1, "0"), (4, "99"), (192, "auto")]:
+        assert (
+            settings_of(["a.tar"], f"--workers={workers}", "--data.global-batch-size=512", ranks=ranks).data.lanes
+            == 192
+        )
+    batches = {7: 7, 191: 191, 512: 192, 2047: 192, 2048: 384, 4096: 768, 16_384: 3072, 10**6: 3072}
+    assert {batch: lanes_for(batch) for batch in batches} == batches
+    large = settings_of(["a.tar"], "--data.global-batch-size=16384", ranks=1024)
+    assert int(large.data.lanes) % 1024 == 0
+
+
+def test_more_ranks_than_lanes_name_the_setting() -> None:
+    argv = ["--train-data=a.tar", "--name=x", "--steps=1", "--data.global-batch-size=512"]
+    with pytest.raises(SettingsError, match=r"data.lanes: .*512, which 193 ranks cannot share: give 193 or a multiple"):
+        validate_run(load(argv, ranks=193), World(size=193))
+
+
+def pairs_over_ideal(batch: int, shards: int) -> float:
+    """Pairs of samples from one shard in the first batches of the default order, over those of independent draws."""
+    size, lanes = 10_000, lanes_for(batch)
+    pairs = 0
+    for seed in range(3):
+        order = SourceOrder(seed, 0, shards, lanes, "resampled", None, 2000)
+        found: Counter[int] = Counter()
+        for lane in range(lanes):
+            group = order.group(lane, 0)
+            places = order.samples(lane, 0, 0, order.sizes(lane, 0, [size] * len(group)))
+            found.update(group[place] for place in places[: (lane + 1) * batch // lanes - lane * batch // lanes, 0])
+        pairs += sum(count * (count - 1) // 2 for count in found.values())
+    return pairs / 3 / (batch * (batch - 1) / 2 / shards)
+
+
+@pytest.mark.parametrize(("batch", "limit"), [(64, 1.5), (512, 4.7), (4096, 2.2), (16_384, 1.4)])
+def test_batches_mix_shards(batch: int, limit: float) -> None:
+    assert pairs_over_ideal(batch, 1000) < limit
+
+
+def seen_of(sizes: Sequence[int], lanes: int, share: float, seed: int) -> Counter[int]:
+    """How many samples of each shard came in the first `share` of an epoch of the mode `epoch`."""
+    order = SourceOrder(seed, 0, len(sizes), lanes, "epoch", None, 2000)
+    found: Counter[int] = Counter()
+    for lane in range(lanes):
+        left, group = share * sum(sizes) / lanes, 0
+        while left > 0:
+            shards = order.group(lane, group)
+            parts = order.sizes(lane, group, [sizes[shard] for shard in shards])
+            taken = min(1.0, left / max(1, sum(parts)))
+            for shard, part in zip(shards, parts, strict=True):
+                found[shard] += taken * part  # type: ignore[assignment]
+            left -= sum(parts)
+            group = order.next_group(lane, group)
+    return found
+
+
+@pytest.mark.parametrize("count", [20, 100, 1000])
+def test_epochs_favour_small_shards_no_more_than_webdataset_does(count: int) -> None:
+    """Of a small shard's samples 1.48 times as many came after a fifth of an epoch as of all, of a large one's 0.86."""
+    sizes = [SMALL, LARGE] * (count // 2)
+    seen: Counter[int] = Counter()
+    seeds = max(3, 200 // count)
+    for seed in range(seeds):
+        for shard, samples in seen_of(sizes, 192, 0.2, seed).items():
+            seen[sizes[shard]] += samples
+    small, large = (seen[size] / (seeds * 0.2 * size * count / 2) for size in (SMALL, LARGE))
+    assert small < 1.45 and large > 0.94, (small, large)
+
+
+@pytest.mark.parametrize(
+    ("shards", "lanes", "split"), [(3, 24, False), (100, 24, False), (3, 24, True), (50, 12, True)]
+)
+def test_a_pass_gives_every_sample_once_also_where_lanes_share_shards(shards: int, lanes: int, split: bool) -> None:
+    order = SourceOrder(5, 0, shards, lanes, "epoch", None, 7, split)
+    sizes = [13 + shard for shard in range(shards)]
+    for number in range(3):
+        found: Counter[tuple[int, int]] = Counter()
+        for lane in range(lanes):
+            groups = order.groups_per_pass(lane)
+            for group in range(number * groups, (number + 1) * groups):
+                held = order.group(lane, group)
+                parts = order.sizes(lane, group, [sizes[shard] for shard in held])
+                for window in range(order.windows(parts)):
+                    found.update((held[place], n) for place, n in order.samples(lane, group, window, parts).tolist())
+        assert found == Counter((shard, n) for shard in range(shards) for n in range(sizes[shard]))
+
+
+def test_a_shard_with_fewer_samples_than_lanes_serves_all_of_them(tmp_path: Path) -> None:
+    (shard,) = make_shards(tmp_path, [5])
+    keys = first_keys([shard], 2, "0", "epoch")
+    counts = Counter(key for batch in keys for key in batch)
+    assert sum(counts.values()) == 3 * BATCH and len(counts) == 5, counts

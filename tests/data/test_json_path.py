@@ -1,0 +1,194 @@
+"""Paths into JSON values: grammar, errors, matches, and captions by wildcards and filters."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from clipstream.data.decode.captions import build_caption
+from clipstream.data.decode.labels import CaptionsField, LabelField, LabelsField
+from clipstream.data.json_path import ABSENT, Each, filter_of, parse_path, step_of, value_at, values_at
+from clipstream.data.order.rng import SampleRNG
+from clipstream.data.settings import CaptionSettings, JsonCaption
+from clipstream.errors import Dropped
+from clipstream.evals.settings import ZeroShotSettings
+
+TEXTS = {
+    "texts": [
+        {"lang": "de", "t": "ein Hund", "n": 1, "about": {"kind": "long"}},
+        {"lang": "en", "t": ["a dog", "the dog"], "n": 2, "about": {"kind": "short", "ok": True}},
+        {"lang": "en", "t": "a brown dog"},
+        "loose",
+    ],
+    "by": {"a": {"t": "first"}, "b": {"t": "second"}},
+    "*": "star",
+    "odd[name]": "odd",
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("texts.0.t", ["ein Hund"]),
+        ("texts.*.t", ["ein Hund", ["a dog", "the dog"], "a brown dog"]),
+        ("texts.*.t.*", ["a dog", "the dog"]),
+        ("TEXTS[Lang=en].T", [["a dog", "the dog"], "a brown dog"]),
+        ("texts.*[lang=en].t", [["a dog", "the dog"], "a brown dog"]),
+        ("texts[lang=EN].t", []),
+        ("texts[n=2].t", [["a dog", "the dog"]]),
+        ("texts[about.kind=long].t", ["ein Hund"]),
+        ("texts[lang=en][about.ok=true].t.1", ["the dog"]),
+        ("by.*.t", ["first", "second"]),
+        ("by.b[t=second].t", ["second"]),
+        ('by.*[t="first"].t', ["first"]),
+        (r"\*", ["star"]),
+        (r"odd\[name]", ["odd"]),
+        ("texts.9.t", []),
+        ("texts.t", []),
+        ("texts.00000000000000000000000000001", []),
+        ("nothing.*", []),
+    ],
+)
+def test_what_lies_at_a_path(path: str, found: list[Any]) -> None:
+    assert values_at(TEXTS, parse_path(path)) == found
+    assert value_at(TEXTS, parse_path(path)) == (ABSENT if not found else found[0] if len(found) == 1 else found)
+
+
+@pytest.mark.parametrize(
+    ("path", "position"),
+    [("", 1), (".a", 1), ("a..b", 3), ("a.", 3), ("texts[lang.t", 6), ("texts[lang].t", 6), ("a[b=]", 2), ("a[=x]", 2),
+     ("a[b=c]d", 7), ("a[*=x]", 3), ("a[b..c=x]", 3), ('a["x"="y].t', 2), ("a\\", 2), ('a[b="\\q"]', 5)],
+)  # fmt: skip
+def test_a_malformed_path_names_the_position(path: str, position: int) -> None:
+    with pytest.raises(ValueError, match=f"malformed at position {position}:"):
+        parse_path(path)
+    with pytest.raises(ValidationError, match=f"at position {position}:"):
+        JsonCaption(path=["fine", path])
+    with pytest.raises(ValidationError, match=f"at position {position}:"):
+        ZeroShotSettings.model_validate({"label": f"json:{path}", "data": {"shards": "a.tar"}})
+
+
+NAMES = st.text(min_size=1, max_size=6) | st.text("ab.*[]=\\\"'", min_size=1, max_size=6)
+PLAIN = st.text("xyz", min_size=1, max_size=2)
+
+
+def values_of(names: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
+    return st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
+    )
+
+
+def exact(name: str) -> str:
+    """The step that names this very field, dots and all."""
+    return re.sub(r"([].*=[\\])", r"\\\1", name)
+
+
+def leaves(value: Any, path: tuple[str, ...] = ()) -> list[tuple[str, Any]]:
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    below = [leaf for name, item in inner if name != "" for leaf in leaves(item, (*path, exact(str(name))))]
+    return below + ([(".".join(path), value)] if path else [])
+
+
+@given(st.dictionaries(NAMES, values_of(NAMES), max_size=3))
+def test_every_value_has_a_path_that_leads_to_it(value: dict[str, Any]) -> None:
+    for path, found in leaves(value):
+        assert values_at(value, parse_path(path)) == [found]
+
+
+@given(NAMES)
+def test_the_step_of_a_name_leads_to_it(name: str) -> None:
+    assert values_at({name: 1}, parse_path(step_of(name))) == [1]
+    assert value_at({"a": {name: [2]}}, parse_path(f"a.{step_of(name)}.0")) == 2
+
+
+@example("a=b", "]")
+@given(NAMES, st.text(max_size=6))
+def test_a_filter_finds_the_elements_with_its_value(field: str, value: str) -> None:
+    items = [{field: value, "t": 1}, {field: f"{value}x", "t": 2}, {"t": 3}, 4, [{field: value}]]
+    assert values_at({"a": items}, parse_path(f"a{filter_of(field, value)}.t")) == [1]
+
+
+@given(st.text() | st.text('ab.*[]=\\"1', max_size=12))
+def test_any_text_is_a_path_or_a_clear_error(text: str) -> None:
+    try:
+        steps = parse_path(text)
+    except ValueError as error:
+        assert re.search(r"malformed at position (\d+): ", str(error)) and str(error).isprintable()
+    else:
+        assert steps and all(step for step in steps)
+        values_at(TEXTS, steps)
+
+
+def reference(value: Any, steps: list[str]) -> list[Any]:
+    """What plain steps and wildcards lead to, step by step over a list of values; names have no dots here."""
+    found = [value]
+    for step in steps:
+        inner: list[Any] = []
+        for one in found:
+            items = list(one.values()) if isinstance(one, dict) else one if isinstance(one, list) else []
+            if step == "*":
+                inner += items
+            elif isinstance(one, dict) and step in one:
+                inner.append(one[step])
+            elif isinstance(one, list) and step.isdecimal() and int(step) < len(one):
+                inner.append(one[int(step)])
+        found = inner
+    return found
+
+
+@given(values_of(PLAIN), st.lists(st.just("*") | st.integers(0, 3).map(str) | PLAIN, min_size=1, max_size=4))
+def test_wildcards_lead_to_what_a_plain_search_finds(value: Any, steps: list[str]) -> None:
+    assert values_at(value, parse_path(".".join(steps))) == reference(value, steps)
+
+
+def raw(value: Any) -> dict[str, Any]:
+    return {"__key__": "0", "__url__": "a.tar", "json": json.dumps(value).encode(), "txt": b"the text"}
+
+
+def drawn(path: str | list[str], count: int = 400, **more: Any) -> Counter[str]:
+    extract = build_caption(CaptionSettings.model_validate({"type": "json", "path": path, **more}))
+    return Counter(extract(raw(TEXTS), SampleRNG(key)) for key in range(count))
+
+
+def test_a_wildcard_draws_one_by_the_samples_own_key_and_takes_the_first_in_evaluation() -> None:
+    every = drawn("texts.*.t")
+    assert set(every) == {"ein Hund", "a dog", "the dog", "a brown dog"} and min(every.values()) > 60
+    assert drawn("texts.*.t") == every
+    extract = build_caption(JsonCaption(path="texts.*.t"))
+    assert {extract(raw(TEXTS), None) for _ in range(5)} == {"ein Hund"}
+    assert set(drawn("texts[lang=en].t")) == {"a dog", "the dog", "a brown dog"}
+    assert build_caption(JsonCaption(path="texts[lang=en].t"))(raw(TEXTS), None) == "a dog"
+
+
+def test_wildcards_go_with_fallbacks_and_weights() -> None:
+    assert set(drawn(["texts[lang=fr].t", "texts[lang=de].t"])) == {"ein Hund"}
+    assert set(drawn("texts[lang=fr].t", fallback="txt")) == {"the text"}
+    weighed = drawn(["texts[lang=de].t", "texts[lang=en].t"], 1000, weights=[3, 1])
+    assert 0.7 < weighed["ein Hund"] / 1000 < 0.8 and len(weighed) == 4
+    with pytest.raises(Dropped, match="no_caption"):
+        build_caption(JsonCaption(path="texts[lang=fr].t"))(raw(TEXTS), None)
+
+
+def test_retrieval_takes_all_captions_that_a_wildcard_leads_to() -> None:
+    captions = CaptionsField(JsonCaption(path="texts[lang=en].t"))
+    assert captions(raw(TEXTS), None).split("\n") == ["a dog", "the dog", "a brown dog"]
+
+
+def test_labels_are_found_by_the_same_paths() -> None:
+    marks = {"marks": [{"by": "a", "cls": 3}, {"by": "b", "cls": 5}]}
+    assert LabelField("json:marks[by=b].cls")(raw(marks), None) == "5"
+    assert LabelsField("json:marks.*.cls")(raw(marks), None) == '["3", "5"]'
+    with pytest.raises(Dropped, match="no_label: it is a list"):
+        LabelField("json:marks.*.cls")(raw(marks), None)
+
+
+def test_steps_can_be_compared_and_hashed() -> None:
+    assert parse_path("a[b.c=d].*") == ("a", Each(("b", "c"), "d"), Each())

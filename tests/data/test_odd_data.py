@@ -1,0 +1,330 @@
+"""Odd and hostile data in `check`, `index` and the training loader: each gets a short, clear diagnosis."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clipstream.check import main as check
+from clipstream.data.decode.sample_profile import Profile
+from clipstream.data.loader.stage_timing import Stopwatch
+from clipstream.data.settings import CaptionSettings, JsonCaption, TextCaption
+from clipstream.data.sources.patterns import in_braces
+from clipstream.data.tar import scan
+from clipstream.errors import DataError
+from clipstream.index import main as index
+from tests.support.hostile_text import HOSTILE, obeyed
+from tests.support.loaders import data, loader
+from tests.support.pictures import picture
+from tests.support.ranks import TIMEOUT
+from tests.support.tars import write_tar
+
+WORDS = ["a", "brown", "dog", "red", "cat", "runs", "sits", "on", "the", "grass", "house", "tree", "blue", "small"]
+LANGUAGES = ("de", "en", "fr", "ja")
+KEY = HOSTILE[:-1].replace(".", "")  # without the half of a character, and without a dot
+PNG = b"\x89PNG\r\n\x1a\n"
+GNU_TAR = shutil.which("tar") is not None and "GNU" in subprocess.run(
+    ["tar", "--version"], capture_output=True, text=True, timeout=TIMEOUT
+).stdout  # fmt: skip
+Told = Callable[..., tuple[int, str, str]]
+
+
+def prose(number: int) -> str:
+    return " ".join(random.Random(number).choices(WORDS, k=7))
+
+
+def texts(number: int) -> bytes:
+    said = [
+        {"lang": one, "t": f"{one} {prose(9 * number + n)}", "id": f"{number:08x}"} for n, one in enumerate(LANGUAGES)
+    ]
+    return json.dumps({"texts": said, "url": f"http://x/{number}", "n": number, "key": f"{number:05d}"}).encode()
+
+
+@pytest.fixture
+def told(capsys: pytest.CaptureFixture[str]) -> Told:
+    """Calls `check`; its code, standard output and standard error, with line breaks of tables taken out."""
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        code = check(list(argv))
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def listed(tmp_path: Path) -> str:
+    samples = [{"__key__": f"{i:02d}", "jpg": picture(i), "json": texts(i)} for i in range(40)]
+    return str(write_tar(tmp_path / "listed.tar", samples))
+
+
+def test_all_positions_of_a_list_are_seen_and_its_text_is_advised(listed: str, told: Told) -> None:
+    code, out, err = told(listed)
+    assert code == 3 and "texts.*.lang" in out and "up to 4 a sample" in out and '"de" | "en" | "fr"' in out
+    assert (
+        "use --caption-json 'texts.*.t'; other members and fields with text: --caption-json 'texts[lang=en].t'" in err
+    )
+    assert ".lang'" not in err and "texts.0" not in err and ".id" not in err
+    code, out, err = told(listed, "--caption-json", "texts[lang=en].t")
+    assert code == 0 and "listed.tar/00: en " in out and "warning" not in out
+    code, _, err = told(listed, "--caption-json", "texts[lang=xx].t")
+    assert code == 3 and "use --caption-json 'texts.*.t'" in err, "a value that no element has is no caption"
+
+
+def test_captions_that_are_all_the_same_are_told_by_check(listed: str, told: Told) -> None:
+    code, out, _ = told(listed, "--caption-json", "texts.0.lang")
+    assert code == 0 and "captions of 40 samples are nearly constant: 40 of them are 'de'" in out
+    assert "fields with text: --caption-json 'texts.*.t'" in out and "--loss.duplicates mask" in out
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_captions_that_are_all_the_same_are_told_once_in_training(
+    listed: str, workers: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caption = {"type": "json", "path": "texts.0.lang"}
+    for rank in range(2):
+        with loader(
+            data(None, sources={"train": {"shards": listed, "caption": caption}}, workers=workers), rank, 2
+        ) as it:
+            for _ in range(10):
+                next(it)
+    err = capfd.readouterr().err
+    assert err.count("warning: source 'train': the captions of ") == 1 and "nearly constant" in err, err
+    assert "--caption-json" in err
+
+
+def test_the_warning_comes_with_the_first_samples_and_not_where_captions_differ(
+    listed: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for path, count in (("texts.0.lang", 1), ("texts.*.t", 0)):
+        source = {"shards": listed, "caption": {"type": "json", "path": path}}
+        with loader(data(None, global_batch_size=400, sources={"train": source})) as stream:
+            for _ in range(6):
+                next(stream)
+            assert capfd.readouterr().err.count("nearly constant") == count
+        assert not capfd.readouterr().err
+
+
+def fields(**samples: Any) -> dict[str, bytes]:
+    return {"png": PNG, "json": json.dumps(samples).encode()}
+
+
+@pytest.mark.parametrize(
+    ("sample", "flags"),
+    [
+        (lambda i: fields(a=f"0a1b2c3d{i:08x}", b=prose(i), c=f"http://x/{i}", d=str(i)), ["--caption-json b"]),
+        (lambda i: fields(caption="photo", story=prose(i)), ["--caption-json story", "--caption-json caption"]),
+        (lambda i: fields(x="dog", y=prose(i), z=f"IMG_{i}.jpg"), ["--caption-json y", "--caption-json x"]),
+        (lambda i: fields(a=f"图片里有一只{i}猫在草地上", b="en", c="de-DE"), ["--caption-json a"]),
+        (lambda i: fields(rows=[{"n": i, "who": "ab"[k], "say": prose(i + k)} for k in range(2)]),
+         ["--caption-json 'rows.*.say'", "--caption-json 'rows[who=a].say'", "--caption-json 'rows[who=b].say'",
+          "--caption-json 'rows.*.who'"]),
+        (lambda i: fields(**{"it's; $(rm)": prose(i)}),
+         ["--data.sources.train.caption '{type: json, path: \"it'\"'\"'s; $(rm)\"}'"]),
+        (lambda i: fields(**{HOSTILE: prose(i), "": prose(i), "x" * 999: prose(i)}), []),
+        (lambda i: fields(caption=i, alt=None, n=[1, 2], ok=True), []),
+    ],
+)  # fmt: skip
+def test_fields_are_ranked_by_language_and_difference(
+    sample: Callable[[int], dict[str, bytes]], flags: list[str]
+) -> None:
+    profile = Profile()
+    for i in range(30):
+        profile.add(sample(i))
+    assert profile.captions(TextCaption()) == flags
+    for caption in (TextCaption(), JsonCaption(path="nothing[a=b].*")):
+        advice = profile.advice("png", caption)
+        assert obeyed(advice.replace("\n", "")) == []
+        assert ("looks like a caption" in advice) == (not flags)
+
+
+def test_a_path_is_found_whatever_its_positions_and_case() -> None:
+    profile = Profile()
+    for i in range(8):
+        profile.add({"png": PNG, "json": texts(i)})
+    found = ["texts.*.t", "TEXTS.3.T", "texts[lang=de].t", "texts.*[lang=de].t", "*.*.t"]
+    for path in found:
+        assert profile.suggestion("png", JsonCaption(path=path)) == [] or path == "texts.*[lang=de].t"
+    for path in ("texts[lang=xx].t", "texts.t", "texts.*", "url.0", "n"):
+        assert profile.suggestion("png", JsonCaption(path=path)) == ["--caption-json 'texts.*.t'"]
+
+
+def dotted(path: Path) -> str:
+    samples = [
+        {"__key__": f"photo_{i}", **{f"{k}.{end}": made for k in range(5) for end, made in (("png", picture(5 * i + k)),
+                                                                                            ("txt", prose(5 * i + k)))}}
+        for i in range(4)
+    ]  # fmt: skip
+    return str(write_tar(path, samples))
+
+
+def test_keys_end_at_the_first_dot(tmp_path: Path, told: Told) -> None:
+    code, out, err = told(dotted(tmp_path / "a.tar"))
+    assert code == 3 and "--image-key" not in err and "--caption-key" not in err and "see the note above" in err
+    assert "a key ends at the first dot" in out and "photo_0.png: mkdir out && tar" in out
+    code, out, _ = told(str(tmp_path / "a.tar"), "--image-key", "0.png", "--caption-key", "0.txt")
+    assert code == 0 and "note: pictures are members 0.png, 1.png" in out
+    settings = data(str(tmp_path / "a.tar"), sampling={"mode": "indexed", "remainder": "pad"})
+    with (
+        pytest.raises(DataError, match=r"a key ends at the first dot(.|\n)*mkdir out") as error,
+        loader(settings) as stream,
+    ):
+        for _ in range(100):
+            next(stream)
+    assert "use --image-key" not in str(error.value)
+
+
+def test_two_views_of_a_sample_are_no_dots_in_keys(tmp_path: Path, told: Told) -> None:
+    samples = [{"__key__": f"{i}", "left.png": picture(i), "right.png": picture(i), "txt": prose(i)} for i in range(9)]
+    code, out, err = told(str(write_tar(tmp_path / "a.tar", samples)))
+    assert code == 3 and "use --image-key left.png" in err and "first dot" not in out
+
+
+def apart(path: Path) -> str:
+    """A tar with all pictures before all texts."""
+    samples = [{"__key__": f"{i:02d}", "png": picture(i)} for i in range(30)]
+    return str(write_tar(path, samples + [{"__key__": f"{i:02d}", "txt": prose(i)} for i in range(30)]))
+
+
+def test_members_that_are_not_adjacent_are_told_everywhere(
+    tmp_path: Path, told: Told, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shard = apart(tmp_path / "a.tar")
+    said = "scattered_sample: 30 keys occur twice, with other keys between, the first is 00: "
+    code, out, err = told(shard)
+    assert code == 3 and said in err and "--sort=name" in err and "scattered_sample" in out
+    assert index([shard]) == 0 and said in (out := capsys.readouterr().out) and "sort the tar: mkdir out" in out
+    with pytest.raises(DataError, match="scattered_sample") as error, loader(data(shard)) as stream:
+        next(stream)
+    assert said in str(error.value) and "--sort=name" in str(error.value)
+    assert "scattered_sample" in stream.health.summary()["train"]["fault_reasons"]
+
+
+def test_the_same_sample_twice_is_not_scattered(tmp_path: Path) -> None:
+    samples = [{"__key__": key, "png": picture(0), "txt": "a"} for key in ("a", "b", "a", "c")]
+    assert scan(write_tar(tmp_path / "a.tar", samples)).fault is None
+
+
+@pytest.mark.skipif(not GNU_TAR, reason="the commands are for GNU tar")
+@pytest.mark.parametrize(("make", "samples"), [(dotted, 20), (apart, 30)])
+def test_the_commands_that_are_told_mend_it(
+    make: Callable[[Path], str], samples: int, tmp_path: Path, told: Told
+) -> None:
+    make(tmp_path / "SHARD.tar")
+    _, out, err = told(str(tmp_path / "SHARD.tar"))
+    line = next(line for line in (out + err).splitlines() if "mkdir out" in line and "│" not in line)
+    command = line[line.index("mkdir out") :]
+    subprocess.run(["sh", "-c", command], cwd=tmp_path, check=True, timeout=TIMEOUT)
+    code, out, _ = told(str(tmp_path / "NEW.tar"))
+    assert code == 0 and f"{samples} samples read of {samples}" in out and "100.0%" in out and "note:" not in out
+
+
+@pytest.mark.parametrize(
+    ("names", "pattern"),
+    [
+        (["a/00.tar", "a/01.tar", "a/02.tar", "a/03.tar"], "a/{00..03}.tar"),
+        (["a/8.tar", "a/9.tar", "a/10.tar"], "a/{8..9}.tar::a/10.tar"),
+        (["a/00.tar", "a/02.tar", "b.tar", "c/{00..03}.tar"], "a/00.tar::a/02.tar::b.tar::c/{00..03}.tar"),
+        (["a1/x.tar", "a2/x.tar", "s3://b/07.tar", "s3://b/08.tar"], "a{1..2}/x.tar::s3://b/{07..08}.tar"),
+        (["only.tar"], "only.tar"),
+        (["a.tar", "a.tar"], "a.tar::a.tar"),
+    ],
+)
+def test_several_shards_are_one_pattern(names: list[str], pattern: str) -> None:
+    assert "::".join(in_braces(names)) == pattern
+
+
+def test_the_command_names_all_shards(tmp_path: Path, told: Told) -> None:
+    samples = [{"__key__": "0", "jpg": picture(0), "txt": "a brown dog"}]
+    shards = [str(write_tar(tmp_path / f"{i:02d}.tar", samples)) for i in range(5)]
+    assert f"--train-data '{tmp_path}/{{00..04}}.tar'\n" in told(*shards)[1]
+    assert f"--train-data '{tmp_path}/{{00..01}}.tar::{tmp_path}/{{03..04}}.tar'\n" in told(*shards[:2], *shards[3:])[1]
+
+
+DEEP = b'{"a":' * 10_000 + b"1" + b"}" * 10_000
+ODD: dict[str, tuple[list[dict[str, Any]], int]] = {
+    "escapes in keys and captions": ([{"__key__": f"k{KEY}{i}", "png": picture(i), "txt": f"{KEY} a"}
+                                      for i in range(3)], 0),
+    "escapes in suffixes": ([{"__key__": "a", "png": picture(0), KEY: "a dog"}], 3),
+    "escapes in broken pictures": ([{"__key__": KEY, "png": PNG + b"\x1b[31m", "txt": "a dog"}], 3),
+    "captions of 10 MB": ([{"__key__": str(i), "png": picture(i), "txt": "x " * 5_000_000} for i in range(2)], 0),
+    "JSON of 10 MB": ([{"__key__": "0", "png": picture(0), "json": json.dumps({"long": "x y " * 2_500_000})}], 3),
+    "JSON nested deep": ([{"__key__": "0", "png": picture(0), "json": DEEP}], 3),
+    "JSON nested less deep": ([{"__key__": "0", "png": picture(0), "json": b"[" * 900 + b"1" + b"]" * 900}], 3),
+    "JSON that is none": ([{"__key__": "0", "png": picture(0), "json": b'\x1b[2J{"a'}], 3),
+    "hostile JSON keys": ([{"__key__": "0", "png": picture(0), "json": json.dumps({KEY: [{KEY: "a b"}]})}],
+                          3),
+    "captions that are numbers": ([{"__key__": "0", "png": picture(0), "json": '{"caption": 3}'}], 3),
+    "a thousand members": ([{"__key__": "0", "png": picture(0), **{f"m{i}.txt": "a dog" for i in range(1000)}}], 3),
+    "no members": ([], 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_is_shown_of_odd_data_is_short_and_safe(name: str, tmp_path: Path, told: Told) -> None:
+    samples, expected = ODD[name]
+    code, out, err = told(str(write_tar(tmp_path / "a.tar", samples)))
+    assert code == expected and len(out) < 20_000 and len(err) < 2_000, (out, err)
+    assert set(obeyed(out + err)) <= {"\n"}
+    assert expected == 0 or (err.startswith("error: no") and err.count("\n") == 1)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, (samples, code) in ODD.items() if samples and code and "members" not in name]
+)
+def test_what_training_says_of_odd_data_is_short_and_safe(name: str, tmp_path: Path) -> None:
+    shard = str(write_tar(tmp_path / "a.tar", ODD[name][0]))
+    settings = data(shard, lanes=1, sampling={"mode": "indexed", "remainder": "pad"})
+    with pytest.raises(DataError, match="none of the first") as error, loader(settings) as stream:
+        for _ in range(300):
+            next(stream)
+    said = str(error.value)
+    assert len(said) < 5_000 and set(obeyed(said)) <= {"\n"} and "members seen in" in said
+
+
+def test_names_that_are_not_utf8(tmp_path: Path, told: Told) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT, encoding="latin-1") as tar:
+        for suffix, member in (("png", picture(0)), ("txt", b"a dog")):
+            (source := tmp_path / "member").write_bytes(member)
+            tar.add(source, f"b\xe9\x9b[31m.{suffix}")
+    code, out, _ = told(str(path))
+    assert code == 0 and r"b\xe9\x9b[31m: a dog" in out and set(obeyed(out)) <= {"\n"}
+
+
+class Rude:
+    """A user's extractor whose errors hold escape sequences and are long."""
+
+    class Settings(CaptionSettings):
+        type: str = f"{__name__}:Rude"
+
+    def __init__(self, settings: Settings) -> None:
+        self.members = ("txt",)
+
+    def __call__(self, sample: Mapping[str, Any], rng: Any) -> str:
+        raise RuntimeError(HOSTILE + "z" * 10_000)
+
+
+def test_errors_of_a_users_part_are_safe_to_print(tmp_path: Path) -> None:
+    shard = str(write_tar(tmp_path / "a.tar", [{"__key__": "0", "jpg": picture(0), "txt": "a"}]))
+    source = {"shards": shard, "caption": {"type": f"{__name__}:Rude"}}
+    settings = data(None, lanes=1, sources={"train": source}, sampling={"mode": "indexed", "remainder": "pad"})
+    with pytest.raises(DataError, match=r"extractor_error, e\.g\. a\.tar/0") as error, loader(settings) as stream:
+        for _ in range(300):
+            next(stream)
+    assert set(obeyed(str(error.value))) <= {"\n"} and len(str(error.value)) < 3_000
+
+
+def test_what_a_worker_is_at_is_safe_to_print() -> None:
+    watch = Stopwatch()
+    watch.name([f"a.tar/{HOSTILE}"])
+    watch.at("decode", 0)
+    assert obeyed(watch.doing()[0]) == [] and "decode a.tar/\\x1b" in watch.doing()[0]

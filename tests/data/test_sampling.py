@@ -1,0 +1,337 @@
+"""Sampling modes through the loader: the same order for every layout, exact epochs and their remainder, resume."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clipstream.data.batch import Batch
+from clipstream.data.order.state import DataState
+from clipstream.data.settings import DataSettings
+from clipstream.data.sources.side_index import identity_of, path_of, read, write
+from clipstream.data.tar import ShardIndex
+from clipstream.errors import DataError, SettingsError
+from clipstream.tools.index import make_indexes
+from tests.support.indexed_sampling import indexed
+from tests.support.loaders import data, digest, digests, loader
+from tests.support.pictures import make_shards, picture
+from tests.support.tars import write_tar
+
+SIZES = [13, 7, 20, 1, 16, 9]
+KINDS = list(itertools.product(["resampled", "epoch", "indexed"], ["shared", "split"]))
+AUGMENT = {"scale": (0.5, 1.0), "flip": 0.5}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return make_shards(tmp_path_factory.mktemp("shards"), SIZES)
+
+
+def mixed(shards: list[str], mode: str, owned: str, lanes: int = 6, **changes: Any) -> DataSettings:
+    """Two sources; an indexed epoch has 9 batches, and a short tail."""
+    sources = {"a": {"shards": shards, "weight": 1.5}, "b": {"shards": shards, "weight": 0.25}}
+    sampling = {"mode": mode, "shards": owned, **changes.pop("sampling", {})}
+    return data(shards, sampling=sampling, lanes=lanes, sources=sources, augment=AUGMENT, **changes)
+
+
+@pytest.mark.parametrize(("mode", "owned"), KINDS)
+def test_global_batches_are_the_same_for_every_layout(shards: list[str], mode: str, owned: str) -> None:
+    settings = mixed(shards, mode, owned)
+    expected = digests(settings, 1, 20)
+    assert len(set(expected)) == 20
+    for ranks, workers in [(3, 1), (1, 8)]:
+        assert digests(mixed(shards, mode, owned, workers=workers), ranks, 20) == expected, (ranks, workers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "owned"), KINDS)
+def test_two_hundred_batches_are_the_same_from_four_ranks_to_two_to_one(tmp_path: Path, mode: str, owned: str) -> None:
+    shards = make_shards(tmp_path, [*SIZES, 11, 5])  # one a lane at least
+    expected = digests(mixed(shards, mode, owned, 8, global_batch_size=8), 1, 200)
+    assert len(set(expected)) == 200
+    for workers in (0, 1, 3, 8):
+        found: list[str] = []
+        state = None
+        for ranks, steps in ((4, 70), (2, 65), (1, 65)):
+            loaders = [
+                loader(mixed(shards, mode, owned, 8, global_batch_size=8, workers=workers), rank, ranks, state)
+                for rank in range(ranks)
+            ]
+            found += [digest([next(one) for one in loaders]) for _ in range(steps)]
+            state = DataState.merge([one.state() for one in loaders])
+            for one in loaders:
+                one.close()
+        assert found == expected, workers
+
+
+@pytest.mark.parametrize(("mode", "owned"), KINDS)
+def test_resume_across_an_epochs_end_on_other_ranks_and_workers(shards: list[str], mode: str, owned: str) -> None:
+    expected = digests(mixed(shards, mode, owned), 1, 20)
+    for stop, ranks, workers in [(7, 3, 0), (9, 1, 2)]:  # an indexed epoch has nine steps
+        halves = [loader(mixed(shards, mode, owned, workers=1), rank, 2) for rank in range(2)]
+        for half in halves:
+            for _ in range(stop):
+                next(half)
+        state = DataState.merge([half.state() for half in halves])
+        for half in halves:
+            half.close()
+        resumed = digests(mixed(shards, mode, owned, workers=workers), ranks, 20 - stop, state)
+        assert resumed == expected[stop:], (stop, ranks, workers)
+
+
+def play(
+    settings: DataSettings, ranks: int, steps: int, start: DataState | None = None
+) -> tuple[list[list[Batch]], dict[str, Any]]:
+    """Each global batch as its ranks' parts, without pixels; and the counts of all ranks."""
+    loaders = [loader(settings, rank, ranks, start) for rank in range(ranks)]
+    batches = [[kept(next(one)) for one in loaders] for _ in range(steps)]
+    counts: Counter[str] = Counter()
+    for one in loaders:
+        for source in one.health.summary().values():
+            counts.update({key: value for key, value in source.items() if isinstance(value, int)})
+            counts.update(source["dropped"])
+        one.close()
+    return batches, counts
+
+
+def kept(batch: Batch) -> Batch:
+    pixels = batch.pixels.clone() if batch.pixels is not None else None
+    return Batch(pixels, batch.ids.clone(), batch.weights.clone(), batch.keys, batch.sources.clone(), batch.step, 0)
+
+
+def used(batches: list[list[Batch]]) -> list[str]:
+    """Keys of the samples that count."""
+    return [
+        key
+        for parts in batches
+        for part in parts
+        for key, weight in zip(part.keys, part.weights.tolist(), strict=True)
+        if weight
+    ]
+
+
+@pytest.mark.parametrize("owned", ["shared", "split"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_an_indexed_epoch_has_every_sample_once(shards: list[str], ranks: int, owned: str) -> None:
+    every = {f"{i:06d}" for i in range(66)}
+    for tail, steps, added in (("drop", 5, -6), ("pad", 6, 6), ("wrap", 6, 6)):
+        settings = indexed(shards, tail, workers=ranks % 2, sampling={"shards": owned})
+        batches, counts = play(settings, ranks, 2 * steps)
+        assert all(sum(len(part) for part in parts) == 12 for parts in batches), "equal steps"
+        for epoch in (batches[:steps], batches[steps:]):
+            seen = Counter(key.split("/")[1] for key in used(epoch))
+            if tail == "drop":
+                assert max(seen.values()) == 1 and len(seen) == 60
+            elif tail == "pad":
+                assert seen == Counter(every)
+                assert sum(key == "" for parts in epoch for part in parts for key in part.keys) == 6
+            else:
+                assert set(seen) == every and max(seen.values()) == 2 and seen.total() == 72
+        word = {"drop": "left_out", "pad": "padded", "wrap": "repeated"}[tail]
+        assert counts[word] == 2 * abs(added) and len({"left_out", "padded", "repeated"} & set(counts)) == 1
+
+
+def test_padding_is_blank_and_weighs_nothing(shards: list[str]) -> None:
+    batches, _ = play(indexed(shards, "pad"), 3, 12)
+    last = [part for parts in (batches[5], batches[11]) for part in parts]
+    empty = [(part, i) for part in last for i, key in enumerate(part.keys) if not key]
+    assert len(empty) == 12
+    for part, i in empty:
+        assert part.weights[i] == 0 and not part.pixels[i].any() and not part.ids[i].any()
+    assert sum(int(part.weights.sum()) for part in last) == 12
+
+
+def test_a_bad_sample_keeps_its_place_and_weighs_nothing(tmp_path: Path) -> None:
+    samples = [{"__key__": f"{i}", "jpg": picture(i), "txt": f"text {i}"} for i in range(30)]
+    samples[3]["jpg"] = b"no picture"
+    samples[4]["txt"] = "  "
+    shard = str(write_tar(tmp_path / "a.tar", samples))
+    others = make_shards(tmp_path, [18])
+    settings = indexed([shard, *others], lanes=5, workers=1)
+    batches, counts = play(settings, 2, 8)
+    for epoch in (batches[:4], batches[4:]):
+        keys = [key for parts in epoch for part in parts for key in part.keys]
+        assert len(set(keys)) == len(keys) == 48
+        assert set(keys) - set(used(epoch)) == {"a.tar/3", "a.tar/4"}
+    assert counts["undecodable_image"] >= 2 and counts["empty_caption"] >= 2  # what was read ahead counts too
+    for part in itertools.chain(*batches):
+        for i in (part.weights == 0).nonzero().flatten().tolist():
+            assert not part.pixels[i].any() and not part.ids[i].any()
+    assert digests(settings, 3, 8) == [digest(parts) for parts in whole(settings, 8)]
+
+
+def whole(settings: DataSettings, steps: int) -> list[list[Batch]]:
+    with loader(settings) as stream:
+        return [[copy(next(stream))] for _ in range(steps)]
+
+
+def copy(batch: Batch) -> Batch:
+    copied = kept(batch)
+    assert batch.pictures is not None
+    return Batch(**{**copied.__dict__, "pictures": batch.pictures.clone()})
+
+
+def test_samples_of_a_shard_that_is_gone_keep_their_places(tmp_path: Path) -> None:
+    paths = make_shards(tmp_path, [20, 16, 24])
+    make_indexes(paths, workers=1)
+    first, _ = play(indexed(paths), 1, 5)
+    settings = indexed(paths, max_shard_failures=1.0)
+    stream = loader(settings)
+    os.unlink(paths[1])  # after the start has looked
+    batches = [kept(next(stream)) for _ in range(5)]
+    stream.close()
+    lost = [key for batch in batches for key, w in zip(batch.keys, batch.weights.tolist(), strict=True) if not w]
+    assert len(lost) == 16 and all(key.startswith("00001.tar/#") for key in lost)
+    assert [len(batch.keys) for batch in batches] == [12] * 5
+    for before, after in zip(first, batches, strict=True):  # everything else is where it was
+        pairs = zip(before[0].keys, after.keys, after.weights.tolist(), strict=True)
+        assert all(old == new for old, new, weight in pairs if weight)
+    health = stream.health.sources["train"]
+    assert health.dropped == {"unreadable_shard": 16} and list(health.faults) == [paths[1]]
+    with pytest.raises(SettingsError, match=r"1 of 3 shards are not there, e\.g\. .*00001\.tar"):
+        loader(settings)
+
+
+def test_a_shard_with_other_samples_than_its_index_tells_is_named(tmp_path: Path) -> None:
+    paths = make_shards(tmp_path, [20, 16])
+    for path, told in zip(paths, (23, 11), strict=True):
+        place = path_of(path, None)
+        assert place is not None
+        write(place, ShardIndex([*read_samples(path), *read_samples(path)][:told], None), identity_of(path))
+    stream = loader(indexed(paths, max_shard_failures=1.0, lanes=4, batch=17))
+    os.utime(paths[0], (1, 1))  # the shard is not opened by an index of another one
+    os.utime(paths[1], (1, 1))
+    batches = [[kept(next(stream))] for _ in range(2)]
+    stream.close()
+    faults = stream.health.sources["train"].faults
+    assert faults[paths[0]].startswith("stale_index: it holds 20 samples, its index tells of 23")
+    assert faults[paths[1]].startswith("stale_index: it holds 16 samples, its index tells of 11")
+    assert len(used(batches)) == 34 - 3 == len(set(used(batches)))
+
+
+def read_samples(path: str) -> list[Any]:
+    make_indexes([path], again=True)
+    place = path_of(path, None)
+    assert place is not None
+    return list(read(place)[1].samples)
+
+
+def test_each_rank_reads_only_its_lanes_shards_where_they_are_split(tmp_path: Path) -> None:
+    paths = make_shards(tmp_path, [10] * 12)
+    for mode in ("resampled", "epoch", "indexed"):
+        settings = data(paths, sampling={"mode": mode, "shards": "split"}, lanes=4, global_batch_size=8)
+        loaders = [loader(settings, rank, 2) for rank in range(2)]
+        for one in loaders:
+            for _ in range(60):
+                next(one)
+        read = [one.health.sources["train"].shards for one in loaders]
+        assert read == [set(range(6)), set(range(6, 12))], mode
+
+
+def test_without_replacement_a_lane_sees_all_its_shards_before_one_again(tmp_path: Path) -> None:
+    paths = make_shards(tmp_path, [6] * 9)
+    for owned, own in (("shared", 9), ("split", 3)):
+        sampling = {"mode": "resampled", "shards": owned, "replacement": False}
+        settings = data(paths, sampling=sampling, lanes=3, global_batch_size=3, shuffle={"window": 100, "shards": 2})
+        with loader(settings) as stream:
+            batches = [next(stream).keys for _ in range(6 * own * 4)]
+        for lane in range(3):
+            keys = [keys[lane] for keys in batches]
+            passes = [keys[i : i + 6 * own] for i in range(0, len(keys), 6 * own)]
+            assert all(len(set(some)) == 6 * own for some in passes), "each shard once a pass"
+            assert passes[0] != passes[1] != passes[2]
+
+
+def test_weights_are_repetition_factors_in_exact_epochs(shards: list[str], tmp_path: Path) -> None:
+    more = make_shards(tmp_path, [30], start=100)
+    sources = {"a": {"shards": shards, "weight": 2}, "b": {"shards": more, "weight": 0.5}}
+    settings = indexed(shards, "pad", sources=sources)
+    batches, counts = play(settings, 1, 13)
+    seen = Counter(used(batches))
+    of_a = {key: n for key, n in seen.items() if int(key.split("/")[1]) < 100}
+    assert len(of_a) == 66 and set(of_a.values()) == {2}
+    assert sum(seen.values()) - 132 == 15 and counts["padded"] == 9
+    first_two = torch.cat([part.sources for parts in batches[:6] for part in parts]).float().mean()
+    assert abs(float(first_two) - 15 / 147) < 0.05, "from the beginning"
+
+
+def test_one_missing_index_of_many_shards_is_told_with_the_command(
+    shards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clipstream.data.sources.sample_counts.SMALL", 100_000)
+    with pytest.raises(SettingsError) as caught:
+        loader(indexed(shards))
+    told = str(caught.value)
+    assert told.startswith(
+        "data.sources.train.shards: the mode 'indexed' needs an index of each shard, and 6 of 6 have"
+    )
+    assert f"  python -m clipstream.index {' '.join(shards)}" in told
+
+
+def test_a_shard_that_cannot_be_indexed_is_named_as_one_to_leave_out(shards: list[str], tmp_path: Path) -> None:
+    broken = tmp_path / "broken.tar.gz"
+    broken.write_bytes(gzip.compress(Path(shards[0]).read_bytes())[:-500])
+    paths = [str(shutil.copy(shard, tmp_path)) for shard in shards]
+    with pytest.raises(DataError, match=r"broken.tar.gz"):
+        make_indexes([*paths, str(broken)], workers=1)
+    with pytest.raises(SettingsError) as caught:
+        loader(indexed([*paths, str(broken)]))
+    told = f"or leave it out of --data.sources.train.shards. Without an index: {broken}"
+    assert str(caught.value).endswith(told), caught.value
+    with loader(indexed(paths)) as stream:
+        next(stream)
+
+
+@pytest.mark.parametrize("by_index", [False, True])
+def test_a_broken_shard_without_samples_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], by_index: bool
+) -> None:
+    shards = make_shards(tmp_path, [40] * 3)
+    broken = tmp_path / "broken.tar"
+    broken.write_bytes(b"<html>not found</html>" * 100)
+    if by_index:
+        make_indexes([*shards, str(broken)], workers=1)
+    with loader(indexed([*shards, str(broken)])) as stream:
+        next(stream)
+        train = stream.health.summary()["train"]
+    assert (train["shards"], train["shard_faults"], train["fault_reasons"]) == (4, 1, {"not_a_tar": 1})
+    assert capsys.readouterr().err.count(f"warning: source 'train': {broken}: not_a_tar: ") == 1
+    with (
+        pytest.raises(DataError, match=r"a shard is broken"),
+        loader(indexed([*shards, str(broken)], on_shard_error="raise")) as stream,
+    ):
+        next(stream)
+
+
+def test_another_tail_or_other_counts_are_another_order(tmp_path: Path) -> None:
+    paths = make_shards(tmp_path, SIZES)
+    with loader(indexed(paths)) as stream:
+        next(stream)
+        state = stream.state()
+    with pytest.raises(SettingsError, match="data order"):
+        loader(indexed(paths, "wrap"), start=state)
+    with pytest.raises(SettingsError, match="data order"):
+        loader(indexed(paths, sampling={"shards": "split"}), start=state)
+    os.rename(make_shards(tmp_path / "other", [8])[0], paths[3])
+    with pytest.raises(SettingsError, match="data order"):
+        loader(indexed(paths), start=state)
+
+
+def test_nothing_usable_ends_an_indexed_run_too(shards: list[str]) -> None:
+    caption = {"type": "text", "key": "caption"}
+    settings = indexed(shards, sources={"train": {"shards": shards, "caption": caption}})
+    with (
+        pytest.raises(DataError, match=r"none of the first 2\d\d samples is usable") as caught,
+        loader(settings) as stream,
+    ):
+        for _ in range(20):
+            next(stream)
+    assert "no_caption" in str(caught.value) and "--caption-key" in str(caught.value)

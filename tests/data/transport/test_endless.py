@@ -1,0 +1,199 @@
+"""Transfers that cannot become a shard end at once: content that is no tar, or is endless."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import http.server
+import itertools
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+from webdataset.gopen import gopen_schemes
+
+from clipstream.data import build
+from clipstream.data.settings import DataSettings
+from clipstream.data.transport import downloader
+from clipstream.data.transport.shard_cache import ShardCache
+from clipstream.data.transport.transfer import ShardError
+from clipstream.distributed.world import World
+from tests.support.ranks import command_runs
+from tests.support.tars import tar_bytes
+
+MIB = 1 << 20
+MEMBERS = tar_bytes([{"__key__": "0", "jpg": b"j" * 300_000, "txt": "x"}])[:-10240].rstrip(b"\0")
+MEMBERS += bytes(-len(MEMBERS) % 512)  # a tar without its end
+
+
+def endless(block: bytes) -> Iterator[bytes]:
+    return itertools.repeat(block)
+
+
+@contextlib.contextmanager
+def serving(blocks: Iterable[bytes]) -> Iterator[str]:
+    """The URL of a server that sends these, and tells no length."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):  # nobody listens any more
+                for block in blocks:
+                    self.wfile.write(block)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/0.tar"
+    server.shutdown()
+    server.server_close()
+
+
+def ended(store: ShardCache, url: str) -> tuple[ShardError, int]:
+    """The failure of a transfer that would go on for ever, and the most that its folder held meanwhile, in bytes."""
+    most, over = 0, threading.Event()
+
+    def look() -> None:
+        nonlocal most
+        while not over.wait(0.002):
+            with contextlib.suppress(OSError):
+                most = max(most, sum(path.stat().st_size for path in store.folder.iterdir()))
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        with pytest.raises(ShardError) as caught:
+            store.local(url)
+    finally:
+        over.set()
+        watcher.join()
+    assert not list(store.folder.glob("*.tar")) and not list(store.folder.glob("*.part"))
+    return caught.value, most
+
+
+def test_a_command_that_writes_no_tar_ends_at_its_first_bytes(tmp_path: Path) -> None:
+    mark = f"clipstream-{os.getpid()}"
+    error, most = ended(ShardCache(str(tmp_path)), f"pipe:yes {mark}")
+    assert error.reason == "not_a_tar" and "it begins with b'clipstre'" in str(error)
+    assert most < 1000 * MIB and not command_runs(mark)
+
+
+@pytest.mark.parametrize("block", [b"y\n" * 50_000, bytes(100_000)])
+def test_a_server_that_sends_no_tar_for_ever(tmp_path: Path, block: bytes) -> None:
+    with serving(endless(block)) as url:
+        error, most = ended(ShardCache(str(tmp_path), backoff=0.01), url)
+    assert error.reason == "not_a_tar" and most < 20 * MIB
+
+
+def test_packed_content_that_is_no_tar_ends_too(tmp_path: Path) -> None:
+    packed = tmp_path / "0.tar.gz"
+    packed.write_bytes(gzip.compress(b"y\n" * 30 * MIB))
+    for number, url in enumerate((str(packed), f"pipe:cat {packed}")):
+        error, most = ended(ShardCache(str(tmp_path / f"cache{number}")), url)
+        assert error.reason == "not_a_tar" and most < 20 * MIB
+
+
+def test_a_tar_without_end_ends_at_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By http, by a command, and packed; with the cache that the settings make."""
+
+    class Made(Exception):
+        def __init__(self, *args: object, **options: object) -> None:
+            self.store = ShardCache(*args, **options)  # type: ignore[arg-type]
+            raise self
+
+    monkeypatch.setattr(build, "ShardCache", Made)
+    settings = DataSettings.model_validate(
+        {"cache": str(tmp_path / "cache"), "max_shard_gib": 4 / 1024, "lanes": 1, "workers": 1}
+    )
+    members = tmp_path / "members"
+    members.write_bytes(MEMBERS)
+    packed = tmp_path / "0.tar.gz"
+    packed.write_bytes(gzip.compress(MEMBERS * 30))
+    with pytest.raises(Made) as made:
+        build.training_loader(settings, world=World(), seed=0, tokenizer=None, image=None)  # type: ignore[arg-type]
+    store = made.value.store
+    loop = f"pipe:while true; do cat {members}; sleep 0.01; done"
+    with serving(endless(MEMBERS)) as url:
+        for one in (url, loop, str(packed), f"file://{packed}"):
+            began = time.monotonic()
+            error, most = ended(store, one)
+            assert error.reason == "too_large" and "--data.max-shard-gib" in str(error)
+            assert most < 30 * MIB and time.monotonic() - began < 20
+
+
+def test_a_told_length_beyond_the_limit_is_not_fetched(tmp_path: Path) -> None:
+    whole = tmp_path / "0.tar"
+    whole.write_bytes(MEMBERS + bytes(10240))
+    bucket = f"local://{whole}"
+    assert ShardCache(str(tmp_path / "cache")).local(bucket).stat().st_size == whole.stat().st_size
+    error, most = ended(ShardCache(str(tmp_path / "other"), most=100_000), bucket)
+    assert error.reason == "too_large" and most < 1000
+
+
+@pytest.mark.parametrize("scheme", ["memory", "endlesstest"])
+def test_buckets_and_own_handlers_are_looked_at_as_well(tmp_path: Path, scheme: str) -> None:
+    import fsspec
+
+    class Endless:
+        def read(self, size: int) -> bytes:
+            return b"y" * size
+
+        def close(self) -> None:
+            pass
+
+    gopen_schemes["endlesstest"] = lambda url, *_: Endless()
+    with fsspec.open("memory://there/0.tar", "wb") as file:
+        file.write(b"y" * 50 * MIB)
+    try:
+        error, most = ended(ShardCache(str(tmp_path), retries=3), f"{scheme}://there/0.tar")
+    finally:
+        del gopen_schemes["endlesstest"]
+    assert error.reason == "not_a_tar" and most < 20 * MIB
+
+
+@pytest.mark.parametrize("content", ["tar", "noise"])
+def test_a_fifo_is_a_shard(tmp_path: Path, content: str) -> None:
+    fifo = tmp_path / "0.tar"
+    os.mkfifo(fifo)
+
+    def write() -> None:
+        with contextlib.suppress(BrokenPipeError), open(fifo, "wb") as file:
+            for block in [MEMBERS, bytes(10240)] if content == "tar" else endless(b"y" * 1000):
+                file.write(block)
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    store = ShardCache(None)
+    if content == "tar":
+        assert store.local(str(fifo)).read_bytes() == MEMBERS + bytes(10240)
+    else:
+        assert ended(store, str(fifo))[0].reason == "not_a_tar"
+    writer.join(10)
+    assert not writer.is_alive()
+    store.close()
+
+
+def test_a_transfer_leaves_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = tmp_path / "0.tar"
+    whole.write_bytes(MEMBERS + bytes(10240))
+    real = os.statvfs
+
+    def nearly_full(path: str | Path) -> os.statvfs_result:
+        told = list(real(path)[:10])
+        told[1], told[2], told[4] = 4096, 1 << 30, (1 << 30) // 4096 - 1  # f_frsize, f_blocks, f_bavail
+        return os.statvfs_result(told)
+
+    monkeypatch.setattr(downloader.os, "statvfs", nearly_full)
+    error, _ = ended(ShardCache(str(tmp_path / "cache")), f"pipe:cat {whole}; sleep 0.2")
+    assert error.reason == "disk" and "GiB left" in str(error) and "--data.cache" in str(error)
+
+
+def test_what_is_no_tar_but_a_manifest_comes(tmp_path: Path) -> None:
+    with serving([b"url,caption\n" + b"a.jpg,x\n" * 1000]) as url:
+        assert ShardCache(str(tmp_path)).local(url, tar=False).read_bytes().startswith(b"url,caption")

@@ -1,0 +1,107 @@
+"""A misbehaving server: the result is one version of the file byte for byte, or a named failure."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from clipstream.data.tar import Shard
+from clipstream.data.transport.shard_cache import ShardCache
+from clipstream.data.transport.transfer import ShardError
+from tests.support.tars import tar_bytes
+from tests.support.unruly import FAULTS, Place, Unruly
+
+TRIES = 200
+REASONS = {
+    "truncated_download", "timeout", "unreachable", "http_404", "http_403", "http_503", "http_429", "http_416",
+}  # fmt: skip
+CUT = {"truncated_header", "truncated_member", "missing_end", "empty", "not_a_tar"}  # where no true length was told
+
+
+@pytest.fixture
+def site() -> Iterator[Unruly]:
+    running = Unruly()
+    yield running
+    running.close()
+
+
+def versions(draws: random.Random) -> list[bytes]:
+    """A file as it changes: the headers stay, so that a mixture of two looks like a whole tar."""
+    sizes = [draws.randrange(1, 9000) for _ in range(draws.randrange(1, 12))]
+    made = [
+        tar_bytes({"__key__": f"{i:03d}", "jpg": draws.randbytes(size), "txt": "x"} for i, size in enumerate(sizes))
+        for _ in range(3)
+    ]
+    return made if draws.random() < 0.7 else [*made[:2], made[2] + tar_bytes([])]
+
+
+def one_try(site: Unruly, folder: Path, seed: int) -> str:
+    """What a fetch came to: 'whole', or the reason of its failure."""
+    draws = random.Random(seed)
+    kinds = tuple(draws.sample(FAULTS, draws.randrange(1, 6)))
+    place = Place(versions(draws), draws.choice(["etag", "etag", "weak", "date", "none"]), draws, kinds=kinds)
+    url = site.put(f"{seed}.tar", place)
+    kept = None if seed % 2 else str(folder / str(seed))
+    store = ShardCache(kept, timeout=0.6, retries=3, backoff=0.005)
+    try:
+        path = store.local(url)
+        if path.read_bytes() in place.versions:
+            return "whole"
+        fault, loaded = samples_of(path)
+        wanted = []
+        for version in place.versions:
+            path.write_bytes(version)
+            wanted.append(samples_of(path)[1])
+        # A length that lies may leave out zeros behind the end of the tar: then nothing is missing.
+        assert loaded in ([w[: len(loaded)] for w in wanted] if fault else wanted), f"try {seed}, after {place.done}"
+        return fault or "whole"
+    except ShardError as error:
+        assert url in error.detail
+        return error.reason
+    finally:
+        store.close()
+
+
+def samples_of(path: Path) -> tuple[str | None, list[dict[str, bytes]]]:
+    """What is wrong with a tar, and its samples."""
+    shard = Shard(path)
+    try:
+        return shard.index.fault and shard.index.fault.reason, [shard.load(ref) for ref in shard.index.samples]
+    finally:
+        shard.close()
+
+
+def test_200_of_200_tries_give_the_file_or_a_reason(site: Unruly, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        ends = Counter(pool.map(lambda seed: one_try(site, tmp_path, seed), range(TRIES)))
+    assert ends.total() == TRIES and ends.keys() <= {"whole"} | REASONS | CUT, ends
+    done = sum((place.done for place in site.places.values()), Counter())
+    assert set(done) == {*FAULTS, "whole"}, "every kind of fault was tried"
+    assert ends["whole"] > TRIES / 4 and len(ends) > 5, ends
+
+
+@pytest.mark.parametrize("tags", ["etag", "date"])
+@pytest.mark.parametrize("kind", ["other version after a change", "change", "other range", "ignore range"])
+def test_a_second_try_never_makes_a_mixture(site: Unruly, tags: str, kind: str) -> None:
+    draws = random.Random(7)
+    files = [tar_bytes([{"__key__": "0", "jpg": draws.randbytes(50_000), "txt": "x"}]) for _ in range(2)]
+    place = Place(files, tags, draws, share=0.0, script=["cut", kind])
+    store = ShardCache(None, retries=3, backoff=0.005)
+    path = store.local(site.put("0.tar", place))
+    assert path.read_bytes() == files[1 if "change" in kind else 0]
+    assert place.done["cut"] == place.done[kind] == 1
+    store.close()
+
+
+@pytest.mark.parametrize("told", ["-1", "many", "12, 12"])
+def test_a_length_that_is_no_number_is_none(site: Unruly, told: str) -> None:
+    body = tar_bytes([{"__key__": "0", "jpg": bytes(50_000), "txt": "x"}])
+    place = Place([body], "etag", random.Random(7), share=0.0, script=[f"length {told}"])
+    store = ShardCache(None, retries=0)
+    assert store.local(site.put("0.tar", place)).read_bytes() == body
+    store.close()

@@ -1,0 +1,111 @@
+"""Commands whose output is a shard end with the process that waits for them, however and whenever it ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import ROOT, TIMEOUT, command_runs
+
+WAITER = """
+import os, random, signal, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from clipstream.data.transport.pipe import end_commands, run_pipe
+
+class Ended(BaseException):
+    pass
+
+def end(*_):
+    if way == "raises":
+        raise Ended
+    end_commands()
+    os._exit(0)
+
+seconds, part, way = sys.argv[1:]
+signal.signal(signal.SIGALRM, end)
+watch = SimpleNamespace(received=lambda size: None, expect=lambda size: None)
+for number in range(400):
+    if way == "exits" and (child := os.fork()):
+        os.waitpid(child, 0)
+        continue
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0001, 0.006))
+        run_pipe("sleep " + seconds, Path(part), timeout=60.0, monitor=watch)
+    except Ended:
+        continue
+    sys.exit("the command ended by itself")
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc")
+@pytest.mark.parametrize("way", ["raises", "exits"])
+def test_a_signal_at_any_moment_leaves_no_command(tmp_path: Path, way: str) -> None:
+    """Also before the command is known to the process that started it; nor does that process hang."""
+    mark = f"3601.{os.getpid()}"
+    subprocess.run([sys.executable, "-c", WAITER, mark, tmp_path / "part", way], cwd=ROOT, timeout=TIMEOUT, check=True)
+    end = time.monotonic() + TIMEOUT
+    while command_runs(mark):
+        assert time.monotonic() < end, "a command outlives who waited for it"
+        time.sleep(0.05)
+
+
+TRACED = """
+import itertools, sys
+from pathlib import Path
+from types import SimpleNamespace
+from clipstream.data.transport.pipe import run_pipe
+
+class Ended(BaseException):
+    pass
+
+def raising_at(number):
+    events = itertools.count()
+    def look(frame, event, argument):
+        if next(events) == number:
+            where.append(frame.f_code.co_name)
+            raise Ended
+        return look
+    return look
+
+seconds, part = sys.argv[1:]
+watch = SimpleNamespace(received=lambda size: None, expect=lambda size: None)
+where = []
+for number in itertools.count():
+    sys.settrace(raising_at(number))
+    try:
+        run_pipe("sleep " + seconds, Path(part), timeout=60.0, monitor=watch)
+    except Ended:
+        sys.settrace(None)
+    if where.count("_wait_while_growing") == 3:
+        break
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc")
+def test_what_a_handler_raises_ends_the_command_wherever_it_comes(tmp_path: Path) -> None:
+    """At every line, and behind every call: also where a lock of a class of Python's own is left taken."""
+    mark = f"3603.{os.getpid()}"
+    subprocess.run([sys.executable, "-c", TRACED, mark, tmp_path / "part"], cwd=ROOT, timeout=TIMEOUT, check=True)
+    assert not command_runs(mark)
+
+
+ENDER = """
+import random, signal
+from clipstream.data.transport.pipe import end_commands
+
+signal.signal(signal.SIGALRM, lambda *_: end_commands())
+for _ in range(5000):
+    signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 3e-5))
+    for _ in range(10):
+        end_commands()
+"""
+
+
+def test_a_second_signal_while_the_commands_are_ended_does_not_hang() -> None:
+    assert subprocess.run([sys.executable, "-c", ENDER], cwd=ROOT, timeout=TIMEOUT).returncode == 0

@@ -1,0 +1,359 @@
+"""Runs under their launchers: torchrun with restarts, README's Slurm scripts, signals, other rank counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clipstream.data.batch import Batch
+from clipstream.distributed.launch import announce_waiting
+from clipstream.distributed.world import World
+from clipstream.losses.contrastive import ClipLoss
+from clipstream.losses.settings import ClipLossSettings, LossSettings
+from tests.support.pictures import make_shards
+from tests.support.ranks import ROOT, TIMEOUT, command_runs, end_ranks, reserved_port
+from tests.support.runs import MODEL, flags, lines, same_weights, train_on, wait_for_step, weights
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
+
+class Stopping:
+    """The softmax loss, that takes its time, and at one step sends a signal to its own process, on the last rank."""
+
+    class Settings(LossSettings):
+        """When and what; how long a step takes at least, as long as a file is there."""
+
+        at: int = -1
+        signal: str | None = None
+        seconds: float = 0.0
+        hold: str = "/"
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings, self.max_logit_scale = settings, 100.0
+        self.clip = ClipLoss(ClipLossSettings())
+
+    def __call__(self, features: Any, batch: Batch, world: World) -> torch.Tensor:
+        """As ClipLoss."""
+        time.sleep(self.settings.seconds * Path(self.settings.hold).exists())
+        if batch.step + 1 == self.settings.at and world.rank == world.size - 1 and self.settings.signal:
+            os.kill(os.getpid(), signal.Signals[self.settings.signal])
+        return self.clip(features, batch, world)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with shards and a small model's configuration."""
+    folder: Path = tmp_path_factory.mktemp("cluster")
+    make_shards(folder / "pairs", [21, 17, 19, 5])
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    return folder
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port where a test's launchers meet."""
+    with reserved_port() as port:
+        yield port
+
+
+def stopping(at: int = -1, signal: str | None = None, seconds: float = 0.0, hold: str = "/") -> list[str]:
+    told = {
+        "type": "tests.distributed.test_cluster:Stopping",
+        "at": at,
+        "signal": signal,
+        "seconds": seconds,
+        "hold": hold,
+    }
+    return ["--loss", json.dumps(told)]
+
+
+def same_run(place: Path, one: str, other: str, rel: float | None = None) -> None:
+    """Their lines, and without a tolerance their last weights, are the same."""
+    assert len(lines(place, one)) == len(lines(place, other))
+    for mine, theirs in zip(lines(place, one), lines(place, other), strict=True):
+        assert mine == (theirs if rel is None else pytest.approx(theirs, rel=rel))
+    if rel is None:
+        last = lines(place, one)[-1]["step"]
+        assert same_weights(weights(place, one, last), weights(place, other, last))
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_to_one_of_four_ranks_stops_all_and_two_go_on(place: Path, name: str) -> None:
+    exact = ["--precision", "fp64", "--checkpoint.every", "100"]
+    ends = end_ranks(4, train_on, flags(place, name, *exact, *stopping(3, name), steps=8))
+    assert [end.code for end in ends] == [75] * 4, ends[0].stderr
+    assert re.search(rf"stopped by {name}, step [345] is saved", ends[0].stderr)
+    assert all("Traceback" not in end.stderr for end in ends)
+    ends = end_ranks(2, train_on, flags(place, name, *exact, *stopping(), "--resume", "auto", steps=8))
+    assert [end.code for end in ends] == [0] * 2, ends[0].stderr
+    whole = f"{name}-whole"
+    assert [end.code for end in end_ranks(1, train_on, flags(place, whole, *exact, *stopping(), steps=8))] == [0]
+    same_run(place, name, whole, rel=1e-9)
+
+
+def test_who_is_waited_for_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clipstream.distributed.launch.SILENT", 0.01)
+    for rank in (0, 1):
+        with announce_waiting(World(rank=rank, size=4, address="node1:5")):
+            time.sleep(0.5)
+    assert capsys.readouterr().err == "rank 0 waits for 3 other ranks at node1:5\n"
+
+
+def torchrun(argv: list[str], *launcher: str, ranks: int = 2, **env: str) -> subprocess.Popen[bytes]:
+    """torchrun with a run's command line, but for `--logs`, which it takes for its own."""
+    argv = ["--run.logs" if word == "--logs" else word for word in argv]
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *launcher,
+         "-m", "clipstream.train", *argv],
+        cwd=ROOT, env={**os.environ, **env}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def children(process: int) -> dict[int, dict[str, str]]:
+    """Processes that a process has started, with their environments."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = re.search(r"^PPid:\s+(\d+)", (folder / "status").read_text(), re.M)
+            pairs = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if parent is not None and int(parent[1]) == process:
+            found[int(folder.name)] = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+    return found
+
+
+def rank_of(launcher: subprocess.Popen[bytes], rank: int) -> int:
+    """The process that is a rank of torchrun's."""
+    return next(pid for pid, env in children(launcher.pid).items() if env.get("RANK") == str(rank))
+
+
+def gone(mark: str) -> None:
+    """Wait until no process has a word in its command line."""
+    limit = time.monotonic() + 120
+    while command_runs(mark):
+        assert time.monotonic() < limit, "a process is left"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_torchrun_starts_again_when_a_rank_is_killed(place: Path, killed: int) -> None:
+    name, argv = f"restarted-{killed}", [*stopping(), "--resume", "auto"]
+    if not (place / "runs/undisturbed").exists():
+        ends = end_ranks(2, train_on, flags(place, "undisturbed", *argv, steps=30))
+        assert [end.code for end in ends] == [0, 0]
+    launcher = torchrun(flags(place, name, *argv, steps=30), "--standalone", "--max-restarts", "2")
+    wait_for_step(place, name, 5, launcher)
+    os.kill(rank_of(launcher, killed), signal.SIGKILL)
+    _, error = launcher.communicate(timeout=TIMEOUT)
+    assert launcher.returncode == 0, error.decode()
+    starts = lines(place, name, "start")
+    assert [line["start"]["ranks"] for line in starts] == [2, 2] and 4 <= starts[1]["step"] < 30
+    same_run(place, name, "undisturbed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("signalled", "launcher_flags", "code"),
+    [
+        (signal.SIGTERM, [], 1),
+        (signal.SIGUSR1, ["--signals-to-handle", SIGNALS], 1),
+        (signal.SIGUSR1, [], -signal.SIGUSR1),  # torchrun dies of it
+        (signal.SIGKILL, [], -signal.SIGKILL),
+    ],
+)
+def test_a_signal_to_torchrun_saves_and_does_not_start_again(
+    place: Path, signalled: signal.Signals, launcher_flags: list[str], code: int
+) -> None:
+    """Steps take longer than what a rank has to end by itself when the launcher, which holds the store, is gone."""
+    name = f"{signalled.name}-{len(launcher_flags)}-torchrun"
+    argv = flags(place, name, *stopping(seconds=4.0), "--checkpoint.every", "1000", steps=1000)
+    launcher = torchrun(argv, "--standalone", "--max-restarts", "3", *launcher_flags)
+    wait_for_step(place, name, 2, launcher)
+    launcher.send_signal(signalled)
+    launcher.communicate(timeout=TIMEOUT)
+    gone(f"{name}")
+    assert launcher.returncode == code
+    step = int((place / "runs" / name / "checkpoints/latest").read_text().strip()[-8:])
+    assert step == lines(place, name)[-1]["step"] >= 2
+    assert len(lines(place, name, "start")) == 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_signalled_itself_is_started_again(place: Path) -> None:
+    name, argv = "itself", [*stopping(), "--resume", "auto", "--checkpoint.every", "1000"]
+    launcher = torchrun(flags(place, name, *argv, steps=20), "--standalone", "--max-restarts", "1")
+    wait_for_step(place, name, 3, launcher)
+    os.kill(rank_of(launcher, 1), signal.SIGUSR1)
+    _, error = launcher.communicate(timeout=TIMEOUT)
+    assert launcher.returncode == 0, error.decode()
+    assert re.search(r"stopped by .*, step \d+ is saved", error.decode())
+    starts = [line["step"] for line in lines(place, name, "start")]
+    assert starts[0] == 0 and len(starts) == 2 and starts[1] >= 3
+
+
+@pytest.mark.slow
+def test_an_elastic_run_goes_on_when_a_node_comes_and_goes(place: Path, port: int) -> None:
+    name = "elastic"
+    hold = place / "hold"
+    hold.touch()
+    argv = [*stopping(seconds=2.0, hold=str(hold)), "--precision", "fp64", "--resume", "auto"]
+    rendezvous = [
+        "--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "7",
+        "--rdzv-conf", "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
+        "--local-addr", "127.0.0.1", "--max-restarts", "3",
+    ]  # fmt: skip
+    # torchrun (torch 2.15) tells a node that comes later where to meet only if each round has a store of its own.
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    first = torchrun(flags(place, name, *argv, steps=200), *rendezvous, ranks=1, **env)
+    wait_for_step(place, name, 2, first)
+    second = torchrun(flags(place, name, *argv, steps=200), *rendezvous, ranks=1, **env)
+    wait_for(lambda: [line["start"]["ranks"] for line in lines(place, name, "start")] == [1, 2], first)
+    wait_for(lambda: lines(place, name)[-1]["step"] >= lines(place, name, "start")[1]["step"] + 3, first)
+    hold.unlink()
+    second.kill()
+    second.communicate()
+    _, error = first.communicate(timeout=TIMEOUT)
+    assert first.returncode == 0, error.decode()
+    assert [line["start"]["ranks"] for line in lines(place, name, "start")] == [1, 2, 1]
+    exact = flags(place, "inelastic", *stopping(), "--precision", "fp64", steps=200)
+    assert [end.code for end in end_ranks(1, train_on, exact)] == [0]
+    same_run(place, name, "inelastic", rel=1e-9)
+
+
+def wait_for(is_so: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    limit = time.monotonic() + TIMEOUT
+    while not is_so():
+        assert process.poll() is None, process.communicate()[1].decode()
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+
+
+SRUN = """#!/bin/bash
+# Plays srun: TASKS tasks of NODES nodes, all on this machine.
+while [[ $1 == --* ]]; do shift; done
+pids=()
+trap 'kill -TERM "${pids[@]}"' TERM
+each=$((TASKS / NODES))
+for ((task = 0; task < TASKS; task++)); do
+    SLURM_PROCID=$task SLURM_LOCALID=$((task % each)) SLURM_NODEID=$((task / each)) SLURM_STEP_ID=0 \\
+        SLURM_STEP_NUM_TASKS=$TASKS SLURM_STEP_NUM_NODES=$NODES SLURM_STEP_NODELIST=$SLURM_JOB_NODELIST \\
+        SLURM_STEP_TASKS_PER_NODE="$each(x$NODES)" "$@" &
+    pids+=($!)
+done
+worst=0
+for pid in "${pids[@]}"; do
+    wait $pid; code=$?
+    while kill -0 $pid 2>/dev/null; do wait $pid; code=$?; done
+    if ((code > worst)); then worst=$code; fi
+done
+exit $worst
+"""
+SCONTROL = """#!/bin/bash
+if [[ $1 == show ]]; then echo 127.0.0.1; else echo "$@" >>requeued; fi
+"""
+
+
+def script(launcher: str) -> str:
+    """README's script of a batch job that has a word in it."""
+    blocks = re.findall(r"(?:^    .*\n)+", README, re.M)
+    (found,) = [block for block in blocks if "#!/bin/bash" in block and launcher in block]
+    return re.sub(r"^    ", "", found, flags=re.M)
+
+
+@pytest.fixture
+def job(place: Path, tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
+    """Starts a batch script as Slurm does, in a folder with what README's reader has; two tasks."""
+    (tmp_path / "bin").mkdir()
+    tools = {
+        "srun": SRUN,
+        "scontrol": SCONTROL,
+        "python": f'#!/bin/bash\nexec {sys.executable} "$@"\n',
+        "torchrun": f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n',
+    }
+    for name, text in tools.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    settings = {
+        "run": {"device": "cpu", "threads": 1},
+        "data": {
+            "sources": {"train": {"shards": f"{place}/pairs/{{00000..00003}}.tar"}},
+            "global_batch_size": 24, "workers": 1,
+        },
+        "model": {"name": f"{place}/model.json"},
+        "train": {"steps": 40},
+        "loss": {"type": "tests.distributed.test_cluster:Stopping", "seconds": 0.3},
+        "checkpoint": {"every": 1000},
+        "log": {"every": 1, "tensorboard": False},
+    }  # fmt: skip
+    (tmp_path / "my.yaml").write_text(json.dumps(settings))
+    env = {
+        **os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+        "SLURM_JOB_ID": "4711", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "localhost", "TASKS": "2", "NODES": "1",
+    }  # fmt: skip
+    started = []
+
+    def start(text: str) -> subprocess.Popen[bytes]:
+        (tmp_path / "job.sh").write_text(text)
+        started.append(
+            subprocess.Popen(
+                ["bash", "job.sh"], cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["srun --wait=60 python", "srun torchrun"])
+def test_readmes_job_is_put_back_into_the_queue_and_goes_on(
+    place: Path, tmp_path: Path, port: int, job: Callable[[str], subprocess.Popen[bytes]], launcher: str
+) -> None:
+    text = script(launcher)
+    if "torchrun" in launcher:  # one node with two ranks
+        text = text.replace("--nproc-per-node 8", "--nproc-per-node 2").replace(":29500", f":{port}")
+        text = text.replace("srun torchrun", "TASKS=1 srun torchrun")
+    first = job(text)
+    wait_for_step(tmp_path, "mine", 3, first)
+    if "B:USR1" in text:
+        first.send_signal(signal.SIGUSR1)
+    else:  # Slurm signals all processes of the job's steps
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                told = (process / "environ").read_bytes()
+            except OSError:
+                continue
+            if str(tmp_path).encode() in told and b"SLURM_PROCID=" in told:
+                os.kill(int(process.name), signal.SIGUSR1)
+    _, error = first.communicate(timeout=TIMEOUT)
+    assert (tmp_path / "requeued").read_text() == "requeue 4711\n", error.decode()
+    assert first.returncode == (75 if "B:USR1" not in text else 128 + signal.SIGUSR1)
+    reached = lines(tmp_path, "mine")[-1]["step"]
+    assert 3 <= reached < 40
+    second = job(text)
+    _, error = second.communicate(timeout=TIMEOUT)
+    assert second.returncode == 0, error.decode()
+    assert (tmp_path / "requeued").read_text() == "requeue 4711\n"
+    assert [(line["step"], line["start"]["ranks"]) for line in lines(tmp_path, "mine", "start")] == [
+        (0, 2),
+        (reached, 2),
+    ]
+    argv = ["--config", str(tmp_path / "my.yaml"), "--logs", f"{tmp_path}/runs", "--name", "straight"]
+    assert [end.code for end in end_ranks(2, train_on, argv)] == [0, 0]
+    same_run(tmp_path, "mine", "straight")

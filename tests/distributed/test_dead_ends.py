@@ -1,0 +1,117 @@
+"""Unusable data, or a killed worker, ends a run on two ranks soon, with exit code 3 and the reason."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clipstream.distributed.world import World
+from tests.support.pictures import make_shards
+from tests.support.ranks import end_ranks
+from tests.support.runs import MODEL, flags, train_on
+from tests.support.tars import write_tar
+
+RANKS = 2
+IN_TIME = 20.0  # s more than a run of one step takes
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with whole shards, shards without one picture, broken ones, and a small model's configuration."""
+    folder: Path = tmp_path_factory.mktemp("dead")
+    whole = make_shards(folder / "pairs", [21, 17, 19, 5])
+    for path in whole:
+        name = Path(path).name
+        samples = [{"__key__": f"{i:03d}", "jpg": b"\xff\xd8\xff\xe0 no more of it", "txt": "x"} for i in range(700)]
+        write_tar(folder / "pictures" / name, samples)
+        (folder / "cut").mkdir(exist_ok=True)
+        (folder / "cut" / name).write_bytes(Path(path).read_bytes()[:700])
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def healthy(place: Path) -> float:
+    """Seconds that a run of one step takes, of which most are imports."""
+    end_ranks(RANKS, train_on, flags(place, "warm", steps=1))
+    began = time.monotonic()
+    assert [end.code for end in end_ranks(RANKS, train_on, flags(place, "healthy", steps=1))] == [0] * RANKS
+    return time.monotonic() - began
+
+
+def nobody(sample: Mapping[str, Any]) -> None:
+    """A user's filter that lets nothing through."""
+
+
+def train_where(world: World, argv: list[str], folders: list[str]) -> int:
+    """A rank's run, whose shards are in a folder of its own."""
+    os.environ["SHARDS"] = folders[world.rank]
+    return train_on(world, argv)
+
+
+KINDS: dict[str, tuple[list[str], list[str], list[str]]] = {
+    # folders of the ranks, flags, what is said
+    "every sample is filtered": (
+        ["pairs", "pairs"], ["--data.sources.train.transform", f"{__name__}:nobody"],
+        ["none of the first ", "transform_none"],
+    ),
+    "every shard is missing": (["none", "none"], [], ["none of the 4 shards tried (of 4) could be read", "missing: "]),
+    "every picture is broken": (["pictures", "pictures"], [], ["none of the first ", "undecodable_image, e.g. 0000"]),
+    "one rank's shards are broken": (
+        ["pairs", "cut"], [], ["rank 1: source 'train': none of the 4 shards tried (of 4)", "truncated_"],
+    ),
+    "one rank's shards are broken, in epochs": (
+        ["cut", "pairs"], ["--data.sampling.mode", "epoch"], ["rank 0: source 'train': none of the 4 shards tried"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_usable_ends_all_ranks_in_time(place: Path, healthy: float, kind: str) -> None:
+    folders, more, words = KINDS[kind]
+    name = kind.replace(" ", "-").replace("'", "").replace(",", "")
+    argv = flags(place, name, "--train-data", f"{place}/${{SHARDS}}/{{00000..00003}}.tar", *more, steps=1000)
+    began = time.monotonic()
+    ends = end_ranks(RANKS, train_where, argv, folders)
+    assert time.monotonic() - began < healthy + IN_TIME
+    assert [end.code for end in ends] == [3] * RANKS, ends
+    for word in words:
+        assert word in ends[0].stderr, ends[0].stderr
+    assert all("Traceback" not in end.stderr for end in ends)
+
+
+def train_and_lose_a_worker(world: World, argv: list[str], metrics: str, killed: str) -> int:
+    """A rank's run; rank 1's second data worker is killed after some steps."""
+
+    def kill() -> None:
+        while not (Path(metrics).exists() and '"step": 3,' in Path(metrics).read_text()):
+            time.sleep(0.02)
+        worker = sorted(multiprocessing.active_children(), key=lambda child: child.pid or 0)[1]
+        Path(killed).write_text(f"{worker.pid} {time.time()}")
+        os.kill(worker.pid or 0, signal.SIGKILL)
+
+    if world.rank == 1:
+        threading.Thread(target=kill, daemon=True).start()
+    return train_on(world, argv)
+
+
+def test_a_killed_worker_ends_all_ranks_within_ten_seconds(place: Path, tmp_path: Path) -> None:
+    shards = ["--train-data", f"{place}/pairs/*.tar", "--workers", "2", "--checkpoint.every", "1000000"]
+    argv = flags(place, "killed", *shards, steps=1_000_000)
+    metrics = str(place / "runs" / "killed" / "metrics.jsonl")
+    ends = end_ranks(RANKS, train_and_lose_a_worker, argv, metrics, str(tmp_path / "killed"))
+    pid, when = (tmp_path / "killed").read_text().split()
+    assert time.time() - float(when) < 10
+    assert [end.code for end in ends] == [3] * RANKS, ends
+    for end in ends:
+        assert f"error: rank 1: data worker 1 (pid {pid}) was killed by SIGKILL" in end.stderr, end.stderr
+        assert "Traceback" not in end.stderr

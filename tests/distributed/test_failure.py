@@ -1,0 +1,248 @@
+"""The first failure ends every rank with its exit code, also ranks inside a collective."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clipstream.distributed.failure import FailureWatch
+from clipstream.distributed.world import World
+from clipstream.errors import DataError, DivergedError, SettingsError, Stopped
+from tests.support.pictures import make_shards
+from tests.support.ranks import TIMEOUT, end_ranks
+from tests.support.runs import MODEL, flags, train_on
+
+MESSAGE = "source 'train': no caption\n  members seen: json, png"
+FAULTY = "{type: 'tests.distributed.test_failure:Faulty', every: 1, on_error: raise}"
+
+
+def nothing(world: World) -> int:
+    """A rank that ends at once."""
+    return 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _started() -> None:
+    """Have the server of new processes up, so that what the tests time is the end alone."""
+    end_ranks(1, nothing)
+
+
+def fail(world: World, kind: str, failing: int) -> int:
+    """A run whose rank `failing` ends as `kind` says while the others are in an all_reduce."""
+    world.start()
+    watch = FailureWatch(world)
+    watch.start()
+    try:
+        world.barrier()
+        if world.rank == failing:
+            if kind == "data":
+                raise DataError(MESSAGE)
+            if kind == "bug":
+                raise KeyError("oops")
+            os.kill(os.getpid(), signal.SIGKILL)
+        world.all_reduce_sum(torch.ones(1))
+    except BaseException as error:
+        return watch.report(error)
+    return 0
+
+
+def end_well(world: World, kind: str) -> int:
+    """A run without a failure, whose ranks are not equally fast at the end."""
+    world.start()
+    watch = FailureWatch(world)
+    watch.start()
+    try:
+        world.barrier()
+        time.sleep(0.5 * (world.size - 1 - world.rank) if kind == "late 0" else 0.5 * world.rank)
+        if kind == "stopped":
+            raise Stopped("saved step 3")
+        if kind == "diverged":
+            raise DivergedError("loss is nan at step 3")
+    except BaseException as error:
+        return watch.report(error)
+    watch.stop()
+    world.stop()
+    return 0
+
+
+@pytest.mark.parametrize(("size", "failing"), [(2, 0), (2, 1), (3, 1)])
+def test_a_data_error_ends_all_ranks_with_its_code(size: int, failing: int) -> None:
+    began = time.monotonic()
+    ends = end_ranks(size, fail, "data", failing)
+    assert time.monotonic() - began < 240
+    assert [end.code for end in ends] == [3] * size
+    for rank, end in enumerate(ends):
+        told = MESSAGE if rank in (0, failing) else MESSAGE.partition("\n")[0]
+        assert end.stderr.endswith(f"error: rank {failing}: {told}\n"), end.stderr
+        assert "Traceback" not in end.stderr
+
+
+def test_a_bug_shows_its_traceback_where_it_arose() -> None:
+    ends = end_ranks(2, fail, "bug", 1)
+    assert [end.code for end in ends] == [1, 1]
+    assert "Traceback" not in ends[0].stderr and "Traceback" in ends[1].stderr
+    assert all(end.stderr.endswith("error: rank 1: KeyError: 'oops'\n") for end in ends)
+
+
+@pytest.mark.parametrize(("size", "failing"), [(2, 0), (3, 2)])
+def test_a_killed_rank_is_named(size: int, failing: int) -> None:
+    ends = end_ranks(size, fail, "kill", failing)
+    assert [end.code for end in ends] == [-9 if rank == failing else 1 for rank in range(size)]
+    for rank, end in enumerate(ends):
+        if rank != failing:
+            assert end.stderr.splitlines()[-1].startswith(
+                f"error: rank {failing}: rank {failing} ended without an error message"
+            )
+            assert "Traceback" not in end.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [("well", 0), ("late 0", 0), ("stopped", Stopped.exit_code), ("diverged", DivergedError.exit_code)],
+)
+def test_ends_that_all_ranks_agree_on(kind: str, code: int) -> None:
+    ends = end_ranks(2, end_well, kind)
+    assert [end.code for end in ends] == [code, code]
+    if kind == "stopped":
+        assert [end.stderr.splitlines()[-1:] for end in ends] == [["saved step 3"], []]
+
+
+def test_one_rank_prints_and_returns_the_code(capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert FailureWatch(World()).report(SettingsError("no such shard")) == 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err == "error: no such shard\n"
+
+
+def stuck(world: World) -> int:
+    """A run whose rank 1 does not come to the second collective."""
+    world.start(timedelta(seconds=2))
+    watch = FailureWatch(world)
+    watch.start()
+    try:
+        world.barrier()
+        if world.rank == 1:
+            while True:
+                time.sleep(0.1)
+        world.all_reduce_sum(torch.ones(1))
+    except BaseException as error:
+        return watch.report(error)
+    return 0
+
+
+def test_a_rank_that_is_waited_for_too_long_says_where_it_is() -> None:
+    ends = end_ranks(2, stuck)
+    assert [end.code for end in ends] == [1, 1]
+    assert "rank 1 is at:" in ends[1].stderr and "in stuck" in ends[1].stderr and "time.sleep(0.1)" in ends[1].stderr
+    assert "rank 0 is at:" not in ends[0].stderr
+    for end in ends:
+        assert end.stderr.splitlines()[-1].startswith(
+            "error: rank 0: waited longer than --run.timeout for another rank"
+        )
+
+
+class Faulty:
+    """An evaluator that fails on the last rank, while the others wait for it."""
+
+    def __init__(self, settings: Any) -> None:
+        """No settings of its own."""
+
+    def __call__(self, context: Any) -> Iterator[tuple[str, float]]:
+        """As an evaluator."""
+        if context.world.rank == context.world.size - 1:
+            raise ZeroDivisionError("of my own making")
+        context.world.barrier()
+        yield "nothing", 0.0
+
+
+def deadly(sample: dict[str, Any]) -> dict[str, Any]:
+    """A transform that kills its data worker on rank 1."""
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sample
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with shards and a small model's configuration."""
+    folder: Path = tmp_path_factory.mktemp("failure")
+    make_shards(folder / "pairs", [21, 17, 19, 5])
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("ranks", "where", "more", "code", "failing", "told"),
+    [
+        (2, "evaluation", ["--evals.mine", FAULTY], 1, 1, "of my own making"),
+        (3, "evaluation", ["--evals.mine", FAULTY], 1, 2, "of my own making"),
+        (2, "saving", ["--resume", "auto"], 1, 0, "checkpoints"),
+        (3, "saving", ["--resume", "auto"], 1, 0, "checkpoints"),
+        (
+            2,
+            "worker",
+            ["--data.sources.train.transform", "tests.distributed.test_failure:deadly"],
+            3,
+            1,
+            "killed by SIGKILL",
+        ),
+        (
+            3,
+            "worker",
+            ["--data.sources.train.transform", "tests.distributed.test_failure:deadly"],
+            3,
+            1,
+            "killed by SIGKILL",
+        ),
+    ],
+)
+def test_an_error_in_a_run_ends_all_ranks_with_it_and_not_with_what_comes_of_it(
+    place: Path, ranks: int, where: str, more: list[str], code: int, failing: int, told: str
+) -> None:
+    name = f"{where}-{ranks}"
+    if where == "saving":
+        (place / "runs" / name).mkdir(parents=True)
+        (place / "runs" / name / "checkpoints").touch()  # a file, where a folder has to be
+    ends = end_ranks(ranks, train_on, flags(place, name, *more))
+    assert [end.code for end in ends] == [code] * ranks
+    for rank, end in enumerate(ends):
+        # A rank that is slow to ask for its first batch says before that its worker has died.
+        cause = next(line for line in end.stderr.splitlines() if line.startswith("error: rank "))
+        assert cause.startswith(f"error: rank {failing}: ") and told in cause, (rank, end.stderr)
+        assert "Timed out" not in end.stderr
+        assert rank == failing or "Connection" not in end.stderr, end.stderr
+
+
+@pytest.mark.slow
+def test_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import os, sys\n"
+        "from clipstream.distributed.world import World\n"
+        "from tests.distributed.test_failure import fail\n"
+        "world = World.from_env()\n"
+        "code = fail(world, 'data', 1)\n"
+        f"open(os.path.join({str(tmp_path)!r}, f'code{{world.rank}}'), 'w').write(str(code))\n"
+        "sys.exit(code)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT)
+    assert run.returncode == 1
+    assert run.stderr.count("error: rank 1: source 'train': no caption") == 2
+    # torchrun's own table of ends: the ranks' codes.
+    assert run.stderr.count("exitcode  : 3") + run.stderr.count("exitcode: 3") >= 1, run.stderr
+    assert "exitcode  : -15" not in run.stderr

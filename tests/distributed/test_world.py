@@ -1,0 +1,188 @@
+"""Rank of a process: from torchrun's variables, Slurm's, or none; and ranks that never meet."""
+
+from __future__ import annotations
+
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import HashStore, TCPStore
+
+from clipstream.distributed.rendezvous import FIRST_PORT, PORTS, TRIED, first_node, meet, step_store
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from tests.support.ranks import end_ranks, reserved_port
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+# As srun sets them: 5 tasks on three nodes.
+STEP = {
+    "SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2", "SLURM_JOB_ID": "200505", "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_STEP_NODELIST": "gnode[010,020-021]", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "gnode[003-021]",
+}  # fmt: skip
+
+
+def test_torchruns_variables_stand_above_slurms() -> None:
+    world = World.from_env("cuda", {**STEP, **TORCHRUN})
+    assert world == World(rank=3, size=4, local_rank=1, local_size=2, device="cuda:1")
+
+
+def test_without_any_it_is_alone() -> None:
+    assert World.from_env("cuda", {}) == World(device="cuda:0")
+    alone = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}  # srun --pty in a larger job
+    assert World.from_env("cpu", alone) == World()
+    assert World.from_env("cpu", {"SLURM_JOB_ID": "5", "SLURM_NTASKS": "8"}) == World()
+
+
+def test_sruns_variables() -> None:
+    world = World.from_env("cpu", STEP)
+    assert (world.rank, world.size, world.local_rank, world.local_size) == (4, 5, 0, 1)
+    host, _, port = world.address.partition(":")
+    assert host == "gnode010" and FIRST_PORT <= int(port) < FIRST_PORT + PORTS
+    assert World.from_env("cpu", {**STEP, "SLURM_STEP_ID": "1"}).address != world.address
+    first = {**STEP, "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}
+    assert World.from_env("cuda", first) == World(1, 5, 1, 2, "cuda:1", world.address, "200505.0.0")
+    # srun --gpus-per-task 1
+    assert World.from_env("cuda", {**first, "CUDA_VISIBLE_DEVICES": "3"}).device == "cuda:0"
+    told = World.from_env("cpu", {**STEP, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
+    assert (told.address, told.step) == ("10.0.0.1:29500", "")
+
+
+def test_the_jobs_variables_stand_in_for_the_steps() -> None:
+    job = {
+        "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_NODELIST": "a,b",
+    }  # fmt: skip
+    world = World.from_env("cpu", job)
+    assert (world.rank, world.size, world.local_rank, world.local_size) == (2, 4, 0, 2)
+    assert world.address == f"a:{FIRST_PORT}"
+    here = World.from_env("cpu", {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NTASKS": "2"})
+    assert (here.local_size, here.address) == (2, f"127.0.0.1:{FIRST_PORT}")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node7", "node7"),
+        ("a,b", "a"),
+        ("gpu[003-005,9],login1", "gpu003"),
+        ("rack[2,4]-node[1-3],x", "rack2-node1"),
+        ("c[7]", "c7"),
+        ("n-1.example.org,n-2.example.org", "n-1.example.org"),
+        ("", ""),
+    ],
+)
+def test_the_first_node(nodes: str, first: str) -> None:
+    assert first_node(nodes) == first
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4)), min_size=1, max_size=4), st.data())
+def test_the_tasks_of_a_node(groups: list[tuple[int, int]], data: st.DataObject) -> None:
+    counts = [count for count, times in groups for _ in range(times)]
+    written = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in groups)
+    node = data.draw(st.integers(0, len(counts) - 1))
+    env = {**STEP, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": str(sum(counts) + 1), "SLURM_NODEID": str(node)}
+    env |= {"SLURM_STEP_TASKS_PER_NODE": f"{written},1"}
+    assert World.from_env("cpu", env).local_size == counts[node]
+
+
+@pytest.mark.parametrize(
+    ("env", "told"),
+    [
+        ({"RANK": "1"}, "start the run with torchrun, or unset RANK and WORLD_SIZE"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "which is not what a launcher sets"),
+        ({**STEP, "SLURM_PROCID": "x"}, "SLURM_PROCID is 'x', which Slurm never sets"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "SLURM_LOCALID is missing: start the run with srun"),
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_NNODES": "2"},
+            "name no nodes (SLURM_JOB_NODELIST): set MASTER_ADDR",
+        ),
+    ],
+)
+def test_variables_that_no_launcher_sets(env: dict[str, str], told: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        World.from_env("cpu", env)
+    assert told in str(caught.value)
+
+
+def test_ranks_meet_in_a_store_that_holds_what_was_left_there() -> None:
+    """Five attempts with more and fewer ranks, which come at different times; the last one is short of a rank."""
+    store = HashStore()
+    words = []
+    for size, late in [(3, 0), (3, 2), (2, 1), (5, 4), (4, 0)]:
+
+        def come(rank: int, size: int = size, late: int = late) -> str:
+            time.sleep(0.2 * (rank == late) + 0.01 * rank)
+            return meet(store, rank, size, timedelta(seconds=60))
+
+        with ThreadPoolExecutor(size) as pool:
+            found = list(pool.map(come, range(size)))
+        assert found == [found[0]] * size
+        words.append(found[0])
+    assert len(set(words)) == len(words)
+    with pytest.raises(TimeoutError, match="2 of 2 other ranks did not arrive"):
+        meet(store, 0, 3, timedelta(seconds=0.1))
+    with pytest.raises(TimeoutError, match="rank 0 did not answer"):
+        meet(store, 1, 3, timedelta(seconds=0.1))
+
+
+def lonely(world: World, address: str) -> int:
+    """A rank 0 whose others never come."""
+    try:
+        World(rank=0, size=2, address=address).start(timedelta(seconds=2))
+    except SettingsError as error:
+        words = ("the 2 ranks did not connect at", "--run.timeout is 2 s", "MASTER_ADDR and MASTER_PORT name")
+        return 7 if all(word in str(error) for word in words) else 1
+    return 0
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "no-such-host.invalid:29500"])
+def test_ranks_that_do_not_come_together_are_told(address: str) -> None:
+    assert [end.code for end in end_ranks(1, lonely, address)] == [7]
+
+
+def task_of_a_step(world: World, address: str, step: str) -> int:
+    """A task that knows its step and where its ports begin."""
+    world = World(world.rank, world.size, world.local_rank, world.local_size, address=address, step=step)
+    world.start(timedelta(seconds=120))
+    total = world.all_reduce_sum(torch.ones(1))
+    world.stop()
+    return int(total)
+
+
+def test_the_tasks_of_a_step_meet_where_their_first_ports_are_taken() -> None:
+    """By a program that says nothing, and by another job's rank 0, whose store is no place for these tasks."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        other = step_store(address, "17.0.0", 0, timedelta(seconds=60))
+        ends = end_ranks(3, task_of_a_step, address, "4711.0.0")
+        assert [end.code for end in ends] == [3] * 3, ends
+        assert not other.check(["clipstream/number/1"])
+
+
+def test_a_step_without_a_free_port_is_told() -> None:
+    with ExitStack() as stack:
+        first = stack.enter_context(socket.create_server(("", 0))).getsockname()[1]
+        for port in range(first + 1, first + TRIED):
+            with suppress(OSError):
+                stack.enter_context(socket.create_server(("", port)))
+        with pytest.raises(SettingsError, match=f"none of the ports {first} to {first + TRIED - 1} is free"):
+            World(rank=0, size=2, address=f"127.0.0.1:{first}", step="1.0.0").start(timedelta(seconds=2))
+    with pytest.raises(SettingsError, match="rank 0 listens on none of the ports"):
+        World(rank=1, size=2, address=f"127.0.0.1:{first}", step="1.0.0").start(timedelta(seconds=0.2))
+
+
+def test_a_reserved_port_is_for_rank_0_alone() -> None:
+    """The system gives it to nobody: it applies the rule of a bind without SO_REUSEADDR when it picks a port."""
+    with reserved_port() as port:
+        for host in ("127.0.0.1", "0.0.0.0"):
+            with socket.socket() as stranger, pytest.raises(OSError):
+                stranger.bind((host, port))
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        store.set("key", "value")
+        assert TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).get("key") == b"value"

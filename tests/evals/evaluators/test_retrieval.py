@@ -1,0 +1,227 @@
+"""Retrieval against a plain reference, its tie rule, and equal results on 1, 2 and 3 ranks."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from clipstream.data.batch import Batch
+from clipstream.data.settings import SourceSettings
+from clipstream.distributed.world import World
+from clipstream.errors import DataError
+from clipstream.evals import metrics
+from clipstream.evals.evaluators.retrieval import Retrieval, recalls
+from clipstream.evals.gallery import Kept, show_retrieval
+from clipstream.evals.metrics import TIE, Ranks, place, place_pairs
+from clipstream.evals.settings import RetrievalSettings
+from tests.support.evaluating import context_of
+from tests.support.pictures import ByteTokenizer, make_shards
+from tests.support.ranks import run_ranks
+
+
+def features(n: int, noise: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    images = torch.nn.functional.normalize(torch.randn(n, 8, generator=draw), dim=1)
+    texts = torch.nn.functional.normalize(images + noise * torch.randn(n, 8, generator=draw), dim=1)
+    return images, texts
+
+
+def reference(images: np.ndarray, texts: np.ndarray, k: int) -> tuple[float, float]:
+    scores = images.astype(np.float64) @ texts.astype(np.float64).T
+    found = [[i in np.argsort(-row)[:k] for i, row in enumerate(matrix)] for matrix in (scores, scores.T)]
+    return float(np.mean(found[0])), float(np.mean(found[1]))
+
+
+def part(world: World, rows: torch.Tensor) -> torch.Tensor:
+    cuts = [0, *(len(rows) * (rank + 1) ** 2 // world.size**2 for rank in range(world.size))]  # uneven on purpose
+    return rows[cuts[world.rank] : cuts[world.rank + 1]]
+
+
+def recalls_of_part(world: World, images: torch.Tensor, texts: torch.Tensor) -> dict[str, float]:
+    return dict(recalls(part(world, images), part(world, texts), world))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_equal_to_the_reference_on_any_number_of_ranks(size: int) -> None:
+    images, texts = features(157, noise=0.5)
+    results = run_ranks(size, recalls_of_part, images, texts)
+    assert all(result == results[0] for result in results)
+    for k in (1, 5, 10):
+        to_text, to_image = reference(images.numpy(), texts.numpy(), k)
+        assert results[0][f"image_to_text_R@{k}"] == pytest.approx(to_text, abs=1e-12)
+        assert results[0][f"text_to_image_R@{k}"] == pytest.approx(to_image, abs=1e-12)
+    assert results[0]["n"] == 157 and results[0]["chance_R@1"] == 1 / 157
+    assert 0.1 < results[0]["image_to_text_R@1"] < 0.9
+
+
+def test_tiles_do_not_matter() -> None:
+    images, texts = features(61, noise=0.5)
+    right = torch.arange(61)
+    whole = place(images, texts, right)
+    for rows, columns in ((1, 61), (7, 5), (64, 1)):
+        assert all(map(torch.equal, place(images, texts, right, rows=rows, columns=columns), whole))
+
+
+def captioned(n: int, m: int, width: int, noise: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """n pictures with m captions, one each at least, some of them level."""
+    draw = torch.Generator().manual_seed(3)
+    images = torch.nn.functional.normalize(torch.randn(n, width, generator=draw), dim=1)
+    owners = torch.cat([torch.arange(n), torch.randint(0, n, (m - n,), generator=draw)])
+    texts = images[owners] + noise * torch.randn(m, width, generator=draw)
+    texts[m // 2 : m // 2 + 9] = texts[m // 3]
+    return images, torch.nn.functional.normalize(texts, dim=1), owners
+
+
+def dense_places(images: torch.Tensor, texts: torch.Tensor, owners: torch.Tensor) -> tuple[Ranks, Ranks]:
+    """By the whole matrix in float64."""
+    scores = texts.double() @ images.double().T
+    own = scores[torch.arange(len(texts)), owners]
+    mine = owners[:, None] == torch.arange(len(images))
+    best = scores.masked_fill(~mine, -9).amax(dim=0)
+    found = []
+    for gap, dim in ((scores - best, 0), (scores - own[:, None], 1)):
+        level = gap.abs() <= TIE
+        found.append(Ranks((gap > TIE).sum(dim=dim), level.sum(dim=dim), (level & mine).sum(dim=dim)))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(("noise", "dense"), [(0.5, False), (0.5, True), (0.0, False)])
+def test_near_scores_are_told_apart_in_float64(noise: float, dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of a tile: few scores near a limit, and so many that all are computed in float64."""
+    monkeypatch.setattr(metrics, "DENSE", 10**9 if dense else 1)
+    monkeypatch.setattr(metrics, "COLUMNS", 23)
+    monkeypatch.setattr(metrics, "AT_ONCE", 640)
+    images, texts, owners = captioned(60, 200, 64, noise)
+    images = torch.nn.functional.normalize(images + 40, dim=1)  # all alike but for the last digits of a float32
+    texts = torch.nn.functional.normalize(texts + 40, dim=1)
+    expected = dense_places(images, texts, owners)
+    for rows in (7, 2048):
+        for found, truth in zip(place_pairs(images, texts, owners, World(), rows=rows), expected, strict=True):
+            assert all(map(torch.equal, found, truth))
+    assert not noise or expected[1].ahead.unique().numel() > 20
+    assert expected[0].level.max() > 1 and (images @ texts.T).min() > 0.9999
+
+
+def test_a_collapsed_model_scores_chance() -> None:
+    same = torch.nn.functional.normalize(torch.ones(40, 8), dim=1)
+    result = dict(recalls(same, same, World()))
+    for k in (1, 5, 10):
+        assert result[f"image_to_text_R@{k}"] == pytest.approx(k / 40)
+        assert result[f"text_to_image_R@{k}"] == pytest.approx(k / 40)
+
+
+def test_equal_captions_share_their_place_in_any_order() -> None:
+    images, _ = features(20, noise=0)
+    texts = images.clone()
+    texts[3] = texts[11]  # picture 11 finds its caption twice; picture 3 does not find its own
+    result = dict(recalls(images, texts, World()))
+    assert result["image_to_text_R@1"] == pytest.approx((18 + 0.5) / 20)
+    turned = dict(recalls(images.flip(0), texts.flip(0), World()))
+    assert turned == pytest.approx(result)
+
+
+def test_features_that_are_not_numbers_are_misses() -> None:
+    nan = torch.full((6, 8), torch.nan)
+    assert dict(recalls(nan, nan, World()))["image_to_text_R@10"] == 0
+
+
+def test_hits_of_ties() -> None:
+    ahead, level = torch.tensor([0, 0, 2, 4, 5, 0]), torch.tensor([1, 2, 6, 3, 1, 0])
+    assert Ranks(ahead, level, level.clamp(max=1)).hits(5).tolist() == pytest.approx([1, 1, 0.5, 1 / 3, 0, 0])
+
+
+def test_hits_and_places_of_ties_are_those_of_chance() -> None:
+    """Over all orders of the level answers."""
+    for ahead, level, right in ((0, 4, 2), (1, 5, 3), (3, 3, 3), (2, 6, 1)):
+        orders = list(itertools.permutations([True] * right + [False] * (level - right)))
+        firsts = [ahead + order.index(True) + 1 for order in orders]
+        places = Ranks(*(torch.tensor([x]) for x in (ahead, level, right)))
+        for k in (1, 2, 4, 10):
+            expected = np.mean([first <= k for first in firsts])
+            assert places.hits(k).item() == pytest.approx(expected, abs=1e-12)
+        assert places.first(99).item() == pytest.approx(np.mean(firsts))
+
+
+def evaluate(world: World, folder: str, workers: int, max_samples: int | None = None) -> dict[str, float]:
+    settings = RetrievalSettings(
+        data=SourceSettings(shards=f"{folder}/0000{{0..2}}.tar"), batch_size=7, max_samples=max_samples
+    )
+    return dict(Retrieval(settings)(context_of(world, workers=workers)))
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("pairs")
+    make_shards(folder, [17, 20, 14])
+    return folder
+
+
+@pytest.mark.parametrize(("size", "workers"), [(1, 2), (2, 0), (3, 0)])
+def test_over_shards_every_pair_counts_once(pictures: Path, size: int, workers: int) -> None:
+    alone = evaluate(World(), str(pictures), 0)
+    assert alone["n"] == alone["captions"] == 51
+    for result in run_ranks(size, evaluate, str(pictures), workers):
+        for name, value in result.items():  # a batch of another size has features of other last digits
+            assert value == pytest.approx(alone[name], abs=1 if name.endswith("rank") else 1e-9)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_first_pairs_only_even_where_a_rank_has_none(pictures: Path, size: int) -> None:
+    results = run_ranks(size, evaluate, str(pictures), 0, 1)
+    assert all(result["n"] == 1 and result["image_to_text_R@1"] == 1 for result in results)
+
+
+def test_nothing_usable_is_an_error(tmp_path: Path) -> None:
+    make_shards(tmp_path, [2, 3, 4], txt=b"")
+    with pytest.raises(DataError, match="usable"):
+        evaluate(World(), str(tmp_path), 0)
+
+
+def shown(world: World, images: torch.Tensor, texts: torch.Tensor) -> list[tuple[str, str, str, list[str]]]:
+    """(group, key, note, guesses) of what is shown of pairs whose captions are their numbers."""
+    context = context_of(world)
+    context.examples_wanted = 6
+    ids = part(world, torch.from_numpy(ByteTokenizer().encode([f"text {i}" for i in range(len(images))])))
+    pixels = torch.zeros((len(ids), 3, 16, 16), dtype=torch.uint8)
+    keys = tuple(f"0/{i}" for i in range(len(ids)))
+    kept = Kept(context)
+    kept.add(Batch(pixels, ids, torch.ones(len(ids)), keys, torch.zeros(len(ids)), step=0, global_size=len(images)))
+    show_retrieval(context, kept, part(world, images), part(world, texts), torch.arange(len(ids)), ids)
+    assert all(example.text == f"text {example.key[2:]}" for example in context.examples)
+    return [(e.group, e.key, e.note, [text for text, _ in e.guesses]) for e in context.examples]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_best_and_the_worst_are_shown(size: int) -> None:
+    images, texts = features(60, noise=0.4)
+    texts[5] = texts[4]  # two pictures with one caption
+    images[4] = images[5] = texts[4]
+    mine, *others = run_ranks(size, shown, images, texts)
+    assert [group for group, *_ in mine] == ["best"] * 3 + ["worst"] * 3 and others == [[]] * (size - 1)
+    scores = (images.double() @ texts.double().T).numpy()
+    for group, key, note, guesses in mine:
+        i = int(key[2:])
+        order = np.argsort(-scores[i])
+        assert note == f"its caption is in place {int(np.flatnonzero(order == i)[0]) + 1} of 60"
+        found = [scores[i, int(guess.removeprefix("text "))] for guess in guesses]  # equal scores come in any order
+        assert np.allclose(found, scores[i, order[:3]], atol=1e-6)
+        assert (guesses[0] == f"text {i}") == (group == "best")
+
+
+def test_equal_scores_are_told() -> None:
+    same = torch.nn.functional.normalize(torch.ones(4, 8), dim=1)
+    assert {note for *_, note, _ in shown(World(), same, same)} == {
+        "its caption is in place 1 to 4 (equal scores) of 4"
+    }
+
+
+def test_an_evaluation_shows_and_its_figures_stay(pictures: Path) -> None:
+    context = context_of(World())
+    context.examples_wanted = 6
+    settings = RetrievalSettings(data=SourceSettings(shards=f"{pictures}/0000{{0..2}}.tar"), batch_size=7)
+    assert dict(Retrieval(settings)(context)) == evaluate(World(), str(pictures), 0)
+    assert len(context.examples) == 6 and {e.text[:8] for e in context.examples} == {"picture "}

@@ -1,0 +1,297 @@
+"""Zero-shot results equal open_clip's on 1, 2 and 3 ranks; the runner does not affect training."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from open_clip.zero_shot_classifier import build_zero_shot_classifier
+from PIL import Image
+
+from clipstream.data.batch import Batch
+from clipstream.data.settings import SourceSettings
+from clipstream.distributed.world import World
+from clipstream.errors import DataError, SettingsError
+from clipstream.evals.evaluators.zero_shot import ZeroShot, figures, text_classifier
+from clipstream.evals.gallery import Kept, show_classes
+from clipstream.evals.prompts import class_names, prompt_templates
+from clipstream.evals.runner import EvalContext, EvalRunner, build_evaluators
+from clipstream.evals.settings import EvalSettings, RetrievalSettings, ZeroShotSettings
+from clipstream.training.precision import seed_all
+from tests.support.evaluating import context_of, tiny_towers
+from tests.support.pictures import ByteTokenizer, make_shards, picture
+from tests.support.ranks import run_ranks
+
+CLASSES = ["red", "a cat", "green dog", "snow", "x", "tree", "seven"]
+TEMPLATES = ["a {c}", "the {} there", "{c} or {c}"]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("labelled")
+    make_shards(folder, [17, 20, 14])  # class = number modulo 3
+    return folder
+
+
+def settings_of(folder: Path | str, **more: Any) -> ZeroShotSettings:
+    data = SourceSettings(shards=f"{folder}/0000{{0..2}}.tar")
+    values = {"data": data, "classes": CLASSES, "templates": TEMPLATES, "batch_size": 8, **more}
+    return ZeroShotSettings.model_validate(values)
+
+
+def evaluate(world: World, folder: str) -> dict[str, float]:
+    return dict(ZeroShot(settings_of(folder))(context_of(world)))
+
+
+def reference(n: int) -> dict[str, float]:
+    """open_clip's classifier and transform, and the figures by their definition."""
+    clip = tiny_towers().eval().clip
+    cfg = open_clip.transform.PreprocessCfg(size=16)
+    transform = open_clip.transform.image_transform_v2(cfg, is_train=False)
+    pixels = torch.stack([transform(Image.open(io.BytesIO(picture(i)))) for i in range(n)])
+
+    def tokenize(texts: list[str]) -> torch.Tensor:
+        return torch.from_numpy(ByteTokenizer().encode(texts))
+
+    templates = [lambda c: f"a {c}", lambda c: f"the {c} there", lambda c: f"{c} or {c}"]
+    classifier = build_zero_shot_classifier(clip, tokenize, CLASSES, templates)
+    with torch.no_grad():
+        order = (clip.encode_image(pixels, normalize=True) @ classifier).argsort(dim=1, descending=True).numpy()
+    labels = np.arange(n) % 3
+    first = order[:, 0] == labels
+    return {
+        "top1": float(first.mean()),
+        "top5": float((order[:, :5] == labels[:, None]).any(axis=1).mean()),
+        "mean_per_class_recall": float(np.mean([first[labels == c].mean() for c in range(3)])),
+        "n": n,
+        "chance": 1 / 7,
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_equal_to_open_clip_on_any_number_of_ranks(pictures: Path, size: int) -> None:
+    expected = reference(51)
+    assert 0 < expected["top5"] < 1
+    for result in run_ranks(size, evaluate, str(pictures)):
+        assert result == pytest.approx(expected, abs=1e-12)
+
+
+def classifier_of(world: World) -> list[list[float]]:
+    rows: list[list[float]] = text_classifier(context_of(world), CLASSES[:2], prompt_templates(["a {c}"])).tolist()
+    return rows
+
+
+def test_fewer_prompts_than_ranks() -> None:
+    alone = np.array(classifier_of(World()))
+    assert alone.shape == (2, 16) and np.linalg.norm(alone, axis=1) == pytest.approx([1, 1])
+    for rows in run_ranks(3, classifier_of):
+        assert np.array(rows) == pytest.approx(alone, abs=1e-6)
+
+
+def encoded(world: World, folder: str) -> tuple[list[int], list[dict[str, float]]]:
+    """Texts that the tower encoded in each evaluation, and the figures: twice, with other weights, and as before."""
+    towers, counts = tiny_towers(7), [0]
+
+    def count(_: Any, given: tuple[torch.Tensor, ...]) -> None:
+        counts[-1] += len(given[0])
+
+    handle = towers.clip.transformer.register_forward_pre_hook(count)
+    context = EvalContext(towers, ByteTokenizer(), world, towers.image)
+    runner = EvalRunner({"one": settings_of(folder), "two": settings_of(folder)}, context, lambda record: None)
+    records, weight = [], towers.clip.token_embedding.weight
+    first = weight.detach().clone()
+    for numbers in (first, first, first + 1, first):
+        with torch.no_grad():
+            weight.copy_(numbers)
+        counts.append(0)
+        records.append(runner(1, last=True)[1])
+        records[-1].pop("seconds")
+    handle.remove()
+    return counts[1:], records
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_texts_are_encoded_once_for_the_same_weights(pictures: Path, size: int) -> None:
+    """Over all ranks, for all evaluators with the same prompts; the weights of before are still known."""
+    results = run_ranks(size, encoded, str(pictures))
+    prompts = len(CLASSES) * len(TEMPLATES)
+    assert [sum(counts[turn] for counts, _ in results) for turn in range(4)] == [prompts, 0, prompts, 0]
+    for _, (one, again, _, last) in results:
+        assert one == again == last
+
+
+def test_a_thousand_classes_cost_the_text_side_once(pictures: Path) -> None:
+    """Also for evaluators made anew; counted at the tower's door."""
+    towers, calls = tiny_towers(), []
+    encode = towers.encode_text
+    context = EvalContext(towers, ByteTokenizer(), World(), towers.image)
+    words = {"classes": [f"class {n}" for n in range(1000)], "templates": ["a {c}", "{c}"]}
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(towers, "encode_text", lambda ids: (calls.append(len(ids)), encode(ids))[1])
+        for _ in range(2):
+            runner = EvalRunner({"many": settings_of(pictures, **words)}, context, lambda record: None)
+            (record,) = runner(1, last=True)
+            found.append({name: record[name] for name in ("top1", "top5", "n", "chance")})
+            assert sum(calls) == 2000 and len(calls) == 8  # in batches of 256
+    assert found[0] == found[1] and found[0]["chance"] == 1e-3
+
+
+def test_the_classifiers_that_are_kept_are_few(pictures: Path) -> None:
+    context = context_of(World())
+    made = []
+    for turn in (*range(10), 9, 0):
+        context.remember([str(turn)], lambda turn=turn: made.append(turn) or torch.zeros(1))  # type: ignore[misc]
+    assert made == [*range(10), 0]
+
+
+def test_few_classes_and_classes_without_pictures() -> None:
+    tally = torch.tensor([[3.0, 4, 4], [0, 2, 2], [0, 0, 0]], dtype=torch.float64)
+    assert dict(figures(tally)) == pytest.approx(
+        {"top1": 0.5, "top5": 1.0, "mean_per_class_recall": 0.375, "n": 6, "chance": 1 / 3}
+    )
+
+
+def test_class_names(tmp_path: Path) -> None:
+    assert len(class_names("imagenet")) == 1000
+    (tmp_path / "names.txt").write_text("tench\n\n great white shark \nä\n", encoding="utf-8")
+    assert class_names(str(tmp_path / "names.txt")) == ["tench", "great white shark", "ä"]
+    with pytest.raises(SettingsError, match=r"classes: .*none\.txt"):
+        class_names(str(tmp_path / "none.txt"))
+    with pytest.raises(SettingsError, match="at least 2"):
+        class_names(["one"])
+
+
+def say(spec: str | list[str]) -> list[str]:
+    return [template("cat") for template in prompt_templates(spec)]
+
+
+def test_templates(tmp_path: Path) -> None:
+    assert len(say("openai")) == 80 and "a photo of the small cat." in say("openai")
+    assert len(say("simple")) == 7
+    assert say("plain") == ["cat"]
+    assert say(["a {c}, {c}", "one {}", "{other} {c}"]) == ["a cat, cat", "one cat", "{other} cat"]
+    (tmp_path / "t.txt").write_text("my {c}\n\nyour {c}\n")
+    assert say(str(tmp_path / "t.txt")) == ["my cat", "your cat"]
+    with pytest.raises(SettingsError, match="'a cat'"):
+        prompt_templates(["a cat"])
+
+
+def test_a_label_outside_the_classes_is_told(pictures: Path) -> None:
+    with pytest.raises((DataError, SettingsError), match="cls"):
+        dict(ZeroShot(settings_of(pictures, classes=["a", "b"]))(context_of(World())))
+
+
+def test_built_ins_need_data_and_files_are_looked_for_at_once(pictures: Path) -> None:
+    with pytest.raises(SettingsError, match=r"evals\.val: .*data\.shards"):
+        build_evaluators({"val": RetrievalSettings()})
+    with pytest.raises(SettingsError, match=r"evals\.mine: classes: .*none"):
+        build_evaluators({"mine": settings_of(pictures, classes="none")})
+    with pytest.raises(SettingsError, match=r"evals\.mine: .*no_such_module"):
+        build_evaluators({"mine": EvalSettings.model_construct(type="no_such_module:Name", every=0)})
+
+
+def draws() -> tuple[float, ...]:
+    return random.random(), float(np.random.rand()), torch.rand(1).item()
+
+
+class Noisy:
+    """A user's evaluator that moves every random state and sets the towers' mode."""
+
+    class Settings(EvalSettings):
+        type: str = "tests.evals.evaluators.test_zero_shot:Noisy"
+        bonus: float = 1.0
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
+        assert not tiny_towers().training
+        ids = torch.zeros((2, 16), dtype=torch.int32)
+        assert not context.encode_text(ids).requires_grad
+        draws()
+        yield "mine", self.settings.bonus
+
+
+def test_a_users_evaluator_leaves_training_as_it_was() -> None:
+    section = EvalSettings.model_validate(
+        {"type": "tests.evals.evaluators.test_zero_shot:Noisy", "every": 2, "bonus": 3}
+    )
+    towers = tiny_towers()
+    records: list[dict[str, Any]] = []
+    runner = EvalRunner({"own": section}, context_of(World()), records.append)
+    towers.train()
+    towers.clip.visual.eval()  # as a frozen tower
+    seed_all(1, 0)
+    expected = draws()
+    seed_all(1, 0)
+    assert runner(2) == records
+    assert draws() == expected
+    assert towers.training and towers.clip.transformer.training and not towers.clip.visual.training
+    (record,) = records
+    assert record.pop("seconds") >= 0
+    assert record == {"step": 2, "eval": "own", "mine": 3.0, "dropped": 0}
+
+
+def test_when_evaluators_are_due(pictures: Path) -> None:
+    source = SourceSettings(shards=f"{pictures}/00000.tar")
+    sections = {"often": RetrievalSettings(data=source, every=2), "end": RetrievalSettings(data=source)}
+    runner = EvalRunner(sections, context_of(World()), lambda record: None)
+    assert [runner.due(step) for step in (0, 1, 2, 3)] == [[], [], ["often"], []]
+    assert runner.due(3, last=True) == ["often", "end"]
+
+
+def test_dropped_pictures_are_told_and_errors_name_the_evaluator(tmp_path: Path) -> None:
+    make_shards(tmp_path / "good", [4])
+    make_shards(tmp_path / "bad", [3], txt=b"\xff\xfe")
+    both = {"all": RetrievalSettings(data=SourceSettings(shards=[f"{tmp_path}/{x}/*.tar" for x in ("good", "bad")]))}
+    (record,) = EvalRunner(both, context_of(World()), lambda record: None)(1, last=True)
+    assert (record["n"], record["dropped"]) == (4, 3)
+    bad = {"val": RetrievalSettings(data=SourceSettings(shards=f"{tmp_path}/bad/*.tar"), on_error="raise")}
+    with pytest.raises(DataError, match=r"^evals\.val: "):
+        EvalRunner(bad, context_of(World()), lambda record: None)(1, last=True)
+
+
+def test_pictures_are_shown_with_their_best_classes(pictures: Path) -> None:
+    context = context_of(World())
+    context.examples_wanted = 8
+    got: list[Any] = []
+    runner = EvalRunner({"z": settings_of(pictures)}, context, got.append, lambda *shown: got.append(shown))
+    runner(7, last=True)
+    (step, name, examples, tables), record = got
+    (table,) = tables
+    right = sum(int(told.partition(" of ")[0]) for _, told, _ in table.rows)
+    seen = sum(int(told.partition(" of ")[2]) for _, told, _ in table.rows)
+    assert (right, seen) == (round(record["top1"] * record["n"]), record["n"]), "no class is all right here"
+    assert (step, name, record["eval"]) == (7, "z", "z")
+    assert 0 < len(examples) <= 8 and all(e.pixels.shape == (3, 16, 16) for e in examples)
+    for example in examples:
+        assert example.text in CLASSES and len(example.guesses) == 3
+        assert (example.guesses[0][0] == example.text) == (example.group == "right")
+
+
+def test_right_and_wrong_stand_apart() -> None:
+    context = context_of(World())
+    context.examples_wanted = 4
+    kept = Kept(context)
+    labels = torch.tensor([[0], [1], [2], [0], [1]], dtype=torch.int32)
+    pixels = torch.zeros((5, 3, 16, 16), dtype=torch.uint8)
+    keys = tuple(f"0/{i}" for i in range(5))
+    kept.add(Batch(pixels, labels, torch.ones(5), keys, torch.zeros(5), step=0, global_size=5))
+    classifier = torch.eye(3)
+    images = torch.tensor([[0.9, 0.4, 0], [0.9, 0.4, 0], [0, 0.4, 0.9], [0.9, 0, 0.1], [0, 0.6, 0.7]])
+    show_classes(context, kept, [images[:3], images[3:]], classifier, ["ant", "bee", "cat"])
+    assert [(e.group, e.key, e.text, e.guesses[0][0]) for e in context.examples] == [
+        ("right", "0/0", "ant", "ant"),
+        ("right", "0/2", "cat", "cat"),
+        ("wrong", "0/1", "bee", "ant"),
+        ("wrong", "0/4", "bee", "cat"),
+    ]
+    assert [score for _, score in context.examples[0].guesses] == pytest.approx([0.9, 0.4, 0])

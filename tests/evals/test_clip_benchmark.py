@@ -1,0 +1,153 @@
+"""Results equal clip-benchmark's on data in its layout, on 1, 2 and 3 ranks; the layout as a source."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+
+from clipstream.data.sources.clip_benchmark import of_source
+from clipstream.data.sources.registry import expand
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.evals.evaluators.retrieval import Retrieval
+from clipstream.evals.evaluators.zero_shot import ZeroShot
+from clipstream.evals.runner import EvalContext
+from clipstream.evals.settings import RetrievalSettings, ZeroShotSettings
+from clipstream.models.settings import ModelSettings
+from clipstream.models.towers import Towers, build_towers
+from tests.support.benchmark_evaluation import evaluate
+from tests.support.clipbenchmark import (
+    CAPTIONS,
+    CLASSES,
+    TEMPLATES,
+    batches,
+    drawn,
+    retrieval,
+    save_model,
+    several,
+    tokenize,
+    write_benchmark,
+    zero_shot,
+)
+from tests.support.evaluating import CONFIG
+from tests.support.hubserver import serve
+from tests.support.pictures import ByteTokenizer
+from tests.support.ranks import run_ranks
+
+COUNT = 300
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def by_clip_benchmark(model: Path, samples: Any, of: Any) -> dict[str, float]:
+    """With open_clip's model and its transform."""
+    clip, _, transform = open_clip.create_model_and_transforms(f"local-dir:{model}")
+    found: dict[str, float] = of(clip.eval(), batches(samples, transform), tokenize)
+    return found
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[dict[str, str], dict[str, dict[str, float]]]:
+    """A set of each kind, and what clip-benchmark says of it."""
+    pictures = drawn(COUNT)
+    samples: dict[str, Any] = {
+        "": pictures,
+        "multilabel": [(picture, several(i, label)) for i, (picture, label) in enumerate(pictures)],
+        "retrieval": [
+            (picture, [CAPTIONS[k].format(i=i, c=CLASSES[label]) for k in range(1 + i % 4)])
+            for i, (picture, label) in enumerate(pictures)
+        ],
+    }
+    folder = tmp_path_factory.mktemp("sets")
+    roots = {kind: str(write_benchmark(folder / f"set_{kind}", some, kind=kind)) for kind, some in samples.items()}
+    of = {"": zero_shot, "multilabel": zero_shot, "retrieval": retrieval}
+    return roots, {kind: by_clip_benchmark(model, some, of[kind]) for kind, some in samples.items()}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_equal_to_clip_benchmark_on_any_number_of_ranks(model: Path, sets: Any, size: int) -> None:
+    roots, expected = sets
+    for found in run_ranks(size, evaluate, str(model), roots):
+        one, several, captions = (found[kind] for kind in ("", "multilabel", "retrieval"))
+        assert one["n"] == several["n"] == captions["n"] == COUNT and one["chance"] == 0.1
+        for ours, theirs in (("top1", "acc1"), ("top5", "acc5"), ("mean_per_class_recall",) * 2):
+            assert one[ours] == pytest.approx(expected[""][theirs], abs=1e-6)
+        assert several["mAP"] == pytest.approx(expected["multilabel"]["mean_average_precision"], abs=1e-6)
+        assert captions["captions"] == sum(1 + i % 4 for i in range(COUNT))
+        for k in (1, 5, 10):
+            theirs = [expected["retrieval"][f"{what}_retrieval_recall@{k}"] for what in ("image", "text")]
+            ours = [captions[f"{way}_R@{k}"] for way in ("text_to_image", "image_to_text")]
+            assert ours == pytest.approx(theirs, abs=1e-6)
+    assert 0.1 < one["top1"] < one["top5"] < 1 and one["top1"] != one["mean_per_class_recall"]
+    assert several["chance_mAP"] < several["mAP"] < 0.9
+    assert captions["image_to_text_R@1"] < captions["image_to_text_R@10"] < 0.9
+
+
+def test_the_layout_over_http(tmp_path: Path) -> None:
+    write_benchmark(tmp_path / "org/set/main", drawn(7), shards=2)
+    write_benchmark(tmp_path / "org/set/main", drawn(3, 7), split="train", shards=1)
+    with serve(tmp_path) as (address, _):
+        root = f"{address}/org/set/resolve/main"
+        assert expand(f"benchmark:{root}") == [f"{root}/test/{n}.tar" for n in (0, 1)]
+        assert expand(f"benchmark:{root}/#train") == [f"{root}/train/0.tar"]
+        found = of_source([f"benchmark:{root}"])
+        assert found is not None
+        assert (found.classes, found.templates, found.kind) == (CLASSES, TEMPLATES, "classification")
+        towers = loaded_tiny()
+        settings = ZeroShotSettings.model_validate({"data": {"shards": f"benchmark:{root}"}})
+        assert dict(ZeroShot(settings)(EvalContext(towers, ByteTokenizer(), World(), towers.image)))["n"] == 7
+
+
+def test_the_layout_in_a_bucket() -> None:
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    memory.pipe({"/sets/a/test/nshards.txt": b"2", "/sets/a/classnames.txt": b"cat\n dog \n\neel\n"})
+    found = of_source("benchmark:memory://sets/a")
+    assert found is not None and found.shards == [f"memory://sets/a/test/{n}.tar" for n in (0, 1)]
+    assert found.classes == ["cat", "dog", "", "eel"] and found.templates is None  # a blank line counts, as there
+    with pytest.raises(SettingsError, match=r"train/nshards\.txt is not there"):
+        expand("benchmark:memory://sets/a#train")
+
+
+def loaded_tiny() -> Towers:
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder, "tiny.json")
+        config.write_text(json.dumps(CONFIG))
+        return build_towers(ModelSettings(name=str(config)), seed=0)
+
+
+def test_a_page_of_the_hub_stands_for_its_files() -> None:
+    for page in ("https://huggingface.co/datasets/a/b", "https://huggingface.co/datasets/a/b/tree/main/"):
+        found = of_source(f"benchmark:{page}")
+        assert found is not None and found.root == "https://huggingface.co/datasets/a/b/resolve/main"
+
+
+def test_what_is_no_benchmark_is_told(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"test/nshards\.txt is not there; CLIP_benchmark's layout is ROOT/test"):
+        expand(f"benchmark:{tmp_path}")
+    (tmp_path / "odd" / "test").mkdir(parents=True)
+    (tmp_path / "odd" / "test" / "nshards.txt").write_text("two")
+    with pytest.raises(SettingsError, match="holds 'two', not the number of tars"):
+        expand(f"benchmark:{tmp_path}/odd")
+    with pytest.raises(SettingsError, match="names no data set: write benchmark:ROOT"):
+        expand("benchmark:")
+    assert of_source("sets/a", "benchmark") == of_source("benchmark:sets/a")
+    assert of_source("a.tar") is None and of_source(["benchmark:a", "b.tar"]) is None
+
+
+def test_settings_go_before_the_benchmarks_own(tmp_path: Path) -> None:
+    root = write_benchmark(tmp_path, drawn(4))
+    made = ZeroShot(ZeroShotSettings.model_validate({"data": {"shards": f"benchmark:{root}"}}))
+    assert made.classes == CLASSES and [t("x") for t in made.templates] == [t.format(c="x") for t in TEMPLATES]
+    told = {"data": {"shards": f"benchmark:{root}"}, "classes": ["a", "b"], "templates": ["{}!"], "label": "json:n"}
+    other = ZeroShot(ZeroShotSettings.model_validate(told))
+    assert (other.classes, other.templates[0]("x"), other.labelling.label) == (["a", "b"], "x!", "json:n")
+    (tmp_path / "dataset_type.txt").write_text("retrieval")
+    assert Retrieval(RetrievalSettings.model_validate({"data": {"shards": f"benchmark:{root}#test"}})).all is False

@@ -1,0 +1,144 @@
+"""Images that evaluations show: matches of prompts and confused classes, from the data of all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clipstream.config.settings import load
+from clipstream.config.validate import validate_run
+from clipstream.data.batch import Batch
+from clipstream.data.settings import SourceSettings
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.evals.context import EvalContext
+from clipstream.evals.gallery import MATCHES, WORST, Matches, show_confusions
+from clipstream.evals.runner import EvalRunner
+from clipstream.evals.settings import EvalSettings, RetrievalSettings, ZeroShotSettings
+from tests.support.evaluating import context_of
+from tests.support.pictures import make_shards
+from tests.support.ranks import run_ranks
+
+PROMPTS = ["picture 3", "something else", "picture 3"]
+
+
+def wanting(world: World, count: int = 4) -> EvalContext:
+    context = context_of(world)
+    context.examples_wanted = count
+    return context
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("looks")
+    make_shards(folder, [9, 2, 12])
+    return folder
+
+
+def sections(pairs: Path) -> dict[str, EvalSettings]:
+    data = SourceSettings(shards=f"{pairs}/*.tar")
+    labelled: dict[str, Any] = {"data": data, "classes": ["ant", "bee", "cat"], "templates": "plain"}
+    return {
+        "val": RetrievalSettings(data=data, prompts=PROMPTS, batch_size=5),
+        "kinds": ZeroShotSettings(**labelled, prompts=PROMPTS[:2], batch_size=5),
+    }
+
+
+def shown(world: World, pairs: str) -> dict[str, Any]:
+    """Evaluation -> what is shown for prompts, (group, key, text, note, pixels' sum); and its tables."""
+    found: dict[str, Any] = {}
+
+    def take(step: int, name: str, examples: Any, tables: Any) -> None:
+        prompted = [(e.group, e.key, e.text, e.note, int(e.pixels.sum())) for e in examples if e.group.startswith("“")]
+        found[name] = prompted, [table.rows for table in tables], len(examples)
+
+    EvalRunner(sections(Path(pairs)), wanting(world), lambda record: None, take)(1, last=True)
+    return found
+
+
+def test_prompts_find_the_same_pictures_on_any_number_of_ranks(pairs: Path) -> None:
+    alone = shown(World(), str(pairs))
+    one, other = run_ranks(2, shown, str(pairs))
+    assert one == alone and other == {}
+    prompted, tables, count = alone["val"]
+    assert [group for group, *_ in prompted] == [f"“{prompt}”" for prompt in PROMPTS for _ in range(MATCHES)]
+    assert count == 4 + 3 * MATCHES and tables == [], "the others keep their places"
+    assert prompted[:MATCHES] == prompted[2 * MATCHES :]
+    context = wanting(World())
+    every = []
+    for batch in context.batches(SourceSettings(shards=f"{pairs}/*.tar"), 50):
+        assert batch.pixels is not None
+        scores = context.encode_prompts(PROMPTS[:1]) @ context.encode_image(batch.pixels).T
+        every += list(zip(scores[0].tolist(), batch.keys, batch.pixels.flatten(1).sum(dim=1).tolist(), strict=True))
+    best = sorted(every, reverse=True)[:MATCHES]
+    for (score, key, pixels), (_, shown_key, text, note, shown_pixels) in zip(best, prompted, strict=False):
+        assert (shown_key, shown_pixels) == (key, pixels) and note == f"match {score:.3f}"
+        assert text == f"picture {int(key.rpartition('/')[2])}"
+    assert {text for _, _, text, _, _ in alone["kinds"][0]} <= {"ant", "bee", "cat"}
+    assert sum(int(right.partition(" of ")[2]) for _, right, _ in alone["kinds"][1][0]) <= 23
+
+
+def found_by_hand(world: World) -> list[tuple[str, str]]:
+    """Of 7 pictures on two ranks; the last rank has none."""
+    context = wanting(world)
+    context.encode_prompts = lambda prompts, batch_size=256: torch.eye(2)[: len(prompts)]  # type: ignore[method-assign]
+    matches = Matches(context, ["up", "right"])
+    scores = torch.tensor([[0.1, 0.9], [0.9, 0.1], [0.9, 0.2], [0.5, 0.5], [0.3, 0.3], [0.2, 0.4], [0.9, 0.0]])
+    for start in range(world.rank, 7, 2) if world.rank < 2 else ():
+        pixels, one = torch.full((1, 3, 4, 4), start, dtype=torch.uint8), torch.ones(1)
+        batch = Batch(pixels, torch.zeros((1, 2)), one, (f"k{start}",), one, step=0, global_size=7)
+        matches.add(scores[start : start + 1], batch, lambda i, start=start: f"text {start}")  # type: ignore[misc]
+        pixels.fill_(99)  # the loader uses its memory again
+    matches.show()
+    assert all(int(e.pixels[0, 0, 0]) == int(e.key[1:]) and e.text == f"text {e.key[1:]}" for e in context.examples)
+    return [(e.group, e.key) for e in context.examples]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_best_matches_by_hand(size: int) -> None:
+    if size == 1:
+        (found,) = run_ranks(1, found_by_hand)
+        assert found[:3] == [("“up”", "k2"), ("“up”", "k6"), ("“up”", "k4")], "rank 0 has every other one"
+        return
+    found = run_ranks(size, found_by_hand)[0]
+    assert found == [*(("“up”", key) for key in ("k1", "k2", "k6", "k3")),
+                     *(("“right”", key) for key in ("k0", "k3", "k5", "k4"))]  # fmt: skip
+
+
+def confused(world: World) -> list[tuple[tuple[str, ...], ...]]:
+    """Of the pictures (class, guess), dealt to the ranks by turns."""
+    pairs = [(0, 0)] * 4 + [(1, 0)] * 3 + [(1, 2)] * 2 + [(1, 1)] + [(2, 2), (2, 0)] + [(4, 4)]
+    mine = torch.tensor(pairs[world.rank :: world.size])
+    context = wanting(world)
+    show_confusions(context, [mine[:2, 0], mine[2:, 0]], [mine[:, 1]], ["ant", "bee", "cat", "dog", "elk"])
+    return [table.rows for table in context.tables]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_confused_classes_are_counted_over_all_ranks(size: int) -> None:
+    assert run_ranks(size, confused)[0] == [(("bee", "1 of 6", "ant (3), cat (2)"), ("cat", "1 of 2", "ant (1)"))]
+
+
+def test_nothing_is_confused_and_few_are_shown() -> None:
+    context, right = wanting(World()), torch.arange(3)
+    show_confusions(context, [right], [right], ["a", "b", "c"])
+    assert context.tables == []
+    many = torch.arange(40)
+    show_confusions(context, [many], [(many + 1) % 40], [f"class {i}" for i in range(40)])
+    assert len(context.tables[0].rows) == WORST
+    nothing = wanting(World(), 0)
+    show_confusions(nothing, [many], [many * 0], [f"class {i}" for i in range(40)])
+    assert nothing.tables == []
+
+
+def test_prompts_that_nobody_would_see_are_refused() -> None:
+    argv = ["--train-data", "a.tar", "--steps", "1", "--name", "x", "--val-data", "b.tar"]
+    argv += ["--evals.val.prompts", "[a cat, a dog]"]
+    settings = load(argv)
+    assert getattr(settings.evals["val"], "prompts") == ["a cat", "a dog"]  # noqa: B009
+    validate_run(settings, World())
+    with pytest.raises(SettingsError, match=r"evals.val.prompts: log.pictures is 0"):
+        validate_run(load([*argv, "--log.pictures", "0"]), World())

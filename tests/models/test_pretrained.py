@@ -1,0 +1,147 @@
+"""Finding a model's files in a Hub cache that the test writes, offline; `test_hub` covers the network."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from clipstream.errors import SettingsError
+from clipstream.models.pretrained import needs, preflight, resolve
+from clipstream.models.settings import ModelSettings
+from tests.support import hubtree
+from tests.support.ranks import python
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hub")
+    hubtree.build(folder)
+    return folder
+
+
+LOAD = """
+import socket, sys
+def refuse(*_): raise RuntimeError("a socket was opened")
+socket.socket.connect = socket.socket.connect_ex = refuse
+socket.getaddrinfo = refuse
+from clipstream.models.settings import ModelSettings
+from clipstream.models.pretrained import fetch, preflight
+from clipstream.distributed.world import World
+runs = [ModelSettings(name=sys.argv[1], pretrained="webli"), ModelSettings(name="hf-hub:" + sys.argv[2])]
+for settings in runs:
+    preflight(settings)
+    fetch(settings, None, World())
+assert "torch" not in sys.modules
+from clipstream.models.towers import build_towers
+import torch
+for settings in runs:
+    towers = build_towers(settings, seed=0).eval()
+    ids = towers.open_clip_tokenizer()(["A photo, of a DOG!"])
+    features = towers(torch.zeros(1, 3, 32, 32, dtype=torch.uint8), ids)
+    assert ids[0, :6].tolist() == [4, 5, 6, 4, 14, 1], ids
+    assert towers.image.resize_mode == "squash" and towers.mean.flatten().tolist() == [0.5] * 3
+    print(towers.loss_type, round(float(features.logit_bias), 4), round(float(features.logit_scale.log()), 4))
+"""
+
+
+@pytest.mark.slow
+def test_loads_by_tag_and_by_repository_with_sockets_blocked(cache: Path, tmp_path: Path) -> None:
+    config = hubtree.write_named_config(tmp_path)
+    out = python(LOAD, str(config), hubtree.REPO, HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(cache))
+    assert out.splitlines() == [f"siglip {hubtree.LOGIT_BIAS} {hubtree.LOGIT_SCALE}"] * 2
+
+
+PREFLIGHT = """
+import sys, time
+from clipstream.errors import SettingsError
+from clipstream.models.pretrained import preflight
+from clipstream.models.settings import ModelSettings
+start = time.monotonic()
+try:
+    preflight(ModelSettings(name="ViT-B-16-SigLIP", pretrained="webli"))
+except SettingsError as error:
+    print(error)
+assert "torch" not in sys.modules
+print("seconds", time.monotonic() - start)
+"""
+
+
+def test_missing_files_are_told_before_torch_is_imported(tmp_path: Path) -> None:
+    out = python(PREFLIGHT, HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(tmp_path))
+    assert "HF_HUB_OFFLINE" in out and f"looked in:  {tmp_path}/models--timm--ViT-B-16-SigLIP" in out
+    files = "open_clip_model.safetensors tokenizer.json tokenizer_config.json"
+    assert f"hf download timm/ViT-B-16-SigLIP {files}\n" in out
+
+
+def test_a_hub_that_does_not_answer_costs_seconds(tmp_path: Path) -> None:
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen()
+        out = python(PREFLIGHT, HF_ENDPOINT=f"http://127.0.0.1:{deaf.getsockname()[1]}", HF_HUB_CACHE=str(tmp_path))
+    assert "repository: timm/ViT-B-16-SigLIP" in out
+    assert float(out.split()[-1]) < 15
+
+
+def test_preflight_is_quick_where_nothing_is_to_be_fetched(cache: Path, tmp_path: Path) -> None:
+    settings = ModelSettings(name=str(hubtree.write_named_config(tmp_path)), pretrained="webli", cache_dir=str(cache))
+    start = time.monotonic()
+    preflight(settings)
+    assert time.monotonic() - start < 60
+    assert needs(ModelSettings(name="ViT-B-32")) == []
+
+
+def test_names_that_do_not_exist() -> None:
+    for given, words in (
+        ({"name": "ViT-B-16-SigLlP"}, "did you mean 'ViT-B-16-SigLIP'"),
+        ({"name": "nowhere/model.json"}, "there is no model configuration"),
+        ({"name": "local-dir:nowhere"}, "there is no model configuration"),
+        ({"name": "ViT-B-16-SigLIP", "pretrained": "weblj"}, r"tags of ViT-B-16-SigLIP: webli.*did you mean 'webli'\?"),
+        ({"name": "ViT-M-16", "pretrained": "openai"}, "ViT-M-16 has no tags"),
+        ({"name": "ViT-B-32", "pretrained": "tests"}, "write local-dir:tests"),
+        ({"name": "hf-hub:not a repository"}, "not a repository"),
+    ):
+        with pytest.raises(SettingsError, match=words):
+            preflight(ModelSettings.model_validate(given))
+
+
+def test_another_tokenizer_than_the_weights_know_is_an_error(cache: Path, tmp_path: Path) -> None:
+    class Tokens:
+        type, context_length, name = "path", None, str(tmp_path)
+
+    hubtree.write_tokenizer(tmp_path)
+    chosen = {"name": f"hf-hub:{hubtree.REPO}", "cache_dir": str(cache)}
+    with pytest.raises(SettingsError, match="allow_mismatch"):
+        preflight(ModelSettings.model_validate(chosen), Tokens())
+    source = resolve(ModelSettings.model_validate({**chosen, "allow_mismatch": True}), Tokens())
+    assert source.tokenizer == tmp_path and "tokenizer_kwargs" not in source.model_cfg["text_cfg"]
+    Tokens.type, Tokens.name = "hub", hubtree.REPO
+    preflight(ModelSettings.model_validate(chosen), Tokens())
+
+
+def test_a_tag_brings_its_activation_and_a_users_preprocessing_stays(cache: Path, tmp_path: Path) -> None:
+    config = hubtree.tiny_config()
+    config["preprocess_cfg"] = {"resize_mode": "longest"}
+    path = tmp_path / "ViT-B-16-SigLIP.json"
+    path.write_text(json.dumps(config))
+    source = resolve(ModelSettings(name=str(path), pretrained="webli", cache_dir=str(cache)))
+    assert source.preprocess_cfg["resize_mode"] == "longest" and source.preprocess_cfg["mean"] == (0.5, 0.5, 0.5)
+    # Weights that come with a configuration of their own bring their activation and tokenizer, wherever they lie.
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    own = {**hubtree.tiny_config()["model_cfg"], "quick_gelu": True}
+    own["text_cfg"] = {**own["text_cfg"], "hf_tokenizer_name": "tokenizer"}
+    preprocess = {"mean": [0.1, 0.2, 0.3], "resize_mode": "squash"}
+    (saved / "open_clip_config.json").write_text(json.dumps({"model_cfg": own, "preprocess_cfg": preprocess}))
+    (saved / "open_clip_model.safetensors").write_bytes(b"")
+    hubtree.write_tokenizer(saved)
+    for pretrained in (f"local-dir:{saved}", str(saved / "open_clip_model.safetensors")):
+        found = resolve(ModelSettings(name="ViT-B-32", pretrained=pretrained))
+        assert found.model_cfg["quick_gelu"] and found.tokenizer == saved
+        assert found.preprocess_cfg["mean"] == [0.1, 0.2, 0.3] and found.preprocess_cfg["resize_mode"] == "squash"
+    assert [need.repo for need in needs(ModelSettings(name="ViT-B-32", pretrained="openai"))] == [
+        "timm/vit_base_patch32_clip_224.openai"
+    ]

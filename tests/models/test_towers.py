@@ -1,0 +1,274 @@
+"""Towers against open_clip: equal features from saved files, and losses that match the weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from clipstream.data.batch import Batch
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.losses.contrastive import ClipLoss
+from clipstream.losses.settings import ClipLossSettings
+from clipstream.models.towers import Towers
+from clipstream.training.step import TrainStep
+from tests.support import hubtree
+from tests.support.model_files import TEXT, VIT, build, write
+
+RESNET = {"image_size": 64, "layers": [1, 1, 1, 1], "width": 8}
+
+
+def pictures(n: int, size: int) -> tuple[torch.Tensor, list[Image.Image]]:
+    """Random pictures of the model's size: as uint8 pixels, and for open_clip's transform."""
+    arrays = np.random.default_rng(5).integers(0, 256, (n, size, size, 3), dtype=np.uint8)
+    return torch.from_numpy(arrays).permute(0, 3, 1, 2), [Image.fromarray(array) for array in arrays]
+
+
+def assert_open_clip_agrees(towers: Towers, folder: Path) -> None:
+    """The saved folder gives open_clip the same model, preprocessing and tokenizer."""
+    towers.eval().save_pretrained(folder)
+    model, _, transform = open_clip.create_model_and_transforms(f"local-dir:{folder}")
+    model.eval()
+    texts = ["a photo of a dog", "two small red circles"]
+    ids = open_clip.get_tokenizer(f"local-dir:{folder}")(texts)
+    assert torch.equal(ids, towers.open_clip_tokenizer()(texts))
+    pixels, opened = pictures(2, towers.image.size[0])
+    with torch.no_grad():
+        found = towers(pixels, ids)
+        image = model.encode_image(torch.stack([transform(picture) for picture in opened]), normalize=True)
+        text = model.encode_text(ids, normalize=True)
+    torch.testing.assert_close(found.image, image, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found.text, text, rtol=0, atol=1e-6)
+    assert torch.equal(found.logit_scale, model.logit_scale.exp())
+    assert (found.logit_bias is None) == (model.logit_bias is None)
+
+
+@pytest.mark.parametrize(
+    ("vision", "custom_text"),
+    [(VIT, False), (RESNET, False), ({"timm_model_name": "test_convnext", "image_size": 64}, True)],
+)
+def test_open_clip_rebuilds_what_is_saved(vision: dict[str, Any], custom_text: bool, tmp_path: Path) -> None:
+    own = {"mean": [0.1, 0.2, 0.3], "std": [0.9, 0.8, 0.7], "interpolation": "bilinear", "resize_mode": "squash"}
+    config = {"embed_dim": 24, "vision_cfg": vision, "text_cfg": TEXT, "custom_text": custom_text}
+    (tmp_path / "own.json").write_text(json.dumps({"model_cfg": config, "preprocess_cfg": own}))
+    towers = build(str(tmp_path / "own.json"))
+    assert towers.loss_type == "clip" and towers.context_length == 12
+    assert towers.image.interpolation == "bilinear" and towers.image.resize_mode == "squash"
+    assert_open_clip_agrees(towers, tmp_path / "saved")
+    again = build(f"local-dir:{tmp_path / 'saved'}", seed=9)
+    assert all(
+        torch.equal(a, b) for a, b in zip(towers.state_dict().values(), again.state_dict().values(), strict=True)
+    )
+
+
+def test_a_hugging_face_tokenizer_is_saved_with_the_model(tmp_path: Path) -> None:
+    snapshot = hubtree.build(tmp_path / "cache")
+    towers = build(f"local-dir:{snapshot}")
+    assert towers.loss_type == "siglip" and towers.clip.logit_scale.item() == pytest.approx(hubtree.LOGIT_SCALE)
+    assert_open_clip_agrees(towers, tmp_path / "saved")
+
+
+def test_a_hugging_face_text_tower_starts_from_its_base_weights(tmp_path: Path) -> None:
+    from transformers import RobertaConfig, RobertaModel
+
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    base = RobertaModel(RobertaConfig(**small, vocab_size=64, max_position_embeddings=40), add_pooling_layer=False)
+    base.save_pretrained(tmp_path / "base")
+    hubtree.write_tokenizer(tmp_path / "base")
+    here = str(tmp_path / "base")
+    text = {"hf_model_name": here, "hf_tokenizer_name": here, "hf_pooler_type": "mean_pooler", "context_length": 12}
+    config = {"embed_dim": 24, "vision_cfg": VIT, "text_cfg": text}
+    (tmp_path / "hf.json").write_text(json.dumps(config))
+    towers = build(str(tmp_path / "hf.json"), lock_text=True)
+    words = "embeddings.word_embeddings.weight"
+    assert torch.equal(towers.clip.text.transformer.state_dict()[words], base.state_dict()[words])
+    trained = {name for name, parameter in towers.clip.text.named_parameters() if parameter.requires_grad}
+    assert trained and all(name.startswith("proj.") for name in trained)
+    assert_open_clip_agrees(towers, tmp_path / "saved")
+
+
+def test_the_seed_alone_decides_and_random_state_stays(tmp_path: Path) -> None:
+    name = write(tmp_path)
+    before = torch.get_rng_state()
+    first, same, other = build(name, seed=3), build(name, seed=3), build(name, seed=4)
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(first.clip.text_projection, same.clip.text_projection)
+    assert not torch.equal(first.clip.text_projection, other.clip.text_projection)
+
+
+def test_a_size_that_the_tower_cannot_take_is_an_error(tmp_path: Path) -> None:
+    name = write(tmp_path, RESNET)
+    with pytest.raises(SettingsError, match=r"model\.image_size 63: .* multiples of 32"):
+        build(name, image_size=63)
+    assert build(name, image_size=96).image.size == (96, 96)
+
+
+def test_image_size_and_context_length_change_the_model(tmp_path: Path) -> None:
+    class Tokens:
+        type, context_length = "model", 20
+
+    saved = tmp_path / "saved"
+    build(write(tmp_path)).save_pretrained(saved)
+    towers = build(f"local-dir:{saved}", image_size=48, tokenizer=Tokens())
+    assert towers.image.size == (48, 48) and towers.context_length == 20
+    assert_open_clip_agrees(towers, tmp_path / "larger")
+
+
+def test_a_timm_tower_takes_only_sizes_that_open_clip_can_rebuild(tmp_path: Path) -> None:
+    name = write(tmp_path, {"timm_model_name": "vit_base_patch16_siglip_224", "image_size": 224, "timm_proj": "none"})
+    with pytest.raises(SettingsError, match=r"sizes of this tower: 224, 256, 384, 512"):
+        build(name, image_size=200)
+
+
+def test_a_siglip_model_starts_as_its_paper_says(tmp_path: Path) -> None:
+    by_config, by_loss = build(write(tmp_path, init_logit_bias=-10)), build(write(tmp_path), loss_type="siglip")
+    for towers in (by_config, by_loss):
+        assert towers.loss_type == "siglip"
+        assert towers.clip.logit_scale.item() == pytest.approx(math.log(10))
+        assert towers.clip.logit_bias.item() == -10
+        assert towers.config["model_cfg"]["init_logit_bias"] == -10
+    assert build(write(tmp_path)).clip.logit_bias is None
+
+
+def test_weights_and_loss_that_contradict_are_an_error_unless_overridden(tmp_path: Path) -> None:
+    clip, siglip = tmp_path / "clip", tmp_path / "siglip"
+    build(write(tmp_path)).save_pretrained(clip)
+    build(write(tmp_path), loss_type="siglip").save_pretrained(siglip)
+    for folder, wanted in ((clip, "siglip"), (siglip, "clip")):
+        with pytest.raises(SettingsError, match="allow_mismatch"):
+            build(f"local-dir:{folder}", loss_type=wanted)
+        forced = build(f"local-dir:{folder}", loss_type=wanted, allow_mismatch=True)
+        assert forced.loss_type == wanted and (forced.clip.logit_bias is not None) == (wanted == "siglip")
+        assert_open_clip_agrees(forced, tmp_path / f"forced_{wanted}")
+    # Weights of a file tell their loss by themselves; a configuration may not say otherwise.
+    weights = str(siglip / "open_clip_model.safetensors")
+    assert build(write(tmp_path), pretrained=weights).loss_type == "siglip"
+    with pytest.raises(SettingsError, match="init_logit_bias"):
+        build(write(tmp_path, init_logit_bias=-10), pretrained=str(clip / "open_clip_model.safetensors"))
+    with pytest.raises(SettingsError, match="siglip"):
+        build(write(tmp_path, init_logit_bias=-10), loss_type="clip")
+
+
+def test_frozen_towers_get_no_gradient_and_stay_in_evaluation_mode(tmp_path: Path) -> None:
+    towers = build(write(tmp_path, RESNET), lock_image=True).train()
+    assert not towers.clip.visual.training and not towers.has_batch_norm
+    assert build(write(tmp_path, RESNET)).has_batch_norm
+    pixels, _ = pictures(2, 64)
+    features = towers(pixels, torch.ones(2, 12, dtype=torch.int32))
+    assert not features.image.requires_grad and features.text.requires_grad
+    for custom_text in (False, True):
+        towers = build(write(tmp_path, custom_text=custom_text), lock_text=True).train()
+        features = towers(pixels[:, :, :32, :32], torch.ones(2, 12, dtype=torch.int32))
+        assert features.image.requires_grad and not features.text.requires_grad
+
+
+def test_gradient_checkpointing_changes_no_gradient(tmp_path: Path) -> None:
+    name, (pixels, _) = write(tmp_path), pictures(2, 32)
+    ids = torch.ones(2, 12, dtype=torch.int32)
+    gradients = []
+    for checkpointing in (False, True):
+        towers = build(name, grad_checkpointing=checkpointing)
+        features = towers(pixels, ids)
+        (features.image[0] @ features.text[1]).backward()
+        gradients.append(towers.clip.visual.conv1.weight.grad)
+    assert torch.equal(*gradients)
+    with pytest.raises(SettingsError, match="cannot recompute"):
+        build(write(tmp_path, RESNET), grad_checkpointing=True)
+
+
+def test_a_file_that_does_not_fit_is_named_with_its_first_differences(tmp_path: Path) -> None:
+    towers = build(write(tmp_path))
+    state = {name: tensor.contiguous() for name, tensor in towers.clip.state_dict().items()}
+    missing = {name: tensor for name, tensor in state.items() if name != "ln_final.weight"}
+    wrong = state | {"text_projection": torch.zeros(3, 3)}
+    for tensors, words in (
+        (missing, "ln_final.weight is missing"),
+        (wrong, r"text_projection is \[3, 3\] in the file"),
+    ):
+        save_file(tensors, tmp_path / "weights.safetensors")
+        with pytest.raises(SettingsError, match=words):
+            build(write(tmp_path), pretrained=str(tmp_path / "weights.safetensors"))
+    (tmp_path / "noise.safetensors").write_bytes(b"no weights")
+    (tmp_path / "noise.pt").write_bytes(b"no weights")
+    torch.save({"epoch": 3}, tmp_path / "other.pt")
+    for file in ("noise.safetensors", "noise.pt", "other.pt"):
+        with pytest.raises(SettingsError, match=file):
+            build(write(tmp_path), pretrained=str(tmp_path / file))
+    # A trainer's checkpoint, with DDP's prefix.
+    torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in state.items()}}, tmp_path / "good.pt")
+    loaded = build(write(tmp_path), seed=8, pretrained=str(tmp_path / "good.pt"))
+    assert torch.equal(loaded.clip.text_projection, towers.clip.text_projection)
+
+
+def test_models_of_another_kind_are_refused(tmp_path: Path) -> None:
+    for name in ("coca_ViT-B-32", write(tmp_path, {"timm_model_name": "naflexvit_base_patch16_siglip"})):
+        with pytest.raises(SettingsError, match="one picture size"):
+            build(name)
+    with pytest.raises(SettingsError, match="audio"):
+        build(write(tmp_path, audio_cfg={}))
+    with pytest.raises(SettingsError, match="nonsense"):
+        build(write(tmp_path, nonsense=1))
+    with pytest.raises(SettingsError, match="did you mean 'ViT-B-32'"):
+        build("ViT-B32")
+
+
+def test_the_settings_preprocessing_is_the_saved_one(tmp_path: Path) -> None:
+    own = {"image_mean": (0.1, 0.2, 0.3), "image_std": (0.9, 0.8, 0.7), "image_interpolation": "bilinear"}
+    towers = build(write(tmp_path), **own, image_resize_mode="squash")
+    assert (towers.image.interpolation, towers.image.resize_mode) == ("bilinear", "squash")
+    assert_open_clip_agrees(towers, tmp_path / "saved")
+
+
+def test_patch_dropout_leaves_patches_out_in_training_alone(tmp_path: Path) -> None:
+    towers = build(write(tmp_path), patch_dropout=0.5)
+    pixels, _ = pictures(2, towers.image.size[0])
+    towers.train()
+    with torch.no_grad():
+        first, second = (towers.encode_image(pixels) for _ in range(2))
+        assert not torch.equal(first, second)
+        towers.eval()
+        assert torch.equal(towers.encode_image(pixels), towers.encode_image(pixels))
+
+
+def test_the_last_groups_of_a_locked_tower_may_train(tmp_path: Path) -> None:
+    towers = build(write(tmp_path), lock_image=True, unlocked_groups=2, lock_text=True, unlocked_layers=1)
+    trained = {name for name, parameter in towers.clip.named_parameters() if parameter.requires_grad}
+    assert "visual.proj" in trained and "visual.conv1.weight" not in trained and "token_embedding.weight" not in trained
+    assert any(name.startswith("visual.transformer") for name in trained)
+    assert {"logit_scale"} <= trained and any(not name.startswith(("visual.", "logit")) for name in trained)
+    towers.train()
+    assert not towers.clip.visual.conv1.training and towers.clip.visual.transformer.resblocks[-1].training
+    with pytest.raises(SettingsError, match=r"model\.unlocked_groups"):
+        build(write(tmp_path, RESNET), lock_image=True, unlocked_groups=1)
+
+
+def test_micro_batches_see_the_same_patches_in_both_passes(tmp_path: Path) -> None:
+    towers = build(write(tmp_path), patch_dropout=0.5).train()
+    draw = torch.Generator().manual_seed(1)
+    pixels = torch.randint(0, 256, (10, 3, 32, 32), dtype=torch.uint8, generator=draw)
+    ids = torch.randint(1, 100, (10, towers.context_length), generator=draw).int()
+    batch = Batch(pixels, ids, torch.ones(10), ("",) * 10, torch.zeros(10), step=0, global_size=10)
+    loss, cut = ClipLoss(ClipLossSettings()), [3, 3, 4]
+    torch.manual_seed(5)
+    parts = [towers(p, i) for p, i in zip(pixels.split(cut), ids.split(cut), strict=True)]
+    whole = parts[-1]._replace(image=torch.cat([p.image for p in parts]), text=torch.cat([p.text for p in parts]))
+    loss(whole, batch, World()).backward()  # type: ignore[no-untyped-call]
+    truth = {name: p.grad for name, p in towers.named_parameters()}
+    before = {name: p.detach().clone() for name, p in towers.named_parameters()}
+    towers.zero_grad()
+    step = TrainStep(towers, loss, torch.optim.SGD(towers.parameters(), lr=1.0), World(), micro_batch_size=4)
+    torch.manual_seed(5)
+    step(batch, lr=1.0)
+    for name, p in towers.named_parameters():
+        gradient = truth[name]
+        assert gradient is not None
+        torch.testing.assert_close(before[name] - p.detach(), gradient, rtol=1e-6, atol=1e-6)

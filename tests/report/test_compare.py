@@ -1,0 +1,175 @@
+"""The verb compare: results on different test sets are marked, folders without a run skipped, tables scroll."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clipstream.compare import main as compare
+from clipstream.distributed.world import World
+from clipstream.evals.runner import EvalContext, EvalRunner
+from clipstream.evals.settings import EvalSettings
+from clipstream.report.eval_results import FIGURES_FILE, FiguresFile, differences, groups, traced
+from clipstream.report.html_report import render
+from clipstream.report.run_reader import read_run
+from clipstream.report.sinks import MetricsFile
+from tests.support.browser import look, needs_browser
+from tests.support.evaluating import tiny_towers
+from tests.support.pictures import ByteTokenizer, make_shards
+from tests.support.run_folders import make_run
+
+
+class Backwards(ByteTokenizer):
+    """Other ids for the same texts."""
+
+    def encode(self, texts: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
+        return super().encode([text[::-1] for text in texts])
+
+
+def evaluated(
+    folder: Path, shards: Path, tokenizer: ByteTokenizer | None = None, classes: str = "abc", **more: Any
+) -> dict[str, dict[str, Any]]:
+    """A run's folder with evaluations of the tiny model on these shards; their traced records by name."""
+    folder.mkdir(parents=True)
+    towers = tiny_towers()
+    data = {"shards": f"{shards}/*.tar"}
+    sections = {
+        "val": {"type": "retrieval", "data": {**data, **more.pop("data", {})}, **more},
+        "kinds": {"type": "zero_shot", "data": data, "classes": list(classes), "templates": "plain"},
+    }
+    metrics, figures = MetricsFile(folder), FiguresFile(folder)
+    found: dict[str, dict[str, Any]] = {}
+
+    def trace(record: dict[str, Any], about: dict[str, Any]) -> None:
+        found[record["eval"]] = one = traced(record, about, {"run": folder.name})
+        figures.add(one)
+
+    runner = EvalRunner(
+        {name: EvalSettings.model_validate(section) for name, section in sections.items()},
+        EvalContext(towers, tokenizer or ByteTokenizer(), World(), towers.image),
+        metrics.write,
+        trace=trace,
+    )
+    assert not [record["error"] for step in (1, 2) for record in runner(step, last=True) if "error" in record]
+    for file in (metrics, figures):
+        file.close()
+    return found
+
+
+def test_figures_compare_if_the_same_was_evaluated_alike(tmp_path: Path) -> None:
+    make_shards(tmp_path / "few", [5, 4])
+    make_shards(tmp_path / "packed", [9])
+    make_shards(tmp_path / "other", [8])
+    make_shards(tmp_path / "said", [9], txt="something else")
+    cases = iter(range(99))
+
+    def val(shards: str = "few", tokenizer: ByteTokenizer | None = None, **more: Any) -> dict[str, Any]:
+        return evaluated(tmp_path / f"{next(cases)}", tmp_path / shards, tokenizer, **more)["val"]
+
+    first = val()
+    alike = {"batch_size": 4, "every": 5, "max_samples": 9, "data": {"image_key": "jpg"}}
+    assert not differences(first, val("packed", **alike)), "how and in which shards they lie does not matter"
+    assert not differences(first, val("packed", Backwards())), "nor does the model's tokenizer"
+    assert differences(first, val("other")) == ["other pictures (8 samples for 9)"]
+    assert differences(first, val(max_samples=4)) == ["other pictures (4 samples for 9)"]
+    assert differences(first, val("said")) == ["other captions or labels"]
+    captions = {"caption": {"type": "json", "path": ["n"], "fallback": "txt"}}
+    assert differences(first, val("said", Backwards(), data=captions))[0].startswith("another data.caption")
+    assert differences(first, val(captions="all")) == ["other captions or labels", "another captions"]
+    assert differences(first, val(data={"background": "black"})) == ["another data.background"]
+    assert differences(first, None) and not differences(None, None)
+    assert differences({**first, "settings": {}}, first) == [], "a key that one lacks is of another version"
+
+
+def test_they_are_grouped(tmp_path: Path) -> None:
+    make_shards(tmp_path / "few", [9])
+    make_shards(tmp_path / "other", [8])
+    few, other = (evaluated(tmp_path / f"of_{name}", tmp_path / name) for name in ("few", "other"))
+    made = [few["kinds"], other["kinds"], few["kinds"], None, other["kinds"]]
+    assert [number for number, _ in groups(made)] == [0, 1, 0, 2, 1]
+    assert groups(made)[0][1] == "" and "8 samples for 9" in groups(made)[1][1] and "not recorded" in groups(made)[3][1]
+
+
+def test_figures_of_other_test_sets_are_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_shards(tmp_path / "few", [9])
+    make_shards(tmp_path / "other", [8])
+    evaluated(tmp_path / "one", tmp_path / "few")
+    evaluated(tmp_path / "two", tmp_path / "other")
+    evaluated(tmp_path / "three", tmp_path / "few", classes="abd")
+    evaluated(tmp_path / "four", tmp_path / "few")
+    out = tmp_path / "all.html"
+    assert compare([*(str(tmp_path / name) for name in ("one", "two", "three", "four")), "--out", str(out)]) == 0
+    told = capsys.readouterr()
+    assert told.err.splitlines() == [
+        "warning: not comparable: val of two with one: other pictures (8 samples for 9)",
+        "warning: not comparable: kinds of two with one: other pictures (8 samples for 9)",
+        "warning: not comparable: kinds of three with one: other class prompts",
+    ]
+    page = html.unescape(out.read_text())
+    assert page.count("≠1 val, not comparable: two with one: other pictures") == 2, "below both tables"
+    assert page.count("≠2 kinds, not comparable: three with one: other class prompts") == 2
+    row = next(line for line in page.splitlines() if ">top1</td>" in line)
+    cells = re.findall(r'<td class="number">(.*?)</td>', row)
+    assert ["≠1" in cell for cell in cells] == [False, True, False, False]
+    assert ["≠2" in cell for cell in cells] == [False, False, True, False]
+    assert ["points" in cell for cell in cells] == [False, False, False, True], "differences where there can be some"
+    assert 'class="s1 other" data-name="two"' in page and 'class="s3" data-name="four"' in page
+    assert compare([str(tmp_path / "one"), str(tmp_path / "four"), "--out", str(out)]) == 0
+    assert capsys.readouterr().err == "" and "≠" not in out.read_text()
+    (tmp_path / "four" / FIGURES_FILE).unlink()
+    assert compare([str(tmp_path / "one"), str(tmp_path / "four"), "--out", str(out)]) == 0
+    assert "val of four with one: the test set of one of them is not recorded" in capsys.readouterr().err
+
+
+def test_folders_without_a_run_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [make_run(tmp_path / "logs" / name) for name in ("one", "two")]
+    begun, missing, out = tmp_path / "logs" / "begun", tmp_path / "missing", tmp_path / "x.html"
+    begun.mkdir()
+    (begun / ".lock").touch()
+    assert compare([str(begun), *map(str, runs), str(missing), "--out", str(out)]) == 0
+    told = capsys.readouterr()
+    assert [line.split(" holds no run")[0] for line in told.err.splitlines()] == [
+        f"warning: {begun}",
+        f"warning: {missing}",
+    ]
+    assert told.out == f"{out}\n" and "<h1>2 runs</h1>" in out.read_text()
+    out.unlink()
+    assert compare([str(begun), str(missing), "--out", str(out)]) == 2 and not out.exists()
+    assert f"error: {begun} holds no run" in capsys.readouterr().err
+
+
+REACH = """<script>
+const seen = [...document.querySelectorAll("table")].map(table => {
+  const box = table.parentElement, cells = table.rows[0].cells, last = cells[cells.length - 1];
+  const cut = table.getBoundingClientRect().right > box.getBoundingClientRect().right + 1;
+  box.scrollLeft = 1e6;
+  const right = last.getBoundingClientRect().right - box.getBoundingClientRect().right;
+  const narrow = [...table.querySelectorAll("td.key + td")].filter(cell => cell.offsetWidth < 90).length;
+  return {cut, right, shade: getComputedStyle(box).backgroundImage !== "none", narrow};
+});
+document.title = JSON.stringify({page: document.documentElement.scrollWidth, window: innerWidth, seen});
+parent.document.title = document.title;
+</script>"""
+
+
+@needs_browser
+def test_every_table_can_be_reached_on_a_phone(tmp_path: Path) -> None:
+    page = render([read_run(make_run(tmp_path / f"run{i}", lr=i)) for i in range(1, 7)])
+    inner = html.escape(page.replace("</body>", f"{REACH}</body>"))
+    path = tmp_path / "page.html"  # in a frame, as Chromium's own window is never narrower than 500 pixels
+    path.write_text(f'<title></title><iframe style="width: 400px; height: 900px; border: 0" srcdoc="{inner}"></iframe>')
+    dom, complaints = look(path, 600)
+    assert complaints == []
+    found = re.search(r"<title>(\{.*?\})</title>", dom)
+    assert found is not None
+    told = json.loads(html.unescape(found[1]))
+    assert told["page"] <= told["window"] == 400
+    assert any(one["cut"] for one in told["seen"]), "six runs have no room side by side"
+    for one in told["seen"]:
+        assert one["right"] <= 1 and one["shade"] and not one["narrow"], told

@@ -1,0 +1,189 @@
+"""Start and end records of a run: metrics.jsonl, report.html, out.log."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clipstream.checkpoint.run_lock import holds_a_run, occupied
+from clipstream.distributed.failure import FailureWatch
+from clipstream.distributed.run_record import git_state
+from clipstream.distributed.world import World
+from clipstream.report.run_log import LOG_FILE, run_log
+from clipstream.report.terminal import ProgressDisplay
+from clipstream.train import main
+from clipstream.utils.logs import logger
+from tests.support.ranks import end_ranks
+from tests.support.runs import flags, furnish, lines, start, train_on, wait_for_step
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A furnished folder."""
+    return furnish(tmp_path_factory.mktemp("endings"))
+
+
+def end_of(place: Path, name: str) -> dict[str, Any]:
+    """The last line of a run's metrics, which is its end."""
+    last = (place / "runs" / name / "metrics.jsonl").read_text().splitlines()[-1]
+    found: dict[str, Any] = json.loads(last)
+    return found
+
+
+FAILING_EVALUATOR = "{type: tests.distributed.test_failure:Faulty, every: 2, on_error: raise}"
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "code", "status", "error"),
+    [
+        ("done", [], 0, "done", None),
+        ("data", ["--caption-key", "nothing"], 3, "failed", "--caption-key"),
+        ("diverged", ["--lr", "1e30", "--train.max-nonfinite", "1", "--train.max-rollbacks", "0"], 4, "diverged", ""),
+        ("settings", ["--train.micro-batch-size", "auto"], 2, "failed", "micro_batch_size: auto"),
+        ("bug", ["--evals.mine", FAILING_EVALUATOR], 1, "failed", "ZeroDivisionError: of my own making"),
+    ],
+)
+def test_the_end_is_the_last_line_and_the_first_of_the_report(
+    place: Path, name: str, more: list[str], code: int, status: str, error: str | None
+) -> None:
+    assert main(flags(place, name, *more, steps=4)) == code
+    told = end_of(place, name)
+    assert (told["end"]["status"], told["end"]["code"]) == (status, code)
+    assert told["seconds"] >= 0 and re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", told["time"])
+    log = (place / "runs" / name / LOG_FILE).read_text()
+    if error is None:
+        assert told["end"]["error"] is None and told["step"] == 4 and "| INFO | step 4/4  loss " in log
+    else:
+        assert error in told["end"]["error"]
+        assert f"| ERROR | error: {told['end']['error'].splitlines()[0]}" in log
+    page = (place / "runs" / name / "report.html").read_text()
+    assert f'class="status {status}"' in page
+
+
+def test_a_run_that_was_stopped_says_so_until_it_goes_on(place: Path) -> None:
+    (process,) = start(flags(place, "stopped", steps=100_000))
+    wait_for_step(place, "stopped", 3, process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    assert process.returncode == 75
+    told = end_of(place, "stopped")
+    assert told["end"]["status"] == "stopped" and "SIGTERM" in told["end"]["error"] and told["step"] >= 3
+    before = (place / "runs" / "stopped" / LOG_FILE).read_text()
+    more = int(told["step"]) + 2
+    assert main(flags(place, "stopped", "--resume", "latest", steps=more)) == 0
+    assert end_of(place, "stopped")["end"]["status"] == "done"
+    log = (place / "runs" / "stopped" / LOG_FILE).read_text()
+    assert log.startswith(before) and f"step {more}/{more}" in log[len(before) :]
+    assert [line["step"] for line in lines(place, "stopped")] == list(range(1, more + 1))
+
+
+def test_a_start_that_fails_leaves_the_end_of_a_finished_run(place: Path) -> None:
+    assert main(flags(place, "finished", steps=2)) == 0
+    assert main(flags(place, "finished", "--resume", "latest", "--seed", "7", steps=2)) == 2
+    assert end_of(place, "finished")["end"]["status"] == "done"
+    log = (place / "runs" / "finished" / LOG_FILE).read_text().splitlines()
+    assert any("| ERROR | error: " in line for line in log[-3:])
+
+
+def test_an_error_of_another_rank_is_the_end(place: Path) -> None:
+    ends = end_ranks(2, train_on, flags(place, "ranks", "--evals.mine", FAILING_EVALUATOR))
+    assert [end.code for end in ends] == [1, 1]
+    told = end_of(place, "ranks")["end"]
+    assert told["status"] == "failed" and told["error"] == "rank 1: ZeroDivisionError: of my own making"
+
+
+def test_a_failed_start_leaves_the_name_free(place: Path) -> None:
+    assert main(flags(place, "early", "--caption-key", "nothing")) == 3
+    assert not holds_a_run(place / "runs" / "early")
+    assert main(flags(place, "early", steps=1)) == 0
+    assert [line["end"]["status"] for line in lines(place, "early", "end")] == ["done"]
+
+
+def test_the_start_says_what_repeats_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = flags(place, "record", steps=1)
+    secret = "pipe:curl https://me:hunter2@host/x.tar?sig=hunter2 -H 'Authorization: Bearer hunter2'"
+    monkeypatch.setattr(sys, "argv", ["train.py", *argv, "--note", secret])
+    assert main(argv) == 0
+    begun = next(line["start"] for line in lines(place, "record", "start"))
+    assert f"--logs {place}/runs" in begun["command"] and "hunter2" not in begun["command"]
+    assert begun["folder"] == str(Path.cwd())
+    assert begun["hardware"]["cores"] >= 1 and begun["hardware"]["memory_gib"] > 0 and begun["hardware"]["cpu"]
+
+
+def test_the_state_of_git(tmp_path: Path) -> None:
+    assert git_state(tmp_path) is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    if subprocess.run([*git, "init", "-q"], check=False).returncode:
+        pytest.skip("there is no git here")
+    (tmp_path / "file").write_text("one")
+    subprocess.run([*git, "add", "file"], check=True)
+    subprocess.run([*git, "commit", "-qm", "one"], check=True)
+    state = git_state(tmp_path)
+    assert state is not None and re.fullmatch("[0-9a-f]{40,}", state["commit"]) and state["dirty"] is False
+    (tmp_path / "file").write_text("two")
+    assert (git_state(tmp_path) or {})["dirty"] is True
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_log_has_lines_and_no_redraws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    screen = sys.stdout
+    with run_log(tmp_path):
+        progress = ProgressDisplay(100)
+        for step in (10, 20):
+            progress.write({"step": step, "samples": 64 * step, "loss": 1.5, "samples_per_s": 100.0})
+        print("\x1b[31mwarning: \x1b[0mred", file=sys.stderr)
+        print("10%\r55%\r100%", "see s3://key:hunter2@place/x.tar?token=hunter2", sep="\n")
+        progress.write({"step": 21, "eval": "val", "top1": 0.5})
+        progress.close()
+        print("no end of line", end="")
+    assert isinstance(screen, Terminal) and "step 20/" not in screen.getvalue() and "20/100" in screen.getvalue()
+    log = (tmp_path / LOG_FILE).read_text()
+    assert "\x1b" not in log and "hunter2" not in log
+    said = [line.split(" | ", 1)[1] for line in log.splitlines()]
+    assert [line for line in said if "step 20/100" in line] == ["INFO | step 20/100  loss 1.5  100 samples/s  eta 51s"]
+    for line in ("WARNING | warning: red", "INFO | 100%", "INFO | eval val at step 21:  top1 50.0%",
+                 "INFO | no end of line"):  # fmt: skip
+        assert line in said
+    assert not [handler for handler in logger.handlers if isinstance(handler, logging.FileHandler)]
+    assert sys.stdout is screen
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
+def test_a_full_disk_loses_the_log_and_not_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / LOG_FILE).symlink_to("/dev/full")
+    with run_log(tmp_path):
+        print("still said")
+    assert capsys.readouterr() == ("still said\n", "")
+
+
+def test_the_lock_is_held_until_the_end_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    watch = FailureWatch(World())
+    watch.held.enter_context(occupied(tmp_path))
+    held: list[int] = []
+    watch.on_end = lambda code, _: held.append(code)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert watch.report(KeyboardInterrupt()) == 130
+        assert capsys.readouterr().err == "interrupted\n"  # no error
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert held == [130]
+    watch.held.close()
+    with occupied(tmp_path):
+        pass

@@ -1,0 +1,296 @@
+"""report.html: its content, that it needs no network, and how a browser renders it."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import json
+import math
+import re
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clipstream.checkpoint.run_lock import occupied
+from clipstream.compare import main as compare
+from clipstream.errors import SettingsError
+from clipstream.evals.example import Example
+from clipstream.report.charts import Chart, Series, nice_ticks, short
+from clipstream.report.eval_results import FIGURES_FILE, WATCH_FOLDER, add
+from clipstream.report.html_report import REPORT_FILE, Report, render
+from clipstream.report.pictures import PictureFiles
+from clipstream.report.run_reader import fewer, read_run
+from clipstream.report.sinks import MetricsFile
+from tests.support.browser import look, needs_browser
+from tests.support.run_folders import EXAMPLES, make_run, picture
+
+
+def test_it_says_what_the_run_was(tmp_path: Path) -> None:
+    page = render([read_run(make_run(tmp_path / "mine"))]).replace("<wbr>", "")
+    for said in ("<h1>mine</h1>", "2000 steps", "resumed 1 time, last at step 500", "2 × cpu (x86_64)", "animals",
+                 "best 50.0% at 1000", "step 2000, 120 samples, 3 dropped, 2.5s", "waiting for data", "optim.lr",
+                 "2.15.0", "8960", "missing_end", *EXAMPLES.values(), "right", "wrong", "dog &amp; bone"):  # fmt: skip
+        assert said in page, said
+    assert page.count("data:image/jpeg;base64,") == 13
+    for said in (
+        "the worst classes",
+        "cat &amp; co",
+        "3 of 9",
+        "dog (4), a fox (2)",
+        "“a &lt;red&gt; cat”",
+        "match 0.312",
+    ):
+        assert said in page, said
+    assert page.index("<h4>wrong</h4>") < page.index("<h4>right</h4>") < page.index("“a &lt;red&gt; cat”"), "as shown"
+    order = ('class="status', "<nav>", 'id="figures"', 'id="training"', "<svg", 'id="evaluations"', 'id="data"',
+             'id="pictures"', "Examples of animals", "Training pictures", 'id="settings"',
+             'id="environment"')  # fmt: skip
+    places = [page.index(part, page.index("<main>")) for part in order]
+    assert places == sorted(places), "what a run came to is on top, pictures follow"
+    assert "<tr><td>" not in page[page.index('id="settings"') :], "names of keys and packages are not broken anywhere"
+    assert re.findall(r'href="#(\w+)"', page) == re.findall(r' id="(\w+)"', page)
+    assert "a &lt;b&gt;small&lt;/b&gt; cat 4" in page and "<b>small" not in page
+
+
+def test_it_shows_no_credentials(tmp_path: Path) -> None:
+    config = make_run(tmp_path / "mine") / "config.yaml"
+    url = "https://me:hunter2@host/{0..9}.tar?sig=hunter2"
+    pipe = "pipe:curl -H 'Authorization: Bearer hunter2' host/0.tar"
+    config.write_text(json.dumps({"data": {"sources": {"one": {"shards": url}, "two": {"shards": [pipe, url]}}}}))
+    page = html.unescape(render([read_run(config.parent)]))
+    assert "https://***@host/{0..9}.tar" in page and "pipe:curl" in page
+    assert "hunter2" not in page
+
+
+def test_it_needs_no_network(tmp_path: Path) -> None:
+    page = render([read_run(make_run(tmp_path / "mine"))])
+    assert page.startswith("<!doctype html>")
+    assert not re.findall(r"(?:src|href|url|import)\s*[=(]\s*[\"']?(?!data:)(?:https?:)?//", page)
+    assert all(match.startswith(("data:", "#")) for match in re.findall(r'(?:src|href)="([^"]*)"', page))
+
+
+def test_several_runs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [make_run(tmp_path / "a" / "base"), make_run(tmp_path / "b" / "base", lr=1e-3, steps=1000)]
+    out = tmp_path / "both.html"
+    assert compare([*map(str, runs), "--out", str(out)]) == 0
+    assert capsys.readouterr().out.strip() == str(out)
+    page = out.read_text().replace("<wbr>", "")
+    assert "base (2)" in page and "2 runs" in page and "1 of them different" in page
+    assert page.index("optim.lr") < page.index("optim.wd"), "what differs comes first"
+    assert "50.0%<small>+10.0 points</small></td>" in page and "+0.0 points" in page, "differences to the first run"
+    assert page.count("Examples of animals") == 2 and "base (2): Examples of animals" in page
+    assert page.count('class="s1" data-name="base (2)"') >= 6, "the second run has its line in each chart"
+    assert compare([str(tmp_path / "a"), "--out", str(out)]) == 2
+    assert "holds no run: there is no metrics.jsonl" in capsys.readouterr().err
+    assert compare([str(runs[0]), "--out", str(tmp_path / "gone" / "x.html")]) == 2
+
+
+def test_a_run_that_was_killed_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "mine")
+    (folder / "config.yaml").unlink()
+    (folder / "pictures" / "val.json").write_text('{"name": "val", "st')
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2010, "lo')
+    run = read_run(folder)
+    assert run.steps == 2000 and [page.name for page in run.pages] == ["train", "animals"]
+    assert "<h1>mine</h1>" in render([run])
+    (folder / "metrics.jsonl").write_text("")
+    assert "0 steps" in render([read_run(folder)])
+    with pytest.raises(SettingsError, match="holds no run"):
+        read_run(tmp_path)
+
+
+def test_a_followers_evaluations_are_in_it(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "mine")
+    metrics = ["top1", "n", "dropped", "seconds"]
+    made = [(250, "animals", 0.3), (2000, "animals", 0.1), (250, "birds", 0.7), (250, "birds", 0.2)]
+    for step, name, top1 in made:
+        values = {"top1": top1, "n": 120, "dropped": 0, "seconds": 1.0}
+        add(folder / WATCH_FOLDER / FIGURES_FILE, {"step": step, "eval": name, **values, "metrics": metrics})
+    PictureFiles(folder / WATCH_FOLDER).show(2500, "animals", [Example(picture(1), "a newer picture")])
+    PictureFiles(folder / WATCH_FOLDER).show(250, "birds", [Example(picture(2), "a bird")])
+    run = read_run(folder)
+    assert run.evaluations["animals"]["top1"] == [(250, 0.3), (500, 0.4), (1000, 0.5), (1500, 0.4), (2000, 0.4)]
+    assert run.evaluations["birds"]["top1"] == [(250, 0.2)], "the last one of a step"
+    page = render([run])
+    assert "a newer picture" in page and "a bird" in page and "the worst classes" not in page
+
+
+def test_what_was_evaluated_afterwards_is_in_it_if_it_was_made_alike(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "mine")
+
+    def told(step: int, name: str, top1: float, pictures: str, into: Path = folder, **more: Any) -> None:
+        data = [{"shards": f"{step}.tar", "samples": 9, "pictures": pictures, "pairs": "cd"}]
+        section = {"type": "zero_shot", "every": step, "templates": "plain", "data": {"shards": f"{step}.tar"}, **more}
+        record = {"step": step, "eval": name, "top1": top1, "metrics": ["top1"], "data": data, "settings": section}
+        add(into / FIGURES_FILE, record if step % 500 == 0 and name == "animals" else {**record, "checkpoint": "c"})
+
+    told(500, "animals", 0.4, "ab")
+    told(700, "animals", 0.6, "ab")
+    told(800, "animals", 0.9, "other data")
+    told(900, "animals", 0.9, "ab", templates="openai")
+    told(1200, "animals", 0.7, "ab", folder / WATCH_FOLDER)
+    told(1300, "animals", 0.9, "other data", folder / WATCH_FOLDER)
+    for step, top1, pictures in ((1000, 0.1, "ab"), (1000, 0.2, "newer data"), (500, 0.3, "newer data")):
+        told(step, "birds", top1, pictures)
+    run = read_run(folder)
+    found = [(500, 0.4), (700, 0.6), (1000, 0.5), (1200, 0.7), (1500, 0.4), (2000, 0.4)]
+    assert run.evaluations["animals"]["top1"] == found
+    assert run.evaluations["birds"]["top1"] == [(500, 0.3), (1000, 0.2)]
+
+
+def test_an_evaluation_that_failed_is_in_it_until_it_succeeds(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "mine")
+    sink = MetricsFile(folder, 2000)
+    sink.write({"step": 2000, "eval": "animals", "error": "no <shard>", "dropped": 0, "seconds": 0.1})
+    sink.write({"step": 2000, "eval": "never", "error": "no class", "dropped": 0, "seconds": 0.1})
+    page = render([read_run(folder)])
+    assert "failed at step 2000: no &lt;shard&gt;" in page and "failed at step 2000: no class" in page
+    assert "step 2000, 120 samples, 3 dropped, 2.5s" in page, "of the last one that has figures"
+    for name in ("animals", "never"):
+        sink.write({"step": 2000, "eval": name, "top1": 0.5})
+    sink.close()
+    broken = {"step": 1500, "eval": "animals", "error": "no memory", "metrics": ["dropped"], "dropped": 0}
+    add(folder / WATCH_FOLDER / FIGURES_FILE, broken)
+    page = render([read_run(folder)])
+    assert page.count("failed at") == 1 and "failed at step 1500: no memory" in page
+
+
+def test_a_report_that_cannot_be_written_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run(tmp_path / "mine")
+    (folder / REPORT_FILE).mkdir()
+    report = Report(folder)
+    report.write({"step": 5, "eval": "val"})
+    report.close()
+    assert capsys.readouterr().err.count("report.html could not be written") == 2
+
+
+def test_it_is_made_at_evaluations_not_too_often(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "mine")
+    path = folder / REPORT_FILE
+    report = Report(folder)
+    report.write({"step": 5, "loss": 2.0})
+    assert not path.exists()
+    report.write({"step": 5, "eval": "val"})
+    path.unlink()
+    report.write({"step": 6, "eval": "val"})
+    assert not path.exists()
+    report.close()
+    assert path.exists()
+
+
+def test_an_album_keeps_the_newest_of_each_name(tmp_path: Path) -> None:
+    album = PictureFiles(tmp_path)
+    for step in (1, 2):
+        for name in ("a/b", "a%2fb", "train", "ä:1"):
+            album.show(step, name, [Example(picture(step), f"{name} at {step}")])
+    pages = album.pages()
+    assert [page.name for page in pages] == ["train", "a%2fb", "a/b", "ä:1"]
+    assert all(page.step == 2 and page.pictures[0]["text"] == f"{page.name} at 2" for page in pages)
+    assert len(list((tmp_path / "pictures").iterdir())) == 4
+
+
+@given(st.floats(-1e9, 1e9), st.floats(0, 1e9))
+def test_ticks_are_round_and_hold_the_values(low: float, span: float) -> None:
+    ticks = nice_ticks(low, low + span)
+    assert 2 <= len(ticks) <= 8
+    gaps = [b - a for a, b in itertools.pairwise(ticks)]
+    assert max(gaps) == pytest.approx(min(gaps), rel=1e-6, abs=1e-9) and min(gaps) > 0
+    slack = 1e-6 * max(gaps)
+    assert ticks[0] <= low + slack and ticks[-1] >= low + span - slack
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3000), st.integers(3, 50))
+def test_fewer_points_span_the_same(values: list[float], most: int) -> None:
+    points = list(enumerate(values))
+    few = fewer([(float(x), y) for x, y in points], most)
+    assert len(few) <= max(most, 2) and few[0] == points[0] and few[-1] == points[-1]
+    assert [x for x, _ in few] == sorted({x for x, _ in few})
+    assert min(values) - 1e-6 <= min(y for _, y in few) and max(y for _, y in few) <= max(values) + 1e-6
+
+
+def test_a_chart_leaves_a_gap_where_a_value_is_no_number() -> None:
+    points = [(0.0, 1.0), (1.0, 2.0), (2.0, math.nan), (3.0, 1.0), (4.0, 1.5)]
+    drawing = Chart("loss <1>", (Series("run", points),)).svg()
+    assert drawing.count("<polyline") == 2 and "nan" not in drawing and "loss &lt;1&gt;" in drawing
+    assert Chart("loss", (Series("run", points[:1]),)).svg() == "", "a single value is no curve"
+    assert Chart("loss", (Series("run", [(1.0, math.nan), (2.0, math.nan)]),)).svg() == ""
+    assert 'class="chance"' in Chart("top1", (Series("run", points),), chance=0.1).svg()
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0, "0"),
+        (12345, "12.35k"),
+        (2e9, "2G"),
+        (0.00012, "0.00012"),
+        (1.2e-7, "1.2e-7"),
+        (-3.5, "-3.5"),
+        (math.nan, "–"),
+    ],
+)
+def test_numbers_are_short(value: float, shown: str) -> None:
+    assert short(value) == shown
+
+
+MEASURE = """<script>
+const svg = document.querySelector("figure.card svg"), box = svg.getBoundingClientRect();
+svg.dispatchEvent(new PointerEvent("pointermove", {clientX: box.right - 1, clientY: box.top + 5}));
+const cut = [...document.querySelectorAll("p, h1, h2, h3, figure")].filter(
+  element => element.getBoundingClientRect().right > innerWidth).length;
+parent.document.title += JSON.stringify({page: document.documentElement.scrollWidth, window: innerWidth, cut,
+  columns: getComputedStyle(document.querySelector("div.grid")).gridTemplateColumns.split(" ").length,
+  loaded: [...document.images].filter(i => i.complete && i.naturalWidth > 0).length, images: document.images.length,
+  hover: svg.parentElement.querySelector("output").textContent,
+  ground: getComputedStyle(document.body).backgroundColor}) + "|";
+</script>"""
+
+
+@needs_browser
+def test_a_browser_shows_it(tmp_path: Path) -> None:
+    page = render([read_run(make_run(tmp_path / "mine"))]).replace(' loading="lazy"', "")
+    path = tmp_path / "page.html"
+    # In frames, as Chromium's own window is never narrower than 500 pixels.
+    inner = html.escape(page.replace("</body>", f"{MEASURE}</body>"))
+    frames = [
+        f'<iframe style="width: {w}px; height: 3000px; border: 0" srcdoc="{inner}"></iframe>' for w in (1400, 400)
+    ]
+    path.write_text(f"<title></title>{''.join(frames)}")
+    dom, complaints = look(path, 2000, dark=True)
+    assert complaints == []
+    found = re.search(r"<title>(\{.*?\})\|</title>", dom)
+    assert found is not None
+    seen: list[dict[str, Any]] = sorted(map(json.loads, found[1].split("|")), key=lambda one: -one["window"])
+    assert [one["window"] for one in seen] == [1400, 400] and [one["columns"] for one in seen] == [4, 1]
+    for one in seen:
+        assert one["page"] <= one["window"] and one["cut"] == 0, "nothing is wider than the window"
+        assert one["loaded"] == one["images"] == 13
+        assert re.fullmatch(r"0\.9\d+ at 2000", one["hover"]), "the loss, which has a gap"
+        assert one["ground"] == "rgb(22, 24, 28)", "dark where dark is asked for"
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "said"),
+    [
+        ({"total_steps": 2000}, "done", ">done</b>"),  # as earlier versions wrote it
+        ({"status": "done", "code": 0, "error": None}, "done", ">done</b>"),
+        ({"status": "failed", "code": 3, "error": "no <caption>\nset it"}, "failed", "(exit code 3) at step 2000"),
+        (None, "unrecorded", "ended without a record</b>"),
+        ("running", "running", ">running</b>"),
+    ],
+)
+def test_the_status_is_on_top(tmp_path: Path, end: Any, status: str, said: str) -> None:
+    folder = make_run(tmp_path / "mine")
+    with MetricsFile(folder, 2000).path.open("a") as file:
+        if isinstance(end, dict):
+            file.write(json.dumps({"step": 2000, "seconds": 125.0, "end": end}) + "\n")
+    with occupied(folder) if end == "running" else nullcontext():
+        page = render([read_run(folder)])
+    assert f'class="status {status}"' in page and said in page
+    assert ("took 2m05s" in page) == isinstance(end, dict)
+    assert ("<pre>no &lt;caption&gt;\nset it</pre>" in page) == (status == "failed")

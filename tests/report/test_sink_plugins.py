@@ -1,0 +1,148 @@
+"""Sinks of `log.sinks`: how they are named, built and called, and what happens when they fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clipstream import testing
+from clipstream.config.settings import load
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.evals.example import Table
+from clipstream.report.outputs import Outputs
+from clipstream.report.settings import JsonLinesSettings, SinkSettings, TerminalSettings
+from clipstream.report.sinks import Record, RunInfo, Sink
+
+
+class Recorder(Sink):
+    """Keeps what it is called with."""
+
+    made: Recorder
+
+    def __init__(self, settings: SinkSettings, run: RunInfo) -> None:
+        self.run, self.calls = run, list[Any]()
+        Recorder.made = self
+
+    def write(self, record: Record) -> None:
+        self.calls.append(record)
+
+    def show(self, step: int, name: str, examples: Any, tables: Any = ()) -> None:
+        self.calls.append(("show", step, name, list(tables)))
+
+    def status(self, text: str) -> None:
+        self.calls.append(("status", text))
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+class Failing(Sink):
+    """Raises whenever it gets a record."""
+
+    def __init__(self, settings: SinkSettings, run: RunInfo) -> None:
+        pass
+
+    def write(self, record: Record) -> None:
+        raise ConnectionError("no network")
+
+
+class Unbuildable(Sink):
+    """Raises when it is constructed."""
+
+    def __init__(self, settings: SinkSettings, run: RunInfo) -> None:
+        raise RuntimeError("no login")
+
+
+class Changing(Sink):
+    """Changes what it is given."""
+
+    def __init__(self, settings: SinkSettings, run: RunInfo) -> None:
+        pass
+
+    def write(self, record: Any) -> None:
+        record["step"] = -1
+
+
+def outputs(folder: Path, *flags: str) -> Outputs:
+    log = load(["--log.tensorboard=false", "--log.report=false", "--log.progress=none", *flags]).log
+    return Outputs(log, World(), RunInfo(folder, total_steps=20))
+
+
+def test_a_sink_gets_records_pictures_and_status(tmp_path: Path) -> None:
+    out = outputs(tmp_path, f"--log.sinks.mine.type={__name__}:Recorder")
+    record = {"step": 10, "loss": 1.5}
+    out.write(record)
+    table = Table("worst", ("class",), (("cat",),))
+    out.show(10, "val", [], [table])
+    out.status("saving")
+    out.close()
+    assert Recorder.made.calls == [record, ("show", 10, "val", [table]), ("status", "saving"), "close"]
+    assert Recorder.made.run.folder == tmp_path and Recorder.made.run.total_steps == 20
+
+
+def test_a_second_file_of_lines(tmp_path: Path) -> None:
+    out = outputs(tmp_path, "--log.sinks.copy.type=jsonl", f"--log.sinks.copy.file={tmp_path}/copy.jsonl")
+    out.write({"step": 10, "loss": 1.5})
+    out.close()
+    for name in ("metrics.jsonl", "copy.jsonl"):
+        assert json.loads((tmp_path / name).read_text()) == {"step": 10, "loss": 1.5}
+
+
+def test_a_sink_that_fails_is_reported_once_and_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = outputs(tmp_path, f"--log.sinks.mine.type={__name__}:Failing")
+    for step in (10, 20):
+        out.write({"step": step, "loss": 1.5})
+    out.close()
+    told = capsys.readouterr().err
+    assert told.count("warning: log.sinks.mine failed, and the run goes on: ConnectionError('no network')") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_sink_that_cannot_be_built_ends_the_start(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"log\.sinks\.mine: .*no login"):
+        outputs(tmp_path, f"--log.sinks.mine.type={__name__}:Unbuildable")
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--log.sinks.mine.type=wandb", "type 'wandb' is not one of jsonl, tensorboard, terminal"),
+        ("--log.sinks.mine.type=no_such_module:Sink", "no module 'no_such_module'"),
+        ("--log.sinks.metrics.type=tensorboard", "'metrics' is the name of metrics.jsonl"),
+        ("--log.sinks.mine.type=jsonl", "mine: metrics.jsonl is always written: give another file"),
+    ],
+)
+def test_wrong_sinks_are_errors(flag: str, said: str) -> None:
+    with pytest.raises(SettingsError, match=r"log\.sinks") as caught:
+        load([flag])
+    assert said in str(caught.value)
+
+
+def test_flags_and_sinks_of_the_same_name() -> None:
+    log = load(["--log.progress=lines"]).log
+    assert list(log.all_sinks) == ["metrics", "tensorboard", "terminal"]
+    assert log.all_sinks["metrics"] == JsonLinesSettings()
+    assert log.all_sinks["terminal"] == TerminalSettings(progress="lines")
+    log = load(["--log.sinks.terminal.type=terminal", "--log.sinks.terminal.progress=none"]).log
+    assert log.all_sinks["terminal"] == TerminalSettings(progress="none")
+    log = load([f"--report-to=tensorboard,{__name__}:Recorder"]).log
+    assert log.tensorboard and log.sinks == {"Recorder": SinkSettings(type=f"{__name__}:Recorder")}
+    assert not load([f"--report-to={__name__}:Recorder"]).log.tensorboard
+
+
+def test_the_check_names_what_is_wrong() -> None:
+    testing.check_sink(Recorder, SinkSettings(type=f"{__name__}:Recorder"))
+    for sink, said in (
+        (Failing, "`write` raised ConnectionError"),
+        (Unbuildable, "its construction raised RuntimeError"),
+        (Changing, "`write` changed the record"),
+        (lambda settings, run: object(), "it has no method `write`"),
+    ):
+        with pytest.raises(AssertionError, match=said):
+            testing.check_sink(sink, JsonLinesSettings(file="other"))

@@ -1,0 +1,258 @@
+"""Metrics files, TensorBoard and the terminal: content after a resume, and messages."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from clipstream.evals.example import Example, Table
+from clipstream.report import sinks
+from clipstream.report.sinks import QUARANTINE_FILE, MetricsFile, QuarantineFile, TensorBoard, scalars
+from clipstream.report.terminal import ProgressDisplay, duration, evaluation_line, percent
+
+
+def train_line(step: int, **more: Any) -> dict[str, Any]:
+    return {"step": step, "samples": step * 64, "loss": 4.0 / step, "lr": 4.9e-4, "samples_per_s": 800.0,
+            "data_wait": 0.031, **more}  # fmt: skip
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_lines_are_on_disk_as_soon_as_written(tmp_path: Path) -> None:
+    sink = MetricsFile(tmp_path)
+    sink.write({"step": 1, "loss": 2.5, "name": "ä"})
+    assert read(tmp_path) == [{"step": 1, "loss": 2.5, "name": "ä"}]
+    sink.close()
+
+
+def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    sink = MetricsFile(tmp_path)
+    sink.write({"step": 1, "loss": math.nan, "deep": {"x": [math.inf, 1.0]}})
+    sink.close()
+    assert read(tmp_path) == [{"step": 1, "loss": None, "deep": {"x": [None, 1.0]}}]
+
+
+def test_a_resume_cuts_later_steps_and_a_torn_line(tmp_path: Path) -> None:
+    first = MetricsFile(tmp_path)
+    for step in (10, 20, 30):
+        first.write(train_line(step))
+    first.write({"step": 20, "eval": "val", "top1": 0.5})
+    first.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 15, "lo')
+    again = MetricsFile(tmp_path, resume_step=20)
+    again.write(train_line(25))
+    again.close()
+    assert [(r["step"], r.get("eval")) for r in read(tmp_path)] == [(10, None), (20, None), (20, "val"), (25, None)]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_run_that_ended_evaluates_again_without_doubled_lines(tmp_path: Path) -> None:
+    first = MetricsFile(tmp_path)
+    for record in (train_line(10), {"step": 10, "eval": "val"}, train_line(20), {"step": 20, "eval": "val"}):
+        first.write(record)
+    first.close()
+    MetricsFile(tmp_path, resume_step=20, ended=True).close()
+    assert [(r["step"], r.get("eval")) for r in read(tmp_path)] == [(10, None), (10, "val"), (20, None)]
+
+
+def test_a_whole_record_without_its_newline_is_torn_too(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}')
+    sink = MetricsFile(tmp_path, resume_step=5)
+    sink.write({"step": 3})
+    sink.close()
+    assert [r["step"] for r in read(tmp_path)] == [1, 3]
+
+
+def test_a_new_run_starts_the_file_anew_and_a_resume_needs_none(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    MetricsFile(tmp_path).close()
+    assert read(tmp_path) == []
+    (tmp_path / "metrics.jsonl").unlink()
+    MetricsFile(tmp_path, resume_step=3).close()
+    assert read(tmp_path) == []
+
+
+def test_tensorboard_tags() -> None:
+    assert dict(scalars({"step": 3, "loss": 1.5, "note": "x", "fine": True})) == {"train/loss": 1.5}
+    assert dict(scalars({"step": 3, "eval": "val", "top1": 0.25})) == {"eval/val/top1": 0.25}
+    health = {"step": 3, "health": {"train": {"used": 9, "dropped": {"no_caption": 2}}}}
+    assert dict(scalars(health)) == {"health/train/used": 9, "health/train/dropped/no_caption": 2}
+
+
+def test_tensorboard_is_purged_on_resume(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = TensorBoard(tmp_path)
+    for step in (10, 20, 30):
+        first.write(train_line(step))
+    first.write({"step": 20, "eval": "val", "image_to_text_R@1": 0.5})
+    first.close()
+    again = TensorBoard(tmp_path, resume_step=20)
+    again.write(train_line(25))
+    again.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [10, 20, 25]
+    assert [event.value for event in events.Scalars("eval/val/image_to_text_R@1")] == [0.5]
+
+
+def test_tensorboard_shows_pictures_and_their_words(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = TensorBoard(tmp_path)
+    board.write({"step": 0, "start": {"ranks": 2, "versions": {}}})
+    red = torch.zeros((3, 8, 8), dtype=torch.uint8)
+    red[0] = 255
+    board.show(7, "val", [Example(red, "a | b", guesses=(("c", 0.5), ("d", 0.4)), note="place 2", group="best")] * 3)
+    board.show(7, "kinds", [], [Table("the worst", ("class", "right"), (("a | b", "1 of 2"),))])
+    board.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (image,) = events.Images("pictures/val")
+    assert (image.step, image.width, image.height) == (7, 24, 8)
+    corner = Image.open(io.BytesIO(image.encoded_image_string)).convert("RGB").getpixel((5, 5))
+    assert corner == (255, 0, 0)
+    (text,) = events.Tensors("pictures/val/text_summary")
+    assert b"a \\| b | c; d | place 2 | best |" in text.tensor_proto.string_val[0]
+    (text,) = events.Tensors("tables/kinds/the worst/text_summary")
+    assert text.tensor_proto.string_val[0] == b"| class | right |\n| --- | --- |\n| a \\| b | 1 of 2 |"
+    assert events.Tags()["scalars"] == []
+
+
+def test_lines_off_a_terminal() -> None:
+    stream = io.StringIO()
+    progress = ProgressDisplay(1000, stream=stream)
+    progress.write(train_line(120, loss=2.3149))
+    progress.close()
+    # (1000 - 120) x 64 samples at 800 a second
+    assert stream.getvalue() == "step 120/1000  loss 2.315  lr 4.9e-04  800 samples/s  data wait 3%  eta 1m10s\n"
+
+
+def test_an_evaluation_is_said_with_its_chance() -> None:
+    record = {"step": 40, "eval": "val", "image_to_text_R@1": 0.083, "image_to_text_R@5": 0.2, "top1": 0.91,
+              "mine": 12.5, "n": 2000, "chance_R@1": 0.0005, "chance": 1 / 12, "dropped": 3,
+              "seconds": 2.34}  # fmt: skip
+    assert evaluation_line(record, 160) == (
+        "eval val at step 40:  image_to_text_R@1 8.3% (chance 0.05%)  top1 91.0% (chance 8.3%)  image_to_text_R@5 20.0%"
+        "  mine 12.5  n 2000  dropped 3  2.3s"
+    )
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_a_long_evaluation_is_cut_between_its_metrics(width: int) -> None:
+    ways = ("image_to_text", "text_to_image")
+    figures = {f"{way}_{name}": 0.123 for way in ways for name in ("median_rank", "R@1", "R@5", "R@10")}
+    record = {"step": 40, "eval": "val", **figures, "chance_R@1": 0.0005, "n": 2000, "seconds": 2.34}
+    said = evaluation_line(record, width).splitlines()
+    assert said[0] == "eval val at step 40:  n 2000  2.3s"
+    assert [line.split()[:2] for line in said[1:]] == [["image_to_text", "R@1"], ["text_to_image", "R@1"],
+                                                       ["chance", "R@1"]]  # fmt: skip
+    many = evaluation_line({"step": 1, "eval": "own", **{f"figure_{n}": float(n) for n in range(30)}}, width)
+    assert len(many.splitlines()) > 3 and max(map(len, many.splitlines())) <= width
+    assert re.findall(r"figure_(\d+)", many) == [str(n) for n in range(30)]
+
+
+def test_health_is_said_only_when_something_new_is_wrong() -> None:
+    stream = io.StringIO()
+    progress = ProgressDisplay(100, mode="lines", stream=stream)
+    counts: dict[str, Any] = {"read": 100, "used": 100, "dropped": {}, "shards": 3, "shard_faults": 0}
+    progress.write({"step": 10, "health": {"train": counts}})
+    assert stream.getvalue() == ""
+    worse = {**counts, "read": 200, "dropped": {"no_caption": 7}, "shard_faults": 1}
+    progress.write({"step": 20, "health": {"train": worse}})
+    progress.write({"step": 30, "health": {"train": {**worse, "read": 300}}})
+    assert stream.getvalue() == "data at step 20: train dropped no_caption 7, train shard_faults 1\n"
+
+
+def test_none_still_says_evaluations() -> None:
+    stream = io.StringIO()
+    progress = ProgressDisplay(100, mode="none", stream=stream)
+    progress.write(train_line(10))
+    progress.write({"step": 10, "eval": "val", "top1": 1.0})
+    assert stream.getvalue() == "eval val at step 10:  top1 100.0%\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_on_a_terminal() -> None:
+    stream = Terminal()
+    progress = ProgressDisplay(1000, stream=stream)
+    progress.write(train_line(120, loss=2.3149))
+    progress.write({"step": 120, "eval": "val", "top1": 0.5, "chance": 0.1})
+    progress.close()
+    shown = stream.getvalue()
+    assert "120/1000" in shown and "loss 2.315  800 samples/s  data wait 3%  eta 1m10s" in shown
+    assert "eval val at step 120:  top1 50.0% (chance 10.0%)" in shown
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_bar_shows_the_course_of_the_loss_and_what_is_done_besides(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(Terminal, "encoding", "utf-8")
+    stream = Terminal()
+    progress = ProgressDisplay(1000, stream=stream)
+    for step in range(10, 500, 10):
+        progress.write(train_line(step, loss=500.0 / step))
+    progress.status("evaluating val")
+    progress.status("")
+    progress.close()
+    drawn = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", part) for part in re.split(r"[\r\n]+", stream.getvalue())]
+    assert max(map(len, drawn)) <= width
+    assert any("[evaluating val]" in line for line in drawn) and "[evaluating val]" not in drawn[-1]
+    blocks = re.findall("[▁-█]+", drawn[-1] or drawn[-2])
+    assert len(blocks) == 1 and len(blocks[0]) >= 8 and blocks[0][0] == "█" and blocks[0][-1] == "▁"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.0, "0.0s"), (9.96, "10.0s"), (42.4, "42s"), (250, "4m10s"), (7530, "2h05m")]
+)
+def test_duration(seconds: float, said: str) -> None:
+    assert duration(seconds) == said
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.0, "0.0%"), (0.00054, "0.054%"), (0.0833, "8.3%"), (1.0, "100.0%")])
+def test_percent(share: float, said: str) -> None:
+    assert percent(share) == said
+
+
+def test_what_could_not_be_used_has_a_file_of_its_own(tmp_path: Path) -> None:
+    metrics, quarantine = MetricsFile(tmp_path), QuarantineFile(tmp_path)
+    loss = {"source": "train", "shard": "a/00.tar", "key": "k1", "reason": "no_caption", "detail": "no txt"}
+    for record in (train_line(1), {"step": 1, "quarantine": [loss, {**loss, "key": None}]}, train_line(2)):
+        assert (tmp_path / QUARANTINE_FILE).exists() == (record["step"] == 2)
+        metrics.write(record)
+        quarantine.write(record)
+    assert [r["step"] for r in read(tmp_path)] == [1, 2]
+    found = [json.loads(line) for line in (tmp_path / QUARANTINE_FILE).read_text().splitlines()]
+    assert found == [{"step": 1, **loss}, {"step": 1, **loss, "key": None}]
+    assert not list(scalars({"step": 1, "quarantine": [loss]}))
+    QuarantineFile(tmp_path, resume_step=0).close()
+    assert not (tmp_path / QUARANTINE_FILE).read_text()
+
+
+def test_the_list_of_losses_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks, "LISTED", 5)
+    for first, done in ((1, None), (4, 3)):
+        quarantine = QuarantineFile(tmp_path, done)
+        for step in range(first, first + 3):
+            quarantine.write({"step": step, "quarantine": [{"key": f"{step}a"}, {"key": f"{step}b"}]})
+        quarantine.close()
+        found = [json.loads(line) for line in (tmp_path / QUARANTINE_FILE).read_text().splitlines()]
+        assert [line.get("key") for line in found] == ["1a", "1b", "2a", "2b", "3a", None]
+        assert found[-1] == {"step": 3, "reason": "full", "detail": "the rest is in metrics.jsonl, counted"}

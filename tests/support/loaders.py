@@ -1,0 +1,64 @@
+"""Small data settings, a training loader, and digests of its batches."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from typing import Any
+
+import torch
+
+from clipstream.data.batch import Batch, ImageSpec
+from clipstream.data.build import training_loader
+from clipstream.data.loader.loader import Loader
+from clipstream.data.order.state import DataState
+from clipstream.data.settings import DataSettings
+from clipstream.distributed.world import World
+from tests.support.pictures import ByteTokenizer
+
+IMAGE = ImageSpec((16, 16))
+OPEN: weakref.WeakSet[Loader] = weakref.WeakSet()  # closed after each test by conftest.py
+
+
+def close_loaders() -> None:
+    """Close what a test left open: each lane holds shards open, and the system's limit may be 1,024 files."""
+    while OPEN:
+        OPEN.pop().close()
+
+
+def data(shards: Any, **changes: Any) -> DataSettings:
+    values = {
+        "global_batch_size": 12,
+        "lanes": 8,
+        "workers": 0,
+        "shuffle": {"window": 10, "shards": 2},
+        "sources": {"train": {"shards": shards}},
+        **changes,
+    }
+    return DataSettings.model_validate(values)
+
+
+def loader(settings: DataSettings, rank: int = 0, size: int = 1, start: DataState | None = None) -> Loader:
+    world = World(rank=rank, size=size)
+    made = training_loader(settings, world=world, seed=3, tokenizer=ByteTokenizer(), image=IMAGE, start=start)
+    OPEN.add(made)
+    return made
+
+
+def digest(parts: list[Batch]) -> str:
+    """Hash of a global batch, put together from its ranks' parts."""
+    found = hashlib.sha256()
+    for name in ("pixels", "ids", "weights", "sources", "pictures"):
+        whole = torch.cat([getattr(part, name) for part in parts])
+        found.update(whole.contiguous().numpy().tobytes())
+    found.update(repr([key for part in parts for key in part.keys]).encode())
+    return found.hexdigest()
+
+
+def digests(settings: DataSettings, ranks: int, steps: int, start: DataState | None = None) -> list[str]:
+    loaders = [loader(settings, rank, ranks, start) for rank in range(ranks)]
+    try:
+        return [digest([next(one) for one in loaders]) for _ in range(steps)]
+    finally:
+        for one in loaders:
+            one.close()

@@ -1,0 +1,153 @@
+"""Processes that tests start: several ranks (gloo), and fresh interpreters."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clipstream.distributed.world import World
+
+ROOT = Path(__file__).parents[1].parent
+TIMEOUT = 900.0  # s; a busy machine is fifty times slower than an idle one, and only a failure waits this long
+
+
+@dataclass(frozen=True)
+class End:
+    """How a rank ended: its exit code (negative: the signal that killed it) and what it wrote to stderr."""
+
+    code: int
+    stderr: str
+
+
+def run_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """`function(world, *args)` on `size` ranks, each a process of its own; their results in rank order.
+
+    The function stands at the top of a test module, so that a fresh process finds it.
+    """
+    if size == 1:
+        return [function(World(), *args)]
+    pipes, processes = [], []
+    with reserved_port() as port:
+        try:
+            for rank in range(size):
+                ours, theirs = _context().Pipe(duplex=False)
+                given = (theirs, rank, size, port, function, args)
+                processes.append(_context().Process(target=_rank, args=given, daemon=True))
+                processes[-1].start()
+                theirs.close()
+                pipes.append(ours)
+            told = [pipe.recv() if pipe.poll(TIMEOUT) else (f"no result in {TIMEOUT} s", None) for pipe in pipes]
+            faults = [f"rank {rank}:\n{fault}" for rank, (fault, _) in enumerate(told) if fault is not None]
+            assert not faults, "\n".join(faults)
+            return [pickle.loads(value) for _, value in told]
+        finally:
+            for process in processes:
+                process.join(5)
+                process.kill()
+
+
+def end_ranks(size: int, function: Callable[..., int], *args: Any, timeout: float = TIMEOUT) -> list[End]:
+    """`sys.exit(function(world, *args))` on `size` ranks; how each of them ended. The function starts the world."""
+    context = _context()
+    with tempfile.TemporaryDirectory() as folder, reserved_port() as port:
+        errors = [Path(folder, str(rank)) for rank in range(size)]
+        processes = [
+            context.Process(target=_ending_rank, args=(str(errors[rank]), rank, size, port, function, args))
+            for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout)
+        try:
+            assert all(process.exitcode is not None for process in processes), "a rank did not end"
+            return [
+                End(process.exitcode or 0, error.read_text()) for process, error in zip(processes, errors, strict=True)
+            ]
+        finally:
+            for process in processes:
+                process.kill()
+
+
+def python(code: str, *arguments: str, **env: str) -> str:
+    """What code prints in a fresh process, where the Hub's settings are read from the environment as users set them."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**clean, **env}, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def command_runs(mark: str) -> bool:
+    """Whether a process has `mark` in its command line; one that has ended has none, reaped or not."""
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in process.read_bytes():
+                return True
+    return False
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port on which the ranks of one test meet and which the system gives to nobody else meanwhile.
+
+    The socket is bound and does not listen: rank 0 may listen there, as both sockets set SO_REUSEADDR, and the port
+    stays out of those that the system picks for port 0 and for outgoing connections.
+    """
+    dual = socket.has_dualstack_ipv6()
+    with socket.socket(socket.AF_INET6 if dual else socket.AF_INET) as held:
+        if dual:
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        yield held.getsockname()[1]
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    # Imported once there, not once a rank: open_clip takes seconds, and so does dynamo, which DDP imports.
+    context.set_forkserver_preload(
+        ["torch", "torch._dynamo", "clipstream.distributed.world", "clipstream.models.towers"]
+    )
+    return context
+
+
+def _world(rank: int, size: int, port: int) -> World:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    return World(rank=rank, size=size, local_rank=rank, local_size=size)
+
+
+def _rank(pipe: Any, rank: int, size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    world = _world(rank, size, port)
+    try:
+        world.start()
+        # Plain pickle: torch's own way of sending a tensor needs the sender to live until it is read.
+        pipe.send((None, pickle.dumps(function(world, *args))))
+    except BaseException:
+        pipe.send((traceback.format_exc(), None))
+    finally:
+        world.stop()
+
+
+def _ending_rank(
+    errors: str, rank: int, size: int, port: int, function: Callable[..., int], args: tuple[Any, ...]
+) -> None:
+    with open(errors, "wb") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    sys.exit(function(_world(rank, size, port), *args))

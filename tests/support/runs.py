@@ -1,0 +1,99 @@
+"""Whole training runs in processes: flags, starting, waiting, reading weights and metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from clipstream.distributed.world import World
+from clipstream.train import main
+from tests.support.pictures import make_shards
+from tests.support.ranks import TIMEOUT
+
+OWN = Path(__file__).parents[1].parent
+MODEL = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": 16, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8},
+    "text_cfg": {"context_length": 8, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
+}
+
+
+def furnish(folder: Path) -> Path:
+    """Give a folder shards and a small model's configuration, which `flags` name."""
+    make_shards(folder / "pairs", [21, 17, 19, 5])
+    make_shards(folder / "val", [11, 9], start=100)
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A furnished folder."""
+    return furnish(tmp_path_factory.mktemp("train"))
+
+
+def flags(place: Path, name: str, *more: str, steps: int = 8) -> list[str]:
+    """A small run's command line, in a precision that does not depend on the processor."""
+    return [
+        "--train-data", f"{place}/pairs/{{00000..00003}}.tar", "--model", f"{place}/model.json", "--logs",
+        f"{place}/runs", "--name", name, "--steps", str(steps), "--data.global-batch-size", "24", "--workers", "1",
+        "--lr", "1e-3", "--device", "cpu", "--run.threads", "1", "--log.every", "1", "--checkpoint.every", "2",
+        "--log.tensorboard", "false", "--precision", "fp32", *more,
+    ]  # fmt: skip
+
+
+def lines(place: Path, name: str, key: str = "loss") -> list[dict[str, Any]]:
+    """The lines of a kind in a run's metrics, without what the clock makes."""
+    records = [json.loads(line) for line in (place / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    clock = ("samples_per_s", "data_wait", "bottleneck", "seconds", "time")
+    return [{k: v for k, v in record.items() if k not in clock} for record in records if key in record]
+
+
+def weights(place: Path, name: str, step: int, file: str = "open_clip_model") -> dict[str, torch.Tensor]:
+    checkpoint = place / "runs" / name / "checkpoints" / f"step_{step:08d}"
+    return load_file(checkpoint / f"{file}.safetensors")
+
+
+def same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def wait_for_step(place: Path, name: str, step: int, process: subprocess.Popen[bytes]) -> None:
+    """Wait until a run has written a step's line."""
+    path = place / "runs" / name / "metrics.jsonl"
+    limit = time.monotonic() + TIMEOUT
+    while not (path.exists() and f'"step": {step},' in path.read_text()):
+        assert process.poll() is None, "the run ended before it was to be disturbed"
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def start(argv: list[str], ranks: int = 1, port: int = 0) -> list[subprocess.Popen[bytes]]:
+    """The command on some ranks, each a process of its own; several meet on a port that the caller has reserved."""
+    env = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+           "MASTER_PORT": str(port)}  # fmt: skip
+    command = [sys.executable, "-m", "clipstream.train", *argv]
+    return [
+        subprocess.Popen(
+            command, cwd=OWN, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+
+
+def train_on(world: World, argv: list[str]) -> int:
+    """A rank's run, as a launcher starts it."""
+    os.environ.update(
+        RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.rank), LOCAL_WORLD_SIZE=str(world.size)
+    )
+    return main(argv)

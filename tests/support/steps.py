@@ -1,0 +1,91 @@
+"""Tiny towers, batches, and the full-batch reference of a training step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from clipstream.data.batch import Batch, ImageSpec
+from clipstream.losses.contrastive import ClipLoss, SiglipLoss
+from clipstream.losses.reference import sigmoid_loss, softmax_loss
+from clipstream.losses.settings import ClipLossSettings, SiglipLossSettings
+
+SIZE, TOKENS, VOCABULARY, WIDTH = 4, 5, 11, 6
+CUTS = {1: [10], 2: [7, 3], 3: [5, 1, 4], 4: [3, 1, 4, 2]}
+LOSSES = {"clip": ClipLoss(ClipLossSettings()), "siglip": SiglipLoss(SiglipLossSettings())}
+
+
+class Features(NamedTuple):
+    """As clipstream.models.towers has it, without the import of open_clip in every process."""
+
+    image: torch.Tensor
+    text: torch.Tensor
+    logit_scale: torch.Tensor
+    logit_bias: torch.Tensor | None
+
+
+class TinyTowers(nn.Module):
+    """Two small towers with the interface of clipstream.models.towers.Towers."""
+
+    def __init__(self, kind: str = "clip", *, dropout: float = 0.0, batch_norm: bool = False) -> None:
+        super().__init__()
+        self.image, self.context_length = ImageSpec((SIZE, SIZE)), TOKENS
+        self.has_batch_norm = batch_norm
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.clip: Any = nn.Module()
+            self.clip.visual = nn.Sequential(
+                nn.Linear(3 * SIZE * SIZE, 9),
+                nn.BatchNorm1d(9) if batch_norm else nn.LayerNorm(9),
+                nn.Tanh(),
+                nn.Dropout(dropout),
+                nn.Linear(9, WIDTH),
+            )
+            self.clip.words = nn.Embedding(VOCABULARY, 8)
+            self.clip.text = nn.Sequential(nn.Dropout(dropout), nn.Linear(8, WIDTH))
+        self.clip.logit_scale = nn.Parameter(torch.tensor(math.log(10.0)))
+        self.clip.logit_bias = nn.Parameter(torch.tensor(-4.0)) if kind == "siglip" else None
+
+    def forward(self, pixels: torch.Tensor, ids: torch.Tensor) -> Features:
+        """As Towers.forward."""
+        image = self.clip.visual(pixels.to(self.clip.words.weight.dtype).flatten(1) / 255)
+        text = self.clip.text(self.clip.words(ids).mean(1))
+        unit = lambda x: F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)  # noqa: E731
+        return Features(unit(image), unit(text), self.clip.logit_scale.exp(), self.clip.logit_bias)
+
+    def description(self) -> dict[str, bytes]:
+        """As Towers.description."""
+        return {"open_clip_config.json": b"{}"}
+
+
+def make_batch(step: int = 0, rank: int = 0, size: int = 1, weights: torch.Tensor | None = None) -> Batch:
+    """A rank's part of global batch `step`."""
+    generator = torch.Generator().manual_seed(step)
+    n = sum(CUTS[1])
+    pixels = torch.randint(0, 256, (n, 3, SIZE, SIZE), dtype=torch.uint8, generator=generator)
+    ids = torch.randint(0, VOCABULARY, (n, TOKENS), dtype=torch.int32, generator=generator)
+    weights = torch.ones(n) if weights is None else weights
+    start, stop = sum(CUTS[size][:rank]), sum(CUTS[size][: rank + 1])
+    part = slice(start, stop)
+    keys = tuple(f"0.tar/{number}" for number in range(start, stop))
+    return Batch(pixels[part], ids[part], weights[part], keys, torch.zeros(stop - start), step, n)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """At learning rate 1, weights move by the gradient."""
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+
+
+def reference(kind: str, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The full batch's loss and gradients by the papers' formulas, on one process."""
+    model, batch = TinyTowers(kind).double(), make_batch()
+    assert batch.pixels is not None
+    image, text, scale, bias = model(batch.pixels, batch.ids)
+    logits = scale * image @ text.T + (0 if bias is None else bias)
+    loss = (softmax_loss if kind == "clip" else sigmoid_loss)(logits, weights, torch.arange(len(weights)))
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}

@@ -1,0 +1,170 @@
+"""A trainer with stand-ins for its parts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+from clipstream.data.batch import Batch
+from clipstream.data.loader.health import DroppedSample as Lost
+from clipstream.data.loader.stage_timing import StageTimes
+from clipstream.data.order.state import DataState
+from clipstream.distributed.signals import StopSignals
+from clipstream.distributed.world import World
+from clipstream.training.gradcache import Loss
+from clipstream.training.optim import build_optimizer
+from clipstream.training.optim.adamw import AdamW
+from clipstream.training.rollback import Rollback
+from clipstream.training.settings import TrainSettings
+from clipstream.training.state import TrainState
+from clipstream.training.step import TrainStep
+from clipstream.training.trainer import Trainer
+from tests.support.steps import LOSSES, TinyTowers, make_batch
+from tests.support.timings import lap
+
+
+class Health:
+    """Counts as clipstream.data.loader.health has them."""
+
+    def __init__(self) -> None:
+        self.used, self.dropped = 0, {"no_caption": 1}
+        self.losses = [Lost("train", "a/00.tar", "k1", "no_caption", "no txt")]
+
+    def take_dropped(self) -> list[Lost]:
+        """One, the first time."""
+        taken, self.losses = self.losses, []
+        return taken
+
+    def summary(self) -> dict[str, Any]:
+        """By source."""
+        return {"train": {"used": self.used, "dropped": self.dropped}}
+
+
+class Batches:
+    """A rank's stream of batches; every one takes 10 ms."""
+
+    def __init__(self, world: World, start: int = 0, end: int = 1000, kill_at: int = -1) -> None:
+        self.world, self.step, self.end, self.kill_at = world, start, end, kill_at
+        self.wait_seconds, self.health = 0.0, Health()
+
+    def __next__(self) -> Batch:
+        if self.step == self.end:
+            raise StopIteration
+        if self.step == self.kill_at:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.01)
+        self.wait_seconds += 0.01
+        batch = make_batch(self.step, self.world.rank, self.world.size)
+        self.step += 1
+        self.health.used += len(batch)
+        return batch
+
+    def state(self) -> DataState:
+        """Position."""
+        return DataState(self.step)
+
+    def take_times(self) -> StageTimes:
+        """One stage, which takes all of the waiting."""
+        times = StageTimes()
+        times.add([lap("decode", 0.01)])
+        return times
+
+
+class Lines(list[dict[str, Any]]):
+    """A sink that keeps the records."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Keep it."""
+        self.append(record)
+
+
+class Save(NamedTuple):
+    """A checkpoint in memory."""
+
+    state: TrainState
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+
+
+class Run:
+    """A trainer with its parts, which makes its checkpoints, and what came out of it."""
+
+    has_room = True
+
+    def __init__(
+        self,
+        world: World,
+        total: int,
+        save: Save | None = None,
+        save_every: int = 0,
+        loss: Loss = LOSSES["clip"],
+        **batches: int,
+    ) -> None:
+        self.model = TinyTowers()
+        optimizer = build_optimizer(self.model, AdamW.Settings(lr=0.01), "ViT")
+        self.lines, self.evaluations = Lines(), []
+        self.saves: list[Save] = []
+        self.save_every, self.checks = save_every, 0
+        state = None
+        if save:
+            state = TrainState.from_json(json.loads(json.dumps(save.state.to_json())))
+            self.model.load_state_dict(save.model)
+            optimizer.load_state_dict(deepcopy(save.optimizer))  # which would train on the save's own tensors
+        self.signals = StopSignals()
+        self.optimizer = optimizer
+        self.trainer = Trainer(
+            TrainStep(self.model, loss, optimizer, world),
+            Batches(world, start=state.data.step if state else 0, **batches),
+            lr=lambda step: 0.01 / (step + 1),
+            world=world,
+            total_steps=total,
+            log_every=3,
+            sinks=[self.lines],
+            evaluate=lambda step, last: self.evaluations.append((step, last)),
+            writer=self,
+            signals=self.signals,
+            rollback=Rollback(TrainSettings(max_nonfinite=3), self.restore, state and state.rollback),
+            state=state,
+            epoch_samples=20,
+        )
+
+    def due(self, step: int) -> bool:
+        """At multiples."""
+        return bool(self.save_every) and step % self.save_every == 0
+
+    def save(self, state: TrainState) -> None:
+        """Keep a copy of everything, as a checkpoint has it."""
+        self.saves.append(Save(state, deepcopy(self.model.state_dict()), deepcopy(self.optimizer.state_dict())))
+
+    def check(self) -> None:
+        """Count how often it is asked."""
+        self.checks += 1
+
+    def finish(self) -> bool:
+        """Whether the disk has room."""
+        return self.has_room
+
+    def restore(self, good: Sequence[int]) -> int | None:
+        """Put back the newest of these saves."""
+        found = next((save for save in reversed(self.saves) if save.state.step in good), None)
+        if found is None:
+            return None
+        self.model.load_state_dict(found.model)
+        self.optimizer.load_state_dict(deepcopy(found.optimizer))
+        return found.state.step
+
+    def go(self) -> Run:
+        """Train."""
+        with self.signals:
+            self.trainer.run()
+        return self
+
+    def training_lines(self) -> list[dict[str, Any]]:
+        """Without what depends on the clock."""
+        timed = ("samples_per_s", "data_wait", "bottleneck")
+        return [{k: v for k, v in line.items() if k not in timed} for line in self.lines if "loss" in line]

@@ -1,0 +1,165 @@
+"""The verb check: content of shards, used and dropped samples, and the flag that reads them."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from clipstream.check import main
+from clipstream.data.batch import ImageSpec
+from clipstream.data.decode.sample_profile import Profile
+from clipstream.data.decode.train_transform import TrainTransform
+from clipstream.data.order.rng import SampleRNG
+from clipstream.data.settings import AugmentSettings, CaptionSettings, JsonCaption, SourceSettings, TextCaption
+from clipstream.errors import Dropped
+from clipstream.tools.check import look
+from tests.support.image_files import save
+from tests.support.ranks import TIMEOUT
+from tests.support.tars import write_tar
+
+JPG, PNG = b"\xff\xd8\xff\xe0", b"\x89PNG\r\n\x1a\n"
+EMOJI = {"caption": {"en": "panda face", "alt": ["panda"]}, "category": "Animals", "unified": "1F43C"}
+
+
+def picture(colour: str) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8), colour).save(file, "PNG")
+    return file.getvalue()
+
+
+def profile_of(*samples: dict[str, bytes | str]) -> Profile:
+    profile = Profile()
+    for sample in samples:
+        profile.add({k: v.encode() if isinstance(v, str) else v for k, v in sample.items()})
+    return profile
+
+
+@pytest.mark.parametrize(
+    ("sample", "caption", "flags"),
+    [
+        ({"png": PNG, "json": json.dumps(EMOJI)}, TextCaption(), ["--caption-json caption.en"]),
+        ({"png": PNG, "json": json.dumps(EMOJI)}, JsonCaption(path="caption.de"), ["--caption-json caption.en"]),
+        ({"png": PNG, "json": json.dumps(EMOJI)}, JsonCaption(path="Caption.EN"), []),
+        ({"png": PNG, "txt": "a dog", "json": '{"caption": "a"}'}, TextCaption(key="cap"), ["--caption-key txt"]),
+        ({"png": PNG, "txt": "a dog", "json": '{"text": "a"}'}, JsonCaption(path="x"), ["--caption-json text"]),
+        ({"img": JPG, "cls": "3", "caption.txt": "a dog"}, TextCaption(),
+         ["--image-key img", "--caption-key caption.txt"]),
+        ({"png": PNG, "json": '{"texts": [{"t": "a b"}, {"t": "c"}], "url": "u"}'}, TextCaption(),
+         ["--caption-json 'texts.*.t'"]),
+        ({"png": PNG, "json": '{"url": "http://x/a.jpg", "status": "ok", "w": 3}'}, TextCaption(), []),
+    ],
+)  # fmt: skip
+def test_the_flag_that_reads_it(sample: dict[str, bytes | str], caption: CaptionSettings, flags: list[str]) -> None:
+    assert profile_of(sample, sample).suggestion("jpg;png", caption) == flags
+
+
+def test_advice_says_what_was_seen() -> None:
+    advice = profile_of(*[{"png": PNG, "json": json.dumps(EMOJI)}] * 3).advice("jpg;png", TextCaption())
+    for part in ("3 samples", "png (3)", "json (3)", '"panda face"', "member txt", "use --caption-json caption.en"):
+        assert part in advice
+
+
+def test_dots_in_keys_are_explained() -> None:
+    profile = profile_of(*[{f"{i}.jpg": JPG, f"{i}.txt": "a"} for i in range(9)])
+    assert "first dot" in profile.advice("jpg", TextCaption())
+
+
+def test_profiles_merge_as_if_all_samples_had_gone_into_one() -> None:
+    samples: list[dict[str, bytes | str]] = [
+        {"png": PNG, "json": '{"a": null, "b": "x"}'}, {"PNG": PNG, "json": '{"a": "late"}'}, {"json": "no json"},
+    ]  # fmt: skip
+    one, first, rest = profile_of(*samples), profile_of(samples[0]), profile_of(*samples[1:])
+    first.merge(pickle.loads(pickle.dumps(rest)))
+    assert vars(first) == vars(one)
+    field = one.json_fields["a"]
+    assert (field.samples, field.type, field.example) == (2, "str", '"late"')
+    assert one.suffixes == {"png": 2, "json": 3}
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> str:
+    samples = [
+        {"__key__": f"{i:02d}", "png": picture("red") if i else b"\x89PNG\r\n\x1a\nbroken", "json": json.dumps(EMOJI)}
+        for i in range(6)
+    ]
+    write_tar(tmp_path / "0.tar", samples[:3])
+    write_tar(tmp_path / "1.tar", samples[3:])
+    return f"{tmp_path}/{{0..2}}.tar"
+
+
+def test_a_view_with_the_right_settings(shards: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([shards, "--caption-json", "caption.en"]) == 0
+    out = capsys.readouterr().out
+    for part in ("3 shards: 6 samples read", "not there: 1 of them", "caption.alt", "83.3%", "panda face",
+                 "undecodable_image", "0.tar/00", "--caption-json caption.en"):  # fmt: skip
+        assert part in out
+
+
+def test_nothing_usable_is_exit_code_3(shards: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([shards]) == 3
+    captured = capsys.readouterr()
+    assert "use --caption-json caption.en" in captured.err and "caption.en" in captured.out
+    assert main([shards.replace("{0..2}", "9")]) == 3
+
+
+def test_wrong_usage_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert main([f"{tmp_path}/a.tar", "--caption-json", "a..b"]) == 2
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 2
+    assert "is a folder" in capsys.readouterr().err
+
+
+def test_a_damaged_shard_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    samples = [{"__key__": str(i), "png": picture("red"), "txt": "a"} for i in range(9)]
+    path = write_tar(tmp_path / "a.tar", samples)
+    path.write_bytes(path.read_bytes()[:-12_000])
+    assert main([str(path)]) == 0
+    assert "missing_end" in (out := capsys.readouterr().out) or "truncated" in out
+
+
+def test_the_verb_imports_no_torch(shards: str) -> None:
+    code = f"import sys; from clipstream.check import main; main([{shards!r}]); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=TIMEOUT).returncode == 0
+
+
+def test_a_manifest_is_seen_with_its_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLIPSTREAM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.png").write_bytes(picture("red"))
+    rows = [{"filepath": "a.png" if n % 3 else f"{n}.png", "caption": {"en": f"text {n}"}} for n in range(300)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert main([f"{tmp_path}/pairs.jsonl", "--caption-json", "caption.en", "--samples", "100"]) == 0
+    out = capsys.readouterr().out
+    assert "1 manifest, 300 samples: 100 samples read" in out and "caption.en" in out
+    assert "missing_picture" in out and "100.0%" not in out
+    assert main([f"{tmp_path}/pairs.jsonl", "--caption-json", "caption.en", "--folder", f"{tmp_path}/none"]) == 3
+    assert "begin elsewhere? Say where by --folder" in capsys.readouterr().err
+    assert main([f"{tmp_path}/pairs.jsonl", "--image-key", "path"]) == 3
+    assert "its columns are filepath, caption" in (err := capsys.readouterr().err) and "by --image-key" in err
+
+
+def test_pictures_are_used_and_dropped_as_training_does(tmp_path: Path) -> None:
+    transform = TrainTransform(ImageSpec((16, 16)), AugmentSettings(), "white")
+    samples, dropped = [], Counter[str]()
+    sizes = [(10, 30_000), (30_000, 10), (10, 200), (10, 201), (1, 1), (40, 30)]
+    pictures = [save(Image.new("RGB", size), kind) for size in sizes for kind in ("PNG", "JPEG")]
+    for number, data in enumerate([*pictures, save(Image.new("P", (40, 30))), pictures[-1][:-300], b"none"]):
+        samples.append({"__key__": f"{number}", "jpg": data, "txt": "a caption"})
+        try:
+            transform(data, SampleRNG(number))
+        except Dropped as drop:
+            dropped[drop.reason] += 1
+    view = look(SourceSettings(shards=str(write_tar(tmp_path / "0.tar", samples))), 0)
+    assert view.drops == dropped == {"image_too_thin": 6, "undecodable_image": 2}
+    assert view.used == len(samples) - 8

@@ -1,0 +1,288 @@
+"""The verb evaluate: from a run's folder or a checkpoint to a table and files, on one and two ranks."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clipstream.checkpoint.async_writer import AsyncWriter
+from clipstream.config.flags import own_flags
+from clipstream.config.settings import Settings, dump
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.evals.evaluators.retrieval import Retrieval
+from clipstream.evals.fingerprints import of_weights
+from clipstream.evals.settings import RetrievalSettings
+from clipstream.evaluate import main
+from clipstream.models.settings import ModelSettings
+from clipstream.models.towers import build_towers
+from clipstream.report.terminal import evaluation_line, table
+from clipstream.tools.evaluate import OWN_FLAGS, locate
+from clipstream.training.settings import CheckpointSettings
+from clipstream.training.state import TrainState
+from tests.support import hubtree
+from tests.support.browser import look, needs_browser
+from tests.support.evaluating import CONFIG, context_of, tiny_towers
+from tests.support.pictures import ByteTokenizer, make_shards
+from tests.support.ranks import TIMEOUT
+from tests.support.savers import damage, fill, small_disk
+
+OWN = Path(__file__).parents[1].parent
+BYTES = {"type": "tests.tools.test_evaluate:Bytes"}
+
+
+class Bytes(ByteTokenizer):
+    """The tests' tokenizer as a user's own."""
+
+    def __init__(self, settings: Any) -> None:
+        """Constructed with its settings."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder as training leaves it, with one checkpoint."""
+    folder: Path = tmp_path_factory.mktemp("logs") / "tiny"
+    make_shards(folder.parent / "pairs", [9, 12])
+    data = {"shards": f"{folder.parent}/pairs/*.tar"}
+    settings = {
+        "run": {"device": "cpu", "threads": 1},
+        "data": {"workers": 0},
+        "tokenizer": BYTES,
+        "train": {"precision": "fp32"},
+        "evals": {
+            "val": {"type": "retrieval", "data": data, "batch_size": 8},
+            "kinds": {"type": "zero_shot", "data": data, "classes": ["a", "b", "c"], "templates": "plain"},
+        },
+    }
+    towers = tiny_towers()
+    optimizer = torch.optim.AdamW(towers.parameters())
+    kept = CheckpointSettings(keep_best="val/loss")
+    saver = AsyncWriter(folder / "checkpoints", World(), kept, towers=towers, optimizer=optimizer)
+    saver.save(TrainState(7))
+    saver.on_eval([{"step": 7, "eval": "val", "loss": 1.0}])
+    assert saver.finish()
+    (folder / "config.yaml").write_text(dump(Settings.model_validate(settings)))
+    return folder
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_checkpoint_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--checkpoint", str(run / "checkpoints" / "step_00000007")]) == 0
+    val, kinds = lines(run / "evaluations.jsonl")
+    expected = dict(Retrieval(RetrievalSettings.model_validate(val["settings"]))(context_of(World())))
+    assert {name: val[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+    assert (val["step"], val["eval"], val["checkpoint"], val["n"]) == (7, "val", "step_00000007", 21)
+    assert (kinds["eval"], kinds["top5"], kinds["settings"]["classes"]) == ("kinds", 1.0, ["a", "b", "c"])
+    shown = capsys.readouterr().out
+    assert "image_to_text_R@10" in shown and "chance" in shown and "evaluations.jsonl" in shown
+
+
+@pytest.mark.slow
+def test_flags_lie_over_the_runs_settings_on_two_ranks(run: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out" / "figures.jsonl"
+    flags = ["--evals.kinds", "null", "--evals.val.max-samples", "13", "--output", str(output)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, "-m", "clipstream.evaluate", "--checkpoint", str(run / "checkpoints" / "step_00000007"), *flags],
+        cwd=OWN, capture_output=True, text=True, timeout=TIMEOUT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (record,) = lines(output)
+    assert (record["eval"], record["n"]) == ("val", 13)
+    assert done.stdout.count("image_to_text_R@1 ") == 1
+
+
+def test_any_folder_that_open_clip_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_towers().save_pretrained(tmp_path / "model")
+    make_shards(tmp_path / "pairs", [5])
+    argv = ["--checkpoint", str(tmp_path / "model"), "--val-data", f"{tmp_path}/pairs/*.tar", "--device", "cpu"]
+    argv += ["--tokenizer", BYTES["type"], "--workers", "0", "--run.threads", "1", f"--output={tmp_path}/out.jsonl"]
+    assert main(argv) == 2 and "tokenizer" in capsys.readouterr().err
+    assert main([*argv, "--model.allow-mismatch"]) == 0
+    (record,) = lines(tmp_path / "out.jsonl")
+    assert (record["step"], record["n"], record["checkpoint"]) == (0, 5, "model")
+
+
+def test_a_model_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By a configuration and open_clip's own checkpoint, and by a name on the Hub; figures as CSV."""
+    make_shards(tmp_path / "pairs", [5, 4])
+    common = ["--device", "cpu", "--workers", "0", "--run.threads", "1", "--out", f"{tmp_path}/out.csv"]
+    common += ["--val-data", f"{tmp_path}/pairs/*.tar", "--model.allow-mismatch"]
+    config = tmp_path / "tiny.json"
+    config.write_text(json.dumps(CONFIG))
+    clip = tiny_towers(3).clip
+    torch.save({"epoch": 1, "state_dict": {f"module.{k}": v for k, v in clip.state_dict().items()}}, tmp_path / "e.pt")
+    own = ["--model", str(config), "--pretrained", f"{tmp_path}/e.pt", "--tokenizer", BYTES["type"]]
+    assert main([*own, *common]) == 0
+    snapshot = hubtree.build(tmp_path / "hub")
+    hub = ["--model", f"hf-hub:{hubtree.REPO}", "--cache-dir", str(tmp_path / "hub")]
+    assert main([*hub, *common]) == 0
+    shown = capsys.readouterr().out
+    assert f"{config} {tmp_path}/e.pt on val" in shown and f"hf-hub:{hubtree.REPO} on val" in shown
+    with (tmp_path / "out.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["metric"] == "n"]
+    assert [row["value"] for row in rows] == ["9", "9"] and rows[0]["pretrained"] == f"{tmp_path}/e.pt"
+    saved = build_towers(ModelSettings(name=f"local-dir:{snapshot}"), seed=0)
+    expected = [of_weights(towers.state_dict()) for towers in (tiny_towers(3), saved)]
+    assert [row["weights"] for row in rows] == expected and rows[0]["pictures"] == rows[1]["pictures"] != ""
+    assert main(["--checkpoint", f"{tmp_path}/e.pt"]) == 2
+    assert "give --model NAME --pretrained FILE" in capsys.readouterr().err
+
+
+@needs_browser
+def test_a_page_with_the_pictures_of_each_evaluation(run: Path, tmp_path: Path) -> None:
+    page = tmp_path / "pages" / "page.html"
+    flags = ["--evals.val.prompts", "[ein großer Hund]", "--evals.bad", "{type: zero_shot, classes: [a, b], templates: "
+             f"plain, data: {{shards: {run}/none.tar}}}}", "--output", f"{tmp_path}/out.csv"]  # fmt: skip
+    assert main(["--checkpoint", str(run), *flags, "--report", str(page)]) == 3
+    dom, complaints = look(page, 400)
+    assert complaints == []
+    assert "<h1>tiny step_00000007</h1>" in dom and "<h4>“ein großer Hund”</h4>" in dom and "<h4>best</h4>" in dom
+    assert "Examples of kinds" in dom and "the worst classes" in dom and dom.count("data:image/jpeg") > 20
+    assert re.search(r"failed at step 7: evals.bad: .*none.tar is not there", dom)
+    assert "<h2>Training</h2>" not in dom and "0 steps" not in dom, "there is none to tell of"
+    assert not list(run.glob("pictures")), "the run's own stay what they are"
+
+
+def test_files_that_cannot_be_written_are_told_before_and_cost_no_other_figures(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = ["--checkpoint", str(run), "--evals.kinds", "null"]
+    (tmp_path / "file").touch()
+    for flag, path in (("--output", tmp_path), ("--report", tmp_path), ("--output", tmp_path / "file" / "x.csv")):
+        assert main([*checkpoint, "--output", str(tmp_path / "out.jsonl"), flag, str(path)]) == 2
+        shown = capsys.readouterr()
+        assert "cannot be written" in shown.err and f"name another file by {flag}" in shown.err
+        assert "on val" not in shown.out and not (tmp_path / "out.jsonl").exists()
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with small_disk(disk, "64k"):
+        output = disk / "out.jsonl"
+        assert main([*checkpoint, "--output", str(output)]) == 0
+        before = output.read_bytes()
+        ballast = fill(disk, 0)
+        capsys.readouterr()
+        for _ in range(8):  # until the last block of the file is full
+            if (code := main([*checkpoint, "--output", str(output)])) != 0:
+                break
+        shown = capsys.readouterr()
+        assert code == 1 and shown.err.count(f"warning: {output} could not be written: No space left") == 1
+        assert "image_to_text_R@10" in shown.out and f"error: {output} lacks what was evaluated" in shown.err
+        assert output.read_bytes().startswith(before)
+        ballast.unlink()
+        assert main([*checkpoint, "--output", str(output)]) == 0
+        assert all(json.loads(line)["eval"] == "val" for line in output.read_text().splitlines()), "no line is torn"
+
+
+def test_what_fails_is_told_at_the_end_and_by_the_exit_code(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = ["--evals.bad", f"{{type: retrieval, data: {{shards: {run}/none.tar}}}}"]
+    kinds = ["--evals.kinds", "null", "--output", str(run / "some.jsonl")]
+    assert main(["--checkpoint", str(run), *kinds, *bad]) == 3
+    shown = capsys.readouterr()
+    assert "image_to_text_R@10" in shown.out and shown.err.count("evaluation 'bad' failed") == 1
+    assert shown.err.splitlines()[-1].startswith("error: evals.bad: ")
+    val, failed = lines(run / "some.jsonl")
+    assert val["n"] == 21 and failed["eval"] == "bad" and "none.tar is not there" in failed["error"]
+    assert main(["--checkpoint", str(run), *kinds, *bad, "--evals.val", "null"]) == 3
+    alone = capsys.readouterr()
+    assert "metric" not in alone.out, "no table without figures"
+    assert all(text.count("none.tar is not there") == 1 for text in (shown.err, alone.err)), "the reason once"
+    assert main(["--checkpoint", str(run), *kinds, *bad, "--evals.val", bad[1].replace("none", "no")]) == 3
+    both = capsys.readouterr().err.splitlines()
+    assert [line[:17] for line in both if line.startswith("error")] == ["error: evals.val:", "error: evals.bad:"]
+
+
+def test_a_run_stands_for_its_latest_checkpoint_and_best_for_its_best(run: Path) -> None:
+    for path in (run, run / "checkpoints" / "best", run / "checkpoints" / "latest"):
+        assert (locate(str(path)).step, locate(str(path)).run) == (7, run)
+
+
+def test_damaged_weights_are_no_model_and_damaged_moments_do_not_matter(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    folder = copy / "checkpoints" / "step_00000007"
+    damage(folder / "optimizer.safetensors")
+    assert locate(str(copy)).step == 7
+    damage(folder / "open_clip_model.safetensors")
+    with pytest.raises(SettingsError, match="damaged: open_clip_model"):
+        locate(str(folder))
+
+
+def test_what_is_wrong_is_told(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2 and "--val-data" in capsys.readouterr().err
+    assert main(["--checkpoint"]) == 2 and "--checkpoint: needs a value" in capsys.readouterr().err
+    assert main(["--checkpoint", str(tmp_path / "no")]) == 2 and "no folder" in capsys.readouterr().err
+    assert main(["--checkpoint", str(tmp_path)]) == 2 and "open_clip_config.json" in capsys.readouterr().err
+    prompts = ["--checkpoint", str(run), "--evals.val.prompts", "[a cat]"]
+    assert main(prompts) == 2 and "give --report FILE.html" in capsys.readouterr().err
+    assert main([*prompts, "--report", f"{tmp_path}/x.html", "--log.pictures", "0"]) == 2
+    assert "evals.val.prompts: log.pictures is 0" in capsys.readouterr().err
+    assert main(["--checkpoint", str(run), "--model", "ViT-B-32"]) == 2
+    assert "--model" in capsys.readouterr().err
+    torn = tmp_path / "checkpoints" / "step_00000003"
+    tiny_towers().save_pretrained(torn)
+    for path in (tmp_path, torn):
+        with pytest.raises(SettingsError, match="whole"):
+            locate(str(path))
+
+
+def test_wrong_evaluators_are_told_before_any_model_is_looked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = {"type": "zero_shot", "data": {"shards": "a.tar"}, "classes": "none.txt", "templates": ["no place"]}
+    gone = {"type": "zero_shot", "data": {"shards": f"benchmark:{tmp_path}/none"}}
+    evals = ["--evals.kinds", json.dumps(kinds), "--evals.bare", "{type: retrieval}", "--evals.gone", json.dumps(gone)]
+    assert main(["--model", "no-such-model", *evals]) == 2
+    told = capsys.readouterr().err
+    for said in ("cannot read the file 'none.txt'", "'no place' has no {c}", "the evaluator has no data",
+                 f"evals.gone.classes: there is no folder {tmp_path}/none"):  # fmt: skip
+        assert said in told, said
+    assert "no-such-model" not in told
+
+
+def test_help_names_the_verbs_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--checkpoint" in shown and "--output" in shown and "--val-data" in shown
+    assert main(["--help", "all"]) == 0
+    assert "--evals.NAME" in capsys.readouterr().out
+
+
+def test_own_flags_are_taken_out() -> None:
+    assert own_flags(["--lr", "1", "--output=x", "--checkpoint", "run", "--a.b=c=d"], OWN_FLAGS) == (
+        {"--output": "x", "--checkpoint": "run"},
+        ["--lr", "1", "--a.b=c=d"],
+    )
+
+
+def test_the_table() -> None:
+    record = {"step": 7, "eval": "val", "text_to_image_R@1": 0.25, "n": 8, "chance_R@1": 0.125, "seconds": 1.5}
+    assert table([record]) == (
+        "evaluation  metric             value  chance\n"
+        "val         text_to_image_R@1  25.0%   12.5%\n"
+        "val         n                      8\n"
+        "val         seconds             1.5s"
+    )
+
+
+def test_losses_places_and_counts_are_no_shares() -> None:
+    record = {"step": 7, "eval": "val", "val_loss": 0.5, "text_to_image_median_rank": 1.0, "batches": 1, "top1": 1.0}
+    assert [line.split()[1:] for line in table([record]).splitlines()[1:]] == [
+        ["val_loss", "0.5"], ["text_to_image_median_rank", "1"], ["batches", "1"], ["top1", "100.0%"],
+    ]  # fmt: skip
+    assert evaluation_line(record) == (
+        "eval val at step 7:  top1 100.0%  val_loss 0.5  text_to_image_median_rank 1  batches 1"
+    )

@@ -1,0 +1,400 @@
+"""The verb stage: a run from copies equals the run from the server, and no partial copy counts as a shard."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import pty
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from clipstream.checkpoint.run_lock import held
+from clipstream.config.settings import load
+from clipstream.data.sources import side_index
+from clipstream.data.sources.registry import expand
+from clipstream.data.tar import Shard, scan
+from clipstream.data.transport.shard_cache import ShardCache
+from clipstream.stage import main
+from clipstream.utils.process_pool import Crashed, Done, Progress, run
+from tests.support.loaders import data, digests, loader
+from tests.support.pictures import make_shards, picture
+from tests.support.ranks import ROOT, TIMEOUT, command_runs
+from tests.support.sites import Site
+from tests.support.tars import tar_bytes, write_tar
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return make_shards(tmp_path_factory.mktemp("shards"), [13, 7, 20, 3, 16, 9])
+
+
+@pytest.fixture
+def site(shards: list[str]) -> Iterator[Site]:
+    running = Site()
+    running.bodies = {Path(shard).name: Path(shard).read_bytes() for shard in shards}
+    yield running
+    running.close()
+
+
+def tars(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*.tar"))}
+
+
+def copies(site: Site) -> dict[str, bytes]:
+    """What the folder holds when all of the site is there."""
+    return {f"sources/train/{name}": body for name, body in sorted(site.bodies.items())}
+
+
+def gets(site: Site) -> Counter[str]:
+    """How often each body was asked for, since the last call."""
+    found = Counter({name[4:]: count for name, count in site.asked.items() if name.startswith("GET ")})
+    site.asked.clear()
+    return found
+
+
+def command(out: str) -> list[str]:
+    """The flags of the command that a call ends with."""
+    found = re.findall(r"^train on them with: python -m clipstream.train (.*)$", out, re.MULTILINE)
+    assert len(found) == 1
+    return shlex.split(found[0])
+
+
+def process(*argv: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "clipstream.stage", *argv],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        # A shell starts what goes on in the background with SIGINT ignored, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+
+
+def wait_until(true: object) -> None:
+    end = time.monotonic() + TIMEOUT
+    while not true():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_run_on_the_copies_is_the_run_without_the_server(
+    site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    urls = f"{site.root}/{{00000..00005}}.tar"
+    flags = ["--train-data", urls, "--val-data", f"{site.root}/00003.tar", "--caption-json", "caption.en"]
+    first = loader(data(urls))
+    for _ in range(4):
+        next(first)
+    state = first.state()
+    first.close()
+    expected = digests(data(urls), 1, 20)
+    assert main([str(tmp_path / "fast"), *flags, "--seed", "7"]) == 0
+    site.close()
+    assert tars(tmp_path / "fast") == {**copies(site), "evals/val/00003.tar": site.bodies["00003.tar"]}
+    settings = load(command(capsys.readouterr().out))
+    source, val = settings.data.sources["train"], settings.evals["val"].data
+    assert settings.run.seed == 7 and val is not None and val.caption == source.caption != data("x").sources["train"]
+    assert digests(data(source.shards), 1, 20) == expected
+    assert digests(data(source.shards), 2, 16, state) == expected[4:], "a run may go on with the copies"
+
+
+def test_settings_of_files_and_flags(site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, folder = tmp_path / "my.yaml", tmp_path / "fast"
+    (tmp_path / "pairs.csv").write_text("image,title\n")
+    file.write_text(f"""
+data:
+  sources:
+    web: {{shards: ['{site.root}/00000.tar', '{site.root}/00002.tar'], weight: 3}}
+    list: {{shards: {tmp_path}/pairs.csv}}
+    mixed: {{shards: 'toy:train::{site.root}/{{00004..00005}}.tar'}}
+evals:
+  animals: {{type: zero_shot, classes: [a, b], data: {{shards: {site.root}/00001.tar}}}}
+""")
+    flags = ["--config", str(file), "--data.sources.more.shards", f"{site.root}/00003.tar", "--steps=5"]
+    assert main([str(folder), *flags, "--data.sources.more.image-key", "jpg"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"sources\.list: left as it is.*pairs\.csv", out) and "toy:train" in out and "note" not in out
+    settings = load(command(out))
+    before = load([*flags, "--data.sources.more.image-key", "jpg"])
+    places = {"web": ["00000.tar", "00002.tar"], "mixed": ["{00004..00005}.tar"], "more": ["00003.tar"]}
+    for name, source in settings.data.sources.items():
+        wanted = [f"{folder}/sources/{name}/{file}" for file in places.get(name, [])]
+        wanted = ["toy:train", *wanted] if name == "mixed" else wanted or source.shards  # type: ignore[assignment]
+        assert source == before.data.sources[name].model_copy(update={"shards": wanted})
+    assert settings.evals["animals"].data.shards == [f"{folder}/evals/animals/00001.tar"]  # type: ignore[union-attr]
+    assert settings.train.steps == 5 and not (folder / "sources/list").exists()
+    sizes = json.loads((folder / "sources/mixed/sizes.json").read_text())
+    assert sizes == {"00004.tar": 16, "00005.tar": 9}
+    # A flag that sets more than the shards would go before any file.
+    assert main([str(folder), "--data.sources.web", f"{{shards: {site.root}/00000.tar, weight: 2}}"]) == 0
+    assert "--data.sources.web wins over files" in capsys.readouterr().out
+
+
+def test_a_second_call_copies_what_is_missing_damaged_or_changed(site: Site, tmp_path: Path) -> None:
+    argv = [str(tmp_path), "--train-data", f"{site.root}/{{00000..00005}}.tar"]
+    train = tmp_path / "sources/train"
+    assert main(argv) == 0
+    assert gets(site) == dict.fromkeys(site.bodies, 1)
+    assert main(argv) == 0
+    assert not gets(site)
+    (train / "00000.tar").unlink()
+    body = site.bodies["00001.tar"]
+    (train / "00001.tar").write_bytes(body[:9000] + bytes([body[9000] ^ 1]) + body[9001:])
+    (train / "00002.tar").write_bytes(site.bodies["00002.tar"][:-1])
+    site.bodies["00003.tar"] = site.bodies["00004.tar"]
+    with (tmp_path / "staged.jsonl").open("a") as file:
+        file.write('{"file": "sources/train/00004.tar", "sh')  # as a crash may leave it
+    assert main(argv) == 0
+    assert gets(site) == {f"0000{n}.tar": 1 for n in range(4)}
+    assert tars(tmp_path) == copies(site)
+    site.close()
+    assert main(argv) == 0, "what is here needs nobody"
+
+
+def test_a_killed_call_leaves_whole_shards_alone(site: Site, tmp_path: Path) -> None:
+    argv = [str(tmp_path), "--train-data", f"{site.root}/{{00000..00005}}.tar", "--jobs", "2"]
+    site.stuck = {"00002.tar", "00004.tar"}
+    killed = process(*argv)
+    wait_until(lambda: site.asked["GET 00004.tar"] and len(list((tmp_path / ".parts").glob("*"))) == 2)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    done = tars(tmp_path)
+    assert done == {name: body for name, body in copies(site).items() if name in done} and 2 <= len(done) < 6
+    assert list((tmp_path / ".parts").iterdir()) and not (tmp_path / "staged.yaml").exists()
+    site.free.set()
+    gets(site)
+    assert main(argv) == 0
+    assert gets(site) == {name: 1 for name in site.bodies if f"sources/train/{name}" not in done}
+    assert tars(tmp_path) == copies(site) and not (tmp_path / ".parts").exists()
+
+
+def test_an_interrupted_call_says_how_to_go_on(site: Site, tmp_path: Path) -> None:
+    site.stuck = {"00002.tar"}
+    mark = f"sleep 987{os.getpid()}"
+    stopped = process(str(tmp_path), "--train-data", f"{site.root}/{{00000..00005}}.tar::pipe:{mark}; cat x.tar")
+    wait_until(lambda: site.asked["GET 00002.tar"] and len(tars(tmp_path)) == 5 and command_runs(mark))
+    stopped.send_signal(signal.SIGINT)
+    _, err = stopped.communicate(timeout=TIMEOUT)
+    assert stopped.returncode == 75, err
+    assert "5 of 7 shards are in" in err and "go on by the same command" in err
+    assert "Traceback" not in err
+    assert not command_runs(mark) and not (tmp_path / ".parts").exists()
+
+
+def test_names_that_collide(site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    site.bodies = {f"{folder}/0.tar": site.bodies[f"0000{n}.tar"] for n, folder in enumerate("abc")}
+    site.bodies["0.tgz"] = site.bodies["a/0.tar"]
+    argv = [str(tmp_path), "--train-data", f"{site.root}/{{a,b,c,b}}/0.tar::{site.root}/0.tgz"]
+    for _ in range(2):
+        assert main(argv) == 0
+        shards = load(command(capsys.readouterr().out)).data.sources["train"].shards
+        assert isinstance(shards, list) and len(set(shards)) == 4 and shards[1] == shards[3]
+        names = ["a/0.tar", "b/0.tar", "c/0.tar", "b/0.tar", "0.tgz"]
+        assert [Path(shard).read_bytes() for shard in shards] == [site.bodies[name] for name in names]
+    assert Path(shards[0]).name == "0.tar"
+
+
+def test_credentials_are_never_shown(
+    site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PASSWORD", "HIDDEN0")
+    root = site.root.replace("http://", "http://me:${PASSWORD}@")
+    signed = f"{root}/00000.tar?X-Amz-Signature="
+    shards = [f"{signed}HIDDEN1&Expires=2", f"{root}/9.tar?token=HIDDEN2", "pipe:false --token HIDDEN3"]
+    argv = [str(tmp_path), "--train-data", "::".join(shards), "--val-data", f"{root}/9.csv?token=HIDDEN4"]
+    assert main(argv) == 3
+    captured = capsys.readouterr()
+    written = [path.read_bytes().decode(errors="replace") for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any("HIDDEN" in text for text in (captured.out, captured.err, *written))
+    assert "token=***" in captured.err
+    # Another signature is the same shard.
+    gets(site)
+    assert main([str(tmp_path), "--train-data", f"{signed}HIDDEN5&Expires=3"]) == 0
+    assert not gets(site)
+
+
+def test_what_cannot_be_had_is_told_and_the_rest_is_staged(
+    site: Site, shards: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = f"pipe:head -c 9000 '{shards[0]}'; exit 3"
+    whole = f"pipe:cat '{shards[1]}' -"
+    parts = [f"{site.root}/0000{n}.tar" for n in (2, 7)] + [shards[3], f"{tmp_path}/none.tar", half, whole]
+    argv = [str(tmp_path / "fast"), "--train-data", "::".join(parts)]
+    assert main(argv) == 3
+    captured = capsys.readouterr()
+    for told in ("3 of 6 shards", "00007.tar: Not Found", "exit status 3", "none.tar is not there", "same command"):
+        assert told in captured.err
+    assert tars(tmp_path / "fast") == {
+        f"sources/train/0000{n}.tar": Path(shards[n]).read_bytes() for n in (1, 2, 3)
+    }  # fmt: skip
+    named = load(command(captured.out)).data.sources["train"].shards
+    assert [Path(name).stem for name in expand(named)] == ["00002", "00007", "00003", "none", "00000", "00001"]
+    site.bodies["00007.tar"] = site.bodies["00005.tar"]
+    assert main([*argv[:2], "::".join([*parts[:2], whole])]) == 0
+
+
+def test_a_broken_shard_is_fetched_again_and_then_taken_as_it_is(
+    site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site.bodies["00002.tar"] = site.bodies["00002.tar"][:9000]
+    site.damaged["00001.tar"] = 1
+    argv = [str(tmp_path), "--train-data", f"{site.root}/{{00000..00002}}.tar", "--size", "8"]
+    assert main(argv) == 0
+    assert gets(site) == {"00000.tar": 1, "00001.tar": 2, "00002.tar": 2}
+    out = capsys.readouterr().out
+    assert re.search(r"warning: .*00002\.tar: truncated_member", out) and "00001.tar" not in out
+    assert tars(tmp_path)["sources/train/00002.tar"] == site.bodies["00002.tar"]
+    assert "20 resized" in out
+
+
+def test_smaller_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    samples = [{"__key__": f"{n}", "jpg": picture(n, 90), "txt": f"text {n}", "json": "{}"} for n in range(6)]
+    path = write_tar(tmp_path / "0.tar", [*samples, {"__key__": "6", "jpg": b"broken", "txt": "x"}])
+    argv = [str(tmp_path / "fast"), "--train-data", str(path), "--size", "40", "--format", "webp"]
+    for _ in range(2):
+        assert main(argv) == 0
+        assert "6 resized, 1 undecodable" in capsys.readouterr().out
+    shard = Shard(tmp_path / "fast/sources/train/0.tar")
+    assert shard.index.fault is None and [ref.key for ref in shard.index.samples] == [str(n) for n in range(7)]
+    for ref in shard.index.samples[:6]:
+        members = shard.load(ref)
+        assert Image.open(io.BytesIO(members.pop("webp"))).size[0] == 40
+        assert members == {"txt": f"text {ref.key}".encode(), "json": b"{}"}
+    shard.close()
+    assert main([*argv[:-4], "--size", "30"]) == 0
+    assert "6 resized" in capsys.readouterr().out, "other options make it anew"
+    assert main([*argv, "--image-key", "jpg;png"]) == 2
+    assert "--data.sources.train.image-key 'jpg;png;webp'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a small file system")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk(small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    body = tar_bytes([{"__key__": "0", "jpg": bytes(30_000), "txt": "x"}])
+    for number in range(4):
+        (tmp_path / f"{number}.tar").write_bytes(body)
+    shards = f"{tmp_path}/{{0..3}}.tar"
+    assert main([str(small_disk), "--train-data", shards]) == 3
+    assert "kB free: free some space there" in capsys.readouterr().err and not tars(small_disk), "known before"
+    piped = "::".join(f"pipe:cat '{tmp_path}/{number}.tar'" for number in range(4))
+    assert main([str(small_disk), "--train-data", piped, "--jobs", "1"]) == 3
+    err = capsys.readouterr().err
+    assert f"the disk of {small_disk} is full" in err and "2 of 4 shards are staged" in err
+    assert list(tars(small_disk).values()) == [body] * 2 and not (small_disk / "staged.yaml").exists()
+    assert not (small_disk / ".parts").exists()
+
+
+def test_one_call_at_a_time(shards: list[str], tmp_path: Path) -> None:
+    with held(tmp_path, "the folder", str):
+        assert main([str(tmp_path), "--train-data", shards[0]]) == 2
+    assert main([str(tmp_path), "--train-data", shards[0]]) == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ([], "name the folder first"),
+        (["--train-data", "0.tar"], "name the folder first"),
+        (["{tmp}", "--size", "0"], "--size"),
+        (["{tmp}", "--train-data", "0.tar", "--format", "gif"], "--format: expected keep, jpg, webp, png"),
+        (["{tmp}", "--train-data", "0.tar", "--quality", "9"], "--quality"),
+        (["{tmp}", "--train-data", "0.tar", "--jobs", "many"], "--jobs"),
+        (["{tmp}", "--train-datas", "0.tar"], "did you mean '--train-data'"),
+        (["{tmp}"], "nothing to stage"),
+        (["{tmp}", "--train-data", "synthetic:"], "nothing to stage"),
+        (["{tmp}", "--train-data", "{tmp}/none/*.tar"], "data.sources.train.shards"),
+        (["{tmp}", "--train-data", "{tmp}/0.tar"], "lies in"),
+        (["{tmp}/a{b,c}", "--train-data", "0.tar"], "name another"),
+        (["{tmp}/theirs", "--train-data", "0.tar"], "holds sources, which was not staged"),
+    ],
+)
+def test_wrong_usage(argv: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "theirs/sources").mkdir(parents=True)
+    assert main([word.replace("{tmp}", str(tmp_path)) for word in argv]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_the_verb_imports_no_torch(shards: list[str], tmp_path: Path) -> None:
+    argv = [str(tmp_path), "--train-data", shards[0], "--size", "9"]
+    code = f"import sys; from clipstream.stage import main; main({argv!r}); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=TIMEOUT).returncode == 0
+
+
+def test_a_bar_on_a_terminal(shards: list[str], tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    argv = [sys.executable, "-m", "clipstream.stage", str(tmp_path), "--train-data", "::".join(shards)]
+    done = subprocess.Popen(argv, cwd=ROOT, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    while block := _read(ours):
+        shown += block
+    assert done.wait(TIMEOUT) == 0
+    os.close(ours)
+    assert re.search(rb"staging.*6 of 6 shards", shown) and b"6 of 6 shards are in" in shown
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # the other end is closed
+        return b""
+
+
+def test_a_process_that_is_killed_costs_its_piece_alone() -> None:
+    def do(number: int, tell: object) -> int:
+        tell(number + 100)  # type: ignore[operator]
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number * number
+
+    events = list(run(do, 7, 2))
+    assert {event.number: event.result for event in events if isinstance(event, Done)} == {
+        number: number * number for number in (0, 1, 2, 4, 5, 6)
+    }
+    (died,) = (event for event in events if isinstance(event, Crashed))
+    assert died.number == 3 and "memory" in died.how
+    assert {event.amount - event.number for event in events if isinstance(event, Progress)} == {100}
+
+
+def test_copies_are_plain_and_have_an_index(shards: list[str], tmp_path: Path) -> None:
+    packed = tmp_path / "0.tar.gz"
+    packed.write_bytes(gzip.compress(Path(shards[0]).read_bytes()))
+    for more in ([], ["--size", "9"]):
+        assert main([str(tmp_path / "fast"), "--train-data", str(packed), *more]) == 0
+        ((name, body),) = tars(tmp_path / "fast").items()
+        copy = tmp_path / "fast" / name
+        assert name == "sources/train/0.tar" and (body == Path(shards[0]).read_bytes()) == (not more)
+        assert side_index.opened_by(str(copy), None) == scan(copy), "the mode indexed finds it"
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_who_may_read_a_copy_is_for_the_umask_to_say(site: Site, shards: list[str], tmp_path: Path, mask: int) -> None:
+    parts = [f"{site.root}/00000.tar", shards[1], f"pipe:cat '{shards[2]}'"]
+    before = os.umask(mask)
+    try:
+        assert main([str(tmp_path / "fast"), "--train-data", "::".join(parts)]) == 0
+        assert main([str(tmp_path / "small"), "--train-data", parts[0], "--size", "9"]) == 0
+        cached = ShardCache(str(tmp_path / "shards")).local(parts[0])
+    finally:
+        os.umask(before)
+    found = [*(tmp_path / "fast").rglob("*.tar"), *(tmp_path / "small").rglob("*.tar"), cached]
+    assert len(found) == 5 and {path.stat().st_mode & 0o777 for path in found} == {0o666 & ~mask}

@@ -1,0 +1,186 @@
+"""Early stopping: when a run ends, on several ranks, after a kill, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from clipstream.config.settings import load
+from clipstream.config.validate import validate_run
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.evals.settings import EvalSettings
+from clipstream.train import main
+from clipstream.training.early_stop import EarlyStop
+from clipstream.training.settings import EarlyStopSettings
+from tests.support.ranks import end_ranks
+from tests.support.runs import flags, furnish, lines, same_weights, start, train_on, wait_for_step, weights
+
+VALUES = [1.0, 0.5, 0.7, 0.5, 0.8, 0.4, 0.9, 0.9, 0.9]  # evaluated every 2 steps: the best by step 10 is that of step 4
+
+
+class Told:
+    """An evaluator whose values are told: the next one to each evaluation that the run's metrics do not have yet."""
+
+    class Settings(EvalSettings):
+        """Where the metrics are."""
+
+        metrics: str
+        key: str
+
+    def __init__(self, settings: Any) -> None:
+        self.path, self.key = Path(settings.metrics), settings.key
+
+    def __call__(self, context: Any) -> Iterator[tuple[str, float]]:
+        """Yields val_loss; ranks differ in the last digits, as sums do."""
+        there = [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+        count = sum(line.get("eval") == self.key for line in there)
+        yield "val_loss", VALUES[min(count, len(VALUES) - 1)] + 1e-9 * context.world.rank * (-1) ** count
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A furnished folder."""
+    return furnish(tmp_path_factory.mktemp("early"))
+
+
+def until(place: Path, name: str, *more: str, steps: int = 100) -> list[str]:
+    """A run until told's val_loss gets no better, with a second evaluator at the end."""
+    evals = place / f"{name}.yaml"
+    told = {"type": "tests.training.test_early_stop:Told", "every": 2, "key": "told", "on_error": "raise"}
+    told["metrics"] = f"{place}/runs/{name}/metrics.jsonl"
+    evals.write_text(yaml.safe_dump({"evals": {"told": told}, "schedule": {"type": "constant"}}))
+    more = ("--val-data", f"{place}/val/*.tar", "--train.early-stop.metric", "told/val_loss", *more)
+    return ["--config", str(evals), *flags(place, name, "--checkpoint.every", "3", *more, steps=steps)]
+
+
+@pytest.fixture(scope="module")
+def ended(place: Path) -> str:
+    """The name of an undisturbed run that ended."""
+    assert main(until(place, "ended")) == 0
+    return "ended"
+
+
+def test_a_run_ends_when_it_gets_no_better(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "said"
+    assert main(until(place, name)) == 0
+    folder, said = place / "runs" / name, capsys.readouterr().out
+    assert [line["step"] for line in lines(place, name)] == list(range(1, 11))
+    assert [(line["eval"], line["step"]) for line in lines(place, name, "eval")] == [
+        *(("told", step) for step in (2, 4, 6, 8, 10)), ("val", 10)
+    ]  # fmt: skip
+    assert lines(place, name, "end") == [
+        {
+            "step": 10,
+            "end": {
+                "status": "done",
+                "code": 0,
+                "error": None,
+                "total_steps": 100,
+                "early_stop": {"metric": "told/val_loss", "evaluations": 3, "best": 0.5, "best_step": 4},
+            },
+        }
+    ]
+    assert (folder / "checkpoints" / "latest").read_text().strip() == "step_00000010"
+    assert (folder / "checkpoints" / "best").read_text().startswith("step_00000004\n")
+    assert (folder / "checkpoints" / "step_00000004" / "COMPLETE").exists()
+    assert "or until told/val_loss is no better in 3 evaluations in a row" in said
+    why = "told/val_loss has not improved since step 4 (0.5), in 3 evaluations"
+    assert f"ended at step 10: {why}" in said and f"ended at step 10: {why}" in (folder / "report.html").read_text()
+    assert f"best     {folder}/checkpoints/step_00000004: told/val_loss 0.5" in said
+
+
+def test_the_same_command_again_changes_nothing_and_more_patience_goes_on(place: Path, ended: str) -> None:
+    assert main(until(place, "twice")) == 0
+    assert main(until(place, "twice", "--resume", "auto")) == 0
+    for key in ("loss", "eval", "end"):
+        assert lines(place, "twice", key) == lines(place, ended, key)
+    assert main(until(place, "twice", "--resume", "auto", "--train.early-stop.patience", "4")) == 0
+    told = [line for line in lines(place, "twice", "eval") if line["eval"] == "told"]
+    assert [line["step"] for line in told][5:] == [12, 14, 16, 18, 20]
+    assert lines(place, "twice", "end")[-1]["end"]["early_stop"]["best_step"] == 12
+
+
+def test_a_killed_run_ends_where_it_would_have_ended(place: Path, ended: str) -> None:
+    argv = until(place, "killed", "--train.early-stop.patience", "1000", steps=100_000)
+    (process,) = start(argv)
+    wait_for_step(place, "killed", 7, process)
+    process.kill()
+    process.communicate()
+    folder = place / "runs" / "killed" / "checkpoints"
+    found = sorted(int(path.name[5:]) for path in folder.glob("step_????????"))
+    while found and found[-1] >= 10:  # it was killed late: go back
+        (folder / f"step_{found.pop():08d}" / "COMPLETE").unlink()
+    assert found, "the run was killed too late for this test"
+    assert main(until(place, "killed", "--resume", "auto")) == 0
+    assert lines(place, "killed") == lines(place, ended)
+    assert lines(place, "killed", "eval") == lines(place, ended, "eval")
+    assert lines(place, "killed", "end") == lines(place, ended, "end")
+    assert same_weights(weights(place, "killed", 10), weights(place, ended, 10))
+
+
+def test_ranks_end_together_although_their_figures_differ(place: Path, ended: str) -> None:
+    assert [end.code for end in end_ranks(2, train_on, until(place, "two"))] == [0, 0]
+    assert [line["step"] for line in lines(place, "two")] == list(range(1, 11))
+    assert lines(place, "two", "end") == lines(place, ended, "end")
+
+
+def heard(stop: EarlyStop, *values: float | None) -> EarlyStop:
+    """After evaluations at steps 10, 20, …; None failed."""
+    for number, value in enumerate(values, 1):
+        metrics = {"error": "no data"} if value is None else {"top1": value}
+        step = 10 * number
+        stop.on_eval([{"step": step, "eval": "other", "top1": 9.9}, {"step": step, "eval": "val", **metrics}])
+    return stop
+
+
+@pytest.mark.parametrize(
+    ("settings", "values", "stale", "stops"),
+    [
+        ({}, [0.1, 0.2, 0.2, 0.19], 2, False),
+        ({}, [0.1, 0.2, 0.2, 0.19, 0.1], 3, True),
+        ({}, [0.1, 0.05, 0.05, 0.3], 0, False),
+        ({}, [0.3, None, None, None, 0.2], 1, False),
+        ({}, [math.nan, math.nan, math.nan], 3, True),
+        ({"min_delta": 0.1}, [0.5, 0.55, 0.6, 0.6], 3, True),
+        ({"min_delta": 0.1}, [0.5, 0.55, 0.65, 0.6], 1, False),
+        ({"metric_by": "min"}, [0.1, 0.2, 0.2, 0.2], 3, True),
+        ({"patience": 1}, [0.2, 0.2], 1, True),
+    ],
+)
+def test_what_counts(settings: dict[str, Any], values: list[float | None], stale: int, stops: bool) -> None:
+    section = EarlyStopSettings.model_validate({"metric": "val/top1", **settings})
+    whole = heard(EarlyStop(section), *values)
+    assert (whole.state.stale, whole.should_stop) == (stale, stops)
+    again = EarlyStop(section, heard(EarlyStop(section), *values[:2]).state)
+    assert heard(again, *values).state == whole.state, "what was heard before does not count again"
+    other = EarlyStop(section.model_copy(update={"metric": "val/top5"}), whole.state)
+    assert other.state.stale == 0 and not heard(EarlyStop(EarlyStopSettings()), *values).should_stop
+
+
+def problems(*argv: str) -> str:
+    with pytest.raises(SettingsError) as caught:
+        validate_run(load(["--train-data", "a.tar", "--steps", "10", "--name", "x", *argv]), World())
+    return str(caught.value)
+
+
+def test_what_cannot_be_meant_is_told(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evals = ["--val-data", "b.tar", "--evals.val.every", "5", "--train.ema", "0.9"]
+    metric = "--train.early-stop.metric"
+    assert "there is no evaluator 'vall' (there is val)" in problems(*evals, metric, "vall/top1")
+    assert "there is no evaluator 'val_averaged'" in problems(*evals, metric, "val_averaged/top1")
+    assert "val is evaluated at the end only: give --evals.val.every" in problems(*evals[:2], metric, "val/top1")
+    assert "--train.early-stop.patience: of which metric?" in problems(*evals, "--train.early-stop.patience", "2")
+    both = [*evals, "--evals.val.weights", "both", metric, "val_averaged/n"]
+    validate_run(load(["--train-data", "a.tar", "--steps", "10", *both]), World())
+    with pytest.raises(SettingsError, match="write EVALUATOR/METRIC"):
+        load([metric, "val"])
+    argv = flags(place, "misnamed", "--val-data", f"{place}/val/*.tar", "--evals.val.every", "2", metric, "val/R@1")
+    assert main(argv) == 2
+    assert "train.early_stop.metric: val gives no 'R@1' but image_to_text_R@1" in capsys.readouterr().err

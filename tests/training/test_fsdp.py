@@ -1,0 +1,133 @@
+"""FSDP2: training, evaluation, saving and resuming equal those of whole weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.models.settings import ModelSettings
+from clipstream.models.towers import build_towers
+from clipstream.training.parallel.fsdp import ShardedTowers, blocks, parallelize, shard_like
+from clipstream.training.precision import Precision
+from clipstream.training.step import TrainStep
+from tests.support.pictures import make_shards
+from tests.support.ranks import end_ranks, run_ranks
+from tests.support.runs import MODEL, flags, lines, train_on, weights
+from tests.support.sharded import FSDP, LAYERS, DeepTowers
+from tests.support.steps import LOSSES, TinyTowers, make_batch, sgd
+
+
+def sharded_gradients(world: World, kind: str, micro: int | None) -> tuple[Any, dict[str, Any]]:
+    """What one step says, and the gradient that it went along."""
+    model = DeepTowers(kind).double()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    layout = parallelize(model, world, parallel="fsdp", precision="fp64")
+    step = TrainStep(model, LOSSES[kind], sgd(model), world, precision="fp64", micro_batch_size=micro)
+    model.watched = [p for p in model.parameters() if isinstance(p, DTensor) and p.requires_grad]
+    result = step(make_batch(0, world.rank, world.size), lr=1.0)
+    if world.size > 1:  # gradients of a micro-batch do not wait, whole, for the last one
+        assert all(model.seen[1:]) and not model.seen[0] and len(blocks(model)) == 3
+    with layout.full_weights("cpu") as full:
+        found = {name: before[name] - p.detach().clone() for name, p in full.named_parameters()}
+        assert torch.equal(full.shift, model.shift)
+    assert world.size == 1 or all(tensor.is_meta for tensor in layout.full.parameters())
+    part = shard_like(torch.zeros(9, 48), next(iter(model.clip.visual.parameters())))
+    assert not isinstance(part, DTensor) or part.to_local().untyped_storage().nbytes() == part.to_local().nbytes
+    return result, found
+
+
+def all_sharded_gradients(world: World) -> dict[tuple[str, int | None], Any]:
+    torch.set_num_threads(1)
+    cases = [(kind, micro) for kind in LOSSES for micro in (None, 2, 3)]
+    return {case: sharded_gradients(world, *case) for case in cases}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_gradients_are_the_full_batchs(size: int) -> None:
+    expected = {kind: sharded_gradients(World(), kind, None) for kind in LOSSES}
+    for found in run_ranks(size, all_sharded_gradients):
+        for (kind, _), (result, gradients) in found.items():
+            alone, truth = expected[kind]
+            assert result.loss == pytest.approx(alone.loss, abs=1e-10)
+            assert result.grad_norm == pytest.approx(alone.grad_norm, abs=1e-10)
+            assert gradients.keys() == truth.keys()
+            for name, gradient in truth.items():
+                torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-10)
+
+
+def held(world: World, config: Path) -> tuple[int, int]:
+    """Numbers that a rank holds of a model's parameters, and all of them."""
+    towers = build_towers(ModelSettings(name=str(config)), seed=0)
+    count = towers.n_parameters
+    ShardedTowers(towers, world, "fp32")
+    parts = [p.to_local() if isinstance(p, DTensor) else p for p in towers.parameters()]
+    return sum(part.numel() for part in parts), count
+
+
+def test_a_rank_holds_its_part_and_blocks_are_units(tmp_path: Path) -> None:
+    config = tmp_path / "model.json"
+    config.write_text(json.dumps({**MODEL, **LAYERS}))
+    found = run_ranks(2, held, config)
+    assert sum(part for part, _ in found) == found[0][1] + 1  # the scale is on both
+    assert all(part < 0.51 * count for part, count in found)
+    towers = build_towers(ModelSettings(name=str(config)), seed=0)
+    assert blocks(towers) == [*towers.clip.visual.transformer.resblocks, *towers.clip.transformer.resblocks]
+
+
+def refused(world: World, batch_norm: bool, precision: Precision, micro: Any) -> str:
+    model = TinyTowers(batch_norm=batch_norm)
+    try:
+        ShardedTowers(model, world, precision)
+        TrainStep(model, LOSSES["clip"], sgd(model), world, precision=precision, micro_batch_size=micro)
+    except SettingsError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("batch_norm", "precision", "micro", "said"),
+    [
+        (True, "fp32", None, "without batch norm"),
+        (False, "fp16", None, "--precision bf16 or fp32"),
+        (False, "fp32", "auto", "give a number"),
+        (False, "bf16", 2, ""),
+    ],
+)
+def test_what_does_not_go_together(batch_norm: bool, precision: Precision, micro: Any, said: str) -> None:
+    for found in run_ranks(2, refused, batch_norm, precision, micro):
+        assert said in found and bool(said) == bool(found)
+
+
+def test_a_run_goes_on_sharded_and_whole_alike(tmp_path: Path) -> None:
+    """3 ranks sharded, 2 whole, 2 sharded: the same weights, moments and evaluations as in one process."""
+    make_shards(tmp_path / "pairs", [21, 17, 19, 5])
+    make_shards(tmp_path / "val", [11, 9], start=100)
+    (tmp_path / "model.json").write_text(json.dumps({**MODEL, **LAYERS}))
+    common = ["--val-data", f"{tmp_path}/val/*.tar", "--precision", "fp64", "--schedule.type", "constant"]
+    common += ["--optim.grad-clip-norm", "0.5", "--val-frequency", "1", "--train-num-samples", "48"]
+
+    def go(name: str, ranks: int, steps: int, *more: str) -> None:
+        ends = end_ranks(ranks, train_on, flags(tmp_path, name, *common, *more, steps=steps))
+        assert [end.code for end in ends] == [0] * ranks, ends[0].stderr
+        assert "view tensor" not in ends[0].stderr, "torch warns of wrong gradients"
+
+    go("one", 1, 6)
+    go("mixed", 3, 2, *FSDP, "--train.micro-batch-size", "3")
+    go("mixed", 2, 4, "--resume", "latest")
+    go("mixed", 2, 6, *FSDP, "--resume", "latest", "--grad-checkpointing")
+    one, mixed = weights(tmp_path, "one", 6), weights(tmp_path, "mixed", 6)
+    for name, tensor in one.items():
+        torch.testing.assert_close(mixed[name], tensor, rtol=0, atol=1e-10)
+    for key in ("loss", "image_to_text_R@1"):
+        figures = [
+            [{k: v for k, v in line.items() if k != "seconds"} for line in lines(tmp_path, name, key)]
+            for name in ("one", "mixed")
+        ]
+        assert len(figures[0]) >= 3 and figures[0] == [pytest.approx(line, abs=1e-9) for line in figures[1]]

@@ -1,0 +1,217 @@
+"""Automatic micro-batches, and steps that run out of memory, with towers that raise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from clipstream.data.batch import Batch
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.training.auto_micro_batch import MicroBatch
+from clipstream.training.step import TrainStep
+from tests.support.ranks import run_ranks
+from tests.support.steps import LOSSES, Features, TinyTowers, make_batch, reference, sgd
+
+
+class _Full(torch.autograd.Function):
+    """The identity, whose backward pass finds no memory for more than `limit` rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, limit: int) -> torch.Tensor:
+        ctx.limit = limit
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        if len(gradients[0]) > ctx.limit:
+            raise torch.cuda.OutOfMemoryError("a stand-in: the backward pass needs more than there is")
+        return gradients[0], None
+
+
+class TightTowers(TinyTowers):
+    """Towers on a device whose memory holds few samples: `without` a graph, `forward` with one, and `back`."""
+
+    def __init__(
+        self, kind: str = "clip", *, without: int = 99, forward: int = 99, back: int = 99, **more: Any
+    ) -> None:
+        super().__init__(kind, **more)
+        self.limits = {False: without, True: forward}
+        self.back = back
+
+    def forward(self, pixels: torch.Tensor, ids: torch.Tensor) -> Features:
+        """As Towers.forward, while there is memory."""
+        if len(pixels) > self.limits[torch.is_grad_enabled()]:
+            raise torch.cuda.OutOfMemoryError("a stand-in: the forward pass needs more than there is")
+        features = super().forward(pixels, ids)
+        return features._replace(image=_Full.apply(features.image, self.back))  # type: ignore[no-untyped-call]
+
+
+def tight_steps(world: World, kind: str, first: dict[str, int], then: dict[str, int]) -> list[Any]:
+    """Of two steps from the same weights, the second with less memory: result, gradients, and what was found."""
+    model = TightTowers(kind, **(first if world.rank == world.size - 1 else {})).double()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    step = TrainStep(model, LOSSES[kind], sgd(model), world, precision="fp64", micro_batch_size="auto")
+    found = []
+    for number in range(2):
+        if number and world.rank == world.size - 1:
+            model.limits = {False: then.get("without", 99), True: then.get("forward", 99)}
+            model.back = then.get("back", 99)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(before[name])
+        result = step(make_batch(0, world.rank, world.size), lr=1.0)
+        gradients = {name: before[name] - p.detach() for name, p in model.named_parameters()}
+        found.append((result, gradients, step.gradcache.size))
+    return found
+
+
+def tight_cases(world: World, cases: list[tuple[str, dict[str, int], dict[str, int]]]) -> list[Any]:
+    torch.set_num_threads(1)
+    return [tight_steps(world, *case) for case in cases]
+
+
+@pytest.mark.parametrize(("size", "sizes"), [(1, (4, 3, 2)), (2, (2, 1, 1)), (3, (3, 1, 1))])
+def test_auto_takes_what_fits_and_a_step_without_memory_is_repeated_with_less(
+    size: int, sizes: tuple[int, int, int]
+) -> None:
+    start, less, least = sizes
+    cases = [
+        ("clip", {"forward": start}, {"forward": less}),
+        ("siglip", {"back": start}, {"back": less}),
+        ("clip", {}, {"without": least, "back": less}),
+        ("siglip", {}, {"without": less, "forward": least}),
+    ]
+    expected = {kind: reference(kind, torch.ones(10)) for kind in LOSSES}
+    for found in run_ranks(size, tight_cases, cases):
+        for (kind, _, _), steps in zip(cases, found, strict=True):
+            loss, truth = expected[kind]
+            for result, gradients, _ in steps:
+                assert result.loss == pytest.approx(float(loss), abs=1e-10)
+                for name, gradient in truth.items():
+                    torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-10)
+        assert [[at_once for _, _, at_once in steps] for steps in found[:2]] == [[start, less]] * 2
+        assert [steps[1][2] for steps in found[2:]] == [least] * 2
+
+
+def test_a_repeated_step_draws_the_same_dropout_as_one_of_that_size(capsys: pytest.CaptureFixture[str]) -> None:
+    weights, drawn = [], []
+    for tight in (True, False):
+        model = TightTowers(dropout=0.5).double()
+        micro: MicroBatch = "auto" if tight else 3
+        step = TrainStep(model, LOSSES["clip"], sgd(model), World(), precision="fp64", micro_batch_size=micro)
+        torch.manual_seed(1)
+        if tight:
+            step(make_batch(), lr=0.0)
+            model.back = 3
+        torch.manual_seed(5)
+        step(make_batch(), lr=1.0)
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        drawn.append(torch.rand(3))
+    assert torch.equal(*weights) and torch.equal(*drawn)
+    assert "out of memory with 10 samples at once; the step is repeated with 3" in capsys.readouterr().err
+
+
+def test_a_batch_that_grows_is_tried_again_only_while_nothing_set_a_limit() -> None:
+    model = TightTowers()
+    step = TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size="auto")
+    batch = make_batch()
+    assert batch.pixels is not None
+    small = replace(
+        batch,
+        pixels=batch.pixels[:4],
+        ids=batch.ids[:4],
+        weights=batch.weights[:4],
+        keys=batch.keys[:4],
+        global_size=4,
+    )
+    step(small, lr=0.1)
+    assert step.gradcache.size is None
+    model.back = 6
+    step(batch, lr=0.1)
+    assert step.gradcache.size == 6
+    model.back = 9
+    step(replace(batch, global_size=11), lr=0.1)
+    assert step.gradcache.size == 6
+    again = TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size="auto")
+    again.load_state(step.state())
+    again(batch, lr=0.1)
+    assert again.gradcache.size == 6
+    fixed = TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size=2)
+    fixed.load_state(step.state())
+    assert fixed.gradcache.size == 2 and fixed.state().micro_batch is None
+
+
+class Hungry:
+    """The softmax loss, which finds no memory the first time."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, features: Any, batch: Batch, world: World) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 1:
+            raise torch.cuda.OutOfMemoryError("a stand-in: the loss needs more than there is")
+        return LOSSES["clip"](features, batch, world)
+
+
+def test_a_loss_that_runs_out_of_memory_is_repeated_where_no_rank_waits() -> None:
+    model, loss = TightTowers().double(), Hungry()
+    step = TrainStep(model, loss, sgd(model), World(), precision="fp64", micro_batch_size="auto")
+    result = step(make_batch(), lr=1.0)
+    assert loss.calls == 2 and step.gradcache.size == 9
+    assert result.loss == pytest.approx(float(reference("clip", torch.ones(10))[0]), abs=1e-10)
+
+
+def test_without_auto_the_error_names_it() -> None:
+    model = TightTowers(back=3)
+    step = TrainStep(model, LOSSES["clip"], sgd(model), World())
+    with pytest.raises(SettingsError, match=r"with 10 samples at once: give --train\.micro-batch-size auto"):
+        step(make_batch(), lr=1.0)
+
+
+class NanOnZeros(TightTowers):
+    """Towers whose mean over the words that are there divides by their number."""
+
+    def forward(self, pixels: torch.Tensor, ids: torch.Tensor) -> Features:
+        features = super().forward(pixels, ids)
+        words = (ids > 0).sum(dim=1, keepdim=True).to(features.text.dtype)
+        return features._replace(text=features.text * (words / words))
+
+
+def nan_on_zeros(world: World) -> float:
+    model = NanOnZeros().double()
+    step = TrainStep(model, LOSSES["clip"], sgd(model), world, precision="fp64", micro_batch_size="auto")
+    return step(make_batch(0, world.rank, world.size), lr=1.0).grad_norm
+
+
+def test_the_pass_that_sums_over_ranks_adds_nothing() -> None:
+    (alone,) = run_ranks(1, nan_on_zeros)
+    assert run_ranks(2, nan_on_zeros) == [pytest.approx(alone)] * 2
+
+
+def test_auto_goes_with_fp16() -> None:
+    model = TightTowers(back=4)
+    step = TrainStep(model, LOSSES["clip"], sgd(model), World(), precision="fp16", micro_batch_size="auto")
+    results = [step(make_batch(i), lr=0.01) for i in range(30)]
+    assert step.gradcache.size == 4 and not results[-1].overflow and results[-1].loss < 10
+
+
+def test_memory_for_no_sample_at_all_is_an_error() -> None:
+    model = TightTowers(back=0)
+    step = TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size="auto")
+    with pytest.raises(SettingsError, match="a single sample"):
+        step(make_batch(), lr=1.0)
+
+
+def test_other_errors_are_not_taken_for_want_of_memory() -> None:
+    class Broken(TinyTowers):
+        def forward(self, pixels: torch.Tensor, ids: torch.Tensor) -> Features:
+            raise RuntimeError("shapes do not fit")
+
+    model = Broken()
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size="auto")(make_batch(), lr=1.0)

@@ -1,0 +1,290 @@
+"""Non-finite steps are skipped, counted and listed; after several in a row the run rolls back or ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import Field
+
+from clipstream.data.batch import Batch
+from clipstream.distributed.world import World
+from clipstream.errors import DivergedError
+from clipstream.losses.contrastive import ClipLoss
+from clipstream.losses.settings import ClipLossSettings, LossSettings
+from clipstream.report.run_reader import read_run
+from clipstream.report.sinks import scalars
+from clipstream.report.terminal import ProgressDisplay
+from clipstream.train import main
+from clipstream.training.rollback import Rollback
+from clipstream.training.settings import TrainSettings
+from clipstream.training.step import StepResult
+from tests.support.pictures import make_shards
+from tests.support.ranks import end_ranks, run_ranks
+from tests.support.runs import MODEL, flags, lines, same_weights, train_on, weights
+from tests.support.trainer_runs import Run
+
+FINE = StepResult(1.0, 1.0, 10.0, 24)
+BROKEN = StepResult(math.nan, math.nan, 10.0, 24, skipped=True)
+OVERFLOW = StepResult(1.0, math.inf, 10.0, 24, loss_scale=1.0, overflow=True)
+
+
+class Broken:
+    """The softmax loss, but not a number on the last rank for the batches of some steps."""
+
+    class Settings(LossSettings):
+        """Which: the numbers that the training lines have for them."""
+
+        steps: list[int] = Field(default_factory=list)
+
+    def __init__(self, settings: Settings) -> None:
+        self.steps, self.max_logit_scale = settings.steps, 100.0
+        self.clip = ClipLoss(ClipLossSettings())
+
+    def __call__(self, features: Any, batch: Batch, world: World) -> torch.Tensor:
+        """As ClipLoss."""
+        share = self.clip(features, batch, world)
+        return share * math.nan if batch.step + 1 in self.steps and world.rank == world.size - 1 else share
+
+
+def broken(*steps: int) -> Broken:
+    return Broken(Broken.Settings(type="tests.training.test_rollback:Broken", steps=list(steps)))
+
+
+class Folder(list[int]):
+    """Steps of checkpoints that are there; what was put back."""
+
+    def __init__(self, *steps: int) -> None:
+        super().__init__(steps)
+        self.restored: list[int] = []
+
+    def __call__(self, good: Any) -> int | None:
+        """As the trainer's way to put a checkpoint back."""
+        found = max((step for step in self if step in good), default=None)
+        self.restored += [] if found is None else [found]
+        return found
+
+
+def test_it_goes_back_to_weights_that_gave_a_finite_loss() -> None:
+    folder = Folder()
+    rollback = Rollback(TrainSettings(max_nonfinite=3), folder)
+
+    def take(step: int, result: StepResult) -> int | None:
+        found = rollback.on_step(step, result)
+        if step % 4 == 0 and not rollback.state.nonfinite:
+            folder.append(step)
+            rollback.on_save(step)
+        return found
+
+    course = [FINE] * 5 + [BROKEN] * 2 + [FINE] + [BROKEN, OVERFLOW, BROKEN, BROKEN] + [FINE] * 9 + [BROKEN] * 3
+    found = [take(step, result) for step, result in enumerate(course, 1)]
+    # The checkpoint of step 8 is as bad as what came of it; the second time, that of step 20 was proven.
+    assert [(step, to) for step, to in enumerate(found, 1) if to is not None] == [(12, 4), (24, 20)]
+    assert folder.restored == [4, 20] and 8 in folder
+
+
+def test_it_ends_where_returns_do_not_help_and_counts_them_anew_after_progress() -> None:
+    rollback = Rollback(TrainSettings(max_nonfinite=1, max_rollbacks=2), folder := Folder(3, 20))
+    rollback.on_save(3)
+    assert [rollback.on_step(5, FINE), rollback.on_step(6, BROKEN), rollback.on_step(7, BROKEN)] == [None, 3, 3]
+    with pytest.raises(DivergedError, match="did not help: lower --lr"):
+        Rollback(TrainSettings(max_nonfinite=1), folder, deepcopy(rollback.state)).on_step(8, BROKEN)
+    again = Rollback(TrainSettings(max_nonfinite=1), folder, deepcopy(rollback.state))
+    again.on_save(20)
+    assert [again.on_step(21, FINE), again.on_step(22, BROKEN), again.on_step(23, BROKEN)] == [None, 20, 20]
+
+
+@pytest.mark.parametrize(
+    ("settings", "saved", "there", "told"),
+    [
+        ({}, [], [], "there is no checkpoint from before to go back to"),
+        ({}, [2], [], "there is no checkpoint from before to go back to"),
+        ({}, [4], [4], "there is no checkpoint from before to go back to"),  # its weights gave nothing finite
+        ({"max_rollbacks": 0}, [2], [2], "not finite for 1 step in a row: lower --lr"),
+    ],
+)
+def test_it_ends_without_a_way_back(settings: dict[str, Any], saved: list[int], there: list[int], told: str) -> None:
+    rollback = Rollback(TrainSettings(max_nonfinite=1, **settings), Folder(*there))
+    for step in saved:
+        rollback.on_save(step)
+    rollback.on_step(4, FINE)
+    with pytest.raises(DivergedError, match=told):
+        rollback.on_step(5, BROKEN)
+
+
+def test_a_run_that_never_took_a_step_ends_as_diverged() -> None:
+    rollback = Rollback(TrainSettings(max_nonfinite=9), Folder())
+    rollback.on_end(0)
+    rollback.on_step(1, BROKEN)
+    rollback.on_step(2, OVERFLOW)
+    with pytest.raises(DivergedError, match=r"none of 2 steps gave finite gradients.*--pretrained"):
+        rollback.on_end(2)
+    resumed = Rollback(TrainSettings(), Folder(), deepcopy(rollback.state))
+    assert not resumed.state.applied
+    resumed.on_step(3, FINE)
+    resumed.on_end(3)
+
+
+def course(world: World) -> tuple[Any, ...]:
+    """A run in memory whose steps 2, 7, 8 and 9 are not finite, and the same resumed from each of its saves."""
+    loss = broken(2, 7, 8, 9)
+    whole = Run(world, 12, save_every=3, loss=loss).go()
+    same = []
+    for number, save in enumerate(whole.saves[:-1]):
+        resumed = Run(world, 12, save=save, save_every=3, loss=loss)
+        resumed.saves = whole.saves[: number + 1]
+        resumed.go()
+        parts = zip(whole.model.state_dict().values(), resumed.model.state_dict().values(), strict=True)
+        after = [line for line in whole.training_lines() if line["step"] > save.state.step]
+        same.append(
+            all(torch.equal(a, b) for a, b in parts) and json.dumps(resumed.training_lines()) == json.dumps(after)
+        )
+    return whole.lines, [save.state.step for save in whole.saves], same
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_course_with_steps_left_out_and_a_return(size: int) -> None:
+    (lines, saves, same), *others = run_ranks(size, course)
+    training = [line for line in lines if "loss" in line]
+    assert [(line["step"], line["skipped"]) for line in training] == [(3, 1), (6, 0), (9, 3), (12, 0)]
+    assert [line["samples"] for line in training] == [30, 60, 90, 120]
+    assert [math.isnan(line["loss"]) for line in training] == [False, False, True, False]
+    listed = {line["step"]: line["nonfinite"] for line in lines if "nonfinite" in line}
+    assert list(listed) == [2, 7, 8, 9] and listed[2]["loss"] == "nan"
+    assert sorted(listed[8]["keys"]) == [f"0.tar/{number}" for number in range(10)]  # of all ranks
+    assert [line for line in lines if "rollback" in line] == [{"step": 9, "rollback": {"to": 3, "skipped": 3}}]
+    assert saves == [3, 6, 9, 12] and all(same)
+    assert [other[1:] for other in others] == [(saves, same)] * (size - 1)
+    assert dict(scalars(training[0]))["train/skipped"] == 1 and not list(scalars({"step": 2, "nonfinite": listed[2]}))
+
+
+def test_what_is_left_out_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = ProgressDisplay(9, mode="lines")
+    told = {"loss": "nan", "grad_norm": "inf", "keys": [f"a.tar/{n}" for n in range(6)]}
+    progress.write({"step": 2, "nonfinite": told})
+    progress.write({"step": 4, "rollback": {"to": 1, "skipped": 3}})
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == [
+        "warning: step 2 is left out: loss nan, norm of the gradients inf; its samples: a.tar/0, a.tar/1, a.tar/2, "
+        "a.tar/3 and 2 more in nonfinite.jsonl",
+        "warning: 3 steps in a row were left out: back to the weights of step 1",
+    ]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with shards and a small model's configuration."""
+    folder: Path = tmp_path_factory.mktemp("recovery")
+    make_shards(folder / "pairs", [21, 17, 19, 5])
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    return folder
+
+
+def breaking(place: Path, name: str, steps: list[int], *more: str, of: int = 12) -> list[str]:
+    """A run's command line whose loss breaks in some steps."""
+    loss = ["--loss.type", "tests.training.test_rollback:Broken", "--loss.steps", str(steps), "--precision", "fp64"]
+    return flags(place, name, *loss, "--train.max-nonfinite", "3", "--checkpoint.keep-last", "9", *more, steps=of)
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> str:
+    """The name of a run that went back once."""
+    assert main(breaking(place, "whole", [2, 6, 7, 8], "--train.ema", "0.9")) == 0
+    return "whole"
+
+
+def test_what_a_run_leaves_of_it(place: Path, whole: str) -> None:
+    folder = place / "runs" / whole
+    listed = [json.loads(line) for line in (folder / "nonfinite.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in listed] == [2, 6, 7, 8] and all(len(line["keys"]) == 24 for line in listed)
+    assert listed[0]["keys"][0] == "00001.tar/000021" and (listed[0]["loss"], listed[0]["grad_norm"]) == ("nan", "nan")
+    training = lines(place, whole)
+    assert [line["skipped"] for line in training] == [int(step in (2, 6, 7, 8)) for step in range(1, 13)]
+    assert [line["step"] for line in training if line["loss"] is None] == [2, 6, 7, 8]
+    assert [line["samples"] for line in training] == [24 * step for step in range(1, 13)]
+    assert lines(place, whole, "rollback") == [{"step": 8, "rollback": {"to": 4, "skipped": 3}}]
+    assert same_weights(weights(place, whole, 8), weights(place, whole, 4))
+    assert not same_weights(weights(place, whole, 10), weights(place, whole, 4))
+    assert read_run(folder).rollbacks == [{"step": 8, "to": 4, "skipped": 3}]
+    page = (folder / "report.html").read_text()
+    assert "at step 8 back to the weights of step 4" in page and "steps left out" in page
+
+
+@pytest.mark.parametrize("step", [4, 8, 10])
+def test_a_run_killed_around_a_return_goes_on_with_the_same_bits(place: Path, whole: str, step: int) -> None:
+    """The folder as a kill leaves it before the next checkpoint is whole."""
+    name, folder = f"killed-{step}", place / "runs" / f"killed-{step}"
+    shutil.copytree(place / "runs" / whole, folder)
+    for checkpoint in (folder / "checkpoints").glob("step_*"):
+        if int(checkpoint.name[-8:]) > step:
+            shutil.rmtree(checkpoint)
+    (folder / "checkpoints" / "latest").write_text(f"step_{step:08d}\n")
+    assert main(breaking(place, name, [2, 6, 7, 8], "--train.ema", "0.9", "--resume", "auto")) == 0
+    for key in ("loss", "rollback"):
+        assert lines(place, name, key) == lines(place, whole, key)
+    assert (folder / "nonfinite.jsonl").read_text() == (place / "runs" / whole / "nonfinite.jsonl").read_text()
+    for file in ("open_clip_model", "averaged"):
+        assert same_weights(weights(place, name, 12, file), weights(place, whole, 12, file))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (1, ["--train.micro-batch-size", "7"]),
+        (2, []),
+        (2, ["--train.parallel", "fsdp", "--train.micro-batch-size", "5"]),
+    ],
+)
+def test_it_is_the_same_on_other_ranks_and_in_micro_batches(
+    place: Path, whole: str, ranks: int, more: list[str]
+) -> None:
+    name = f"other-{ranks}-{len(more)}"
+    ends = end_ranks(ranks, train_on, breaking(place, name, [2, 6, 7, 8], "--train.ema", "0.9", *more))
+    assert [end.code for end in ends] == [0] * ranks, ends[0].stderr
+    assert lines(place, name, "rollback") == lines(place, whole, "rollback")
+    for mine, theirs in zip(lines(place, name), lines(place, whole), strict=True):
+        assert {k: v for k, v in mine.items() if v is not None} == pytest.approx(
+            {k: v for k, v in theirs.items() if v is not None}, rel=1e-9
+        )
+    for file in ("open_clip_model", "averaged"):
+        for tensor, expected in zip(
+            weights(place, name, 12, file).values(), weights(place, whole, 12, file).values(), strict=True
+        ):
+            torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("ranks", "first", "told"), [(2, 2, "no checkpoint from before"), (1, 4, "did not help")])
+def test_it_ends_with_code_4_on_all_ranks(place: Path, ranks: int, first: int, told: str) -> None:
+    argv = breaking(place, f"lost-{ranks}", list(range(first, 99)), of=99)
+    ends = end_ranks(ranks, train_on, argv)
+    assert [end.code for end in ends] == [4] * ranks
+    for word in (told, "--lr", "--grad-clip-norm", "--precision", "nonfinite.jsonl"):
+        assert word in ends[0].stderr
+    assert "Traceback" not in ends[0].stderr
+    # 3 steps, and after each of two returns 3 more
+    assert len((place / f"runs/lost-{ranks}/nonfinite.jsonl").read_text().splitlines()) == (3 if ranks == 2 else 9)
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(1, 2), (2, 5)])  # fewer than max_nonfinite, and more
+def test_a_run_without_any_applied_step_saves_nothing_and_blames_no_sample(place: Path, ranks: int, steps: int) -> None:
+    argv = breaking(place, f"never-{ranks}", list(range(1, steps + 1)), of=steps)
+    ends = end_ranks(ranks, train_on, argv)
+    assert [end.code for end in ends] == [4] * ranks
+    assert "nothing was trained or saved" in ends[0].stderr and "nonfinite.jsonl" not in ends[0].stderr
+    assert not list((place / f"runs/never-{ranks}/checkpoints").glob("step_*"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_that_became_infinite_are_never_saved(place: Path, ranks: int) -> None:
+    argv = flags(place, f"blown-{ranks}", "--wd", "1e300", "--checkpoint.every", "1", steps=1 + ranks)
+    parallel = ["--train.parallel", "fsdp"] if ranks > 1 else []
+    ends = end_ranks(ranks, train_on, [*argv, *parallel])
+    assert [end.code for end in ends] == [4] * ranks, ends[0].stderr
+    assert f"the weights after step {1 + ranks} are NaN or infinite, and are not saved" in ends[0].stderr
+    assert not list((place / f"runs/blown-{ranks}/checkpoints").glob("step_*"))

@@ -1,0 +1,280 @@
+"""The verb train: files of a run, resume after a kill, several ranks, exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from clipstream.checkpoint.run_lock import holds_a_run, occupied
+from clipstream.data.batch import ImageSpec
+from clipstream.data.decode.images import EvalTransform
+from clipstream.distributed.world import World
+from clipstream.models.settings import ModelSettings
+from clipstream.models.towers import build_towers
+from clipstream.train import main
+from clipstream.training.precision import resolve_precision
+from tests.support.pictures import make_shards, picture
+from tests.support.ranks import TIMEOUT, end_ranks, reserved_port, run_ranks
+from tests.support.runs import (
+    OWN,
+    flags,
+    lines,
+    place,
+    same_weights,
+    start,
+    train_on,
+    wait_for_step,
+    weights,
+)
+
+__all__ = ["place"]  # the fixture
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> str:
+    """The name of an undisturbed run."""
+    assert main(flags(place, "whole", "--val-data", f"{place}/val/*.tar")) == 0
+    return "whole"
+
+
+def test_a_run_leaves_what_the_contract_names(place: Path, whole: str) -> None:
+    folder = place / "runs" / whole
+    training = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    first = next(record for record in training if "loss" in record)
+    assert {"step", "samples", "loss", "lr", "grad_norm", "logit_scale", "samples_per_s", "data_wait"} <= first.keys()
+    assert [record["samples"] for record in training if "loss" in record] == [24 * i for i in range(1, 9)]
+    evaluation = next(record for record in training if "eval" in record)
+    assert evaluation["eval"] == "val" and evaluation["n"] == 20
+    assert 0 <= evaluation["image_to_text_R@1"] <= 1 and 0 <= evaluation["text_to_image_R@10"] <= 1
+    health = [record for record in training if "health" in record][-1]["health"]["train"]
+    assert health["used"] >= 8 * 24 and health["read"] == health["used"] + sum(health["dropped"].values())
+    assert training[0]["start"]["ranks"] == 1 and "torch" in training[0]["start"]["versions"]
+    page = (folder / "report.html").read_text()
+    assert "Training pictures" in page and "Examples of val" in page and page.count("data:image/jpeg") == 16 + 16
+    assert (folder / "checkpoints" / "latest").read_text().strip() == "step_00000008"
+    assert len(list((folder / "checkpoints").glob("step_*"))) == 3
+
+
+def test_the_written_config_repeats_the_run(place: Path, whole: str) -> None:
+    config = place / "runs" / whole / "config.yaml"
+    assert main(["--config", str(config), "--name", "again"]) == 0
+    assert lines(place, "again") == lines(place, whole)
+    assert same_weights(weights(place, "again", 8), weights(place, whole, 8))
+
+
+def test_one_process_at_a_time_trains_in_a_folder(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with occupied(place / "runs/busy"):
+        assert main(flags(place, "busy", steps=1)) == 2
+        assert f"is being trained by process {os.getpid()} on " in capsys.readouterr().err
+    assert main(flags(place, "busy", steps=1)) == 0
+    assert holds_a_run(place / "runs/busy")
+
+
+def killed_with_a_worker(folder: Path) -> None:
+    """Ends as by `kill -9`, while what it has forked takes a second more."""
+    with occupied(folder):
+        if os.fork() == 0:
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_run_goes_on_while_its_workers_end(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=killed_with_a_worker, args=(tmp_path,))
+    process.start()
+    process.join()  # with a time limit, it would wait for what was forked, too
+    with occupied(tmp_path):
+        assert f"process {os.getpid()} on " in (tmp_path / ".lock").read_text()
+
+
+def test_a_start_that_failed_leaves_the_name_free(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(flags(place, "early", "--val-data", f"{place}/none.tar", steps=1)) == 3
+    assert (place / "runs/early").is_dir() and not holds_a_run(place / "runs/early")
+    assert main(flags(place, "early", steps=1)) == 0
+    assert main(flags(place, "early", steps=1)) == 2
+    assert "--resume auto" in capsys.readouterr().err
+    (place / "runs/notes").mkdir()
+    (place / "runs/notes/mine.txt").touch()
+    assert holds_a_run(place / "runs/notes") and not holds_a_run(place / "runs/none")
+
+
+def test_a_resumed_run_keeps_the_arithmetic_that_was_settled(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, auto = place / "runs/kept/config.yaml", ["--resume", "latest", "--precision", "auto"]
+    assert main(flags(place, "kept", "--precision", "fp64", steps=2)) == 0
+    assert main(flags(place, "kept", *auto, steps=3)) == 0
+    assert "nothing is left" not in capsys.readouterr().out
+    assert main(flags(place, "kept", *auto, steps=1)) == 0
+    assert "at step 3: nothing is left to train" in capsys.readouterr().out
+    assert yaml.safe_load(config.read_text())["train"]["precision"] == "fp64"
+
+
+def test_the_number_of_workers_that_was_settled_is_said_and_written(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags(place, "crewed", "--workers", "auto", steps=1)) == 0
+    found = re.search(r"^workers  (\d) a rank: \d+ cores?, which train as well$", capfd.readouterr().out, re.M)
+    assert found is not None
+    assert yaml.safe_load((place / "runs/crewed/config.yaml").read_text())["data"]["workers"] == int(found[1])
+
+
+def settled(world: World, narrow: list[bool]) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
+            patch.setattr(torch.cpu, name, lambda: narrow[world.rank])
+        return resolve_precision("auto", world)
+
+
+@pytest.mark.parametrize(("narrow", "expected"), [([True, True], "bf16"), ([True, False], "fp32"), ([False], "fp32")])
+def test_auto_is_what_all_ranks_compute_well(narrow: list[bool], expected: str) -> None:
+    assert run_ranks(len(narrow), settled, narrow) == [expected] * len(narrow)
+
+
+def test_evaluations_and_worker_counts_leave_training_as_it_was(place: Path, whole: str) -> None:
+    assert main(flags(place, "plain", "--workers", "0")) == 0
+    assert lines(place, "plain") == lines(place, whole)
+    assert same_weights(weights(place, "plain", 8), weights(place, whole, 8))
+
+
+def test_open_clip_loads_a_checkpoint_with_the_same_features(place: Path, whole: str) -> None:
+    folder = place / "runs" / whole / "checkpoints" / "step_00000008"
+    towers = build_towers(ModelSettings(name=f"local-dir:{folder}"), seed=1).eval()
+    theirs, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{folder}")
+    theirs.eval()
+    tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
+    image = EvalTransform(ImageSpec((16, 16)), "white")(picture(5))
+    ids = tokenizer(["a picture of a cat"])
+    with torch.no_grad():
+        ours = towers(torch.from_numpy(image).permute(2, 0, 1)[None], ids)
+        pixels = preprocess(Image.open(io.BytesIO(picture(5))).convert("RGB"))[None]
+        assert torch.allclose(ours.image, theirs.encode_image(pixels, normalize=True), atol=1e-6)
+        assert torch.allclose(ours.text, theirs.encode_text(ids, normalize=True), atol=1e-6)
+
+
+def test_an_existing_run_is_refused_with_both_ways_out(
+    place: Path, whole: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags(place, whole)) == 2
+    error = capsys.readouterr().err
+    assert "--resume auto" in error and "--name" in error
+    assert main(flags(place, "absent", "--resume", "latest")) == 2
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_killed_run_goes_on_with_the_same_bits(place: Path, ranks: int) -> None:
+    whole, cut = f"undisturbed-{ranks}", f"killed-{ranks}"
+    long = ["--schedule.type", "constant"]
+    assert [end.code for end in end_ranks(ranks, train_on, flags(place, whole, *long, steps=12))] == [0] * ranks
+    with reserved_port() as port:
+        processes = start(flags(place, cut, *long, steps=1000), ranks, port)
+        wait_for_step(place, cut, 5, processes[0])
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.communicate()
+    found = sorted((place / "runs" / cut / "checkpoints").glob("step_????????"))
+    assert found and int(found[-1].name[-8:]) < 12, "the run was killed too late for this test"
+    resumed = flags(place, cut, *long, "--resume", "latest", steps=12)
+    assert [end.code for end in end_ranks(ranks, train_on, resumed)] == [0] * ranks
+    assert lines(place, cut) == lines(place, whole)
+    assert same_weights(weights(place, cut, 12), weights(place, whole, 12))
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_says_how_to_go_on(place: Path) -> None:
+    (process,) = start(flags(place, "stopped", steps=100_000))
+    wait_for_step(place, "stopped", 3, process)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 75
+    assert b"--resume" in error and b"Traceback" not in error
+    step = int((place / "runs/stopped/checkpoints/latest").read_text().strip()[-8:])
+    assert step == lines(place, "stopped")[-1]["step"]
+
+
+@pytest.mark.slow
+def test_ranks_end_when_their_launcher_is_killed(place: Path) -> None:
+    rank = [sys.executable, "-m", "clipstream.train", *flags(place, "orphan", steps=100_000)]
+    code = f"import subprocess; p = subprocess.Popen({rank!r}); print(p.pid, flush=True); p.wait()"
+    env = {**os.environ, "TORCHELASTIC_RUN_ID": "none"}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=OWN, env=env, stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None
+        pid = int(launcher.stdout.readline())
+        wait_for_step(place, "orphan", 3, launcher)
+        launcher.kill()
+    end = time.monotonic() + TIMEOUT
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < end, "the rank outlives its launcher"
+        time.sleep(0.1)
+    assert (place / "runs/orphan/checkpoints/latest").exists()
+
+
+def test_two_ranks_train_on_the_same_batches(place: Path, whole: str) -> None:
+    ends = end_ranks(2, train_on, flags(place, "two", "--val-data", f"{place}/val/*.tar", "--precision", "fp32"))
+    assert [end.code for end in ends] == [0, 0], ends
+    assert main(flags(place, "one", "--val-data", f"{place}/val/*.tar", "--precision", "fp32")) == 0
+    for two, one in zip(lines(place, "two"), lines(place, "one"), strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-4) and two["samples"] == one["samples"]
+    assert lines(place, "two", "eval")[0]["n"] == 20
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_absent_caption_ends_with_exit_code_3_and_the_flag_to_use(place: Path, ranks: int) -> None:
+    began = time.monotonic()
+    ends = end_ranks(ranks, train_on, flags(place, f"absent-{ranks}", "--caption-key", "text"))
+    assert [end.code for end in ends] == [3] * ranks
+    assert time.monotonic() - began < 240
+    for word in ("json", "jpg", "caption.en", "--caption-json", "--caption-key txt"):
+        assert word in ends[0].stderr
+    assert "Traceback" not in ends[0].stderr
+
+
+def train_unequally(world: World, argv: list[str], more: list[str]) -> int:
+    """`train_on`, with further flags on the last rank."""
+    return train_on(world, [*argv, *more] if world.rank == world.size - 1 else argv)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--lr", "0.3"], "the ranks have different settings: optim.lr is 0.001 on rank 0 and 0.3 on rank 1; start"),
+        (
+            ["--seed", "5", "--val-data", "{place}/val/{{00000..00001}}.tar"],
+            "run.seed is 0 on rank 0 and 5 on rank 1, evals is {} on rank 0 and absent on rank 1, evals.val.",
+        ),
+    ],
+)
+def test_ranks_with_other_settings_end_at_once(place: Path, more: list[str], said: str) -> None:
+    name = f"unequal-{len(more)}"
+    ends = end_ranks(2, train_unequally, flags(place, name), [flag.format(place=place) for flag in more])
+    assert [end.code for end in ends] == [2, 2]
+    assert said in ends[0].stderr and "Traceback" not in ends[0].stderr
+    assert not (place / "runs" / name).exists()
+
+
+def test_ranks_may_have_folders_of_their_own(place: Path, tmp_path: Path) -> None:
+    make_shards(tmp_path / "pairs", [21, 17, 19, 5])
+    more = ["--data.cache", str(tmp_path / "cache"), "--train-data", f"{tmp_path}/pairs/{{00000..00003}}.tar"]
+    ends = end_ranks(2, train_unequally, flags(place, "folders", "--run.threads", "1", steps=1), more)
+    assert [end.code for end in ends] == [0, 0], ends[0].stderr
+
+
+def test_micro_batches_give_the_same_losses(place: Path) -> None:
+    for name, micro in (("full", "24"), ("micro", "7")):
+        argv = ["--precision", "fp64", "--train.micro-batch-size", micro]
+        assert main(flags(place, name, *argv, steps=3)) == 0
+    for full, micro_line in zip(lines(place, "full"), lines(place, "micro"), strict=True):
+        assert micro_line["loss"] == pytest.approx(full["loss"], rel=1e-9)
+        assert micro_line["grad_norm"] == pytest.approx(full["grad_norm"], rel=1e-9)

@@ -1,0 +1,186 @@
+"""The training loop: metrics, checkpoints, evaluations, signals, and resuming."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from clipstream.data.batch import Batch
+from clipstream.distributed.signals import StopSignals
+from clipstream.distributed.world import World
+from clipstream.errors import ClipstreamError, DataError, Stopped
+from clipstream.training.optim import build_optimizer
+from clipstream.training.optim.adamw import AdamW
+from clipstream.training.step import StepResult, TrainStep
+from tests.support.ranks import run_ranks
+from tests.support.steps import LOSSES, TinyTowers, make_batch
+from tests.support.trainer_runs import Run
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """Put the handler back that a failed run leaves for its launcher's SIGTERM."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_lines_saves_and_evaluations() -> None:
+    run = Run(World(), 10, save_every=4).go()
+    training = [line for line in run.lines if "loss" in line]
+    assert [line["step"] for line in training] == [3, 6, 9, 10]
+    assert [line["samples"] for line in training] == [30, 60, 90, 100]
+    assert [line["epoch"] for line in training] == [1.5, 3.0, 4.5, 5.0]
+    assert training[0]["lr"] == 0.01 / 3
+    assert all(0 < line["data_wait"] <= 1 and line["samples_per_s"] > 0 for line in training)
+    assert set(training[0]) >= {"loss", "grad_norm", "logit_scale"}
+    health = [line for line in run.lines if "health" in line]
+    assert [line["step"] for line in health] == [3, 10]
+    assert health[-1]["health"] == {"train": {"used": 100, "dropped": {"no_caption": 1}}}
+    assert [save.state.step for save in run.saves] == [4, 8, 10] and run.checks == 9
+    assert run.evaluations == [(step, False) for step in range(1, 10)] + [(10, True)]
+
+
+def test_a_line_has_the_mean_of_its_interval() -> None:
+    every, model = [], TinyTowers()
+    step = TrainStep(model, LOSSES["clip"], build_optimizer(model, AdamW.Settings(), "ViT"), World())
+    for number in range(3):
+        every.append(step(make_batch(number), 0.01 / (number + 1)).loss)
+    assert Run(World(), 3).go().lines[0]["loss"] == pytest.approx(sum(every) / 3, abs=1e-12)
+
+
+def test_a_resumed_run_writes_the_same_lines() -> None:
+    whole = Run(World(), 10, save_every=4).go()
+    resumed = Run(World(), 10, save=whole.saves[0]).go()
+    assert resumed.training_lines() == [line for line in whole.training_lines() if line["step"] > 4]
+    for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    done = Run(World(), 10, save=whole.saves[-1]).go()
+    assert done.training_lines() == [] and done.saves == [] and done.evaluations == [(10, True)]
+
+
+def test_a_last_save_without_room_is_an_error() -> None:
+    run = Run(World(), 3)
+    run.has_room = False
+    with pytest.raises(ClipstreamError, match="the last checkpoint, of step 3, could not be written"):
+        run.go()
+    run = Run(World(), 9, kill_at=4)
+    run.has_room = False
+    with pytest.raises(Stopped, match="step 4, which could not be saved"):
+        run.go()
+
+
+def test_no_steps() -> None:
+    run = Run(World(), 0).go()
+    assert run.evaluations == [(0, True)] and [save.state.step for save in run.saves] == [0]
+
+
+def test_the_end_of_the_data_is_an_error() -> None:
+    with pytest.raises(DataError, match="after 5 of 10 steps"):
+        Run(World(), 10, end=5).go()
+
+
+def stopped(world: World) -> tuple[str, list[int]]:
+    """A run whose last rank gets a signal after step 3 of 10, while the next batch is made."""
+    run = Run(world, 10, kill_at=3 if world.rank == world.size - 1 else -1)
+    try:
+        run.go()
+    except Stopped as stop:
+        return str(stop), [save.state.step for save in run.saves]
+    return "", []
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_signal_on_one_rank_stops_all_after_a_save(size: int) -> None:
+    found = run_ranks(size, stopped)
+    assert [saves for _, saves in found] == [[3]] * size
+    assert "SIGUSR1" in found[-1][0] and all("step 3 is saved" in text for text, _ in found)
+
+
+def stopped_in_a_step(world: World) -> tuple[int, int, list[int]]:
+    """A run whose last rank gets a signal during step 4 of 10: steps done, position of the data, saved steps."""
+    run = Run(world, 10)
+    train = run.trainer.train_step
+
+    def step(batch: Batch, lr: float) -> StepResult:
+        if run.trainer.step == 3 and world.rank == world.size - 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return train(batch, lr)
+
+    step.has_finite_weights, step.state = train.has_finite_weights, train.state  # type: ignore[attr-defined]
+    run.trainer.train_step = step  # type: ignore[assignment]
+    with pytest.raises(Stopped):
+        run.go()
+    return run.trainer.step, run.saves[-1].state.data.step, [save.state.step for save in run.saves]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_signal_during_a_step_stops_before_the_next_one(size: int) -> None:
+    assert run_ranks(size, stopped_in_a_step) == [(4, 4, [4])] * size
+
+
+def test_evaluations_that_were_broken_off_come_first_after_the_resume() -> None:
+    def broken_off(step: int, last: bool) -> None:
+        if step == 4:
+            raise Stopped("broken off")
+
+    run = Run(World(), 10)
+    run.trainer.evaluate = broken_off
+    with pytest.raises(Stopped, match="step 4 is saved"):
+        run.go()
+    again = Run(World(), 10, save=run.saves[-1])
+    again.trainer.evaluate = broken_off
+    with pytest.raises(Stopped, match="step 4 is saved"):
+        again.go()
+    assert again.saves == []  # what is saved still owes it
+    resumed = Run(World(), 10, save=run.saves[-1], save_every=5).go()
+    assert resumed.evaluations == [(step, False) for step in range(4, 10)] + [(10, True)]
+    assert not resumed.saves[0].state.evaluation_pending
+
+
+def test_what_could_not_be_used_is_listed_by_a_run_that_is_stopped_before_its_first_line() -> None:
+    run = Run(World(), 10, kill_at=1)
+    with pytest.raises(Stopped):
+        run.go()
+    assert [line["quarantine"][0]["key"] for line in run.lines] == ["k1"]
+
+
+def summed(world: World) -> list[dict[str, Any]]:
+    """The lines of a short run."""
+    return Run(world, 3).go().lines
+
+
+def test_two_ranks_write_one_file() -> None:
+    lines = run_ranks(2, summed)
+    assert lines[1] == []
+    assert lines[0][0]["samples"] == 30
+    assert lines[0][-2]["health"] == {"train": {"used": 30, "dropped": {"no_caption": 2}}}
+    assert lines[0][-1]["end"] == {"status": "done", "code": 0, "error": None, "total_steps": 3}
+
+
+def resumed_counts(world: World) -> Any:
+    """The last counts of a run that goes on from step 4, at step 10."""
+    saved = Run(world, 10, save_every=4).go().saves[0]
+    again = Run(world, 10, save=saved).go()
+    return [line["health"] for line in again.lines if "health" in line][-1:]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_resumed_run_counts_from_where_it_was(size: int) -> None:
+    counts = run_ranks(size, resumed_counts)[0]
+    assert counts == [{"train": {"used": 100, "dropped": {"no_caption": 2 * size}}}]
+
+
+def test_ctrl_c_twice_interrupts() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.received == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before

@@ -1,0 +1,128 @@
+"""Signals in the first and last seconds of a command: one line, an exit code, no traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from clipstream.utils import early_signals
+from tests.support.pictures import make_shards
+from tests.support.ranks import ROOT, TIMEOUT
+from tests.support.runs import flags, furnish
+
+LATE = """
+import atexit, os, time
+
+@atexit.register
+def linger():
+    open(os.environ["AT_EXIT"], "w").close()
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A furnished folder with a module that holds up the end of the process that imports it."""
+    folder = furnish(tmp_path_factory.mktemp("starting"))
+    (folder / "late.py").write_text(LATE)
+    return folder
+
+
+def heed() -> None:
+    """Ignore no signal: a shell's background jobs ignore SIGINT, and xdist's workers SIGTERM; that is inherited."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def begin(place: Path, *command: str, **env: str) -> subprocess.Popen[str]:
+    """Start a command that signals reach."""
+    return subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": f"{place}{os.pathsep}{ROOT}", **env},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=heed,
+    )
+
+
+def end(process: subprocess.Popen[str]) -> str:
+    """Wait for the end; what was written to stderr."""
+    try:
+        return process.communicate(timeout=TIMEOUT)[1]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("seconds", [0.05, 0.2, 0.4, 0.8, 1.5])
+def test_a_signal_while_training_is_set_up(place: Path, number: signal.Signals, seconds: float) -> None:
+    name = f"{number.name}{seconds}"
+    process = begin(place, sys.executable, "-m", "clipstream.train", *flags(place, name, steps=100_000))
+    time.sleep(seconds)
+    process.send_signal(number)
+    said = end(process)
+    if f"{ROOT}/clipstream/" not in said and process.returncode in (1, -number):
+        return  # Python itself was still starting
+    assert process.returncode == 75, said
+    assert "Traceback" not in said
+    assert said.endswith(f"stopped by {number.name} before the first step: start the same command again\n")
+
+
+@pytest.mark.parametrize("seconds", [0.2, 0.5, 1.0])
+@pytest.mark.parametrize("verb", ["check", "evaluate"])
+def test_ctrl_c_while_another_verb_starts(place: Path, verb: str, seconds: float) -> None:
+    shards = f"{place}/pairs/{{00000..00003}}.tar"
+    own = {"check": [shards], "evaluate": ["--model", f"{place}/model.json", "--evals.a.type", "loss"]}[verb]
+    process = begin(place, sys.executable, "-m", "clipstream", verb, *own)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    said = end(process)
+    if f"{ROOT}/clipstream/" not in said and process.returncode in (1, -signal.SIGINT):
+        return  # Python itself was still starting
+    assert "Traceback" not in said
+    assert process.returncode in (130, 0, 2), said  # it may have been faster
+
+
+def test_a_signal_while_the_process_ends_leaves_its_exit_code(place: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "at-exit"
+    more = ("--data.sources.train.transform", "late:no_such_function")
+    process = begin(place, sys.executable, "-m", "clipstream.train", *flags(place, "late", *more), AT_EXIT=str(mark))
+    limit = time.monotonic() + TIMEOUT
+    while not mark.exists() and process.poll() is None and time.monotonic() < limit:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    said = end(process)
+    assert process.returncode == 2, said
+    assert "no_such_function" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("argv", [[], ["clipstream"], ["-m", "train"], ["bin/clipstream", *"abcdefgh"]])
+def test_a_process_of_a_pool_keeps_its_signals_whatever_its_parent_was_called_with(argv: list[str]) -> None:
+    code = (
+        f"import signal, sys; sys.argv = {argv}; import clipstream\n"
+        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    )
+    subprocess.run([sys.executable, "-c", code, "--multiprocessing-fork"], check=True, timeout=TIMEOUT, preexec_fn=heed)
+
+
+def test_a_process_that_only_imports_the_package_keeps_its_signals() -> None:
+    code = "import clipstream.cli.main, signal; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    subprocess.run([sys.executable, "-c", code, "train"], check=True, timeout=TIMEOUT, preexec_fn=heed)
+    assert not early_signals._guarded
+
+
+def test_a_spawned_process_has_the_arguments_of_a_longer_command_line(tmp_path: Path) -> None:
+    shards = make_shards(tmp_path, [2] * 12)
+    command = [sys.executable, "-m", "clipstream.index", *shards]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,40 @@
+"""Untrusted text is safe to print: no control characters, readable text unchanged, bounded length."""
+
+from __future__ import annotations
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from clipstream.errors import DataError, Dropped
+from clipstream.utils.escape import MESSAGE, VALUE, printable, printable_lines
+from tests.support.hostile_text import HOSTILE, obeyed
+
+
+@example(HOSTILE)
+@given(st.text() | st.text(st.characters(categories=["Cc", "Cf", "Cs", "Zl", "Zp"])))
+def test_nothing_is_left_that_a_terminal_obeys(text: str) -> None:
+    assert obeyed(printable(text)) == []
+    assert set(obeyed(printable_lines(text))) <= {"\n", "\t"}
+    assert printable(printable(text, 10**6), 10**6) == printable(text, 10**6)
+    printable(text).encode()
+
+
+@example("a photo of a \U0001f469‍\U0001f4bb")
+@example("ein Käfer: 100 % \\ 'a' [b]")
+@example("سگ می‌دود")
+@given(st.text(st.characters(exclude_categories=["C", "Zl", "Zp"]), max_size=VALUE))
+def test_printable_text_stays_as_it_is(text: str) -> None:
+    assert printable(text) == printable_lines(text) == text
+
+
+def test_long_text_is_cut_and_its_length_is_told() -> None:
+    text = printable("x" * 10_000_000)
+    assert len(text) < VALUE + 40 and text.endswith("x… (10,000,000 characters)")
+    assert len(printable("\x1b" * 10_000_000, 50)) < 50 * 4 + 40
+
+
+def test_errors_and_drops_are_safe_to_print_and_keep_their_lines() -> None:
+    assert str(DataError(f"first: {HOSTILE}\n\tsecond")) == printable_lines(f"first: {HOSTILE}\n\tsecond")
+    assert len(str(DataError("y" * 10**6))) < MESSAGE + 40
+    drop = Dropped("mine\x1b[2J", HOSTILE + "\n" + "z" * 1000)
+    assert obeyed(drop.reason + drop.detail + str(drop)) == [] and len(drop.detail) < 2 * VALUE
