@@ -256,7 +256,7 @@ def with_workers(settings: Settings, world: World) -> Settings:
     """The settings with `data.workers` resolved, and no more workers than lanes."""
     data, most = settings.data, int(settings.data.lanes) // world.size
     if data.workers == "auto":
-        from clipstream.data.auto_workers import resolve_workers
+        from clipstream.data.loader.workers import resolve_workers
 
         workers, why = resolve_workers(data, world)
     elif data.workers > most:

@@ -28,7 +28,7 @@ from clipstream.checkpoint import store
 from clipstream.checkpoint.remote_sync import RemoteSync
 from clipstream.checkpoint.state import OPTIMIZER, RANDOM, STATE, WEIGHTS, CheckpointMeta, SavedTowers, Tensors
 from clipstream.checkpoint.tensor_file import Snapshot
-from clipstream.data.order.state import DataState
+from clipstream.data.order.lanes import DataState
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
 from clipstream.training.parallel.fsdp import reshard

@@ -14,19 +14,15 @@ from clipstream.data.decode.captions import CaptionExtractor, build_caption, bui
 from clipstream.data.decode.images import EvalTransform, ImageTransform, OwnImageTransform
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.decode.train_transform import TrainTransform
+from clipstream.data.loader.batch_buffers import BufferShape
 from clipstream.data.loader.health import FIRST_SAMPLES, FIRST_SLOTS, Budget, Health
 from clipstream.data.loader.loader import Loader, LoaderPlan
-from clipstream.data.loader.pipeline import Lane, Pipeline, Reader, WorkerReport
-from clipstream.data.loader.sample_debug import SampleTracer
+from clipstream.data.loader.pipeline import Lane, Pipeline, Reader, SampleTracer, WorkerReport
 from clipstream.data.loader.sampler import LaneSampler, OnceSampler, OpenShards, WindowSampler
-from clipstream.data.loader.shared_buffers import BufferShape
 from clipstream.data.loader.stage_timing import Stopwatch
-from clipstream.data.order.lanes import LaneSlots, lanes_of_rank
-from clipstream.data.order.mixing import Mix, SourceMix
+from clipstream.data.order.lanes import Cursor, DataState, Fingerprint, LaneSlots, Mix, SourceMix, lanes_of_rank
 from clipstream.data.order.rng import mix
-from clipstream.data.order.state import Cursor, DataState, Fingerprint
-from clipstream.data.order_fingerprint import TOKENIZER, differences, fingerprint_of
-from clipstream.data.order_plan import order_plan, source_order
+from clipstream.data.order_plan import TOKENIZER, differences, fingerprint_of, order_plan, source_order
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.shard_url import is_remote, redact
 from clipstream.data.sources.registry import expand

@@ -14,11 +14,11 @@ from typing import ClassVar, Protocol
 import torch
 from torch import nn
 
-from clipstream.data.auto_workers import auto_workers
 from clipstream.data.batch import Batch, ImageSpec
 from clipstream.data.build import evaluation_loader
 from clipstream.data.decode.captions import CaptionExtractor
 from clipstream.data.decode.tokenizers import Tokenizer, readable
+from clipstream.data.loader.workers import auto_workers
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.shard_url import redact
 from clipstream.distributed.world import World

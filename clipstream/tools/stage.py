@@ -28,7 +28,6 @@ from clipstream.config.print_config import print_config, take_flag
 from clipstream.config.section import with_home
 from clipstream.config.settings import Settings, load
 from clipstream.data.decode.captions import split_keys
-from clipstream.data.decode.reencode import Format, Recipe
 from clipstream.data.shard_url import redact
 from clipstream.data.sources.registry import expand
 from clipstream.data.sources.tars import SIZES
@@ -37,6 +36,7 @@ from clipstream.report.terminal import duration
 from clipstream.tools.staging import plan as listing
 from clipstream.tools.staging.copying import PARTS, Copier
 from clipstream.tools.staging.plan import RECORDS, StagedSource, plan, spec
+from clipstream.tools.staging.reencode import Format, Recipe
 from clipstream.tools.staging.work import Work
 from clipstream.utils import atomic_write
 from clipstream.utils.escape import printable

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from clipstream.data.order.state import DataState
+from clipstream.data.order.lanes import DataState
 
 
 @dataclass

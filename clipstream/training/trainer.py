@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Protocol
 
 from clipstream.data.batch import Batch
 from clipstream.data.loader.stage_timing import StageTimes, merged
-from clipstream.data.order.state import DataState
+from clipstream.data.order.lanes import DataState
 from clipstream.distributed.run_record import end_record
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World

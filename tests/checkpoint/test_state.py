@@ -16,7 +16,7 @@ import torch
 
 from clipstream.checkpoint.state import OPTIMIZER, RANDOM, STATE, WEIGHTS, load, read_meta
 from clipstream.checkpoint.store import MARKER, agree, fault, find
-from clipstream.data.order.state import Cursor, DataState, LaneState
+from clipstream.data.order.lanes import Cursor, DataState, LaneState
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.training.optim import build_optimizer

@@ -10,8 +10,8 @@ import pytest
 
 from clipstream.config.settings import Settings, load, resolve
 from clipstream.config.validate import validate_run
-from clipstream.data.auto_workers import resolve_workers
 from clipstream.data.build import training_loader
+from clipstream.data.loader.workers import resolve_workers
 from clipstream.data.order.lanes import lanes_for
 from clipstream.data.order.windows import SourceOrder
 from clipstream.distributed.world import World

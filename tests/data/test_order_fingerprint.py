@@ -11,7 +11,7 @@ import pytest
 
 from clipstream.data.build import training_loader
 from clipstream.data.loader.loader import Loader
-from clipstream.data.order.state import Cursor, DataState, LaneState
+from clipstream.data.order.lanes import Cursor, DataState, LaneState
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError

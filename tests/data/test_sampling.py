@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from clipstream.data.batch import Batch
-from clipstream.data.order.state import DataState
+from clipstream.data.order.lanes import DataState
 from clipstream.data.settings import DataSettings
 from clipstream.data.sources.side_index import identity_of, path_of, read, write
 from clipstream.data.tar import ShardIndex

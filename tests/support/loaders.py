@@ -11,7 +11,7 @@ import torch
 from clipstream.data.batch import Batch, ImageSpec
 from clipstream.data.build import training_loader
 from clipstream.data.loader.loader import Loader
-from clipstream.data.order.state import DataState
+from clipstream.data.order.lanes import DataState
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
 from tests.support.pictures import ByteTokenizer

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from clipstream.data.batch import Batch
 from clipstream.data.loader.health import DroppedSample as Lost
 from clipstream.data.loader.stage_timing import StageTimes
-from clipstream.data.order.state import DataState
+from clipstream.data.order.lanes import DataState
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
 from clipstream.training.gradcache import Loss

@@ -24,14 +24,12 @@ import numpy as np
 import torch
 
 from clipstream.data.batch import Batch
-from clipstream.data.loader.device_prefetch import device_prefetch_for
+from clipstream.data.loader.batch_buffers import BatchBuffer, BufferRing, BufferShape, device_prefetch_for
 from clipstream.data.loader.health import FIRST_SAMPLES, Budget, Health
 from clipstream.data.loader.pipeline import BatchPart, Pipeline, WorkerReport
-from clipstream.data.loader.shared_buffers import BatchBuffer, BufferRing, BufferShape
 from clipstream.data.loader.stage_timing import IDLE, OPEN, StageIntervals, StageTimes, Stopwatch
-from clipstream.data.loader.worker import Worker
-from clipstream.data.order.lanes import LaneSlots
-from clipstream.data.order.state import DataState, Fingerprint, LaneState
+from clipstream.data.loader.workers import Worker
+from clipstream.data.order.lanes import DataState, Fingerprint, LaneSlots, LaneState
 from clipstream.errors import ClipstreamError, DataError, Interrupted
 from clipstream.utils.escape import printable_lines
 from clipstream.utils.logs import logger

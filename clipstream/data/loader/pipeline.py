@@ -1,12 +1,15 @@
 """The pipeline of samples: a lane's next sample becomes pixels and ids in a slot of a batch buffer.
 
 A Pipeline serves some lanes of a rank, in a worker or in the training process. It replaces a sample that cannot be used
-by the next one of the same lane and source, or leaves its slot empty where slots are kept, and counts it.
+by the next one of the same lane and source, or leaves its slot empty where slots are kept, and counts it. A
+SampleTracer prints what each stage made of the first samples (`--data.trace N`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
+import sys
 import time
 import zlib
 from collections import Counter
@@ -15,19 +18,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from clipstream.data.decode.captions import CaptionExtractor, SampleTransform, image_bytes, split_keys
 from clipstream.data.decode.images import ImageTransform
 from clipstream.data.decode.tokenizers import Tokenizer, readable
+from clipstream.data.loader.batch_buffers import BatchBuffer
 from clipstream.data.loader.health import FIRST_SAMPLES, PROFILED, DroppedSample, Health
-from clipstream.data.loader.sample_debug import SampleTrace, SampleTracer
 from clipstream.data.loader.sampler import LaneSample, LaneSampler
-from clipstream.data.loader.shared_buffers import BatchBuffer
 from clipstream.data.loader.stage_timing import HAND_OVER, ORDER, StageIntervals, Stopwatch
-from clipstream.data.order.lanes import LaneSlots
-from clipstream.data.order.mixing import Mix
+from clipstream.data.order.lanes import LaneSlots, LaneState, Mix
 from clipstream.data.order.rng import SampleRNG
-from clipstream.data.order.state import LaneState
 from clipstream.errors import Dropped
+from clipstream.utils.escape import printable
 
 # A worker reports before its part of a batch is filled after so many dropped samples, or so many seconds.
 INTERIM_DROPS = 200
@@ -35,6 +38,7 @@ INTERIM_SECONDS = 10.0
 # Samples are read until their pictures have so many bytes, or for so many seconds, and then decoded.
 READ_BYTES = 1 << 18
 READ_SECONDS = 1.0
+MAX_TEXT = 200  # characters of a caption that a trace prints
 
 
 @dataclass(frozen=True)
@@ -339,3 +343,59 @@ def checksum(data: bytes) -> int:
     Different files are equal by chance only if they have the same length, and then once in 2^32.
     """
     return (len(data) & 0x7FFFFFFF) << 32 | zlib.crc32(data)
+
+
+class SampleTracer:
+    """Chooses the samples that are traced: the first `count` that a pipeline reads, used or dropped."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._done = count, 0
+
+    def begin(self, shard: str, key: str) -> SampleTrace | None:
+        """The trace of the next sample; None where it is not traced."""
+        if self._done == self._count:
+            return None
+        self._done += 1
+        return SampleTrace(f"trace {self._done} of {self._count}: {key} in {shard}")
+
+
+class SampleTrace:
+    """Collects the lines on one sample and prints them together, as other processes print too."""
+
+    def __init__(self, title: str) -> None:
+        self._lines = [title]
+
+    def members(self, stage: str, sample: Mapping[str, Any]) -> None:
+        """Add names and sizes of a sample's members after a stage."""
+        parts = []
+        for name, value in sample.items():
+            size = type(value).__name__
+            if isinstance(value, bytes | str):
+                size = f"{len(value):,} {'bytes' if isinstance(value, bytes) else 'characters'}"
+            parts += [] if name.startswith("__") else [f"{name} {size}"]
+        self._add(stage, ", ".join(parts) or "nothing that the settings read")
+
+    def picture(self, data: bytes, pixels: np.ndarray[Any, Any]) -> None:
+        """Add a picture file and the uint8 [H, W, 3] made of it."""
+        from PIL import Image
+
+        with Image.open(io.BytesIO(data)) as image:
+            stored = f"{image.format} {image.width} x {image.height} {image.mode}"
+        levels = " ".join(f"{level:.0f}" for level in pixels.reshape(-1, 3).mean(axis=0))
+        self._add("picture", f"{stored} -> {pixels.shape[1]} x {pixels.shape[0]}, mean of the channels {levels}")
+
+    def caption(self, caption: str, ids: Sequence[int], text: str) -> None:
+        """Add a caption, its ids, and the text that these decode to."""
+        used = len(ids) - next((n for n, number in enumerate(reversed(ids)) if number), len(ids))
+        shown = " ".join(map(str, ids[: min(used, 16)])) + (" …" if used > 16 else "")
+        self._add("caption", repr(caption[:MAX_TEXT]))
+        self._add("ids", f"{used} of {len(ids)}: {shown} = {text[:MAX_TEXT]!r}")
+
+    def end(self, stage: str, text: str) -> None:
+        """Add the outcome and print the trace."""
+        self._add(stage, text)
+        sys.stderr.write("\n".join(printable(line, 2000) for line in self._lines) + "\n")
+        sys.stderr.flush()
+
+    def _add(self, stage: str, text: str) -> None:
+        self._lines.append(f"  {stage:<10} {text}")

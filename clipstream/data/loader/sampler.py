@@ -15,8 +15,8 @@ import numpy as np
 
 from clipstream.data.loader.health import SourceHealth
 from clipstream.data.loader.stage_timing import OPEN, ORDER
+from clipstream.data.order.lanes import Cursor
 from clipstream.data.order.rng import mix
-from clipstream.data.order.state import Cursor
 from clipstream.data.order.windows import Order
 from clipstream.data.shard_url import redact
 from clipstream.data.sources.protocol import OpenShard

@@ -30,7 +30,7 @@ from clipstream.errors import SettingsError
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """The epochs of a run; also the mix of its sources (see mixing.Mix).
+    """The epochs of a run; also the mix of its sources (see lanes.Mix).
 
     Attributes:
         seed: the run's seed.
@@ -85,7 +85,7 @@ class EpochPlan:
         return self.wanted if self.remainder == "pad" else _apportion(self.steps * self.batch, self.wanted)
 
     def source(self, lane: int, drawn: int) -> int | None:
-        """See mixing.Mix."""
+        """See lanes.Mix."""
         low, high = self._slots(lane)
         slot = drawn % (self.steps * (high - low))
         first, end = self._bounds[lane], self._bounds[lane + 1]

@@ -3,14 +3,25 @@
 A run has L lanes. Lane l fills slots ⌊lB/L⌋ … ⌊(l+1)B/L⌋ - 1 of each global batch of B samples and reads its samples in
 an order that depends on the seed and l alone. Ranks own contiguous runs of lanes and workers share their rank's lanes,
 so the number of ranks and workers decides who reads a sample, and never which samples make up a batch.
+
+The mix of sources is a golden-ratio sequence over their weights, so that every stretch of a run holds each source in
+proportion to its weight; independent draws would need long stretches for that. Exact epochs have a mix of their own
+(`epochs.EpochPlan`).
+
+`DataState` is the position of all lanes, as a checkpoint keeps it. The loader gives one of its rank's lanes after each
+batch; the checkpoint writer merges the ranks' parts into `TrainState.data`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from clipstream.data.order.rng import GOLDEN, MASK, mix
 
 MIN_LANES, MAX_LANES = 192, 3072
+Fingerprint = dict[str, object]  # setting or shards -> JSON value, of all that fixes the order; see order_plan
 
 
 def lanes_for(batch: int) -> int:
@@ -55,3 +66,114 @@ class LaneSlots:
     def count(self, step: int) -> int:
         """Number of slots of the rank in batch number `step`; its lanes fill 0 to count - 1."""
         return self.of(self.lanes[-1], step).stop if self.lanes else 0
+
+
+class Mix(Protocol):
+    """Chooses the source of each sample of a lane."""
+
+    def source(self, lane: int, drawn: int) -> int | None:
+        """Number of the source of a lane's sample `drawn` (from 0), in the order of names; None for padding."""
+        ...
+
+
+@dataclass(frozen=True)
+class SourceMix:
+    """Sources in proportion to their weights.
+
+    Sample n of the run, counted through the global batches, takes the source at frac(offset + n·φ) of the weights laid
+    end to end. So after any batch each source is within O(log n) samples of its share (Weyl's equidistribution;
+    `tests/data/order/test_lanes.py` asserts 5), whatever its weight, and within a batch for each rank.
+
+    Attributes:
+        seed: the run's seed.
+        weights: of the sources.
+        lanes: L.
+        batches: (step, samples): sizes of the global batch, each from its step on; the first from step 0.
+    """
+
+    seed: int
+    weights: tuple[float, ...]
+    lanes: int = 1
+    batches: tuple[tuple[int, int], ...] = ((0, 1),)
+
+    def source(self, lane: int, drawn: int) -> int:
+        """See Mix; never None."""
+        if len(self.weights) == 1:
+            return 0
+        before = 0  # samples of all lanes under earlier sizes of the batch
+        for i, (start, size) in enumerate(self.batches):
+            first = lane * size // self.lanes
+            share = (lane + 1) * size // self.lanes - first
+            steps = self.batches[i + 1][0] - start if i + 1 < len(self.batches) else None
+            if steps is None or drawn < steps * share:
+                break
+            drawn -= steps * share
+            before += steps * size
+        number = before + drawn // share * size + first + drawn % share
+        point = ((mix(self.seed, 5) + number * GOLDEN) & MASK) * 2.0**-64 * sum(self.weights)
+        for source, weight in enumerate(self.weights):
+            point -= weight
+            if point < 0:
+                return source
+        return len(self.weights) - 1
+
+
+@dataclass
+class Cursor:
+    """Position of a lane in one source: its next sample.
+
+    Attributes:
+        group: number of the lane's group of shards.
+        window: number of the window in the group.
+        position: number of the sample in the window.
+        skipped: the group's shards, by their index in it, that could not be opened; a resumed run skips them too.
+    """
+
+    group: int = 0
+    window: int = 0
+    position: int = 0
+    skipped: list[int] = field(default_factory=list)
+
+    def copy(self) -> Cursor:
+        """A copy that shares nothing with the cursor."""
+        return replace(self, skipped=list(self.skipped))
+
+
+@dataclass
+class LaneState:
+    """Position of a lane.
+
+    Attributes:
+        drawn: number of slots that the lane has filled or left empty.
+        cursors: one per source, in the order of names.
+    """
+
+    drawn: int
+    cursors: list[Cursor]
+
+
+@dataclass(frozen=True)
+class DataState:
+    """Position of the data after a batch.
+
+    Attributes:
+        step: number of the next batch.
+        lanes_total: L, lanes of all ranks.
+        fingerprint: all that fixes the order of samples.
+        salt: how often the order was restarted under other settings (--resume-approximate).
+        restarted_at: number of the first batch of the present order.
+        lanes: by number; those of one rank, or of all after `merge`.
+    """
+
+    step: int = 0
+    lanes_total: int = 0
+    fingerprint: Fingerprint = field(default_factory=dict)
+    salt: int = 0
+    restarted_at: int = 0
+    lanes: dict[int, LaneState] = field(default_factory=dict)
+
+    @classmethod
+    def merge(cls, parts: Sequence[DataState]) -> DataState:
+        """The state of the run, from the states of all ranks."""
+        lanes = {lane: state for part in parts for lane, state in part.lanes.items()}
+        return replace(parts[0], lanes=dict(sorted(lanes.items())))

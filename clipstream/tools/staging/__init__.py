@@ -1,1 +1,1 @@
-"""`clipstream stage`: what is copied, one shard's copy, the processes that copy, the progress bar."""
+"""`clipstream stage`: what is copied, one shard and its pictures, the processes that copy, the progress bar."""

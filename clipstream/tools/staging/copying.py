@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from clipstream.data.decode.captions import split_keys
-from clipstream.data.decode.reencode import Recipe, rewrite
 from clipstream.data.shard_url import redact
 from clipstream.data.sources import side_index
 from clipstream.data.tar import scan
@@ -22,6 +21,7 @@ from clipstream.data.transport.cache_eviction import crc_of
 from clipstream.data.transport.downloader import Fetcher
 from clipstream.data.transport.transfer import FileInfo, ShardError
 from clipstream.tools.staging.plan import Record, Shard
+from clipstream.tools.staging.reencode import Recipe, rewrite
 from clipstream.utils import atomic_write
 
 PARTS = ".parts"  # subfolder for incomplete copies

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from clipstream.data.build import evaluation_loader, training_loader
-from clipstream.data.order.state import DataState
-from clipstream.data.order_fingerprint import stable_names
+from clipstream.data.order.lanes import DataState
+from clipstream.data.order_plan import stable_names
 from clipstream.data.settings import SourceSettings
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError

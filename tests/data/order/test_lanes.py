@@ -8,10 +8,8 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clipstream.data.order.lanes import LaneSlots, lanes_of_rank
-from clipstream.data.order.mixing import SourceMix
+from clipstream.data.order.lanes import Cursor, DataState, LaneSlots, LaneState, SourceMix, lanes_of_rank
 from clipstream.data.order.rng import SampleRNG, mix, permutation
-from clipstream.data.order.state import Cursor, DataState, LaneState
 from clipstream.data.order.windows import SourceOrder
 from clipstream.training.state import TrainState
 

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from clipstream.data import auto_workers
-from clipstream.data.loader.worker import PATIENCE
+from clipstream.data.loader import workers as auto_workers
+from clipstream.data.loader.workers import PATIENCE
 from clipstream.data.settings import MAX_AUTO_WORKERS
 from clipstream.distributed.world import World
 from clipstream.errors import DataError

@@ -1,13 +1,19 @@
-"""Worker processes: each fills its part of the batches that the loader asks for, and ends with its parent.
+"""Worker processes: each fills its part of the batches that the loader asks for, and ends with its parent; and how
+many there are where the settings leave it open (`data.workers: auto`).
 
 Workers are forked, because they share the buffers, the tokenizer and the user's own objects that the parent has built,
 without importing or pickling anything. They use one thread each and ignore the signals that ask a run to end: the
 parent saves first, then ends them. When the parent is killed, they end too, with the commands that they run.
+
+A GPU's rank gets a worker for each of its cores but one, which the training process needs; on a CPU, where the model
+takes the cores itself, two. The order of samples does not depend on the number. Workers that wait for a slow disk may
+be worth more than that: `python -m clipstream.bench` measures several numbers.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import multiprocessing
 import os
 import signal
@@ -16,15 +22,20 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+from clipstream.data.loader.batch_buffers import BufferRing
 from clipstream.data.loader.pipeline import Pipeline
-from clipstream.data.loader.shared_buffers import BufferRing
 from clipstream.data.loader.stage_timing import IDLE, Stopwatch
+from clipstream.data.order.lanes import lanes_of_rank
+from clipstream.data.settings import MAX_AUTO_WORKERS, DataSettings
 from clipstream.data.transport.pipe import end_commands
+from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
 from clipstream.utils.process_lifetime import END, Ended, end, end_with, listen
 
+ON_CPU = 2  # workers of a rank whose model is on the CPU
 PATIENCE = 0.2  # s that a worker has to notice that its loader was closed
 
 MakePipeline = Callable[[Callable[[Any], None], Stopwatch], Pipeline]  # (report, stopwatch) -> pipeline
@@ -129,3 +140,37 @@ def _work(
         connection.send(RuntimeError(f"while it was at: {doing}\n{traceback.format_exc()}"))
     finally:
         end_commands()  # of threads that download ahead
+
+
+def resolve_workers(settings: DataSettings, world: World) -> tuple[int, str]:
+    """Workers of this rank, at most one for each lane; and the reason, in a few words.
+
+    Args:
+        settings: with `lanes` resolved.
+    """
+    lanes = min(len(lanes_of_rank(rank, world.size, int(settings.lanes))) for rank in range(world.size))
+    have, ranks = cores(), world.local_size
+    why = f"{have} core{'s' * (have > 1)}"
+    why += ", which train as well" if world.device == "cpu" else f" for {ranks} rank{'s' * (ranks > 1)}"
+    return min(auto_workers(world), lanes), why
+
+
+def auto_workers(world: World) -> int:
+    """Workers of a rank by the cores of its node alone."""
+    share = max(1, cores() // world.local_size)
+    return min(ON_CPU, share) if world.device == "cpu" else min(max(1, share - 1), MAX_AUTO_WORKERS)
+
+
+def cores() -> int:
+    """Cores that this process may use: its affinity, and the limit of its control group (containers, Slurm)."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.ceil(min(allowed, _quota())))
+
+
+def _quota() -> float:
+    """The control group's limit in cores; cgroup v2 writes 'max 100000' or '200000 100000'."""
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return math.inf if limit == "max" else int(limit) / int(period)
+    except (OSError, ValueError):
+        return math.inf

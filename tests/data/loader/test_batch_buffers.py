@@ -13,10 +13,9 @@ import torch
 
 from clipstream.data.batch import Batch
 from clipstream.data.build import training_loader
-from clipstream.data.loader.device_prefetch import HostBatches, device_prefetch_for
+from clipstream.data.loader.batch_buffers import BufferRing, BufferShape, HostBatches, device_prefetch_for
 from clipstream.data.loader.loader import Loader
-from clipstream.data.loader.shared_buffers import BufferRing, BufferShape
-from clipstream.data.order.state import DataState
+from clipstream.data.order.lanes import DataState
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
 from tests.support.loaders import IMAGE, data, digest
