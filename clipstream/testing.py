@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from clipstream.data.batch import Batch
     from clipstream.data.settings import SourceSettings
-    from clipstream.evals.runner import EvalContext
+    from clipstream.evals.context import EvalContext
     from clipstream.losses.contrastive import ContrastiveLoss
     from clipstream.models.towers import Features
     from clipstream.report.sinks import RunInfo, Sink
@@ -504,7 +504,7 @@ def check_sink(make: Callable[[Any, RunInfo], Sink], settings: Any) -> None:
     """
     import torch
 
-    from clipstream.evals.example import Example, Table
+    from clipstream.evals.context import Example, Table
     from clipstream.report.sinks import RunInfo
 
     example = Example(torch.zeros((3, 8, 8), dtype=torch.uint8), "a text", key="0.tar/0", guesses=(("a text", 0.5),))
@@ -542,8 +542,8 @@ def check_sink(make: Callable[[Any, RunInfo], Sink], settings: Any) -> None:
 def small_context() -> EvalContext:
     """The context of an evaluator, with a small CLIP of random weights on the CPU; for `check_evaluator`."""
     from clipstream.data.decode.tokenizers import build_tokenizer
-    from clipstream.data.settings import DataSettings, TokenizerSettings
-    from clipstream.evals.runner import EvalContext
+    from clipstream.data.settings import TokenizerSettings
+    from clipstream.evals.context import EvalContext
     from clipstream.models.settings import ModelSettings
     from clipstream.models.towers import build_towers
 
@@ -553,7 +553,7 @@ def small_context() -> EvalContext:
         towers = build_towers(ModelSettings(name=str(config)), seed=0)
     settings = TokenizerSettings.model_validate({"type": "model"})
     tokenizer = build_tokenizer(settings, towers.open_clip_tokenizer(), towers.context_length)
-    return EvalContext.for_towers(towers, tokenizer, World(), data=DataSettings(workers=0), precision="fp32")
+    return EvalContext(towers, tokenizer, World())
 
 
 def check_evaluator(

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from clipstream.evals.runner import EvalRunner
     from clipstream.evals.settings import Weights
     from clipstream.models.towers import Towers
-    from clipstream.report.ending import Ending
-    from clipstream.report.outputs import Outputs
+    from clipstream.report.outputs import Ending, Outputs
     from clipstream.training.parallel.fsdp import FullTowers, ShardedTowers
     from clipstream.training.state import TrainState
     from clipstream.training.step import TrainStep
@@ -73,8 +72,8 @@ def train(settings: Settings, world: World, watch: FailureWatch) -> None:
         ClipstreamError: settings, data or training failed, or a signal stopped the run.
     """
     from clipstream.distributed.signals import StopSignals
-    from clipstream.report.ending import Ending
-    from clipstream.report.run_log import run_log
+    from clipstream.report.outputs import Ending
+    from clipstream.report.terminal import run_log
 
     require_equal(settings, world)
     signals = StopSignals(
@@ -345,17 +344,13 @@ def build_evals(
     outputs: Outputs,
 ) -> EvalRunner:
     """The evaluators, with the weights that are trained and their averages."""
-    from clipstream.evals.runner import EvalContext, EvalRunner
+    from clipstream.evals.context import EvalContext
+    from clipstream.evals.runner import EvalRunner
     from clipstream.losses.contrastive import build_loss
 
-    context = EvalContext.for_towers(
-        layout.full,
-        tokenizer,
-        world,
-        data=settings.data,
-        precision=settings.train.arithmetic,
-        loss=build_loss(settings.loss, layout.full.loss_type),
-        examples=settings.log.pictures,
+    loss = build_loss(settings.loss, layout.full.loss_type)
+    context = EvalContext(
+        layout.full, tokenizer, world, settings.data, settings.train.arithmetic, loss, settings.log.pictures
     )
     weights: dict[Weights, Any] = {"trained": partial(layout.full_weights, world.device)}
     if step.averages is not None:

@@ -20,7 +20,7 @@ from clipstream.data.shard_url import scheme_of
 from clipstream.data.sources.registry import expand
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.evals.prompts import OF_OPEN_CLIP, class_names, class_spec, prompt_templates, repeated, template_spec
+from clipstream.evals.classes import OF_OPEN_CLIP, class_names, class_spec, prompt_templates, repeated, template_spec
 from clipstream.evals.settings import (
     EvalSettings,
     LabelledSettings,

@@ -1,4 +1,4 @@
-"""The context of an evaluator: encodes images and texts without gradient, reads sources, collects pictures to show.
+"""The context of an evaluator: encodes images and texts without gradient, reads sources, collects what to show.
 
 The towers' modes are restored after each use, and batches have no padding. `DryRun` is a context for a few samples.
 """
@@ -23,11 +23,40 @@ from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.shard_url import redact
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, Interrupted, Stopped
-from clipstream.evals.example import Example, Table
 from clipstream.evals.fingerprints import Reading, of_weights
 from clipstream.losses.contrastive import ContrastiveLoss
 from clipstream.models.towers import Features
 from clipstream.training.precision import Precision, autocast
+
+
+@dataclass(frozen=True)
+class Example:
+    """A picture with its texts.
+
+    Attributes:
+        pixels: uint8 [3, H, W], on any device.
+        text: its caption, as the model sees it, or its class name.
+        key: 'SHARD_BASENAME/KEY' of the sample.
+        guesses: (text, score) of the model's answers, best first.
+        group: heading that it is shown under, such as 'best'; '' for none.
+        note: a short remark, such as 'rank 17 of 1000'.
+    """
+
+    pixels: torch.Tensor
+    text: str
+    key: str = ""
+    guesses: tuple[tuple[str, float], ...] = ()
+    group: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of texts; each row has a cell per column of the header."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
 
 
 class Encoder(Protocol):
@@ -63,15 +92,9 @@ class EvalContext:
         towers: the model, without DDP's wrapper.
         tokenizer: of the model.
         world: the ranks.
-        image: how images become pixels.
-        workers: data workers per rank.
-        precision: 'fp32', 'bf16' (autocast) or 'fp64', as in training.
-        cache: folder for downloaded shards; None for a temporary one per evaluation.
-        cache_gib: its limit; None for none.
-        stall_timeout: seconds without a batch before an evaluation ends.
-        transfer_timeout: seconds without a byte before the download of a shard is given up.
+        data: the run's settings of workers, cache, time limits and global batch size.
+        precision: as in training.
         loss: the training loss; None if there is none.
-        global_batch_size: of the training, at its first step.
         examples_wanted: pictures that an evaluation should show; 0 for none.
         name: of the current evaluator, for messages.
         interrupt: called between batches and while waiting for one; if it returns True on some rank, `Stopped` is
@@ -89,15 +112,9 @@ class EvalContext:
     towers: Encoder
     tokenizer: Tokenizer
     world: World
-    image: ImageSpec
-    workers: int = 0
+    data: DataSettings = field(default_factory=lambda: DataSettings(workers=0))
     precision: Precision = "fp32"
-    cache: str | None = None
-    cache_gib: float | None = None
-    stall_timeout: float = 300.0
-    transfer_timeout: float = 60.0
     loss: ContrastiveLoss | None = None
-    global_batch_size: int = 0
     examples_wanted: int = 0
     name: str = "NAME"
     interrupt: Callable[[], bool] = lambda: False
@@ -113,35 +130,6 @@ class EvalContext:
 
     AT_MOST: ClassVar[int | None] = None  # limit on the samples of a source
     REMEMBERED: ClassVar[int] = 8  # classifiers; ImageNet's is 2 to 4 MB
-
-    @classmethod
-    def for_towers(
-        cls,
-        towers: Encoder,
-        tokenizer: Tokenizer,
-        world: World,
-        *,
-        data: DataSettings,
-        precision: Precision,
-        loss: ContrastiveLoss | None = None,
-        examples: int = 0,
-    ) -> EvalContext:
-        """The context for a run's data settings."""
-        return cls(
-            towers,
-            tokenizer,
-            world,
-            towers.image,
-            workers=auto_workers(world) if data.workers == "auto" else data.workers,
-            precision=precision,
-            cache=data.cache,
-            cache_gib=data.cache_gib,
-            stall_timeout=data.stall_timeout,
-            transfer_timeout=data.transfer_timeout,
-            loss=loss,
-            global_batch_size=data.global_batch_size,
-            examples_wanted=examples,
-        )
 
     def batches(
         self,
@@ -173,15 +161,15 @@ class EvalContext:
             batch_size=batch_size,
             world=self.world,
             tokenizer=tokenizer or self.tokenizer,
-            image=self.image,
-            workers=self.workers,
+            image=self.towers.image,
+            workers=auto_workers(self.world) if self.data.workers == "auto" else self.data.workers,
             target=target,
             max_samples=min((n for n in (self.AT_MOST, max_samples) if n), default=None),
             place=f"evals.{self.name}.{key}",
-            cache=self.cache,
-            cache_gib=self.cache_gib,
-            stall_timeout=self.stall_timeout,
-            transfer_timeout=self.transfer_timeout,
+            cache=self.data.cache,
+            cache_gib=self.data.cache_gib,
+            stall_timeout=self.data.stall_timeout,
+            transfer_timeout=self.data.transfer_timeout,
         )
         specs = [source.shards] if isinstance(source.shards, str) else source.shards
         reading = Reading(" ".join(map(redact, specs)))
@@ -275,7 +263,8 @@ class DryRun(EvalContext):
     def of(cls, context: EvalContext, name: str) -> DryRun:
         """The dry run of an evaluation in this context."""
         kept = {item.name: getattr(context, item.name) for item in fields(context) if item.init}
-        return cls(**{**kept, "workers": 0, "examples_wanted": 0, "name": name})
+        data = context.data.model_copy(update={"workers": 0})
+        return cls(**{**kept, "data": data, "examples_wanted": 0, "name": name})
 
     def encode_prompts(self, prompts: Sequence[str], batch_size: int = 256) -> torch.Tensor:
         """Constant features [n, WIDTH]."""

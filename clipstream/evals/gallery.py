@@ -12,8 +12,7 @@ from dataclasses import replace
 import torch
 
 from clipstream.data.batch import Batch
-from clipstream.evals.context import EvalContext
-from clipstream.evals.example import Example, Table
+from clipstream.evals.context import EvalContext, Example, Table
 from clipstream.evals.metrics import products, stand
 
 KEPT = 512  # images; 77 MB at 224 pixels

@@ -3,34 +3,60 @@
 All ranks call an evaluator; each sees its part of the data and reduces over the ranks itself, so that all yield the
 same values. Evaluations do not change training in any bit: random states and the towers' modes are restored, and no
 gradient is touched.
+
+A rank whose evaluation fails cannot reach the others, which are in some collective of the evaluator. `AgreeingWorld`
+therefore exchanges a status before each collective: a rank that failed sends its failure there, once, and all raise it.
 """
 
 from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields
 from functools import partial
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from clipstream.config.plugins import make_plugin
+from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, DataError, SettingsError, Stopped, did_you_mean
-from clipstream.evals.agreement import AgreeingWorld, Failed, Failure, Torn
-from clipstream.evals.context import DryRun, Encoder, EvalContext, evaluating
-from clipstream.evals.example import Example, Table
+from clipstream.evals.context import DryRun, EvalContext, Example, Table, evaluating
+from clipstream.evals.evaluators.frozen_features import Neighbours
+from clipstream.evals.evaluators.linear_probe import LinearProbe
+from clipstream.evals.evaluators.mean import Mean
+from clipstream.evals.evaluators.retrieval import Retrieval
+from clipstream.evals.evaluators.validation_loss import ValidationLoss
+from clipstream.evals.evaluators.zero_shot import ZeroShot
 from clipstream.evals.fingerprints import of_tokenizer
-from clipstream.evals.protocol import Evaluator, source_of
 from clipstream.evals.settings import EvalSettings, MeanSettings, Weights, eval_name
 from clipstream.training.gradcache import is_out_of_memory
 from clipstream.training.precision import same_randomness
 from clipstream.utils.logs import logger
 
-__all__ = ["Encoder", "EvalContext", "EvalRunner", "Evaluator", "Record", "build_evaluators", "evaluating", "source_of"]
+if TYPE_CHECKING:
+    import torch
 
 Record = dict[str, Any]
 RECORD = ("step", "eval", "error", "dropped", "seconds")  # keys of a record that are not metrics
+
+
+class Evaluator(Protocol):
+    """Yields (metric, value) pairs for one model and one source. Constructed as `Name(settings)`."""
+
+    def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
+        """Evaluate. Collective: every rank calls this and yields the same pairs."""
+
+
+BUILTIN: dict[str, Callable[[Any], Evaluator]] = {
+    "retrieval": Retrieval,
+    "zero_shot": ZeroShot,
+    "loss": ValidationLoss,
+    "linear_probe": LinearProbe,
+    "knn": Neighbours,
+    "mean": Mean,
+}
 
 
 def build_evaluators(settings: Mapping[str, EvalSettings]) -> dict[str, Evaluator]:
@@ -39,21 +65,6 @@ def build_evaluators(settings: Mapping[str, EvalSettings]) -> dict[str, Evaluato
     Raises:
         SettingsError: a class cannot be imported or constructed, or the mean of an unknown evaluator is asked for.
     """
-    from clipstream.evals.evaluators.frozen_features import Neighbours
-    from clipstream.evals.evaluators.linear_probe import LinearProbe
-    from clipstream.evals.evaluators.mean import Mean
-    from clipstream.evals.evaluators.retrieval import Retrieval
-    from clipstream.evals.evaluators.validation_loss import ValidationLoss
-    from clipstream.evals.evaluators.zero_shot import ZeroShot
-
-    builtin: dict[str, Callable[[Any], Evaluator]] = {
-        "retrieval": Retrieval,
-        "zero_shot": ZeroShot,
-        "loss": ValidationLoss,
-        "linear_probe": LinearProbe,
-        "knn": Neighbours,
-        "mean": Mean,
-    }
     evaluators = {}
     for name, section in sorted(settings.items(), key=lambda item: isinstance(item[1], MeanSettings)):
         for other in section.of if isinstance(section, MeanSettings) else ():
@@ -61,7 +72,7 @@ def build_evaluators(settings: Mapping[str, EvalSettings]) -> dict[str, Evaluato
                 hint = did_you_mean(other, settings)
                 raise SettingsError(f"evals.{name}.of: there is no evaluator {other!r}{hint}")
         try:
-            make = builtin.get(section.type) or partial(make_plugin, section.type)
+            make = BUILTIN.get(section.type) or partial(make_plugin, section.type)
             evaluators[name] = make(section)
         except (SettingsError, ValueError) as error:
             raise SettingsError(f"evals.{name}: {error}") from error
@@ -136,7 +147,7 @@ class EvalRunner:
                 f"(python -m clipstream.evaluate), or take more GPUs ({str(error).splitlines()[0]})"
             ) from error
         found: dict[str, dict[str, float]] = {}
-        own = {name for name, section in self.settings.items() if section.type not in EvalSettings.builtin}
+        own = {name for name, section in self.settings.items() if section.type not in BUILTIN}
         for name, evaluator in self.evaluators.items():
             section = self.settings[name]
             if name in own or (isinstance(section, MeanSettings) and own & section.of.keys()):
@@ -161,28 +172,29 @@ class EvalRunner:
         Raises:
             ClipstreamError: from an evaluator or its data, if its settings have `on_error: raise`.
         """
+        context = self.context
         if step != self._step:
             self._step, self._ran = step, {}
         for kind, weights in self.weights.items():
             ran = self._ran.setdefault(kind, {})
             names = [name for name in self.due(step, last) if kind in self.settings[name].kinds and name not in ran]
-            self.context.figures = {name: record for name, record in ran.items() if "error" not in record}
+            context.figures = {name: record for name, record in ran.items() if "error" not in record}
             if not names:
                 continue
             with weights():
-                self.context.weights = self.context.fingerprint()  # once: evaluators do not change weights
+                context.weights = context.fingerprint()  # once: evaluators do not change weights
                 try:
                     for name in names:
                         self.status(f"evaluating {eval_name(name, kind)}")
                         ran[name] = record = self._run(step, name, eval_name(name, kind))
                         self.status("")
-                        if self.context.world.is_main:
-                            if self.show is not None and (self.context.examples or self.context.tables):
-                                self.show(step, record["eval"], self.context.examples, self.context.tables)
+                        if context.world.is_main:
+                            if self.show is not None and (context.examples or context.tables):
+                                self.show(step, record["eval"], context.examples, context.tables)
                             self.emit(record)
                         yield record
                 finally:
-                    self.context.weights = None
+                    context.weights = None
         if last:
             self._step = None
 
@@ -191,6 +203,7 @@ class EvalRunner:
         self._step, self._ran = step, {kind: dict(records)}
 
     def _run(self, step: int, name: str, called: str) -> Record:
+        """The record of an evaluation, which is traced."""
         context = self.context
         context.name, context.examples, context.tables = name, [], []
         began, dropped = time.perf_counter(), context.dropped
@@ -218,12 +231,18 @@ class EvalRunner:
         return record
 
     def _metrics(self, name: str) -> Record:
-        """The metrics of an evaluator, or {'error': message}; the same keys on all ranks."""
-        context = self.context
+        """The metrics of an evaluator as plain numbers, or {'error': message}; the same keys on all ranks."""
+        context, metrics = self.context, {}
         try:
             try:
                 with _named(name), evaluating(context.towers), same_randomness(context.world.device):
-                    metrics = _numbers(self.evaluators[name](context))
+                    for metric, value in self.evaluators[name](context):
+                        if metric in RECORD:
+                            text = f"it yields a metric called {metric!r}, as each evaluation has one of its own"
+                            raise TypeError(f"{text}: rename it")
+                        if isinstance(value, str) or not hasattr(value, "__float__"):
+                            raise TypeError(f"it yields {metric!r} with {value!r}, which is no number")
+                        metrics[metric] = int(value) if isinstance(value, Integral) else float(value)
             except (Failed, Torn):
                 raise
             except Exception as error:
@@ -237,10 +256,13 @@ class EvalRunner:
         except Torn as torn:
             raise torn.__cause__ or torn from None
         except Failed as failed:
-            _end_frames(failed)
-            if failed.failure.kind is Stopped:
-                raise Stopped(failed.failure.message) from None
+            cause: BaseException | None = failed
+            while cause is not None:  # frames hold generators, and with them data workers
+                traceback.clear_frames(cause.__traceback__)
+                cause = cause.__cause__ or cause.__context__
             failure = failed.failure
+            if failure.kind is Stopped:
+                raise Stopped(failure.message) from None
             self.failures.append(failure)
             if self.world.is_main:
                 who = f" on rank {failure.rank}" if self.world.size > 1 else ""
@@ -251,29 +273,6 @@ class EvalRunner:
             return {"error": failure.message}
 
 
-def _numbers(yielded: Iterable[tuple[str, Any]]) -> dict[str, float]:
-    """Metrics as plain numbers, also from numpy and torch scalars.
-
-    Raises:
-        TypeError: a value is not a number, or a name is a key of the record.
-    """
-    found: dict[str, float] = {}
-    for name, value in yielded:
-        if name in RECORD:
-            raise TypeError(f"it yields a metric called {name!r}, as each evaluation has one of its own: rename it")
-        if isinstance(value, str) or not hasattr(value, "__float__"):
-            raise TypeError(f"it yields {name!r} with {value!r}, which is no number")
-        found[name] = int(value) if isinstance(value, Integral) else float(value)
-    return found
-
-
-def _end_frames(error: BaseException | None) -> None:
-    """Clear the frames of an error, which hold generators and with them data workers."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
 @contextmanager
 def _named(name: str) -> Iterator[None]:
     """Put the evaluator's name before its errors."""
@@ -281,3 +280,83 @@ def _named(name: str) -> Iterator[None]:
         yield
     except (DataError, SettingsError) as error:
         raise type(error)(f"evals.{name}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error on one rank: its message for users, and the class of error that has the right exit code."""
+
+    rank: int
+    message: str
+    kind: type[ClipstreamError] = ClipstreamError
+
+    @classmethod
+    def of(cls, error: Exception, rank: int) -> Failure:
+        """The failure that an error describes."""
+        if isinstance(error, ClipstreamError):
+            return cls(rank, str(error), type(error))
+        return cls(rank, f"{type(error).__name__}: {error}")
+
+
+class Failed(Exception):
+    """An evaluation failed on some rank; raised on all of them."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class Torn(RuntimeError):
+    """A collective itself failed: the ranks can no longer agree. Its cause is the collective's error."""
+
+
+class AgreeingWorld(World):
+    """A world whose collectives raise `Failed` on all ranks if a rank sent a failure instead of taking part."""
+
+    @classmethod
+    def of(cls, world: World) -> AgreeingWorld:
+        """The same rank among the same ranks."""
+        return cls(**{field.name: getattr(world, field.name) for field in fields(World)})
+
+    def settle(self, failure: Failure | None = None) -> None:
+        """Exchange this rank's status with the others. Collective; any other collective matches it.
+
+        Raises:
+            Failed: some rank failed; has the failure of the first one.
+        """
+        try:
+            statuses = World.gather_objects(self, failure)
+        except Exception as error:
+            raise Torn(str(error)) from error
+        if failures := [status for status in statuses if status is not None]:
+            raise Failed(failures[0])
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """See World."""
+        found: list[Any] = self._together(super().gather_objects, value)
+        return found
+
+    def broadcast_object(self, value: Any) -> Any:
+        """See World."""
+        return self._together(super().broadcast_object, value)
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See World."""
+        found: torch.Tensor = self._together(super().all_reduce_sum, tensor)
+        return found
+
+    def gather_rows(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+        """See World."""
+        found: torch.Tensor = self._together(super().gather_rows, tensor, counts)
+        return found
+
+    def _together(self, collective: Callable[..., Any], *args: Any) -> Any:
+        if self.size == 1:
+            return collective(*args)
+        self.settle()
+        try:
+            return collective(*args)
+        except Torn:
+            raise
+        except Exception as error:
+            raise Torn(str(error)) from error

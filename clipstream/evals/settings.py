@@ -10,6 +10,7 @@ from pydantic import Field, SerializeAsAny, field_validator
 from clipstream.config.section import PathText, PluginSection
 from clipstream.data.json_path import parse_path
 from clipstream.data.settings import SourceSettings
+from clipstream.errors import SettingsError
 
 Weights = Literal["trained", "averaged"]
 
@@ -161,6 +162,17 @@ class MeanSettings(EvalSettings):
         if not value or not all(value.values()):
             raise ValueError("name an evaluator and its metric at least")
         return value
+
+
+def source_of(settings: EvalSettings) -> SourceSettings:
+    """The data source of an evaluator that needs one.
+
+    Raises:
+        SettingsError: none is set.
+    """
+    if settings.data is None:
+        raise SettingsError("the evaluator has no data: give data.shards")
+    return settings.data
 
 
 def sources_of(settings: EvalSettings) -> dict[str, SourceSettings]:

@@ -5,32 +5,35 @@ The files that resuming and the report read are always written; `log.sinks` adds
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clipstream.config.plugins import make_plugin, raised
 from clipstream.data.shard_url import redact_value
-from clipstream.distributed.run_record import command_line, start_record
+from clipstream.distributed.run_record import command_line, end_record, start_record
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.evals.example import Example, Table
 from clipstream.report.data_stall import DataStallWarning
-from clipstream.report.ending import Ending
 from clipstream.report.eval_results import FIGURES_FILE, FiguresFile, traced
-from clipstream.report.html_report import REPORT_FILE, Report
-from clipstream.report.pictures import PictureFiles
+from clipstream.report.html_report import REPORT_FILE, Report, write_report
 from clipstream.report.settings import LogSettings, SinkSettings
 from clipstream.report.sinks import (
+    METRICS_FILE,
     NONFINITE_FILE,
     QUARANTINE_FILE,
     MetricsFile,
     NonfiniteFile,
+    PictureFiles,
     QuarantineFile,
     Record,
     RunInfo,
     Sink,
     TensorBoard,
+    json_line,
+    lines,
 )
 from clipstream.report.terminal import ProgressDisplay
 from clipstream.utils import atomic_write
@@ -38,6 +41,7 @@ from clipstream.utils.logs import logger
 
 if TYPE_CHECKING:
     from clipstream.data.batch import Batch
+    from clipstream.evals.context import Example, Table
 
 BUILTIN: dict[str, Callable[[Any, RunInfo], Sink]] = {
     "jsonl": lambda settings, run: MetricsFile(
@@ -177,6 +181,8 @@ class Outputs(SinkGroup):
             decode: the ids of a text -> the text.
         """
         if self.sinks and self._pictures and batch.pixels is not None:
+            from clipstream.evals.context import Example
+
             rows = batch.weights.nonzero().flatten().tolist()[: self._pictures]  # without padding
             texts = [decode(ids) for ids in batch.ids[rows].tolist()]
             self.show(step, "train", list(map(Example, batch.pixels[rows], texts, [batch.keys[i] for i in rows])))
@@ -186,3 +192,43 @@ class Outputs(SinkGroup):
         if self._world.is_main:
             self.call(FIGURES_FILE, self._figures.close)
         super().close()
+
+
+class Ending:
+    """Writes the end of this process, on rank 0.
+
+    Args:
+        folder: of the run.
+        report: whether to write report.html.
+
+    Attributes:
+        step: returns the steps done; None until there is a trainer, and the last step in metrics.jsonl counts.
+    """
+
+    def __init__(self, folder: Path, *, report: bool) -> None:
+        self.folder, self._report = folder, report
+        self.step: Callable[[], int] | None = None
+        self._began = time.monotonic()
+
+    def stamped(self, record: Record) -> Record:
+        """The record; if it is an end, with the seconds that this process took."""
+        return {**record, "seconds": round(time.monotonic() - self._began, 1)} if "end" in record else record
+
+    def __call__(self, code: int, error: str) -> None:
+        """Write that the process ends with an error. A failed start leaves the end of a finished run unchanged."""
+        path = self.folder / METRICS_FILE
+        try:
+            last: dict[str, Any] = {}
+            for _, last in lines(path) if path.is_file() else ():  # noqa: B007, the last one is wanted
+                pass
+            if self.step is None and last.get("end", {}).get("status") == "done":
+                return
+            step = int(last.get("step", 0)) if self.step is None else self.step()
+            with path.open("ab+") as file:
+                torn = file.seek(0, 2) and (file.seek(-1, 2), file.read(1))[1] != b"\n"
+                line = json_line(self.stamped(end_record(step, code, error)))
+                file.write(("\n" * bool(torn) + line).encode())
+            if self._report:
+                write_report(self.folder, self.folder / REPORT_FILE)
+        except Exception as failure:  # the process ends with the first error
+            logger.warning(f"the end could not be written to {self.folder}: {failure}")

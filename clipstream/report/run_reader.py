@@ -14,8 +14,7 @@ from clipstream.checkpoint.run_lock import is_occupied
 from clipstream.data.shard_url import redact
 from clipstream.errors import SettingsError
 from clipstream.report.eval_results import FIGURES_FILE, WATCH_FOLDER, way_of
-from clipstream.report.pictures import Page, PictureFiles
-from clipstream.report.sinks import METRICS_FILE, flat, lines
+from clipstream.report.sinks import METRICS_FILE, Page, PictureFiles, flat, lines
 
 _NO_CURVE = ("step", "samples", "epoch")
 

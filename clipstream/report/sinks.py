@@ -1,4 +1,4 @@
-"""Sinks: what a run's records and pictures are handed to. Here: the protocol, metrics.jsonl and TensorBoard.
+"""Sinks: what a run's records and pictures are handed to. The protocol, metrics.jsonl, pictures/, TensorBoard.
 
 A record is a dictionary of plain values with a step and one of: a training line (loss, ...), the time of the data
 stages (stages), an evaluation (eval, metrics), data health (health), unusable samples (quarantine), a skipped step
@@ -8,17 +8,22 @@ run that resumes at step s keeps what was written up to s and drops the rest, so
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol, TypedDict
 
 from clipstream.errors import SettingsError
-from clipstream.evals.example import Example, Table
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
+
+if TYPE_CHECKING:
+    from clipstream.evals.context import Example, Table
 
 Record = Mapping[str, Any]
 
@@ -26,6 +31,8 @@ METRICS_FILE = "metrics.jsonl"
 QUARANTINE_FILE = "quarantine.jsonl"
 NONFINITE_FILE = "nonfinite.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
+PICTURES_FOLDER = "pictures"
+LARGEST = 160  # pixels of a thumbnail's longer side
 LISTED = 1_000_000  # dropped samples listed per run, about 250 MB; further ones are only counted
 
 
@@ -249,6 +256,83 @@ class TensorBoard(Sink):
     def close(self) -> None:
         """Flush and close the file."""
         self._writer.close()
+
+
+class Picture(TypedDict):
+    """An `Example` whose pixels are a JPEG thumbnail, in a data: URL."""
+
+    src: str
+    text: str
+    key: str
+    guesses: list[tuple[str, float]]
+    group: str
+    note: str
+
+
+@dataclass(frozen=True)
+class Page:
+    """Pictures and tables (title, header, rows) of an evaluator, or of 'train', at one step."""
+
+    name: str
+    step: int
+    pictures: list[Picture]
+    tables: list[dict[str, object]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> Page:
+        """The page for examples and tables."""
+        from PIL import Image
+
+        pictures: list[Picture] = []
+        for example in examples:
+            image = Image.fromarray(example.pixels.permute(1, 2, 0).cpu().numpy())
+            image.thumbnail((LARGEST, LARGEST))
+            file = io.BytesIO()
+            image.save(file, "JPEG", quality=85)
+            src = "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+            guesses = [(text, round(float(score), 4)) for text, score in example.guesses]
+            pictures.append(
+                Picture(
+                    src=src, text=example.text, key=example.key, guesses=guesses, group=example.group, note=example.note
+                )
+            )
+        return cls(name, step, pictures, [asdict(table) for table in tables])
+
+    @property
+    def groups(self) -> dict[str, list[Picture]]:
+        """The pictures by heading, in their order."""
+        groups: dict[str, list[Picture]] = {}
+        for picture in self.pictures:
+            groups.setdefault(picture["group"], []).append(picture)
+        return groups
+
+
+class PictureFiles(Sink):
+    """FOLDER/pictures/NAME.json: the newest pictures and tables of each evaluator, and of training ('train')."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder) / PICTURES_FOLDER
+
+    def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
+        """Replace the pictures and tables of `name`.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        page = Page.of(step, name, examples, tables)
+        file = re.sub(r"[^\w.-]", lambda character: f"%{ord(character[0]):x}", name)
+        atomic_write.replace(self.folder / f"{file}.json", json.dumps(asdict(page)).encode())
+
+    def pages(self) -> list[Page]:
+        """All pages, the training data first; other files are skipped."""
+        found = []
+        for path in sorted(self.folder.glob("*.json")):
+            try:
+                found.append(Page(**json.loads(path.read_text(encoding="utf-8"))))
+            except (OSError, ValueError, TypeError):
+                continue
+        return sorted(found, key=lambda page: (page.name != "train", page.name))
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:

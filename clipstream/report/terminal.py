@@ -1,27 +1,34 @@
-"""The sink that shows a run on the terminal: a progress bar on a terminal, plain lines elsewhere.
+"""What a run shows on the terminal, and its copy in RUN/out.log: a progress bar on a terminal, plain lines elsewhere.
 
 Records enter; lines leave. The functions that format evaluations, durations and percentages serve reports as well.
+`run_log` writes the lines of rank 0 with time and level, as open_clip does: the messages of the logger `clipstream`
+and, line by line, what else is printed meanwhile (`Tee`). Redraws of progress bars and terminal escapes are left out,
+credentials in URLs are masked, and a full disk loses lines but never ends a run.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import math
+import re
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from rich.console import Console
+from rich.file_proxy import FileProxy
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Column
 
-from clipstream.report.run_log import printed_above
+from clipstream.data.shard_url import redact
 from clipstream.report.sinks import NONFINITE_FILE, Record, Sink, flat
 from clipstream.utils.escape import printable_lines
-from clipstream.utils.logs import Tee, below, log_displayed
+from clipstream.utils.logs import Tee, below, log_displayed, logger
 
 RECENT = 10  # training lines whose mean speed gives the time left
 SHOWN_KEYS = 4  # samples shown of a skipped step
@@ -34,6 +41,8 @@ BAR_WIDTHS = (
     (4, 0),
 )  # columns of the bar and of the loss history beside it
 BLOCKS = "▁▂▃▄▅▆▇█"
+LOG_FILE = "out.log"
+_URL = re.compile(r"\S+://\S+")
 _DIRECTIONS = ("image_to_text", "text_to_image")
 
 
@@ -301,3 +310,61 @@ def milliseconds(seconds: float) -> str:
 
 def _number(value: Any, form: str) -> str:
     return format(value, form) if isinstance(value, (int, float)) else str(value)
+
+
+class _Formatter(logging.Formatter):
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = _URL.sub(lambda url: redact(url[0]), record.message)
+        return super().formatMessage(record)
+
+
+class _File(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Drop the line: the message about a full disk would be the next line to be written."""
+
+    def close(self) -> None:
+        """Close the file; what a full disk does not take is dropped."""
+        with suppress(OSError):
+            super().close()
+
+
+@contextmanager
+def printed_above(console: Console) -> Iterator[None]:
+    """Have what is printed on a terminal appear above the live display of `console`, as long as the context is open."""
+    tees = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, Tee) and stream.isatty()]
+    before = [tee.terminal for tee in tees]
+    for tee in tees:
+        tee.terminal = FileProxy(console, tee.terminal)
+    try:
+        yield
+    finally:
+        for tee, stream in zip(tees, before, strict=True):
+            tee.flush()
+            tee.terminal = stream
+
+
+@contextmanager
+def run_log(folder: Path) -> Iterator[None]:
+    """Add the lines of this process to FOLDER/out.log, until the context ends.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    handler = _File(folder / LOG_FILE, encoding="utf-8", errors="backslashreplace")
+    handler.setFormatter(_Formatter("%(asctime)s | %(levelname)s | %(message)s", "%Y-%m-%d,%H:%M:%S"))
+    handler.setLevel(logging.INFO)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(min(level or logging.INFO, logging.INFO))
+    before = sys.stdout, sys.stderr
+    tees: Any = [Tee(stream) for stream in before]
+    sys.stdout, sys.stderr = tees
+    try:
+        yield
+    finally:
+        for tee in tees:
+            tee.finish()
+        sys.stdout, sys.stderr = before
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        handler.close()

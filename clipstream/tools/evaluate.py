@@ -33,15 +33,13 @@ from clipstream.models.pretrained import AVERAGED_FILE, CONFIG_FILE, WEIGHT_FILE
 from clipstream.models.settings import ModelSettings
 from clipstream.report.eval_results import FIGURES_FILE, TABLE_FILE, add, traced
 from clipstream.report.html_report import write_evaluations
-from clipstream.report.pictures import Page
-from clipstream.report.sinks import Record
+from clipstream.report.sinks import Page, Record
 from clipstream.report.terminal import table
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import announce, logger, set_level
 
 if TYPE_CHECKING:
-    from clipstream.evals.example import Example, Table
-    from clipstream.evals.runner import EvalContext
+    from clipstream.evals.context import EvalContext, Example, Table
 
 
 ROOT = "CLIPSTREAM_EVALS"
@@ -421,7 +419,7 @@ class _Results:
 def context_for(settings: Settings, model: ModelSettings, world: World) -> EvalContext:
     """A model with its tokenizer and loss, on this rank's device; downloads it if necessary. Collective."""
     from clipstream.data.decode.tokenizers import build_tokenizer
-    from clipstream.evals.runner import EvalContext
+    from clipstream.evals.context import EvalContext
     from clipstream.losses.contrastive import build_loss
     from clipstream.models.pretrained import fetch
     from clipstream.models.towers import build_towers
@@ -437,4 +435,4 @@ def context_for(settings: Settings, model: ModelSettings, world: World) -> EvalC
         settings.tokenizer, towers.open_clip_tokenizer(), towers.context_length, cache_dir=model.cache_dir
     )
     loss = build_loss(settings.loss, towers.loss_type)
-    return EvalContext.for_towers(towers, tokenizer, world, data=settings.data, precision=precision, loss=loss)
+    return EvalContext(towers, tokenizer, world, settings.data, precision, loss)

@@ -37,8 +37,7 @@ from clipstream.models.pretrained import preflight
 from clipstream.report.eval_results import FIGURES_FILE, TABLE_FILE, WATCH_FOLDER, add, traced
 from clipstream.report.html_report import REPORT_FILE, write_report
 from clipstream.report.outputs import SinkGroup, build_sinks
-from clipstream.report.pictures import PictureFiles
-from clipstream.report.sinks import METRICS_FILE, Record, RunInfo, lines
+from clipstream.report.sinks import METRICS_FILE, PictureFiles, Record, RunInfo, lines
 from clipstream.report.terminal import evaluation_line
 from clipstream.tools import evaluate
 from clipstream.tools.evaluate import context_for, model_in
@@ -46,8 +45,8 @@ from clipstream.utils import atomic_write
 from clipstream.utils.logs import announce, logger, set_level
 
 if TYPE_CHECKING:
-    from clipstream.evals.agreement import Failure
-    from clipstream.evals.example import Example, Table
+    from clipstream.evals.context import Example, Table
+    from clipstream.evals.runner import Failure
 
 
 POLL = 2.0  # s between checks of the run's folder

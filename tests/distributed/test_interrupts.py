@@ -51,7 +51,7 @@ class Slow:
         self.settings = settings
 
     def __call__(self, context):
-        from clipstream.evals.protocol import source_of
+        from clipstream.evals.settings import source_of
         for batch in context.batches(source_of(self.settings), 4):
             pass
         while os.environ.get("ENDLESS"):

@@ -14,9 +14,9 @@ from clipstream.data.sources.clip_benchmark import of_source
 from clipstream.data.sources.registry import expand
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
+from clipstream.evals.context import EvalContext
 from clipstream.evals.evaluators.retrieval import Retrieval
 from clipstream.evals.evaluators.zero_shot import ZeroShot
-from clipstream.evals.runner import EvalContext
 from clipstream.evals.settings import RetrievalSettings, ZeroShotSettings
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers, build_towers
@@ -103,7 +103,7 @@ def test_the_layout_over_http(tmp_path: Path) -> None:
         assert (found.classes, found.templates, found.kind) == (CLASSES, TEMPLATES, "classification")
         towers = loaded_tiny()
         settings = ZeroShotSettings.model_validate({"data": {"shards": f"benchmark:{root}"}})
-        assert dict(ZeroShot(settings)(EvalContext(towers, ByteTokenizer(), World(), towers.image)))["n"] == 7
+        assert dict(ZeroShot(settings)(EvalContext(towers, ByteTokenizer(), World())))["n"] == 7
 
 
 def test_the_layout_in_a_bucket() -> None:

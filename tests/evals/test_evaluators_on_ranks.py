@@ -12,7 +12,8 @@ import torch
 
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
-from clipstream.evals.runner import EvalContext, EvalRunner
+from clipstream.evals.context import EvalContext
+from clipstream.evals.runner import EvalRunner
 from clipstream.evals.settings import EvalSettings
 from clipstream.losses.contrastive import build_loss
 from clipstream.losses.settings import LossSettings
@@ -55,15 +56,9 @@ def evaluate(world: World, place: Path, parallel: str) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     towers = build_towers(ModelSettings(name=f"{place}/model.json"), seed=0).double()
     layout = parallelize(towers, world, parallel=parallel, precision="fp64")
-    context = EvalContext.for_towers(
-        layout.full,
-        ByteTokenizer(),
-        world,
-        data=DataSettings(workers=0, global_batch_size=6),
-        precision="fp64",
-        loss=build_loss(LossSettings.model_validate({"type": "clip"}), "clip"),
-        examples=4,
-    )
+    data = DataSettings(workers=0, global_batch_size=6)
+    loss = build_loss(LossSettings.model_validate({"type": "clip"}), "clip")
+    context = EvalContext(layout.full, ByteTokenizer(), world, data, "fp64", loss, 4)
     weights = partial(layout.full_weights, world.device)
     runner = EvalRunner(sections(place), context, lambda record: None, weights={"trained": weights})
     runner.dry_run()

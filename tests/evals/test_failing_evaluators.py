@@ -13,8 +13,8 @@ import torch
 
 from clipstream.distributed.world import World
 from clipstream.errors import DataError
-from clipstream.evals.agreement import AgreeingWorld, Failed, Failure, Torn
-from clipstream.evals.runner import EvalContext, EvalRunner
+from clipstream.evals.context import EvalContext
+from clipstream.evals.runner import AgreeingWorld, EvalRunner, Failed, Failure, Torn
 from clipstream.evals.settings import EvalSettings
 from clipstream.report.sinks import json_line
 from clipstream.report.terminal import evaluation_line

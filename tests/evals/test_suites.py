@@ -19,7 +19,8 @@ from clipstream.config.settings import Settings, dump, load
 from clipstream.config.validate import validate_run
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
-from clipstream.evals.runner import EvalContext, EvalRunner
+from clipstream.evals.context import EvalContext
+from clipstream.evals.runner import EvalRunner
 from clipstream.evals.settings import EvalSettings, MeanSettings
 from clipstream.evaluate import main
 from clipstream.tools.evaluate import ROOT as VARIABLE

@@ -13,7 +13,8 @@ import pytest
 
 from clipstream.compare import main as compare
 from clipstream.distributed.world import World
-from clipstream.evals.runner import EvalContext, EvalRunner
+from clipstream.evals.context import EvalContext
+from clipstream.evals.runner import EvalRunner
 from clipstream.evals.settings import EvalSettings
 from clipstream.report.eval_results import FIGURES_FILE, FiguresFile, differences, groups, traced
 from clipstream.report.html_report import render
@@ -52,7 +53,7 @@ def evaluated(
 
     runner = EvalRunner(
         {name: EvalSettings.model_validate(section) for name, section in sections.items()},
-        EvalContext(towers, tokenizer or ByteTokenizer(), World(), towers.image),
+        EvalContext(towers, tokenizer or ByteTokenizer(), World()),
         metrics.write,
         trace=trace,
     )

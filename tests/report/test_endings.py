@@ -19,8 +19,7 @@ from clipstream.checkpoint.run_lock import holds_a_run, occupied
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.run_record import git_state
 from clipstream.distributed.world import World
-from clipstream.report.run_log import LOG_FILE, run_log
-from clipstream.report.terminal import ProgressDisplay
+from clipstream.report.terminal import LOG_FILE, ProgressDisplay, run_log
 from clipstream.train import main
 from clipstream.utils.logs import logger
 from tests.support.ranks import end_ranks

@@ -13,8 +13,9 @@ import torch
 from clipstream.data.build import evaluation_loader
 from clipstream.data.settings import SourceSettings
 from clipstream.distributed.world import World
+from clipstream.evals.context import EvalContext
 from clipstream.evals.fingerprints import Reading, of_weights
-from clipstream.evals.runner import EvalContext, EvalRunner
+from clipstream.evals.runner import EvalRunner
 from clipstream.evals.settings import EvalSettings
 from clipstream.report.eval_results import FiguresFile, add, traced, way_of
 from tests.support.evaluating import context_of, tiny_towers
@@ -96,7 +97,7 @@ def test_weights_are_summed_up_once_for_all_evaluators_of_a_step(
     towers, taken, told = tiny_towers(8), [], []
     whole = towers.state_dict
     monkeypatch.setattr(towers, "state_dict", lambda: taken.append(0) or whole())
-    context = EvalContext(towers, ByteTokenizer(), World(), towers.image)
+    context = EvalContext(towers, ByteTokenizer(), World())
     data = {"shards": f"{tmp_path}/*.tar"}
     kinds: dict[str, Any] = {"type": "zero_shot", "data": data, "classes": ["a", "b", "c"], "templates": "plain"}
     sections = {name: EvalSettings.model_validate(kinds) for name in ("one", "other")}

@@ -18,13 +18,11 @@ from hypothesis import strategies as st
 from clipstream.checkpoint.run_lock import occupied
 from clipstream.compare import main as compare
 from clipstream.errors import SettingsError
-from clipstream.evals.example import Example
-from clipstream.report.charts import Chart, Series, nice_ticks, short
+from clipstream.evals.context import Example
 from clipstream.report.eval_results import FIGURES_FILE, WATCH_FOLDER, add
-from clipstream.report.html_report import REPORT_FILE, Report, render
-from clipstream.report.pictures import PictureFiles
+from clipstream.report.html_report import REPORT_FILE, Chart, Report, Series, nice_ticks, render, short
 from clipstream.report.run_reader import fewer, read_run
-from clipstream.report.sinks import MetricsFile
+from clipstream.report.sinks import MetricsFile, PictureFiles
 from tests.support.browser import look, needs_browser
 from tests.support.run_folders import EXAMPLES, make_run, picture
 

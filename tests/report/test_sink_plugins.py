@@ -12,7 +12,7 @@ from clipstream import testing
 from clipstream.config.settings import load
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.evals.example import Table
+from clipstream.evals.context import Table
 from clipstream.report.outputs import Outputs
 from clipstream.report.settings import JsonLinesSettings, SinkSettings, TerminalSettings
 from clipstream.report.sinks import Record, RunInfo, Sink

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from clipstream.evals.example import Example, Table
+from clipstream.evals.context import Example, Table
 from clipstream.report import sinks
 from clipstream.report.sinks import QUARANTINE_FILE, MetricsFile, QuarantineFile, TensorBoard, scalars
 from clipstream.report.terminal import ProgressDisplay, duration, evaluation_line, percent

@@ -6,9 +6,9 @@ from functools import lru_cache
 from typing import Any
 
 from clipstream.distributed.world import World
+from clipstream.evals.context import EvalContext
 from clipstream.evals.evaluators.retrieval import Retrieval
 from clipstream.evals.evaluators.zero_shot import ZeroShot
-from clipstream.evals.runner import EvalContext
 from clipstream.evals.settings import EvalSettings
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers, build_towers
@@ -28,5 +28,5 @@ def evaluate(world: World, model: str, roots: dict[str, str]) -> dict[str, dict[
     for kind, root in roots.items():
         name = "retrieval" if kind == "retrieval" else "zero_shot"
         section = EvalSettings.model_validate({"type": name, "data": {"shards": f"benchmark:{root}"}, "batch_size": 64})
-        found[kind] = dict(BUILT[name](section)(EvalContext(towers, ByteTokenizer(), world, towers.image)))
+        found[kind] = dict(BUILT[name](section)(EvalContext(towers, ByteTokenizer(), world)))
     return found

@@ -7,8 +7,9 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
+from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
-from clipstream.evals.runner import EvalContext
+from clipstream.evals.context import EvalContext
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers, build_towers
 from tests.support.pictures import ByteTokenizer
@@ -31,5 +32,4 @@ def tiny_towers(seed: int = 0) -> Towers:
 
 def context_of(world: World, workers: int = 0) -> EvalContext:
     """The tiny model on this rank."""
-    towers = tiny_towers()
-    return EvalContext(towers, ByteTokenizer(), world, towers.image, workers)
+    return EvalContext(tiny_towers(), ByteTokenizer(), world, DataSettings(workers=workers))

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch
 
-from clipstream.evals.example import Example, Table
-from clipstream.report.pictures import PictureFiles
-from clipstream.report.sinks import MetricsFile
+from clipstream.evals.context import Example, Table
+from clipstream.report.sinks import MetricsFile, PictureFiles
 
 DROPS = {"no_caption": 39, "image_truncated": 1}
 EXAMPLES = {"no_caption": "00001.tar/12: has json, png", "image_truncated": "00003.tar/7: cut after 90 bytes"}

@@ -13,10 +13,10 @@ import torch
 
 from clipstream.data.settings import SourceSettings
 from clipstream.distributed.world import World
+from clipstream.evals.classes import Labelling
 from clipstream.evals.context import EvalContext
-from clipstream.evals.labels import Labelling, figures
-from clipstream.evals.protocol import source_of
-from clipstream.evals.settings import FrozenSettings, NeighboursSettings
+from clipstream.evals.metrics import figures
+from clipstream.evals.settings import FrozenSettings, NeighboursSettings, source_of
 
 BLOCK = 4096  # training images compared at once, over all ranks
 ROWS = 1024  # images classified at once

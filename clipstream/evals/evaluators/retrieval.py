@@ -16,8 +16,7 @@ from clipstream.distributed.world import World
 from clipstream.evals.context import EvalContext
 from clipstream.evals.gallery import Kept, Matches, show_retrieval
 from clipstream.evals.metrics import Ranks, place_pairs
-from clipstream.evals.protocol import source_of
-from clipstream.evals.settings import RetrievalSettings
+from clipstream.evals.settings import RetrievalSettings, source_of
 
 KS = (1, 5, 10)
 

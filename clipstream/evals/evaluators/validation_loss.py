@@ -17,8 +17,7 @@ from clipstream.data.batch import Batch
 from clipstream.errors import SettingsError
 from clipstream.evals.context import EvalContext
 from clipstream.evals.fingerprints import of_samples
-from clipstream.evals.protocol import source_of
-from clipstream.evals.settings import LossEvalSettings
+from clipstream.evals.settings import LossEvalSettings, source_of
 
 
 class ValidationLoss:
@@ -39,7 +38,7 @@ class ValidationLoss:
             DataError: no usable pair.
             SettingsError: the loss or the batch size is unknown.
         """
-        size = self.settings.global_batch_size or context.global_batch_size
+        size = self.settings.global_batch_size or context.data.global_batch_size
         if context.loss is None or not size:
             raise SettingsError("there is no training to take the loss and its global batch size from")
         pairs = self._encoded(context)

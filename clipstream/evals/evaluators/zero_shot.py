@@ -12,13 +12,11 @@ from functools import partial
 import torch
 
 from clipstream.data.batch import Batch
+from clipstream.evals.classes import Labelling, Template, prompt_templates, template_spec
 from clipstream.evals.context import EvalContext
 from clipstream.evals.gallery import Kept, Matches, show_classes, show_confusions
-from clipstream.evals.labels import Labelling, figures
-from clipstream.evals.metrics import mean_average_precision, place
-from clipstream.evals.prompts import Template, prompt_templates, template_spec
-from clipstream.evals.protocol import source_of
-from clipstream.evals.settings import ZeroShotSettings
+from clipstream.evals.metrics import figures, mean_average_precision, place
+from clipstream.evals.settings import ZeroShotSettings, source_of
 
 PROMPTS_AT_ONCE = 8192  # over all ranks
 

@@ -12,7 +12,7 @@ import torch
 from open_clip.loss import SigLipLoss
 
 from clipstream.data.build import evaluation_loader
-from clipstream.data.settings import SourceSettings
+from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.evaluators.validation_loss import ValidationLoss
@@ -38,7 +38,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def evaluate(world: World, folder: str, size: int, kind: str, **more: Any) -> dict[str, float]:
     context = context_of(world)
     context.loss = build_loss(LossSettings.model_validate({"type": kind}), kind)
-    context.global_batch_size = size
+    context.data = DataSettings(workers=0, global_batch_size=size)
     if kind == "siglip":
         context.with_scalars = with_bias(context.with_scalars)  # type: ignore[method-assign]
     section = LossEvalSettings(data=SourceSettings(shards=f"{folder}/*.tar"), batch_size=7, **more)

@@ -19,10 +19,12 @@ from clipstream.data.batch import Batch
 from clipstream.data.settings import SourceSettings
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
-from clipstream.evals.evaluators.zero_shot import ZeroShot, figures, text_classifier
+from clipstream.evals.classes import class_names, prompt_templates
+from clipstream.evals.context import EvalContext
+from clipstream.evals.evaluators.zero_shot import ZeroShot, text_classifier
 from clipstream.evals.gallery import Kept, show_classes
-from clipstream.evals.prompts import class_names, prompt_templates
-from clipstream.evals.runner import EvalContext, EvalRunner, build_evaluators
+from clipstream.evals.metrics import figures
+from clipstream.evals.runner import EvalRunner, build_evaluators
 from clipstream.evals.settings import EvalSettings, RetrievalSettings, ZeroShotSettings
 from clipstream.training.precision import seed_all
 from tests.support.evaluating import context_of, tiny_towers
@@ -103,7 +105,7 @@ def encoded(world: World, folder: str) -> tuple[list[int], list[dict[str, float]
         counts[-1] += len(given[0])
 
     handle = towers.clip.transformer.register_forward_pre_hook(count)
-    context = EvalContext(towers, ByteTokenizer(), world, towers.image)
+    context = EvalContext(towers, ByteTokenizer(), world)
     runner = EvalRunner({"one": settings_of(folder), "two": settings_of(folder)}, context, lambda record: None)
     records, weight = [], towers.clip.token_embedding.weight
     first = weight.detach().clone()
@@ -131,7 +133,7 @@ def test_a_thousand_classes_cost_the_text_side_once(pictures: Path) -> None:
     """Also for evaluators made anew; counted at the tower's door."""
     towers, calls = tiny_towers(), []
     encode = towers.encode_text
-    context = EvalContext(towers, ByteTokenizer(), World(), towers.image)
+    context = EvalContext(towers, ByteTokenizer(), World())
     words = {"classes": [f"class {n}" for n in range(1000)], "templates": ["a {c}", "{c}"]}
     found = []
     with pytest.MonkeyPatch.context() as patch:

@@ -1,20 +1,31 @@
-"""Class names and prompt templates of zero-shot classification, from settings, files, data sets or open_clip.
+"""Classes of labelled images: their names, prompt templates, and how the labels of samples are read.
 
-Imports torch only for open_clip's names and templates.
+They come from settings, files, open_clip, or the data set if it has CLIP_benchmark's layout. Imports torch only for
+open_clip's names and templates.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from clipstream.data.sources.clip_benchmark import Benchmark, of_source
+from clipstream.data.decode.captions import CaptionExtractor
+from clipstream.data.decode.labels import LabelEncoder, LabelField, LabelsEncoder, LabelsField, NumberEncoder
+from clipstream.data.decode.tokenizers import Tokenizer
+from clipstream.data.settings import SourceSettings
+from clipstream.data.sources.clip_benchmark import MULTILABEL, Benchmark, of_source
 from clipstream.errors import SettingsError
 from clipstream.evals.settings import LabelledSettings, ZeroShotSettings
 
+if TYPE_CHECKING:
+    from clipstream.data.batch import Batch
+    from clipstream.evals.context import EvalContext
+
 Template = Callable[[str], str]
+Labels = Literal["one", "list", "multi_hot"]
 OF_OPEN_CLIP = ("imagenet", "openai", "simple")
 
 
@@ -90,16 +101,12 @@ def prompt_templates(spec: str | Sequence[str]) -> list[Template]:
             raise SettingsError(f"templates: {text!r} has no {{c}} or {{}} where the class name goes")
     if not texts:
         raise SettingsError("templates: none given")
-    return [partial(_fill, text) for text in texts]
+    return [lambda name, text=text: text.replace("{c}", name).replace("{}", name) for text in texts]  # type: ignore[misc]
 
 
 def has_place(text: str) -> bool:
     """Whether a template has a placeholder for the class name."""
     return "{c}" in text or "{}" in text
-
-
-def _fill(text: str, name: str) -> str:
-    return text.replace("{c}", name).replace("{}", name)
 
 
 def _lines(path: str, what: str) -> list[str]:
@@ -108,3 +115,60 @@ def _lines(path: str, what: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{what}: cannot read the file {path!r}: {error}") from error
     return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+@dataclass(frozen=True)
+class Labelling:
+    """How labels are read.
+
+    Attributes:
+        label: member or JSON path with the label.
+        labels: labels per image, and their form.
+        classes: names by number; None if labels are numbers without names.
+    """
+
+    label: str
+    labels: Labels
+    classes: list[str] | None
+
+    @classmethod
+    def of(cls, settings: LabelledSettings) -> Labelling:
+        """From settings.
+
+        Raises:
+            SettingsError: a file of names is missing or invalid.
+        """
+        benchmark, spec = benchmark_of(settings), class_spec(settings)
+        labels: Labels | None = getattr(settings, "labels", None)
+        if labels is None:
+            labels = "multi_hot" if benchmark is not None and benchmark.kind == MULTILABEL else "one"
+        return cls(settings.label, labels, None if spec is None else class_names(spec))
+
+    @property
+    def named(self) -> list[str]:
+        """The class names of an evaluator that needs them.
+
+        Raises:
+            SettingsError: there are none.
+        """
+        if self.classes is None:
+            raise SettingsError("classes: missing: the class names: a list, a file with one a line, or imagenet")
+        return self.classes
+
+    @property
+    def target(self) -> CaptionExtractor:
+        """Extracts the label or labels of a sample."""
+        return LabelField(self.label) if self.labels == "one" else LabelsField(self.label)
+
+    @property
+    def encoder(self) -> Tokenizer:
+        """Turns them into class numbers [n, 1], or 0 and 1 per class [n, C]."""
+        if self.labels != "one":
+            return LabelsEncoder(self.named, multi_hot=self.labels == "multi_hot")
+        return NumberEncoder() if self.classes is None else LabelEncoder(self.classes)
+
+    def batches(
+        self, context: EvalContext, source: SourceSettings, batch_size: int, key: str = "data"
+    ) -> Iterator[Batch]:
+        """See `EvalContext.batches`; `ids` are the output of `encoder`."""
+        return context.batches(source, batch_size, target=self.target, tokenizer=self.encoder, key=key)
