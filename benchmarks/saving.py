@@ -31,8 +31,7 @@ from clipstream.losses.contrastive import ClipLoss
 from clipstream.losses.settings import ClipLossSettings
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers, build_towers
-from clipstream.training.optim import build_optimizer
-from clipstream.training.optim.adamw import AdamW
+from clipstream.training.optim import AdamW, build_optimizer
 from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState
 from clipstream.training.step import TrainStep

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from clipstream.evals.settings import Weights
     from clipstream.models.towers import Towers
     from clipstream.report.outputs import Ending, Outputs
-    from clipstream.training.parallel.fsdp import FullTowers, ShardedTowers
+    from clipstream.training.parallel import FullTowers, ShardedTowers
     from clipstream.training.state import TrainState
     from clipstream.training.step import TrainStep
 
@@ -202,7 +202,7 @@ def fit(
         world=world,
         total_steps=total,
         log_every=log.every,
-        sinks=[outputs],
+        write=outputs.write,
         evaluate=evaluate,
         writer=writer,
         signals=signals,
@@ -212,7 +212,6 @@ def fit(
         show=show,
         show_every=log.pictures_every,
         early_stop=early_stop,
-        status=outputs.status,
     )
     watch.on_exit(writer.close)
     if ending is not None:
@@ -304,8 +303,7 @@ def build_step(settings: Settings, world: World, towers: Towers) -> tuple[FullTo
     from clipstream.losses.contrastive import build_loss
     from clipstream.training.ema import WeightAverages
     from clipstream.training.optim import build_optimizer
-    from clipstream.training.parallel.batch_norm import synchronize_batch_norm
-    from clipstream.training.parallel.fsdp import parallelize
+    from clipstream.training.parallel import parallelize, synchronize_batch_norm
     from clipstream.training.step import TrainStep
 
     train = settings.train
@@ -383,7 +381,7 @@ def load_checkpoint(checkpoint: Path, step: TrainStep) -> TrainState:
     """Load weights, moments, averages, loss scale and random states; returns the position of the run."""
     from clipstream.checkpoint.state import load
     from clipstream.models.pretrained import AVERAGED_FILE
-    from clipstream.training.parallel.fsdp import reshard
+    from clipstream.training.parallel import reshard
 
     reshard(step.towers)
     state = load(checkpoint, towers=step.towers, optimizer=step.optimizer, world=step.world)

@@ -31,7 +31,7 @@ from clipstream.checkpoint.tensor_file import Snapshot
 from clipstream.data.order.lanes import DataState
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
-from clipstream.training.parallel.fsdp import reshard
+from clipstream.training.parallel import reshard
 from clipstream.training.precision import random_state
 from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState

@@ -22,7 +22,7 @@ import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
-from clipstream.training.parallel.fsdp import full_tensor
+from clipstream.training.parallel import full_tensor
 from clipstream.utils.atomic_write import BLOCK
 
 Tensors = Mapping[str, torch.Tensor]

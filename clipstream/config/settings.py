@@ -32,8 +32,7 @@ from clipstream.evals.settings import EvalSettings
 from clipstream.losses.settings import LossSettings
 from clipstream.models.settings import ModelSettings
 from clipstream.report.settings import LogSettings
-from clipstream.training.optim import OptimSettings, ScheduleSettings
-from clipstream.training.optim.schedules import ConstCooldown
+from clipstream.training.optim import ConstCooldown, OptimSettings, ScheduleSettings
 from clipstream.training.settings import CheckpointSettings, TrainSettings
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from clipstream.evals.settings import (
     eval_name,
     sources_of,
 )
-from clipstream.training.optim.schedules import ConstCooldown
+from clipstream.training.optim import ConstCooldown
 from clipstream.utils.escape import printable
 from clipstream.utils.logs import logger
 

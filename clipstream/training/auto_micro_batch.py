@@ -68,11 +68,11 @@ class AutoMicroBatch(GradCache):
 
     def _attempt(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor] | None:
         """One try of the step; None on all ranks if one ran out of memory while no rank waited for it."""
-        count = self._chunk_count(batch)
+        count = self.chunk_count(batch)
         whole = count == 1
 
         def forward() -> Any:
-            return self._unsummed(batch.pixels, batch.ids) if whole else self._without_graph(batch, count)
+            return self._unsummed(batch.pixels, batch.ids) if whole else self.without_graph(batch, count)
 
         made = self._try(forward)
         if not all(self.world.gather_objects(made is not None)):
@@ -92,7 +92,7 @@ class AutoMicroBatch(GradCache):
             if whole:
                 propagate(features, leaves)
             else:
-                self._with_graph(batch, made[0], made[1], leaves, self._unsummed)
+                self.with_graph(batch, made[0], made[1], leaves, self._unsummed)
             return True
 
         if not all(self.world.gather_objects(self._try(backward) is not None)):
@@ -110,13 +110,25 @@ class AutoMicroBatch(GradCache):
         Raises:
             SettingsError: on all ranks, if on one of them not even one sample fits.
         """
-        n = len(batch)
+        n, pixels = len(batch), batch.pixels
+        assert pixels is not None, "a batch of precomputed features has no pixels to cut"
         top = n if most is None else min(n, most)
         fits, fails = 0, top + 1
         tried = min(FIRST, top)
+
+        def trial() -> bool:
+            """Passes of the first samples, with zero gradients and the memory that a loss takes."""
+            with same_randomness(self.world.device):
+                features = self._unsummed(pixels[:tried], batch.ids[:tried])
+                # Features and gradients of the whole batch, and as much under way between ranks.
+                loss_memory = features.image.new_empty((6, n, features.image.shape[1]))
+                propagate(features, detached(features))
+                del loss_memory
+            return True
+
         ballast = self._try(lambda: torch.empty(self.reserved(), dtype=torch.uint8, device=self.world.device))
         while fits < top if fails > top else fails - fits > max(1, fits // FINENESS):
-            if self._try(lambda size=tried: self._trial(batch, size)) is not None:  # type: ignore[misc]
+            if self._try(trial):
                 fits = tried
             else:
                 fails = tried
@@ -136,17 +148,6 @@ class AutoMicroBatch(GradCache):
         self.size = min(limits) if limits else None
         if limits and first:
             self._log(logging.INFO, f"train.micro_batch_size: {self.size} samples fit at once")
-
-    def _trial(self, batch: Batch, size: int) -> bool:
-        """Forward and backward pass of the first samples, with zero gradients and the memory that a loss takes."""
-        assert batch.pixels is not None, "a batch of precomputed features has no pixels to cut"
-        with same_randomness(self.world.device):
-            features = self._unsummed(batch.pixels[:size], batch.ids[:size])
-            # Features and gradients of the whole batch, and as much under way between ranks.
-            loss_memory = features.image.new_empty((6, len(batch), features.image.shape[1]))
-            propagate(features, detached(features))
-            del loss_memory
-        return True
 
     def _try(self, function: Callable[[], Any]) -> Any:
         """The function's result; None if memory runs out."""

@@ -17,11 +17,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from clipstream.errors import SettingsError
 from clipstream.models.weights import refuse_nonfinite
-from clipstream.training.parallel.fsdp import shard_like
+from clipstream.training.parallel import local_tensor, shard_like
 
 WARMUP_POWER = 2 / 3
 _PREFIX = "clip."  # of the model in the towers: a checkpoint's names have none
@@ -61,7 +60,9 @@ class WeightAverages:
         self.updates += 1
         share = 1 - self.decay_at(self.updates)
         averages, weights = [], []
-        for average, parameter in zip(map(_local, self._averages), map(_local, self._parameters), strict=True):
+        for average, parameter in zip(
+            map(local_tensor, self._averages), map(local_tensor, self._parameters), strict=True
+        ):
             if average.dtype == parameter.dtype:
                 averages.append(average)
                 weights.append(parameter)
@@ -88,18 +89,13 @@ class WeightAverages:
         if updates is None:
             self.updates = 0
             for average, parameter in zip(self._averages, self._parameters, strict=True):
-                _local(average).copy_(_local(parameter))
+                local_tensor(average).copy_(local_tensor(parameter))
             return
         try:
             saved = load_file(file)
             refuse_nonfinite(saved.items(), file)
             for name, average in self.tensors.items():
-                _local(average).copy_(_local(shard_like(saved[name.removeprefix(_PREFIX)], average)))
+                local_tensor(average).copy_(local_tensor(shard_like(saved[name.removeprefix(_PREFIX)], average)))
         except (OSError, SafetensorError, KeyError, RuntimeError) as error:
             raise SettingsError(f"{file} cannot be read, or does not fit this run's model: {error}") from error
         self.updates = updates
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

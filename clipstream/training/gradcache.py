@@ -22,8 +22,7 @@ from torch import nn
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.training.parallel.ddp import no_sync
-from clipstream.training.parallel.fsdp import is_sharded
+from clipstream.training.parallel import is_sharded, no_sync
 from clipstream.training.precision import Precision, autocast, set_torch_state, torch_state
 
 if TYPE_CHECKING:
@@ -77,16 +76,16 @@ class GradCache:
         Raises:
             SettingsError: memory runs out.
         """
-        count = self._chunk_count(batch)
+        count = self.chunk_count(batch)
         try:
             if count == 1:
                 features = self._features(self.model, batch.pixels, batch.ids)
                 leaves, share = self._loss(features, batch)
                 propagate(features, leaves)
             else:
-                chunks, states, features = self._without_graph(batch, count)
+                chunks, states, features = self.without_graph(batch, count)
                 leaves, share = self._loss(features, batch)
-                self._with_graph(batch, chunks, states, leaves, partial(self._features, self.model))
+                self.with_graph(batch, chunks, states, leaves, partial(self._features, self.model))
             return share, leaves.logit_scale.detach()
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -109,13 +108,13 @@ class GradCache:
         features = self._features(self.model, pixels, ids)
         propagate(features, detached(features))
 
-    def _chunk_count(self, batch: Batch) -> int:
+    def chunk_count(self, batch: Batch) -> int:
         """Number of chunks; the same on all ranks if a pass is collective."""
         count = -(-len(batch) // (self.size or len(batch)))
         alike = self.size is not None and is_sharded(self.model)
         return max(self.world.gather_objects(count)) if alike else count
 
-    def _without_graph(self, batch: Batch, count: int) -> tuple[list[slice], list[Any], Features]:
+    def without_graph(self, batch: Batch, count: int) -> tuple[list[slice], list[Any], Features]:
         """The chunks, the random state before each, and the features of all samples."""
         n = len(batch)
         # Chunks of equal size, as a small last one would cost a whole pass; with n < count, some are empty.
@@ -129,9 +128,7 @@ class GradCache:
         images, texts = zip(*((part.image[:size], part.text[:size]) for part, size in parts), strict=True)
         return chunks, states, parts[0][0]._replace(image=torch.cat(images), text=torch.cat(texts))
 
-    def _with_graph(
-        self, batch: Batch, chunks: list[slice], states: list[Any], leaves: Features, last: Forward
-    ) -> None:
+    def with_graph(self, batch: Batch, chunks: list[slice], states: list[Any], leaves: Features, last: Forward) -> None:
         """Propagate the leaves' gradients to the weights, chunk by chunk; `last` is the last chunk's forward pass."""
         after = torch_state(self.world.device)
         for chunk, state in zip(chunks, states, strict=True):

@@ -11,7 +11,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 import torch
@@ -25,7 +25,15 @@ Precision = Literal["fp32", "bf16", "fp16", "pure_bf16", "fp64"]
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _COMPUTE_BF16 = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # of torch.cpu
 KEPT_WIDE = 4  # elements of tensors that stay float32: scale and bias, which bfloat16 would freeze, and channel means
-RandomState = dict[str, Any]
+
+
+class RandomState(TypedDict, total=False):
+    """Random states of a process: of Python and NumPy, and of torch's CPU and CUDA generators."""
+
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
+    cpu: torch.Tensor
+    cuda: torch.Tensor
 
 
 def prepare(module: nn.Module, precision: Precision) -> nn.Module:
@@ -93,12 +101,8 @@ def seed_all(seed: int, rank: int) -> None:
 def random_state(device: str | torch.device) -> RandomState:
     """All random states of this process, in types that `torch.load(weights_only=True)` accepts."""
     name, keys, position, has_gauss, gauss = np.random.get_state()
-    state: RandomState = {
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(np.asarray(keys, np.int64)), position, has_gauss, gauss),
-        **torch_state(device),
-    }
-    return state
+    numpy = (name, torch.from_numpy(np.asarray(keys, np.int64)), position, has_gauss, gauss)
+    return {"python": random.getstate(), "numpy": numpy, **torch_state(device)}
 
 
 def set_random_state(state: RandomState, device: str | torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Settings of the training loop: early stopping, length, precision, checkpoints. Does not import torch."""
+"""Settings of the training loop: length, precision, checkpoints. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,34 +10,7 @@ from pydantic import Field, field_validator
 
 from clipstream.config.section import PathText, Section
 from clipstream.errors import SettingsError
-from clipstream.training.metric import By, Metric, checked
-
-
-class EarlyStopSettings(Section):
-    """Early stopping: end the run when a metric no longer improves."""
-
-    metric: str | None = Field(
-        None, description="EVALUATOR/METRIC that must keep improving; no early stopping unless set"
-    )
-    metric_by: By = Field(
-        "auto",
-        description="whether larger or smaller values are better; auto: losses, errors and ranks are better if smaller",
-    )
-    patience: int = Field(3, ge=1, description="evaluations without improvement after which the run ends")
-    min_delta: float = Field(0.0, ge=0, description="smallest improvement that counts")
-
-    _both = field_validator("metric")(checked)
-
-    def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Keys that need a metric."""
-        for key, field in type(self).model_fields.items() if self.metric is None else ():
-            if getattr(self, key) != field.default:
-                yield key, "of which metric? Give --train.early-stop.metric EVALUATOR/METRIC as well"
-
-    @property
-    def watched(self) -> Metric | None:
-        """The metric, if set."""
-        return None if self.metric is None else Metric.of(self.metric, self.metric_by)
+from clipstream.training.early_stop import METRIC_BY, By, EarlyStopSettings, Metric, checked_metric
 
 
 class TrainSettings(Section):
@@ -130,10 +103,7 @@ class CheckpointSettings(Section):
         description="EVALUATOR/METRIC: each checkpoint that is the best so far by it is saved, and kept until the "
         "next; that of train.early_stop unless set",
     )
-    keep_best_by: By = Field(
-        "auto",
-        description="whether larger or smaller values are better; auto: losses, errors and ranks are better if smaller",
-    )
+    keep_best_by: By = Field("auto", description=METRIC_BY)
     remote_sync: PathText | None = Field(
         None,
         min_length=1,
@@ -146,7 +116,7 @@ class CheckpointSettings(Section):
         False, description="go on although settings of the data's order changed, with the data beginning anew"
     )
 
-    _both = field_validator("keep_best")(checked)
+    _both = field_validator("keep_best")(checked_metric)
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Keys of the same interval."""
@@ -156,4 +126,4 @@ class CheckpointSettings(Section):
     @property
     def best_by(self) -> Metric | None:
         """The metric of `keep_best`, if set."""
-        return None if self.keep_best is None else Metric.of(self.keep_best, self.keep_best_by)
+        return Metric.of(self.keep_best, self.keep_best_by)

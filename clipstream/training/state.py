@@ -7,11 +7,13 @@ except `TrainState.data` are the same on every rank.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from pydantic import TypeAdapter
 
 from clipstream.data.order.lanes import DataState
+from clipstream.training.early_stop import EarlyStopState
+
+SourceHealth = dict[str, int | dict[str, int | str]]  # as clipstream.data.loader.health.Health.summary
 
 
 @dataclass
@@ -55,25 +57,6 @@ class RollbackState:
 
 
 @dataclass
-class EarlyStopState:
-    """Owned by `EarlyStop`.
-
-    Attributes:
-        metric: EVALUATOR/METRIC that the other values belong to.
-        stale: evaluations since the best one.
-        best: best value; None before the first finite one.
-        best_step: its step.
-        last_step: step of the last evaluation that was counted; -1 for none.
-    """
-
-    metric: str | None = None
-    stale: int = 0
-    best: float | None = None
-    best_step: int | None = None
-    last_step: int = -1
-
-
-@dataclass
 class StepState:
     """Owned by `TrainStep`.
 
@@ -98,26 +81,26 @@ class TrainState:
         step: steps done.
         samples: samples trained on, over all ranks.
         data: position in the data after the last batch trained on: one rank's part; in a checkpoint, all merged.
-        health: data counters of all ranks since the run began.
+        health: data counters of all ranks since the run began, by source.
         evaluation_pending: whether the evaluation of this step was interrupted and has to be repeated.
     """
 
     step: int = 0
     samples: int = 0
     data: DataState = field(default_factory=DataState)
-    health: dict[str, Any] = field(default_factory=dict)
+    health: dict[str, SourceHealth] = field(default_factory=dict)
     evaluation_pending: bool = False
     interval: IntervalState = field(default_factory=IntervalState)
     rollback: RollbackState = field(default_factory=RollbackState)
     early_stop: EarlyStopState = field(default_factory=EarlyStopState)
     train_step: StepState = field(default_factory=StepState)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """As nested dictionaries."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> TrainState:
+    def from_json(cls, values: object) -> TrainState:
         """The state that `to_json` wrote.
 
         Raises:

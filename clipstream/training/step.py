@@ -13,6 +13,7 @@ gradient is not, the factor was too large: the step changes no weight, lowers th
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +27,13 @@ from clipstream.errors import SettingsError
 from clipstream.training.auto_micro_batch import AutoMicroBatch, MicroBatch
 from clipstream.training.ema import WeightAverages
 from clipstream.training.gradcache import GradCache, Loss
-from clipstream.training.gradients import clip_gradients, gradient_norm
-from clipstream.training.parallel.batch_norm import batch_statistics
-from clipstream.training.parallel.ddp import finish_gradients, warm_up_buckets, wrap
-from clipstream.training.parallel.fsdp import is_sharded
+from clipstream.training.parallel import (
+    batch_statistics,
+    finish_gradients,
+    local_tensor,
+    warm_up_buckets,
+    wrap,
+)
 from clipstream.training.precision import Precision
 from clipstream.training.state import StepState
 
@@ -77,8 +81,7 @@ class TrainStep:
         averages: updated after each step that changed the weights.
 
     Raises:
-        SettingsError: micro-batches with batch norm, whose features would depend on the cut; 'auto' with a sharded
-            model.
+        SettingsError: micro-batches with batch norm, whose features would depend on the cut.
     """
 
     def __init__(
@@ -107,18 +110,19 @@ class TrainStep:
         self.scaler = torch.amp.GradScaler(torch.device(world.device).type, enabled=precision == "fp16")
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._statistics = batch_statistics(model)
-        if is_sharded(model) and micro_batch_size == "auto":
-            raise SettingsError(
-                "train.micro_batch_size: auto does not go with fsdp, whose ranks wait for each other in every pass: "
-                "give a number"
-            )
         wrapped = wrap(model, world)
         parts = (model, wrapped, loss, world)
-        self.gradcache = (
-            AutoMicroBatch(*parts, precision=precision, scaled=self.scaler.scale, reserved=self._moments_to_come)
-            if isinstance(micro_batch_size, str)
-            else GradCache(*parts, precision=precision, micro_batch_size=micro_batch_size, scaled=self.scaler.scale)
-        )
+        self.gradcache: GradCache
+        if isinstance(micro_batch_size, str):
+
+            def reserved() -> int:  # by AdamW for its moments, before its first step
+                return 0 if optimizer.state else 2 * sum(p.numel() * p.element_size() for p in self.parameters)
+
+            self.gradcache = AutoMicroBatch(*parts, precision=precision, scaled=self.scaler.scale, reserved=reserved)
+        else:
+            self.gradcache = GradCache(
+                *parts, precision=precision, micro_batch_size=micro_batch_size, scaled=self.scaler.scale
+            )
         warm_up_buckets(wrapped, self.gradcache.warm_up, world)
 
     def __call__(self, batch: Batch, lr: float) -> StepResult:
@@ -152,7 +156,16 @@ class TrainStep:
         else:
             if finite:
                 clip_gradients(self.parameters, norm, self.clip_norm)
-            self._update()
+            log_scale = self.towers.clip.logit_scale
+            log_before = log_scale.detach().clone()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad(set_to_none=True)
+            with torch.no_grad():
+                if self.max_logit_scale is not None and log_scale.requires_grad:
+                    log_scale.copy_(torch.minimum(log_scale, log_before.clamp(min=math.log(self.max_logit_scale))))
+                if self.min_logit_scale is not None and log_scale.requires_grad:
+                    log_scale.copy_(torch.maximum(log_scale, log_before.clamp(max=math.log(self.min_logit_scale))))
         if finite and self.averages is not None:
             self.averages.update()
         loss_scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
@@ -163,8 +176,7 @@ class TrainStep:
     @torch.no_grad()
     def has_finite_weights(self) -> bool:
         """Whether the trained weights are finite on all ranks. Collective."""
-        own = [p.to_local() if isinstance(p, DTensor) else p for p in self.parameters]
-        broken = torch.stack([~weights.isfinite().all() for weights in own]).sum().double()
+        broken = torch.stack([~local_tensor(p).isfinite().all() for p in self.parameters]).sum().double()
         return not self.world.all_reduce_sum(broken).item()
 
     def state(self) -> StepState:
@@ -183,20 +195,33 @@ class TrainStep:
         if isinstance(self.gradcache, AutoMicroBatch):
             self.gradcache.size = state.micro_batch  # None: all samples fitted, which is tried again
 
-    def _moments_to_come(self) -> int:
-        """Memory AdamW will need for its moments, in bytes, before its first step."""
-        weights = sum(p.numel() * p.element_size() for p in self.parameters)
-        return 0 if self.optimizer.state else 2 * weights
 
-    def _update(self) -> None:
-        """Update the weights, and keep the logit scale within its limits."""
-        scale = self.towers.clip.logit_scale
-        before = scale.detach().clone()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            if self.max_logit_scale is not None and scale.requires_grad:
-                scale.copy_(torch.minimum(scale, before.clamp(min=math.log(self.max_logit_scale))))
-            if self.min_logit_scale is not None and scale.requires_grad:
-                scale.copy_(torch.maximum(scale, before.clamp(max=math.log(self.min_logit_scale))))
+def gradient_norm(parameters: Iterable[nn.Parameter], world: World | None = None) -> torch.Tensor:
+    """Scalar L2 norm of all gradients as one vector, in their dtype but at least float32.
+
+    Args:
+        world: the ranks over which parameters are sharded (collective); None if none is.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    shards = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
+    norm = _norm([gradient for gradient in gradients if not isinstance(gradient, DTensor)])
+    if world is None or not shards:
+        return norm
+    return (world.all_reduce_sum(_norm(shards).square()) + norm.square()).sqrt()
+
+
+def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    if all(gradient.dtype != torch.bfloat16 for gradient in gradients):
+        return torch.nn.utils.get_total_norm(gradients)
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, limit: float | None) -> None:
+    """Scale all gradients in place by limit / norm if `norm` is above `limit`."""
+    if limit is None:
+        return
+    parameters = list(parameters)
+    torch.nn.utils.clip_grads_with_norm_([p for p in parameters if not isinstance(p, DTensor)], limit, norm)
+    torch.nn.utils.clip_grads_with_norm_([p for p in parameters if isinstance(p, DTensor)], limit, norm)

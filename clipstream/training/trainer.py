@@ -8,59 +8,31 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from clipstream.data.batch import Batch
-from clipstream.data.loader.stage_timing import StageTimes, merged
+from clipstream.data.loader.stage_timing import merged
 from clipstream.data.order.lanes import DataState
 from clipstream.distributed.run_record import end_record
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, DataError, Interrupted, Stopped
-from clipstream.training.early_stop import EarlyStop
+from clipstream.training.early_stop import EarlyStop, EarlyStopSettings
 from clipstream.training.rollback import Rollback
-from clipstream.training.settings import EarlyStopSettings
-from clipstream.training.state import IntervalState, StepState, TrainState
-from clipstream.training.step import StepResult
+from clipstream.training.state import IntervalState, SourceHealth, TrainState
+from clipstream.training.step import StepResult, TrainStep
 from clipstream.utils.early_signals import BEFORE_TRAINING
 
-Record = dict[str, Any]
+if TYPE_CHECKING:
+    from clipstream.data.loader.loader import Loader
+
+Record = dict[str, object]
 TRAINING = "training"  # the bottleneck of a run that does not wait for data
 NEGLIGIBLE = 0.05  # share of the time spent waiting for data below which training is the bottleneck
 HEALTH_LINES = 10  # training lines between two lines of data health
-
-
-class Step(Protocol):
-    """One training step, such as `clipstream.training.step.TrainStep`."""
-
-    def __call__(self, batch: Batch, lr: float) -> StepResult:
-        """Train on a batch; the same result on all ranks."""
-
-    def has_finite_weights(self) -> bool:
-        """Whether the trained weights are finite on all ranks. Collective."""
-
-    def state(self) -> StepState:
-        """What a resumed run needs to repeat the same steps."""
-
-
-class Batches(Protocol):
-    """An endless stream of this rank's batches, such as `clipstream.data.loader.loader.Loader`."""
-
-    wait_seconds: float
-    health: Any
-    interrupt: Callable[[], bool]
-
-    def __next__(self) -> Batch:
-        """The next batch."""
-
-    def state(self) -> DataState:
-        """Position after the last batch that was handed out."""
-
-    def take_times(self) -> StageTimes:
-        """Time spent in each stage since the last call."""
 
 
 class CheckpointWriter(Protocol):
@@ -79,16 +51,6 @@ class CheckpointWriter(Protocol):
         """Wait for the save in progress; whether the last one was written."""
 
 
-class Sink(Protocol):
-    """Receives records on rank 0."""
-
-    def write(self, record: Record) -> None:
-        """Take a record."""
-
-    def close(self) -> None:
-        """Flush and close."""
-
-
 class Trainer:
     """The run on one rank.
 
@@ -99,7 +61,7 @@ class Trainer:
         world: this rank among the others.
         total_steps: of the whole run.
         log_every: steps between training lines.
-        sinks: receive the records on rank 0.
+        write: takes the records, on rank 0.
         evaluate: called as evaluate(steps_done, last) on all ranks after each step; runs the evaluators that are due.
         writer: saves checkpoints when they are due and at the end.
         signals: entered by the caller.
@@ -108,7 +70,6 @@ class Trainer:
         epoch_samples: samples of an epoch; adds `epoch` to the training lines.
         show: called as show(step, batch) before the first step and then every `show_every` steps.
         early_stop: may end the run before its last step.
-        status: called with the current activity besides training ('saving'), and '' when it is over.
 
     Attributes:
         step: steps done.
@@ -117,14 +78,14 @@ class Trainer:
 
     def __init__(
         self,
-        step: Step,
-        loader: Batches,
+        step: TrainStep,
+        loader: Loader,
         *,
         lr: Callable[[int], float],
         world: World,
         total_steps: int,
         log_every: int,
-        sinks: Sequence[Sink],
+        write: Callable[[Record], object],
         evaluate: Callable[[int, bool], object],
         writer: CheckpointWriter,
         signals: StopSignals,
@@ -134,14 +95,12 @@ class Trainer:
         show: Callable[[int, Batch], None] | None = None,
         show_every: int = 1000,
         early_stop: EarlyStop | None = None,
-        status: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.train_step, self.loader, self.lr, self.world = step, loader, lr, world
         self.total_steps, self.log_every = total_steps, log_every
-        self.sinks, self.evaluate, self.writer, self.signals = sinks, evaluate, writer, signals
+        self.write, self.evaluate, self.writer, self.signals = write, evaluate, writer, signals
         self.rollback, self.epoch_samples, self.show, self.show_every = rollback, epoch_samples, show, show_every
         self.early_stop = early_stop or EarlyStop(EarlyStopSettings())
-        self.status = status
         self._saved_step = -1
         if state is not None:
             self._saved_step = state.step
@@ -175,7 +134,15 @@ class Trainer:
                 with self._clock.paused():
                     self.show(self.step, batch)
             result = self.train_step(batch, lr)
-            self._count(result)
+            self.step += 1
+            self.samples += result.n
+            self._clock.samples += result.n
+            sums = self._interval
+            sums.loss += 0.0 if result.skipped else result.loss
+            sums.grad_norm += 0.0 if result.skipped or result.overflow else result.grad_norm
+            sums.overflows += result.overflow
+            sums.skipped += result.skipped
+            sums.steps += 1
             if result.skipped:
                 keys = [key for part in self.world.gather_objects(batch.keys) for key in part]
                 figures = {"loss": f"{result.loss:g}", "grad_norm": f"{result.grad_norm:g}"}  # JSON has no NaN
@@ -210,6 +177,10 @@ class Trainer:
         """The next batch, once every rank has one and none was asked to stop.
 
         Otherwise all ranks save, as the weights are between two steps here, and end.
+
+        Raises:
+            Stopped: a signal reached some rank.
+            ClipstreamError: the first failed rank's, on all ranks.
         """
         before, batch = self.loader.state(), None
         error: ClipstreamError | None = None
@@ -222,21 +193,17 @@ class Trainer:
         except ClipstreamError as raised:
             error = raised
         stop, failed = self.world.any(batch is None or self._stop_requested(), error is not None)
-        if failed:
-            self._fail(error, before)
-        if stop or batch is None:
-            self._stop(before)
-        return batch
-
-    def _fail(self, error: ClipstreamError | None, data: DataState) -> NoReturn:
-        """Save the last step, and raise the first failed rank's error on all ranks."""
+        if not failed:
+            if stop or batch is None:
+                self._stop(before)
+            return batch
         errors = self.world.gather_objects(None if error is None else (type(error), str(error)))
         rank, (kind, text) = next((rank, one) for rank, one in enumerate(errors) if one is not None)
         self._write_dropped()
         # Weights that may be broken must not replace good ones.
         if self.step and self._saved_step != self.step and not self.rollback.state.nonfinite:
             try:
-                self._save(data)
+                self._save(before)
                 if self.writer.finish():
                     text += f"\nstep {self.step} is saved: when the data are mended, --resume latest goes on from it"
             except ClipstreamError as failure:
@@ -261,17 +228,6 @@ class Trainer:
         except Stopped:  # interrupted, on all ranks
             self._evaluation_pending = True
             self._stop()
-
-    def _count(self, result: StepResult) -> None:
-        self.step += 1
-        self.samples += result.n
-        self._clock.samples += result.n
-        sums = self._interval
-        sums.loss += 0.0 if result.skipped else result.loss
-        sums.grad_norm += 0.0 if result.skipped or result.overflow else result.grad_norm
-        sums.overflows += result.overflow
-        sums.skipped += result.skipped
-        sums.steps += 1
 
     def _log(self, result: StepResult, lr: float) -> None:
         """Write a training line: loss and gradient norm averaged over the interval, the rest of its last step."""
@@ -312,7 +268,7 @@ class Trainer:
         self._health_step = self.step
         self._write({"step": self.step, "health": self._health()})
 
-    def _health(self) -> dict[str, Any]:
+    def _health(self) -> dict[str, SourceHealth]:
         """Data counters of all ranks since the run began, before a resume included. Collective."""
         return dict(_sum_counts([*self._health_before, *self.world.gather_objects(self.loader.health.summary())]))
 
@@ -324,8 +280,7 @@ class Trainer:
 
     def _write(self, record: Record) -> None:
         if self.world.is_main:
-            for sink in self.sinks:
-                sink.write(record)
+            self.write(record)
 
     def _save(self, data: DataState | None = None, *, must: bool = True) -> None:
         """Save, unless the weights are not finite: the next steps decide what happens then.

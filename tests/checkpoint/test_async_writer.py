@@ -18,8 +18,7 @@ from clipstream.checkpoint.store import BEST, find, marker_of
 from clipstream.checkpoint.tensor_file import Snapshot, TensorFile, metadata, read
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError
-from clipstream.training.optim import build_optimizer
-from clipstream.training.optim.adamw import AdamW
+from clipstream.training.optim import AdamW, build_optimizer
 from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState
 from clipstream.training.step import TrainStep

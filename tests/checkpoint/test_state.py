@@ -19,8 +19,7 @@ from clipstream.checkpoint.store import MARKER, agree, fault, find
 from clipstream.data.order.lanes import Cursor, DataState, LaneState
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.training.optim import build_optimizer
-from clipstream.training.optim.adamw import AdamW
+from clipstream.training.optim import AdamW, build_optimizer
 from clipstream.training.state import TrainState
 from clipstream.training.step import TrainStep
 from tests.support.ranks import run_ranks

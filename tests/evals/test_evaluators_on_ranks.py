@@ -19,7 +19,7 @@ from clipstream.losses.contrastive import build_loss
 from clipstream.losses.settings import LossSettings
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import build_towers
-from clipstream.training.parallel.fsdp import parallelize
+from clipstream.training.parallel import parallelize
 from tests.support.evaluating import CONFIG
 from tests.support.pictures import ByteTokenizer, make_shards
 from tests.support.ranks import run_ranks

@@ -16,8 +16,7 @@ import torch
 from clipstream.checkpoint.async_writer import AsyncWriter
 from clipstream.checkpoint.remote_sync import RemoteSync
 from clipstream.distributed.world import World
-from clipstream.training.optim import build_optimizer
-from clipstream.training.optim.adamw import AdamW
+from clipstream.training.optim import AdamW, build_optimizer
 from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState
 from tests.support.steps import TinyTowers

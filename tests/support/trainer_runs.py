@@ -17,8 +17,7 @@ from clipstream.data.order.lanes import DataState
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
 from clipstream.training.gradcache import Loss
-from clipstream.training.optim import build_optimizer
-from clipstream.training.optim.adamw import AdamW
+from clipstream.training.optim import AdamW, build_optimizer
 from clipstream.training.rollback import Rollback
 from clipstream.training.settings import TrainSettings
 from clipstream.training.state import TrainState
@@ -124,7 +123,7 @@ class Run:
             world=world,
             total_steps=total,
             log_every=3,
-            sinks=[self.lines],
+            write=self.lines.append,
             evaluate=lambda step, last: self.evaluations.append((step, last)),
             writer=self,
             signals=self.signals,

@@ -28,9 +28,7 @@ from clipstream.testing import (
     check_tokenizer,
     check_transform,
 )
-from clipstream.training.optim import ScheduleSettings
-from clipstream.training.optim.adamw import AdamW
-from clipstream.training.optim.registry import SCHEDULES
+from clipstream.training.optim import SCHEDULES, AdamW, ScheduleSettings
 from tests.support.pictures import ByteTokenizer
 
 SAMPLE = {"__key__": "0", "__url__": "a.tar", "txt": b"a cat", "json": b'{"a": ["b", "c"]}', "cls": b"1"}

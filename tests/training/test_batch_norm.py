@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from clipstream.distributed.world import World
-from clipstream.training.parallel.batch_norm import synchronize_batch_norm
+from clipstream.training.parallel import synchronize_batch_norm
 from tests.support.ranks import run_ranks
 
 CUTS = {2: [0, 3, 8], 3: [0, 1, 4, 8]}

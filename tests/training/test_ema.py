@@ -18,7 +18,7 @@ from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import build_towers
 from clipstream.train import main
 from clipstream.training.ema import WeightAverages
-from clipstream.training.parallel.fsdp import FullTowers, full_tensor, parallelize
+from clipstream.training.parallel import FullTowers, full_tensor, parallelize
 from clipstream.training.precision import Precision, prepare
 from clipstream.training.step import TrainStep
 from tests.support.pictures import make_shards

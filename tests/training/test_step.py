@@ -15,7 +15,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.training.auto_micro_batch import MicroBatch
 from clipstream.training.ema import WeightAverages
-from clipstream.training.parallel.fsdp import parallelize
+from clipstream.training.parallel import parallelize
 from clipstream.training.precision import Precision, prepare
 from clipstream.training.step import SMALLEST_SCALE, StepResult, TrainStep
 from tests.support.ranks import run_ranks

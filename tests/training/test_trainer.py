@@ -14,8 +14,7 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, DataError, Stopped
-from clipstream.training.optim import build_optimizer
-from clipstream.training.optim.adamw import AdamW
+from clipstream.training.optim import AdamW, build_optimizer
 from clipstream.training.step import StepResult, TrainStep
 from tests.support.ranks import run_ranks
 from tests.support.steps import LOSSES, TinyTowers, make_batch

@@ -13,10 +13,9 @@ from torch import nn
 
 from clipstream.errors import SettingsError
 from clipstream.models.catalogue import builtin
-from clipstream.training.gradients import clip_gradients, gradient_norm
-from clipstream.training.optim import ScheduleSettings, build_optimizer, build_schedule, parameter_groups
-from clipstream.training.optim.adamw import AdamW
+from clipstream.training.optim import AdamW, ScheduleSettings, build_optimizer, build_schedule, parameter_groups
 from clipstream.training.settings import TrainSettings
+from clipstream.training.step import clip_gradients, gradient_norm
 
 
 class Small(nn.Module):

@@ -1,0 +1,355 @@
+"""Training on several ranks: gradient summation with DDP, sharding with FSDP2, and batch norm over the ranks.
+
+With one rank, functions here return modules and tensors unchanged; those about shards do so for whatever is not
+sharded. So callers need not distinguish.
+
+**DDP** sums gradients in the same order in every run (`warm_up_buckets`).
+
+**FSDP2.** Each block of a tower is a unit: its parameters are gathered when it runs, forward and backward, and its
+gradients are averaged over the ranks as soon as they are complete; everything outside of blocks is one more unit.
+Scale and bias of the logits are single numbers, which cannot be sharded: every rank holds them, and `finish_gradients`
+averages their gradients. A rank holds 1/N of parameters, gradients and moments, and one or two whole units. Parameters
+are communicated in each pass forward and back, gradients in each pass back; so every micro-batch costs as much as a
+whole batch, as accumulating gradients would take the memory of whole ones. Numerics are those of the run without
+sharding: parameters are gathered in their own dtype, and gradients summed in at least float32.
+
+**Batch norm** uses statistics of the whole global batch: torch's SyncBatchNorm on CUDA; torch has none for the CPU,
+where it is built here from sums over the ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.training.precision import Precision, same_randomness
+
+# torch 2.13 renamed the argument.
+_NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def wrap(module: nn.Module, world: World) -> nn.Module:
+    """The module in DDP, with rank 0's weights; the module itself with one rank, or if it is sharded.
+
+    DDP averages gradients, so a rank's share of the loss is multiplied by `world.size` before `backward`. Buffers are
+    not broadcast: batch statistics are the same on all ranks (`synchronize_batch_norm`). There is no static graph: it
+    would only save the search for unused parameters, which is off, it excludes `no_sync`, which micro-batches need, and
+    it would hide a parameter without a gradient.
+    """
+    if world.size == 1 or is_sharded(module):
+        return module
+    device = torch.device(world.device)
+    # 1 x 1 convolutions warn on each backward pass, as their strides are ambiguous.
+    warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
+    ids = [device] if device.type == "cuda" else None
+    options: Any = {_SYNC_BUFFERS: False}
+    return DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True, **options)
+
+
+def no_sync(module: nn.Module) -> AbstractContextManager[Any]:
+    """A context in which gradients accumulate on this rank without communication.
+
+    It has no effect on a sharded module, which has no memory for whole gradients.
+    """
+    return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
+
+
+def finish_gradients(module: nn.Module, world: World) -> None:
+    """After the last backward pass of a step: average the gradients of the scalars, which FSDP ignores."""
+    if is_sharded(module):
+        for parameter in _scalars(module):
+            if parameter.grad is not None:
+                world.all_reduce_sum(parameter.grad).div_(world.size)
+
+
+def warm_up_buckets(module: nn.Module, forward: Callable[[], None], world: World) -> None:
+    """Let DDP rebuild its gradient buckets before the first step; weights, buffers and random states stay.
+
+    DDP rebuilds its buckets after the first backward pass, in the order in which gradients arrived. The bucket bounds
+    decide in which order 3 or more ranks add, so a resumed run would differ from an uninterrupted one in the last bits
+    of its first step. Therefore every run, new or resumed, rebuilds them first.
+
+    Args:
+        module: the result of `wrap`.
+        forward: a forward and backward pass over all trainable parameters with gradients of zero.
+    """
+    if not isinstance(module, DistributedDataParallel):
+        return
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    with same_randomness(world.device):
+        for _ in range(2):  # the buckets are rebuilt when the second pass begins
+            forward()
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    module.zero_grad(set_to_none=True)
+
+
+class Modules(Protocol):
+    """nn.Module, or anything with its `modules`."""
+
+    def modules(self) -> Iterator[nn.Module]:
+        """All of them."""
+        ...
+
+
+class FullTowers:
+    """Unsharded towers, with the interface of `ShardedTowers`."""
+
+    def __init__(self, towers: Any) -> None:
+        self.full = towers
+
+    @contextmanager
+    def full_weights(self, device: str, *, instead: Mapping[str, torch.Tensor] | None = None) -> Iterator[Any]:
+        """The towers on their device; within the context, parameters named in `instead` have those values."""
+        instead = instead or {}
+        parts = [(p, p.data, instead[name]) for name, p in self.full.named_parameters() if name in instead]
+        for parameter, _, tensor in parts:
+            parameter.data = tensor.to(parameter.dtype)
+        try:
+            yield self.full
+        finally:
+            for parameter, trained, _ in parts:
+                parameter.data = trained
+
+
+class ShardedTowers:
+    """Shards towers over the ranks, in place, and fills an unsharded copy on demand.
+
+    Args:
+        towers: on the CPU or on this rank's device, in their final dtype; moved to the device.
+        world: several ranks.
+        precision: of the forward pass.
+
+    Attributes:
+        full: an unsharded copy, whose tensors have content only within the context of `full_weights`.
+
+    Raises:
+        SettingsError: batch norm or fp16, which are not supported.
+    """
+
+    def __init__(self, towers: Any, world: World, precision: Precision) -> None:
+        if towers.has_batch_norm:
+            raise SettingsError("train.parallel: fsdp takes models without batch norm (a ViT): use ddp")
+        if precision == "fp16":
+            raise SettingsError("train.parallel: fsdp has no scaler for fp16: use --precision bf16 or fp32, or ddp")
+        self.towers = towers
+        # A deep copy with tensors without content.
+        tensors = (*towers.parameters(), *towers.buffers())
+        empty = {id(tensor): _empty_like(tensor, "meta") for tensor in tensors}
+        self.full: Any = copy.deepcopy(towers, cast("dict[int, Any]", empty))
+        mesh = init_device_mesh(torch.device(world.device).type, (world.size,))
+        # No separate dtype for parameters: autocast converts matrices, and leaves embeddings and norms.
+        reduce_dtype = torch.float32 if precision == "pure_bf16" else None
+        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        for block in blocks(towers):
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(towers, mesh=mesh, mp_policy=policy, ignored_params=set(_scalars(towers)))
+        towers.to(world.device)
+
+    @contextmanager
+    def full_weights(self, device: str, *, instead: Mapping[str, torch.Tensor] | None = None) -> Iterator[Any]:
+        """The unsharded copy on a device, with the present weights, within the context. Collective.
+
+        Args:
+            instead: values for the parameters of these names, sharded like them.
+        """
+        reshard(self.towers)
+        _move(self.full, device)
+        with torch.no_grad():
+            into = _tensors(self.full)
+            for name, tensor in _tensors(self.towers).items():
+                into[name].copy_(full_tensor((instead or {}).get(name, tensor)))
+        try:
+            yield self.full
+        finally:
+            _move(self.full, "meta")
+
+
+def parallelize(towers: Any, world: World, *, parallel: str, precision: Precision) -> FullTowers | ShardedTowers:
+    """The towers on this rank's device, sharded in place with 'fsdp' on several ranks.
+
+    Raises:
+        SettingsError: as ShardedTowers.
+    """
+    if parallel == "fsdp" and world.size > 1:
+        return ShardedTowers(towers, world, precision)
+    return FullTowers(towers.to(world.device))
+
+
+def blocks(towers: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of the towers: outermost modules in a list of modules of the same class."""
+    if isinstance(towers, nn.ModuleList | nn.Sequential):
+        children = list(towers.children())
+        if len(children) > 1 and len({type(child) for child in children}) == 1 and any(children[0].children()):
+            return [child for child in children if any(True for _ in child.parameters())]
+    return [block for child in towers.children() for block in blocks(child)]
+
+
+def is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
+
+
+def reshard(module: Modules) -> None:
+    """Free gathered parameters, so that `state_dict` returns the shards."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A sharded tensor as a whole, on every rank (collective); any other tensor unchanged."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor; any other tensor unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(tensor: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
+    """A whole tensor that every rank holds, sharded like `like`."""
+    if not isinstance(like, DTensor) or tensor.shape != like.shape:
+        return tensor
+    sharded = distribute_tensor(
+        tensor.to(like.device, like.dtype), like.device_mesh, like.placements, src_data_rank=None
+    )
+    return sharded.clone()  # a view would keep the memory of the whole tensor
+
+
+def _scalars(towers: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in towers.parameters() if parameter.numel() == 1]
+
+
+def _move(module: nn.Module, device: str) -> None:
+    """Move all tensors to another device without their content; unlike `to_empty`, keeps tied tensors tied."""
+    for tensor in {id(tensor): tensor for tensor in _tensors(module).values()}.values():
+        torch.utils.swap_tensors(tensor, _empty_like(tensor, device))  # type: ignore[no-untyped-call]
+
+
+def _empty_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    empty = torch.empty_like(tensor.detach(), device=device)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by all of their names, non-persistent ones included."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
+def synchronize_batch_norm(module: nn.Module, world: World) -> None:
+    """Make batch norm use statistics over all ranks, in place, so that features do not depend on their number.
+
+    Raises:
+        SettingsError: on the CPU, for a batch norm class other than torch's (some of timm's).
+    """
+    if world.size == 1:
+        return
+    if world.device.startswith("cuda"):
+        nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
+        return
+    for name, part in list(module.named_modules()):
+        if not isinstance(part, nn.modules.batchnorm._BatchNorm):
+            continue
+        if type(part) not in _BATCH_NORMS:
+            raise SettingsError(
+                f"{type(part).__name__} ({name}) over several ranks needs CUDA: take one rank, or a model with "
+                "torch's batch norm or without any (a ViT)"
+            )
+        parent, _, own = name.rpartition(".")
+        setattr(module.get_submodule(parent), own, RankedBatchNorm.like(part))
+
+
+class RankedBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch norm (arXiv:1502.03167) with the mean and variance of the samples of all ranks.
+
+    Takes and returns [n, C, ...]; n may differ between ranks. Each training pass sums C + 1 and then C numbers over the
+    ranks, forward and backward, so all ranks have to take it.
+    """
+
+    @classmethod
+    def like(cls, norm: nn.modules.batchnorm._BatchNorm) -> RankedBatchNorm:
+        """A copy that shares the parameters and buffers of `norm`."""
+        made = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+        made.weight, made.bias = norm.weight, norm.bias
+        made.running_mean, made.running_var = norm.running_mean, norm.running_var
+        made.num_batches_tracked = norm.num_batches_tracked
+        return made.train(norm.training)
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        """Any number of dimensions from 2 on."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """See torch.nn.BatchNorm2d."""
+        if not self.training:
+            return super().forward(input)
+        with torch.autocast(input.device.type, enabled=False):
+            x = input if input.dtype == torch.float64 else input.float()
+            dims = [0, *range(2, x.ndim)]
+            shape = [1, -1, *[1] * (x.ndim - 2)]
+            count = x.new_full((1,), x.numel() // x.shape[1])
+            sums = _sum_over_ranks(torch.cat([x.sum(dims), count]))
+            total = sums[-1]
+            mean = sums[:-1] / total
+            centred = x - mean.view(shape)
+            # Summed apart: the mean of squares minus the squared mean would lose most digits.
+            variance = _sum_over_ranks(centred.square().sum(dims)) / total
+            self._track(mean.detach(), variance.detach() * total / (total - 1))
+            out = centred * (variance + self.eps).rsqrt().view(shape)
+            if self.affine:
+                out = out * self.weight.view(shape) + self.bias.view(shape)
+        given: torch.Tensor = out.to(input.dtype)
+        return given
+
+    @torch.no_grad()
+    def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked += 1
+        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the ranks; its gradient is the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        summed = tensor.clone()
+        dist.all_reduce(summed)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return _Sum.forward(ctx, gradient)
+
+
+def batch_statistics(module: nn.Module) -> list[torch.Tensor]:
+    """The tensors that a training forward pass changes: running means, variances and their counts."""
+    norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    return [tensor for norm in norms for tensor in norm.buffers()]
+
+
+def _sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    summed: torch.Tensor = _Sum.apply(tensor)
+    return summed

@@ -1,1 +1,0 @@
-"""Towers on several ranks: DDP, FSDP2 and batch norm over the global batch."""
