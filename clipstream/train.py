@@ -155,7 +155,7 @@ def fit(
 ) -> None:
     """Optimizer, step and loop, resumed from the checkpoint `found`, if any."""
     from clipstream.data.decode.tokenizers import readable
-    from clipstream.losses.duplicates import warn_of_duplicates
+    from clipstream.losses.contrastive import warn_of_duplicates
     from clipstream.report.outputs import Outputs
     from clipstream.report.sinks import RunInfo
     from clipstream.training.early_stop import EarlyStop

@@ -26,7 +26,7 @@ from clipstream.checkpoint import store
 from clipstream.checkpoint.tensor_file import TensorFile, metadata, read
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.models.weights import finite
+from clipstream.models.towers import finite
 from clipstream.training.parallel import shard_like
 from clipstream.training.precision import set_random_state
 from clipstream.training.state import TrainState

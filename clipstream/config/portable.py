@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from clipstream.data.settings import DataSettings, PathTokenizer, SourceSettings
 from clipstream.data.shard_url import PATH_SCHEMES, parts_of, scheme_of
 from clipstream.distributed.settings import RunSettings
 from clipstream.evals.settings import LabelledSettings, ZeroShotSettings
-from clipstream.models.catalogue import LOCAL, read_config
+from clipstream.models.model_config import LOCAL, ModelConfig
 from clipstream.models.settings import ModelSettings
 from clipstream.training.settings import CheckpointSettings
 
@@ -48,7 +49,7 @@ def portable(section: S) -> S:
         if key == "shards" and isinstance(section, SourceSettings) and is_plugin(section.type):
             changed[key] = [_file(item) for item in value] if isinstance(value, list) else _file(value)
     if isinstance(section, ModelSettings) and section.config is None and _is_file(section.name, ".json"):
-        changed["config"] = read_config(Path(section.name))
+        changed["config"] = asdict(ModelConfig.read(Path(section.name)))
         text = changed["config"]["model_cfg"]["text_cfg"]
         for key in ("hf_model_name", "hf_tokenizer_name"):
             if text.get(key) and Path(text[key]).is_dir():

@@ -35,9 +35,12 @@ from clipstream.errors import SettingsError
 from clipstream.losses import tiled
 from clipstream.losses.ring import Ring
 from clipstream.losses.settings import ClipLossSettings, Duplicates, LossSettings, SiglipLossSettings
+from clipstream.utils.logs import logger
 
 if TYPE_CHECKING:
     from clipstream.models.towers import Features
+
+FEW_DISTINCT = 0.7  # share of distinct samples in a batch: a data set of 2 batches gives 0.79, of 1 batch 0.63
 
 
 class ContrastiveLoss(Protocol):
@@ -161,6 +164,21 @@ def _labels(batch: Batch, by: str | None) -> torch.Tensor:
     draw = torch.Generator().manual_seed(0)
     factors = torch.randint(-(2**62), 2**62, (batch.ids.shape[1],), generator=draw) * 2 + 1
     return (batch.ids.long() * factors.to(batch.ids.device)).sum(dim=1)
+
+
+def warn_of_duplicates(settings: LossSettings, batch: Batch, world: World) -> None:
+    """Print a warning if the loss takes duplicates as negatives and the batch has many. Collective."""
+    if getattr(settings, "duplicates", "") != "negatives":
+        return
+    pictures = [None] * len(batch) if batch.pictures is None else batch.pictures.tolist()
+    named = {key for key in zip(batch.keys, pictures, strict=True) if key[0]}
+    keys = set().union(*world.gather_objects(named))
+    if world.is_main and len(keys) < FEW_DISTINCT * batch.global_size:
+        logger.warning(
+            f"the first batch of {batch.global_size:,} samples holds only {len(keys):,} different "
+            "ones, as the data set has few, and the loss takes the copies of a sample as its negatives: give "
+            "a smaller --data.global-batch-size, or --loss.duplicates mask --loss.duplicates-by pictures"
+        )
 
 
 class _Tiled(torch.autograd.Function):

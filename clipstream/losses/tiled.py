@@ -114,7 +114,10 @@ def softmax(pairs: Pairs, *, gradients: bool) -> Found:
             torch.logaddexp(columns, tiles.logsumexp(tile.s, dim=0), out=columns)
 
     ring.around(pairs.texts, sums)
-    column_lse = _logsumexp_over_ranks(column_lse, ring)
+    if ring.world.size > 1:  # logsumexp over the ranks; values may be -inf
+        most = column_lse.clone()
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        column_lse = ring.world.all_reduce_sum(torch.exp(column_lse - most)).log_().add_(most)
     own = ring.own
     found = tiles.begin((halves[own] * (row_lse + column_lse[own])).sum() - right, gradients=gradients)
     if not gradients:
@@ -195,17 +198,13 @@ class _Tiles:
                     block=slice(column, column + len(some)),
                     columns=slice(start + column, start + column + len(some)),
                 )
-                self._hide(tile)
+                if self._absent is not None:
+                    s.add_(self._absent[None, tile.columns]).add_(self._absent[self._own(tile), None])
+                if pairs.duplicates == "mask":
+                    same = self._same(tile)
+                    self._at_diagonal(same, tile).fill_(False)
+                    s.masked_fill_(same, self._low)
                 yield tile
-
-    def _hide(self, tile: Tile) -> None:
-        """Set the logits of absent samples and masked pairs far below all others."""
-        if self._absent is not None:
-            tile.s.add_(self._absent[None, tile.columns]).add_(self._absent[self._own(tile), None])
-        if self._pairs.duplicates == "mask":
-            same = self._same(tile)
-            self._at_diagonal(same, tile).fill_(False)
-            tile.s.masked_fill_(same, self._low)
 
     def _own(self, tile: Tile) -> slice:
         """The tile's rows among all samples."""
@@ -296,12 +295,3 @@ class _Tiles:
         for row in range(0, len(self._pairs.images), ROWS):
             some = slice(row, min(row + ROWS, len(self._pairs.images)))
             yield some, slice(self._pairs.ring.start + some.start, self._pairs.ring.start + some.stop)
-
-
-def _logsumexp_over_ranks(values: torch.Tensor, ring: Ring) -> torch.Tensor:
-    """Elementwise logsumexp of vectors over the ranks; values may be -inf. Collective."""
-    if ring.world.size == 1:
-        return values
-    most = values.clone()
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return ring.world.all_reduce_sum(torch.exp(values - most)).log_().add_(most)

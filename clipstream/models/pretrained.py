@@ -10,13 +10,22 @@ import json
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, did_you_mean
 from clipstream.models import hub
-from clipstream.models.catalogue import HUB, LOCAL, as_config, builtin, check_sizes, read_config, refuse, table
 from clipstream.models.hub import Need
+from clipstream.models.model_config import (
+    HUB,
+    LOCAL,
+    Config,
+    ModelConfig,
+    builtin,
+    check_sizes,
+    pretrained_tags,
+    refuse,
+)
 from clipstream.models.settings import ModelSettings
 
 CONFIG_FILE = "open_clip_config.json"
@@ -55,8 +64,8 @@ class ModelFiles:
     """
 
     label: str
-    model_cfg: dict[str, Any]
-    preprocess_cfg: dict[str, Any]
+    model_cfg: Config
+    preprocess_cfg: Config
     weights: Path | None
     tokenizer: Path | None
     text_model: Path | None
@@ -69,8 +78,8 @@ class _Weights:
     repo: str = ""
     names: tuple[str, ...] = ()
     path: Path | None = None
-    preprocess: dict[str, Any] | None = None
-    model_cfg: dict[str, Any] | None = None
+    preprocess: Config | None = None
+    model_cfg: Config | None = None
 
     @property
     def fresh(self) -> bool:
@@ -136,15 +145,21 @@ def needs(
     if weights.repo:
         config = ((CONFIG_FILE,),) if (settings.pretrained or "").startswith(HUB) else ()
         found.append(Need(weights.repo, (*config, weights.names)))
-    config_found = _resolved_config(settings, weights)
-    if config_found is None:
+    merged = _resolved_config(settings, weights)
+    if merged is None:
         return found
-    text_cfg = config_found["model_cfg"]["text_cfg"]
+    text_cfg = merged.model_cfg["text_cfg"]
     if loss_type is not None and weights.path is None:  # local weights are checked by `towers`, which reads them
-        published = "siglip" if config_found["model_cfg"].get("init_logit_bias") is not None else "clip"
-        made_for = None if weights.fresh else published
-        resolve_loss(settings, loss_type, config_found["model_cfg"], weights_for=made_for)
-    _check_tokenizer(settings, tokenizer, text_cfg, fresh=weights.fresh)
+        published = "siglip" if merged.model_cfg.get("init_logit_bias") is not None else "clip"
+        resolve_loss(settings, loss_type, merged.model_cfg, weights_for=None if weights.fresh else published)
+    own = text_cfg.get("hf_tokenizer_name")
+    chosen = tokenizer is not None and tokenizer.type != "model" and not (own and getattr(tokenizer, "name", "") == own)
+    if tokenizer is not None and chosen and not weights.fresh and not settings.allow_mismatch:
+        raise SettingsError(
+            f"the weights of {_label(settings)} were trained with the model's own tokenizer "
+            f"({own or 'the BPE of CLIP'}), not with tokenizer.type {tokenizer.type!r}: leave tokenizer.type at "
+            "'model', or set model.allow_mismatch to true"
+        )
     repo = _tokenizer_repo(settings, tokenizer, text_cfg)
     if isinstance(repo, str):
         found.append(Need(repo, (TOKENIZER_FILES, ("tokenizer_config.json",)), TOKENIZER_EXTRAS))
@@ -171,47 +186,64 @@ def resolve(settings: ModelSettings, tokenizer: TokenizerChoice | None = None) -
     config = _resolved_config(settings, weights)
     assert config is not None, "needs() names a configuration that is not in the cache"
     path = hub.cached(weights.repo, weights.names, cache) if weights.repo else weights.path
-    model_cfg, preprocess_cfg = config["model_cfg"], config["preprocess_cfg"]
-    repo = _tokenizer_repo(settings, tokenizer, model_cfg["text_cfg"])
+    text_cfg = config.model_cfg["text_cfg"]
+    repo = _tokenizer_repo(settings, tokenizer, text_cfg)
     folder = _parent(hub.cached(repo, TOKENIZER_FILES, cache)) if isinstance(repo, str) else repo
-    _set_tokenizer(model_cfg["text_cfg"], tokenizer)
-    text_name = model_cfg["text_cfg"].get("hf_model_name")
-    text_model = None
+    if tokenizer is not None and tokenizer.context_length is not None:
+        text_cfg["context_length"] = tokenizer.context_length
+    if tokenizer is not None and tokenizer.type in ("hub", "path"):
+        name = getattr(tokenizer, "name", None)
+        if name != text_cfg.get("hf_tokenizer_name"):
+            # open_clip reads the files beside a saved configuration whatever the name: a path of this machine stays
+            # out.
+            text_cfg["hf_tokenizer_name"] = name if tokenizer.type == "hub" else "tokenizer"
+            text_cfg.pop("tokenizer_kwargs", None)
+            text_cfg.pop("tokenizer_mode", None)
+    text_name, text_model = text_cfg.get("hf_model_name"), None
     if text_name:
         local = Path(text_name)
         text_model = local if local.is_dir() else _parent(hub.cached(text_name, ("config.json",), cache))
-    return ModelFiles(label, model_cfg, preprocess_cfg, path, folder, text_model)
+    return ModelFiles(label, config.model_cfg, config.preprocess_cfg, path, folder, text_model)
 
 
-def _resolved_config(settings: ModelSettings, weights: _Weights) -> dict[str, Any] | None:
+def _resolved_config(settings: ModelSettings, weights: _Weights) -> ModelConfig | None:
     """The configuration that `model.name` names, with preprocessing, activation and tokenizer of the weights.
 
     Values in a user's own configuration file take precedence over those of the weights. None while one of the two
     configurations is on the Hub and not in the cache.
     """
-    config = _named_config(settings)
-    if config is None:
-        return None
-    named = is_own(settings)
-    model_cfg, preprocess = deepcopy(config["model_cfg"]), _preprocess_only(config["preprocess_cfg"])
+    name, own, cache = settings.name, is_own(settings), settings.cache_dir
+    if settings.config is not None:
+        if name.startswith((HUB, LOCAL)):
+            raise SettingsError(f"model.config: model.name {name} has a configuration of its own: give one of the two")
+        config = ModelConfig.of(settings.config, "model.config")
+    elif name.startswith(HUB):
+        path = hub.cached(hub.repository(name), (CONFIG_FILE,), cache)
+        if path is None:
+            return None
+        config = ModelConfig.read(path)
+    elif name.startswith(LOCAL):
+        config = ModelConfig.read(Path(name[len(LOCAL) :]) / CONFIG_FILE)
+    else:
+        config = ModelConfig.read(Path(name)) if own else ModelConfig(builtin(name.replace("/", "-")), {})
+    refuse(name, config.model_cfg)
+    model_cfg, preprocess = deepcopy(config.model_cfg), _preprocess_only(config.preprocess_cfg)
     theirs, their_preprocess = weights.model_cfg, weights.preprocess
     if weights.repo and (settings.pretrained or "").startswith(HUB):
-        file = hub.cached(weights.repo, (CONFIG_FILE,), settings.cache_dir)
+        file = hub.cached(weights.repo, (CONFIG_FILE,), cache)
         if file is None:
             return None
-        theirs, their_preprocess = read_config(file).values()
+        found = ModelConfig.read(file)
+        theirs, their_preprocess = found.model_cfg, found.preprocess_cfg
     if theirs is not None:
-        _override(model_cfg, theirs, ("quick_gelu",), keep=named)
-        _override(model_cfg["text_cfg"], theirs.get("text_cfg", {}), TOKENIZER_KEYS, keep=named)
+        _override(model_cfg, theirs, ("quick_gelu",), keep=own)
+        _override(model_cfg["text_cfg"], theirs.get("text_cfg", {}), TOKENIZER_KEYS, keep=own)
     check_sizes(_label(settings), model_cfg, settings.image_size)
     other = _preprocess_only(their_preprocess or {})
-    return {
-        "model_cfg": model_cfg,
-        "preprocess_cfg": {**other, **preprocess} if named else {**preprocess, **other},
-    }
+    return ModelConfig(model_cfg, {**other, **preprocess} if own else {**preprocess, **other})
 
 
-def _override(mine: dict[str, Any], theirs: dict[str, Any], keys: tuple[str, ...], *, keep: bool) -> None:
+def _override(mine: Config, theirs: Config, keys: tuple[str, ...], *, keep: bool) -> None:
     """Copy `keys` from `theirs` to `mine`, in place; with `keep`, only those that `mine` lacks."""
     for key in keys:
         if keep and key in mine:
@@ -234,33 +266,12 @@ def is_own(settings: ModelSettings) -> bool:
     return settings.config is not None or name.endswith(".json") or Path(name).is_file()
 
 
-def _preprocess_only(config: dict[str, Any]) -> dict[str, Any]:
+def _preprocess_only(config: Config) -> Config:
     return {key: config[key] for key in PREPROCESS_KEYS if config.get(key) is not None}
 
 
 def _parent(path: Path | None) -> Path | None:
     return None if path is None else path.parent
-
-
-def _named_config(settings: ModelSettings) -> dict[str, Any] | None:
-    """The configuration that `model.name` names; None while it is on the Hub and not in the cache."""
-    name = settings.name
-    if settings.config is not None:
-        if name.startswith((HUB, LOCAL)):
-            raise SettingsError(f"model.config: model.name {name} has a configuration of its own: give one of the two")
-        config: dict[str, Any] | None = as_config(settings.config, "model.config")
-    elif name.startswith(HUB):
-        path = hub.cached(hub.repository(name), (CONFIG_FILE,), settings.cache_dir)
-        config = None if path is None else read_config(path)
-    elif name.startswith(LOCAL):
-        config = read_config(Path(name[len(LOCAL) :]) / CONFIG_FILE)
-    elif is_own(settings):
-        config = read_config(Path(name))
-    else:
-        config = {"model_cfg": builtin(name.replace("/", "-")), "preprocess_cfg": {}}
-    if config is not None:
-        refuse(name, config["model_cfg"])
-    return config
 
 
 def _weights(settings: ModelSettings) -> _Weights:
@@ -278,18 +289,18 @@ def _weights(settings: ModelSettings) -> _Weights:
         return _Weights(repo=hub.repository(chosen), names=WEIGHT_FILES)
     if chosen.startswith(LOCAL):
         folder = Path(chosen[len(LOCAL) :])
-        config = read_config(folder / CONFIG_FILE)
+        config = ModelConfig.read(folder / CONFIG_FILE)
         path = next((folder / file for file in LOCAL_WEIGHT_FILES if (folder / file).is_file()), None)
         if path is None:
             raise SettingsError(
                 f"{chosen} has no weights: {folder} holds none of {', '.join(LOCAL_WEIGHT_FILES)}; to start fresh, "
                 f"give the path of its {CONFIG_FILE} as model.name"
             )
-        return _Weights(path=path, preprocess=config["preprocess_cfg"], model_cfg=config["model_cfg"])
+        return _Weights(path=path, preprocess=config.preprocess_cfg, model_cfg=config.model_cfg)
     # As in open_clip.add_model_config, a configuration file goes by its stem: its tags are those of that name.
     known = Path(name).stem if is_own(settings) else name.replace("/", "-")
-    tags = [] if name.startswith((HUB, LOCAL)) else table().list_pretrained_tags_by_model(known)
-    entry = table().get_pretrained_cfg(known, chosen) if tags else {}
+    tags = [] if name.startswith((HUB, LOCAL)) else pretrained_tags().list_pretrained_tags_by_model(known)
+    entry = pretrained_tags().get_pretrained_cfg(known, chosen) if tags else {}
     if entry:
         if not entry.get("hf_hub"):
             raise SettingsError(f"tag {chosen!r} is not on the Hub: fetch {entry.get('url')} and give the file's path")
@@ -307,13 +318,11 @@ def _weights(settings: ModelSettings) -> _Weights:
     beside = Path(chosen).parent / CONFIG_FILE
     if Path(chosen).name not in LOCAL_WEIGHT_FILES or not beside.is_file():
         return _Weights(path=Path(chosen))
-    config = read_config(beside)
-    return _Weights(path=Path(chosen), preprocess=config["preprocess_cfg"], model_cfg=config["model_cfg"])
+    config = ModelConfig.read(beside)
+    return _Weights(path=Path(chosen), preprocess=config.preprocess_cfg, model_cfg=config.model_cfg)
 
 
-def resolve_loss(
-    settings: ModelSettings, wanted: str | None, model_cfg: dict[str, Any], *, weights_for: str | None
-) -> str:
+def resolve_loss(settings: ModelSettings, wanted: str | None, model_cfg: Config, *, weights_for: str | None) -> str:
     """The type of loss to train with: the user's choice, else the configuration's, else that of the weights.
 
     Args:
@@ -337,25 +346,7 @@ def resolve_loss(
     return chosen
 
 
-def _check_tokenizer(
-    settings: ModelSettings, tokenizer: TokenizerChoice | None, text_cfg: dict[str, Any], *, fresh: bool
-) -> None:
-    """Raise if pretrained weights would get token ids that they were not trained with."""
-    if fresh or tokenizer is None or tokenizer.type == "model" or settings.allow_mismatch:
-        return
-    own = text_cfg.get("hf_tokenizer_name")
-    if own and getattr(tokenizer, "name", None) == own:
-        return
-    raise SettingsError(
-        f"the weights of {_label(settings)} were trained with the model's own tokenizer "
-        f"({own or 'the BPE of CLIP'}), not with tokenizer.type {tokenizer.type!r}: leave tokenizer.type at 'model', "
-        "or set model.allow_mismatch to true"
-    )
-
-
-def _tokenizer_repo(
-    settings: ModelSettings, tokenizer: TokenizerChoice | None, text_cfg: dict[str, Any]
-) -> str | Path | None:
+def _tokenizer_repo(settings: ModelSettings, tokenizer: TokenizerChoice | None, text_cfg: Config) -> str | Path | None:
     """The tokenizer's repository on the Hub, or its local folder; None for open_clip's own or a user's class."""
     kind = tokenizer.type if tokenizer is not None else "model"
     if kind == "hub":
@@ -392,18 +383,3 @@ def _own_folder(settings: ModelSettings) -> Path | None:
         return Path(settings.name[len(LOCAL) :]) if settings.name.startswith(LOCAL) else None
     folder = Path(chosen[len(LOCAL) :]) if chosen.startswith(LOCAL) else Path(chosen).parent
     return folder if any((folder / file).is_file() for file in TOKENIZER_FILES) else None
-
-
-def _set_tokenizer(text_cfg: dict[str, Any], tokenizer: TokenizerChoice | None) -> None:
-    """Write the chosen tokenizer into the model's configuration, as open_clip reads it."""
-    if tokenizer is None:
-        return
-    if tokenizer.context_length is not None:
-        text_cfg["context_length"] = tokenizer.context_length
-    name = getattr(tokenizer, "name", None)
-    if tokenizer.type not in ("hub", "path") or name == text_cfg.get("hf_tokenizer_name"):
-        return
-    # open_clip reads the files beside a saved configuration whatever the name: a path of this machine stays out.
-    text_cfg["hf_tokenizer_name"] = name if tokenizer.type == "hub" else "tokenizer"
-    text_cfg.pop("tokenizer_kwargs", None)
-    text_cfg.pop("tokenizer_mode", None)

@@ -9,6 +9,8 @@ import json
 import math
 import re
 import tempfile
+import warnings
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -18,17 +20,28 @@ import open_clip
 import timm
 import torch
 import torch.nn.functional as F
+from open_clip.factory import (
+    convert_state_dict,
+    convert_to_custom_text_state_dict,
+    resize_pos_embed,
+    resize_text_pos_embed,
+)
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from open_clip.transform import PreprocessCfg, merge_preprocess_dict
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from timm.layers.pos_embed import resample_abs_pos_embed
 from torch import nn
 
 from clipstream.config.plugins import not_trusted
 from clipstream.data.batch import ImageSpec
 from clipstream.errors import SettingsError
+from clipstream.models.model_config import Config, ModelConfig
 from clipstream.models.pretrained import CONFIG_FILE, WEIGHT_FILES, ModelFiles, TokenizerChoice, resolve, resolve_loss
 from clipstream.models.settings import ModelSettings
-from clipstream.models.weights import load_weights, read_weights
+
+SHOWN = 4  # names in a message
+TIMM_POSITIONS = "visual.trunk.pos_embed"
 
 
 class Features(NamedTuple):
@@ -56,7 +69,7 @@ class Towers(nn.Module):
         context_length: tokens per caption, T.
         vocab_size: number of token ids.
         loss_type: 'clip' or 'siglip', the loss that the model has parameters for (siglip: a logit bias).
-        config: {'model_cfg', 'preprocess_cfg'}, open_clip's configuration of exactly this model.
+        config: open_clip's configuration of exactly this model.
         tokenizer_folder: folder of a Hugging Face tokenizer; None for open_clip's own BPE.
     """
 
@@ -67,7 +80,7 @@ class Towers(nn.Module):
     def __init__(
         self,
         clip: Any,
-        config: dict[str, Any],
+        config: ModelConfig,
         *,
         loss_type: str,
         tokenizer_folder: Path | None = None,
@@ -76,7 +89,7 @@ class Towers(nn.Module):
         super().__init__()
         self.clip = clip
         self.config, self.loss_type, self.tokenizer_folder = config, loss_type, tokenizer_folder
-        preprocess, text_cfg = config["preprocess_cfg"], config["model_cfg"]["text_cfg"]
+        preprocess, text_cfg = config.preprocess_cfg, config.model_cfg["text_cfg"]
         size = preprocess["size"]
         self.image = ImageSpec(
             size=_pair(size),
@@ -185,7 +198,7 @@ class Towers(nn.Module):
         """
         if self._tokenizer is not None:
             return self._tokenizer
-        text_cfg = self.config["model_cfg"]["text_cfg"]
+        text_cfg = self.config.model_cfg["text_cfg"]
         options = {**(text_cfg.get("tokenizer_kwargs") or {}), "context_length": self.context_length}
         if self.tokenizer_folder is None:
             options.pop("trust_remote_code", None)
@@ -218,7 +231,7 @@ class Towers(nn.Module):
 
     def description(self) -> dict[str, bytes]:
         """The files of `save_pretrained` besides the weights, by name: configuration and tokenizer."""
-        files = {CONFIG_FILE: (json.dumps(self.config, indent=2) + "\n").encode()}
+        files = {CONFIG_FILE: (json.dumps(asdict(self.config), indent=2) + "\n").encode()}
         if self.tokenizer_folder is not None:
             with tempfile.TemporaryDirectory() as name:
                 self.open_clip_tokenizer().save_pretrained(name)
@@ -270,10 +283,9 @@ def build_towers(
     preprocess |= {name: value for name, value in own.items() if value is not None}
     preprocess["size"] = clip.visual.image_size
     open_clip.model.set_model_preprocess_cfg(clip, preprocess)
-    config = {"model_cfg": cfg, "preprocess_cfg": preprocess}
     towers = Towers(
         clip,
-        config,
+        ModelConfig(cfg, preprocess),
         loss_type=loss_type,
         tokenizer_folder=source.tokenizer,
         trust_remote_code=getattr(tokenizer, "trust_remote_code", False),
@@ -305,7 +317,7 @@ def _wholly_frozen(module: nn.Module) -> list[nn.Module]:
     return [frozen for child in module.children() for frozen in _wholly_frozen(child)]
 
 
-def _set_image_size(vision_cfg: dict[str, Any], size: int) -> None:
+def _set_image_size(vision_cfg: Config, size: int) -> None:
     """Set the picture size. timm models have it in their name, by which open_clip rebuilds them."""
     vision_cfg["image_size"] = size
     name = str(vision_cfg.get("timm_model_name") or "")
@@ -322,7 +334,7 @@ def _set_image_size(vision_cfg: dict[str, Any], size: int) -> None:
 
 
 def _resolve_loss_and_bias(
-    settings: ModelSettings, cfg: dict[str, Any], state: dict[str, torch.Tensor] | None, wanted: str | None
+    settings: ModelSettings, cfg: Config, state: dict[str, torch.Tensor] | None, wanted: str | None
 ) -> str:
     """Resolve the loss, and add or remove the logit bias in `cfg` and `state`.
 
@@ -345,7 +357,7 @@ def _resolve_loss_and_bias(
     return chosen
 
 
-def _create(source: ModelFiles, model_cfg: dict[str, Any], seed: int, size: int | None) -> Any:
+def _create(source: ModelFiles, model_cfg: Config, seed: int, size: int | None) -> Any:
     """A fresh model of open_clip, with base weights in a Hugging Face text tower unless it says otherwise."""
     cfg = deepcopy(model_cfg)
     text_cfg = cfg["text_cfg"]
@@ -382,3 +394,108 @@ def _create(source: ModelFiles, model_cfg: dict[str, Any], seed: int, size: int 
 
 def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def refuse_nonfinite(tensors: Iterable[tuple[str, torch.Tensor]], where: Path | None) -> None:
+    """Check all tensors.
+
+    Raises:
+        SettingsError: some are NaN or infinite; names the first of them.
+    """
+    for _ in finite(tensors, where):
+        pass
+
+
+def finite(tensors: Iterable[tuple[str, torch.Tensor]], where: Path | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors, and check each; raises as `refuse_nonfinite` after the last one."""
+    broken = []
+    for name, tensor in tensors:
+        if not tensor.isfinite().all():
+            broken.append(name)
+        yield name, tensor
+    if broken:
+        listed = ", ".join(broken[:SHOWN]) + f" and {len(broken) - SHOWN} more" * (len(broken) > SHOWN)
+        raise SettingsError(
+            f"{where} holds weights that are NaN or infinite: {listed}; take other weights, as of an earlier checkpoint"
+        )
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors by name, without the prefix of DDP.
+
+    Raises:
+        SettingsError: the file is not a checkpoint of a model.
+    """
+    try:
+        found: Any = load_file(path) if path.suffix == ".safetensors" else _unpickled(path)
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise SettingsError(f"cannot read weights from {path}: {error}") from error
+    found = found.get("state_dict", found) if isinstance(found, dict) else found
+    if not isinstance(found, dict) or not found or not all(map(torch.is_tensor, found.values())):
+        raise SettingsError(f"{path} is no checkpoint of a model: it does not hold tensors by name")
+    # OpenAI's archives hold three numbers beside the weights.
+    numbers = ("input_resolution", "context_length", "vocab_size")
+    return {name.removeprefix("module."): tensor for name, tensor in found.items() if name not in numbers}
+
+
+def _unpickled(path: Path) -> Any:
+    """The content of a file of torch.save or TorchScript, read without running code that it names."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the pickle protocol and TorchScript
+            try:
+                return torch.load(path, map_location="cpu", weights_only=True)
+            except RuntimeError:  # OpenAI's own files are TorchScript archives
+                return dict(torch.jit.load(path, map_location="cpu").state_dict())  # type: ignore[no-untyped-call]
+    except (OSError, RuntimeError):
+        raise
+    except Exception as error:  # the unpickler may raise anything for a file that is not a pickle
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"a pickle that holds {named[1]} besides tensors" if named else "not a file of tensors"
+        text = f"{path} is {what}; nothing in it was run: ask its maker for the weights as .safetensors"
+        raise SettingsError(text) from error
+
+
+def load_weights(clip: Any, state: dict[str, torch.Tensor], source: ModelFiles) -> None:
+    """Load a checkpoint's tensors into the model; position embeddings are resampled to its picture and text size.
+
+    Raises:
+        SettingsError: names or shapes differ; names the first of them.
+    """
+    state = convert_state_dict(clip, state)
+    own = clip.state_dict()
+    if "positional_embedding" in state and "positional_embedding" not in own:
+        state = convert_to_custom_text_state_dict(state)
+    # transformers kept a buffer of positions in its checkpoints until 4.31.
+    if "text.transformer.embeddings.position_ids" not in own:
+        state.pop("text.transformer.embeddings.position_ids", None)
+    for name in ("logit_scale", "logit_bias"):
+        if name in state and name in own:
+            state[name] = state[name].reshape(own[name].shape)
+    problems = [f"{name} is missing" for name in own if name not in state]
+    problems += [f"{name} is not in the model" for name in state if name not in own]
+    if not problems:
+        try:
+            resize_pos_embed(state, clip)
+            if not hasattr(clip, "text") or hasattr(clip.text, "positional_embedding"):
+                resize_text_pos_embed(state, clip)
+            old, new = state.get(TIMM_POSITIONS), own.get(TIMM_POSITIONS)
+            if old is not None and new is not None and old.shape != new.shape:
+                trunk = clip.visual.trunk
+                state[TIMM_POSITIONS] = resample_abs_pos_embed(
+                    old, list(trunk.patch_embed.grid_size), num_prefix_tokens=trunk.num_prefix_tokens
+                )
+        except (RuntimeError, AssertionError) as error:
+            problems.append(f"position embeddings do not fit ({error})")
+        problems += [
+            f"{name} is {list(state[name].shape)} in the file and {list(own[name].shape)} in the model"
+            for name in own
+            if state[name].shape != own[name].shape
+        ]
+    if problems:
+        more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise SettingsError(
+            f"{source.weights} does not hold the weights of {source.label}:\n  " + "\n  ".join(problems[:SHOWN]) + more
+        )
+    refuse_nonfinite(state.items(), source.weights)
+    clip.load_state_dict(state)

@@ -28,7 +28,7 @@ from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.evals.settings import EvalSettings, MeanSettings, PromptedSettings, Weights, sources_of
-from clipstream.models.catalogue import LOCAL
+from clipstream.models.model_config import LOCAL
 from clipstream.models.pretrained import AVERAGED_FILE, CONFIG_FILE, WEIGHT_FILES, preflight
 from clipstream.models.settings import ModelSettings
 from clipstream.report.eval_results import FIGURES_FILE, TABLE_FILE, add, traced

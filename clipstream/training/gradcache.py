@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,16 +26,10 @@ from clipstream.training.parallel import is_sharded, no_sync
 from clipstream.training.precision import Precision, autocast, set_torch_state, torch_state
 
 if TYPE_CHECKING:
+    from clipstream.losses.contrastive import ContrastiveLoss
     from clipstream.models.towers import Features
 
 Forward = Callable[[Any, Any], Any]  # pixels, ids -> features
-
-
-class Loss(Protocol):
-    """A rank's share of the loss of the global batch, such as `clipstream.losses.contrastive.ContrastiveLoss`."""
-
-    def __call__(self, features: Features, batch: Batch, world: World) -> torch.Tensor:
-        """Scalar; the sum over the ranks is the loss."""
 
 
 class GradCache:
@@ -58,7 +52,7 @@ class GradCache:
         self,
         towers: Any,
         model: nn.Module,
-        loss: Loss,
+        loss: ContrastiveLoss,
         world: World,
         *,
         precision: Precision,

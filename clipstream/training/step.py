@@ -24,9 +24,10 @@ from torch.distributed.tensor import DTensor
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
+from clipstream.losses.contrastive import ContrastiveLoss
 from clipstream.training.auto_micro_batch import AutoMicroBatch, MicroBatch
 from clipstream.training.ema import WeightAverages
-from clipstream.training.gradcache import GradCache, Loss
+from clipstream.training.gradcache import GradCache
 from clipstream.training.parallel import (
     batch_statistics,
     finish_gradients,
@@ -87,7 +88,7 @@ class TrainStep:
     def __init__(
         self,
         model: nn.Module,
-        loss: Loss,
+        loss: ContrastiveLoss,
         optimizer: torch.optim.Optimizer,
         world: World,
         *,

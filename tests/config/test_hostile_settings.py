@@ -17,7 +17,7 @@ from clipstream.config.settings import load
 from clipstream.config.validate import validate_run
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.models.catalogue import builtin, check_sizes
+from clipstream.models.model_config import builtin, check_sizes
 from clipstream.models.pretrained import preflight
 from tests.support.runs import MODEL, flags
 from tests.support.savers import fill, small_disk

@@ -135,7 +135,7 @@ def test_a_siglip_model_starts_as_its_paper_says(tmp_path: Path) -> None:
         assert towers.loss_type == "siglip"
         assert towers.clip.logit_scale.item() == pytest.approx(math.log(10))
         assert towers.clip.logit_bias.item() == -10
-        assert towers.config["model_cfg"]["init_logit_bias"] == -10
+        assert towers.config.model_cfg["init_logit_bias"] == -10
     assert build(write(tmp_path)).clip.logit_bias is None
 
 

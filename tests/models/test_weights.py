@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from clipstream.errors import SettingsError
-from clipstream.models.weights import read_weights
+from clipstream.models.towers import read_weights
 from tests.support.model_files import build, write
 
 TENSORS = {"a": torch.ones(2)}

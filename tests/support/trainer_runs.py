@@ -16,7 +16,7 @@ from clipstream.data.loader.stage_timing import StageTimes
 from clipstream.data.order.lanes import DataState
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
-from clipstream.training.gradcache import Loss
+from clipstream.losses.contrastive import ContrastiveLoss
 from clipstream.training.optim import AdamW, build_optimizer
 from clipstream.training.rollback import Rollback
 from clipstream.training.settings import TrainSettings
@@ -101,7 +101,7 @@ class Run:
         total: int,
         save: Save | None = None,
         save_every: int = 0,
-        loss: Loss = LOSSES["clip"],
+        loss: ContrastiveLoss = LOSSES["clip"],
         **batches: int,
     ) -> None:
         self.model = TinyTowers()

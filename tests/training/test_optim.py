@@ -12,7 +12,7 @@ from open_clip_train.scheduler import const_lr_cooldown, cosine_lr
 from torch import nn
 
 from clipstream.errors import SettingsError
-from clipstream.models.catalogue import builtin
+from clipstream.models.model_config import builtin
 from clipstream.training.optim import AdamW, ScheduleSettings, build_optimizer, build_schedule, parameter_groups
 from clipstream.training.settings import TrainSettings
 from clipstream.training.step import clip_gradients, gradient_norm

@@ -1,7 +1,7 @@
-"""What the installed open_clip offers by name: model configurations and pretrained tags.
+"""Configurations of models in open_clip's form: built-in ones, files, and checks of their values.
 
-Read from the package without importing it (and torch), unless it is imported already; then names registered with
-`open_clip.add_model_config` are included.
+open_clip's own configurations and pretrained tags are read from the installed package without importing it (and
+torch), unless it is imported already; then names registered with `open_clip.add_model_config` are included.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib.util
 import json
 import sys
 import types
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,65 @@ HUB, LOCAL = "hf-hub:", "local-dir:"
 # Defaults of open_clip (CLIPVisionCfg and CLIPTextCfg in open_clip/model.py).
 _VISION = {"layers": 12, "width": 768, "head_width": 64, "patch_size": 16, "image_size": 224}
 _TEXT = {"context_length": 77, "vocab_size": 49408, "width": 512, "heads": 8, "layers": 12}
+Config = dict[str, Any]  # JSON, with open_clip's keys
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The content of an open_clip_config.json.
+
+    Attributes:
+        model_cfg: towers and embedding; arguments of open_clip's model.
+        preprocess_cfg: mean, std, interpolation, ...; open_clip's defaults where it lacks a key.
+    """
+
+    model_cfg: Config
+    preprocess_cfg: Config
+
+    @classmethod
+    def of(cls, content: object, where: str) -> ModelConfig:
+        """The configuration in a JSON file's content, which may be a bare model_cfg; `where` names it in errors.
+
+        Raises:
+            SettingsError: it is no configuration of open_clip.
+        """
+        model_cfg = content.get("model_cfg", content) if isinstance(content, dict) else None
+        needed = {"embed_dim", "vision_cfg", "text_cfg"}
+        if not isinstance(content, dict) or not isinstance(model_cfg, dict) or not needed <= model_cfg.keys():
+            raise SettingsError(
+                f"{where} is no configuration of open_clip: it needs embed_dim, vision_cfg and text_cfg"
+            )
+        preprocess_cfg = content.get("preprocess_cfg") or {}
+        for key, part in {**model_cfg, "preprocess_cfg": preprocess_cfg}.items():
+            if key in ("vision_cfg", "text_cfg", "preprocess_cfg") and not isinstance(part, dict):
+                raise SettingsError(f"{where} is no configuration of open_clip: {key} is a mapping, not {part!r}")
+        return cls(model_cfg, preprocess_cfg)
+
+    @classmethod
+    def read(cls, path: Path) -> ModelConfig:
+        """The configuration in a file.
+
+        Raises:
+            SettingsError: there is none, or it is no configuration of open_clip.
+        """
+        try:
+            content = json.loads(path.read_text(encoding="utf-8-sig"))
+        except FileNotFoundError as error:
+            raise SettingsError(f"there is no model configuration {path}") from error
+        except (OSError, ValueError, RecursionError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise SettingsError(f"cannot read the model configuration {path}: {why}") from error
+        return cls.of(content, str(path))
 
 
 @functools.cache
 def _package() -> Path:
     spec = importlib.util.find_spec("open_clip")
-    if spec is None or not spec.submodule_search_locations:
-        raise SettingsError("open_clip is not installed: pip install open_clip_torch")
-    return Path(spec.submodule_search_locations[0])
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
 
 
-def table() -> Any:
+def pretrained_tags() -> Any:
     """open_clip's module of pretrained tags, imported without open_clip/__init__, which imports torch."""
     name = "_clipstream_open_clip"
     if "open_clip.pretrained" in sys.modules:
@@ -52,7 +101,7 @@ def table() -> Any:
     return sys.modules[f"{name}.pretrained"]
 
 
-def builtin(name: str) -> dict[str, Any]:
+def builtin(name: str) -> Config:
     """open_clip's configuration of that name.
 
     Raises:
@@ -72,35 +121,11 @@ def builtin(name: str) -> dict[str, Any]:
             f"open_clip has no model {name!r}: model.name is open_clip's name, a path to a JSON configuration, "
             f"{HUB}ORG/NAME or {LOCAL}PATH{did_you_mean(name, known, 3)}"
         )
-    found: dict[str, Any] = config
+    found: Config = config
     return found
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """A configuration file as {'model_cfg': …, 'preprocess_cfg': …}; a bare model_cfg is accepted, too."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError as error:
-        raise SettingsError(f"there is no model configuration {path}") from error
-    except (OSError, ValueError, RecursionError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise SettingsError(f"cannot read the model configuration {path}: {why}") from error
-    return as_config(config, str(path))
-
-
-def as_config(config: Any, place: str) -> dict[str, Any]:
-    """The content of a configuration file as `read_config` gives it; `place` names it in errors."""
-    model_cfg = config.get("model_cfg", config) if isinstance(config, dict) else None
-    if not isinstance(model_cfg, dict) or not {"embed_dim", "vision_cfg", "text_cfg"} <= model_cfg.keys():
-        raise SettingsError(f"{place} is no configuration of open_clip: it needs embed_dim, vision_cfg and text_cfg")
-    preprocess_cfg = config.get("preprocess_cfg") or {}
-    for key, part in {**model_cfg, "preprocess_cfg": preprocess_cfg}.items():
-        if key in ("vision_cfg", "text_cfg", "preprocess_cfg") and not isinstance(part, dict):
-            raise SettingsError(f"{place} is no configuration of open_clip: {key} is a mapping, not {part!r}")
-    return {"model_cfg": model_cfg, "preprocess_cfg": preprocess_cfg}
-
-
-def check_sizes(label: str, model_cfg: dict[str, Any], image_size: int | None) -> None:
+def check_sizes(label: str, model_cfg: Config, image_size: int | None) -> None:
     """Raise for sizes that do not fit together, in open_clip's own towers. timm and transformers check theirs.
 
     Args:
@@ -110,7 +135,7 @@ def check_sizes(label: str, model_cfg: dict[str, Any], image_size: int | None) -
     vision, text = dict(_VISION, **model_cfg["vision_cfg"]), dict(_TEXT, **model_cfg["text_cfg"])
     size_key = "vision_cfg.image_size" if image_size is None else "model.image_size"
     image = vision["image_size"] if image_size is None else image_size
-    sizes: dict[str, Any] = {"embed_dim": model_cfg["embed_dim"], "text_cfg.context_length": text["context_length"]}
+    sizes: Config = {"embed_dim": model_cfg["embed_dim"], "text_cfg.context_length": text["context_length"]}
     divided: list[tuple[str, str]] = []
     if not vision.get("timm_model_name"):
         axes = list(image) if isinstance(image, list | tuple) and len(image) == 2 else [image]
@@ -133,7 +158,7 @@ def check_sizes(label: str, model_cfg: dict[str, Any], image_size: int | None) -
             raise SettingsError(f"{label}: {key} is {sizes[key]}, no multiple of {by}, {sizes[by]}: {near} would be")
 
 
-def refuse(name: str, model_cfg: dict[str, Any]) -> None:
+def refuse(name: str, model_cfg: Config) -> None:
     """Raise for models other than a pair of an image and a text tower of fixed size."""
     vision = model_cfg["vision_cfg"]
     kind = ""
