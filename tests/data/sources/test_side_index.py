@@ -167,6 +167,16 @@ def test_shards_that_cannot_be_read_are_named_and_the_others_indexed(
     assert len(indexes(tmp_path)) == 2
 
 
+@pytest.mark.parametrize("content", [b"", b"no tar", b"<!DOCTYPE html><title>Access denied</title>" * 99])
+def test_a_file_that_is_no_tar_gets_no_index(tmp_path: Path, capsys: Any, content: bytes) -> None:
+    make_shards(tmp_path, [3])
+    (tmp_path / "page.tar").write_bytes(content)
+    assert main([str(tmp_path / "*.tar")]) == 3
+    told = capsys.readouterr()
+    assert "1 of 2 shards could not be indexed:" in told.err and "page.tar: " in told.err
+    assert "broken" not in told.out and list(indexes(tmp_path)) == ["00000.tar.index"]
+
+
 @pytest.mark.parametrize(
     ("shards", "told"),
     [
