@@ -1,10 +1,11 @@
 """The verb `stage`: a command line enters; copies of a run's shards and settings that train on them are written.
 
-Never imports torch.
+The plan chooses the file of each shard without reading it; `stage_copies` copies. Never imports torch.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -13,10 +14,12 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, cast, get_args
+from urllib.parse import quote
 
 import yaml
 from rich.filesize import decimal
@@ -28,16 +31,25 @@ from clipstream.config.print_config import print_config, take_flag
 from clipstream.config.section import with_home
 from clipstream.config.settings import Settings, load
 from clipstream.data.decode.captions import split_keys
-from clipstream.data.shard_url import redact
-from clipstream.data.sources.registry import expand
+from clipstream.data.settings import SourceSettings
+from clipstream.data.shard_url import USER_INFO, local_path, parts_of, redact, scheme_of, stable_name
+from clipstream.data.sources.patterns import in_braces
+from clipstream.data.sources.registry import entries, expand, source_type, typed_shards
+from clipstream.data.sources.side_index import SIGNED
 from clipstream.data.sources.tars import SIZES
 from clipstream.errors import DataError, SettingsError, Stopped
 from clipstream.report.terminal import duration
-from clipstream.tools.staging import plan as listing
-from clipstream.tools.staging.copying import PARTS, Copier
-from clipstream.tools.staging.plan import RECORDS, StagedSource, plan, spec
-from clipstream.tools.staging.reencode import Format, Recipe
-from clipstream.tools.staging.work import Work
+from clipstream.tools.reencode import Format, Recipe
+from clipstream.tools.stage_copies import (
+    PARTS,
+    RECORDS,
+    Copier,
+    Copies,
+    PlannedShard,
+    Record,
+    read_records,
+    write_records,
+)
 from clipstream.utils import atomic_write
 from clipstream.utils.escape import printable
 from clipstream.utils.logs import set_level
@@ -46,6 +58,7 @@ from clipstream.utils.process_pool import cores
 SETTINGS_FILE = "staged.yaml"
 COPYING = 16  # default number of processes, which mostly wait for servers and disks
 SHOWN = 20  # shards that a message names
+PLAIN = re.compile(r"\w[\w .+=@%-]{0,180}\.tar")
 OWN_FLAGS = {
     "--jobs": f"processes; {COPYING} unless given, with --size or --format one a processor",
     "--size": "pixels: pictures whose shorter side is longer get this one, their ratio stays",
@@ -85,25 +98,39 @@ def stage(argv: Sequence[str]) -> int:
     asked = arguments(argv)
     if every is not None:
         return print_config(asked.settings, "stage", every)
-    advice = "wait for its end, or end it, or name another folder"
-    with held(asked.folder, "the folder", lambda holder: f"{holder} stages into {asked.folder}: {advice}"):
+    folder, advice = asked.folder, "wait for its end, or end it, or name another folder"
+    with held(folder, "the folder", lambda holder: f"{holder} stages into {folder}: {advice}"):
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # handled like SIGINT
         try:
-            if not (asked.folder / RECORDS).is_file():
-                if other := [name for name in ("sources", "evals", SETTINGS_FILE) if (asked.folder / name).exists()]:
-                    raise SettingsError(
-                        f"{asked.folder} holds {other[0]}, which was not staged: name a folder of its own"
-                    )
-                (asked.folder / RECORDS).touch()
-            shutil.rmtree(asked.folder / PARTS, ignore_errors=True)  # of a killed call
-            _stage(asked)
+            if not (folder / RECORDS).is_file():
+                if other := [name for name in ("sources", "evals", SETTINGS_FILE) if (folder / name).exists()]:
+                    raise SettingsError(f"{folder} holds {other[0]}, which was not staged: name a folder of its own")
+                (folder / RECORDS).touch()
+            shutil.rmtree(folder / PARTS, ignore_errors=True)  # of a killed call
+            began, records = time.monotonic(), read_records(folder)
+            write_records(folder, records.values())
+            sources = plan(asked.settings, folder, records)
+            _announce(asked, sources)
+            shards = [shard for source in sources for shard in source.shards]
+            copies = Copies(folder, shards, records, Copier(folder, asked.recipe), asked.jobs)
+            try:
+                if missing := copies.look():
+                    # The settings of an earlier call do not hold until all shards are copied.
+                    (folder / SETTINGS_FILE).unlink(missing_ok=True)
+                    copies.copy(missing)
+            except KeyboardInterrupt:
+                raise Stopped(
+                    f"interrupted: {len(copies.whole):,} of {len(shards):,} shards are in {folder} and stay; "
+                    "go on by the same command"
+                ) from None
+            _conclude(asked, sources, copies, time.monotonic() - began)
         except BrokenPipeError:  # the reader of our output has ended
             raise
         except OSError as error:
-            raise DataError(f"cannot write to {asked.folder}: {error.strerror or error}") from error
+            raise DataError(f"cannot write to {folder}: {error.strerror or error}") from error
         finally:
             signal.signal(signal.SIGTERM, before)
-            shutil.rmtree(asked.folder / PARTS, ignore_errors=True)
+            shutil.rmtree(folder / PARTS, ignore_errors=True)
     return 0
 
 
@@ -147,25 +174,107 @@ def _number(own: Mapping[str, str], flag: str, least: int, most: int | None) -> 
     return int(text)
 
 
-def _stage(asked: Asked) -> None:
-    began = time.monotonic()
-    records = listing.read(asked.folder)
-    listing.write(asked.folder, records.values())
-    sources = plan(asked.settings, asked.folder, records)
-    _announce(asked, sources)
-    shards = [shard for source in sources for shard in source.shards]
-    work = Work(asked.folder, shards, records, Copier(asked.folder, asked.recipe), asked.jobs)
-    try:
-        if missing := work.look():
-            # The settings of an earlier call do not hold until all shards are copied.
-            (asked.folder / SETTINGS_FILE).unlink(missing_ok=True)
-            work.copy(missing)
-    except KeyboardInterrupt:
-        raise Stopped(
-            f"interrupted: {len(work.whole):,} of {len(shards):,} shards are in {asked.folder} and stay; "
-            "go on by the same command"
-        ) from None
-    _conclude(asked, sources, work, time.monotonic() - began)
+@dataclass(frozen=True)
+class StagedSource:
+    """A source of the settings.
+
+    Attributes:
+        path: its key.
+        settings: of the source.
+        parts: its setting `shards`, in order: shards to copy, and parts that are not copied.
+    """
+
+    path: tuple[str, ...]
+    settings: SourceSettings
+    parts: list[PlannedShard | str]
+
+    @property
+    def shards(self) -> list[PlannedShard]:
+        """Each shard once."""
+        return list({part.file: part for part in self.parts if isinstance(part, PlannedShard)}.values())
+
+    @property
+    def name(self) -> str:
+        """Its dotted key."""
+        return ".".join(self.path)
+
+    @property
+    def left(self) -> list[str]:
+        """The parts that are not copied."""
+        return [part for part in self.parts if isinstance(part, str)]
+
+    def copied(self, folder: Path) -> list[str]:
+        """The setting `shards` for a run on the copies, in the order of the originals."""
+        named: list[str] = []
+        for staged, parts in groupby(self.parts, key=lambda part: isinstance(part, PlannedShard)):
+            names = [part if isinstance(part, str) else str(folder / part.file) for part in parts]
+            named += in_braces(names) if staged else names
+        return named
+
+
+def plan(settings: Settings, folder: Path, records: Mapping[str, Record]) -> list[StagedSource]:
+    """Choose the file of each shard: its file of an earlier call, or one with its own name.
+
+    Args:
+        folder: of the copies.
+        records: of the shards in the folder.
+
+    Raises:
+        SettingsError: shards cannot be listed, or are in the folder already.
+    """
+    planned = []
+    named = [(("data", "sources", name), source) for name, source in settings.data.sources.items()]
+    of_evals = [(("evals", name, "data"), one.data) for name, one in settings.evals.items() if one.data is not None]
+    for path, source in [*named, *of_evals]:
+        key = f"{'.'.join(path)}.shards"
+        urls: list[tuple[str, bool]] = []  # with whether a copy can replace it
+        try:
+            for part in parts_of(source.shards):
+                if any(source_type(name).staged for name, _ in entries(part, source.type)):
+                    urls += [(url, kind.staged) for url, kind in typed_shards(part, source.type)]
+                else:
+                    urls.append((part, False))
+        except SettingsError as error:
+            raise SettingsError(f"{key}: {error}") from error
+        # The user's name as the name of a folder.
+        name = re.sub(r"^\.", "%2E", quote(path[-1] if path[0] == "data" else path[1], safe=" "))
+        under = f"{'sources' if path[0] == 'data' else 'evals'}/{name}"
+        before = {record.identity: file for file, record in records.items() if file.rpartition("/")[0] == under}
+        copied = {url: _identity(url) for url, staged in urls if staged}
+        files = {url: before[identity] for url, identity in copied.items() if identity in before}
+        taken = {file.casefold() for file in files.values()}
+        for url, identity in copied.items():
+            if (local := local_path(url)) and folder in Path(os.path.abspath(local)).parents:
+                raise SettingsError(
+                    f"{key}: {local} lies in {folder} itself: name the shards where they come from "
+                    "(without the --config that an earlier call wrote there)"
+                )
+            if url in files:
+                continue
+            stem = stable_name(url).removesuffix(".tar")
+            if not PLAIN.fullmatch(stable_name(url)):
+                stem = re.sub(r"[^\w.-]+", "-", stem).strip("-.")[:120] or "shard"
+            file = f"{under}/{stem}.tar"
+            if file.casefold() in taken:
+                file = f"{under}/{stem}-{identity[:8]}.tar"
+            taken.add(file.casefold())
+            files[url] = file
+        parts = [PlannedShard(url, copied[url], files[url], source) if staged else url for url, staged in urls]
+        planned.append(StagedSource(path, source, parts))
+    return planned
+
+
+def _identity(url: str) -> str:
+    """See Shard."""
+    if (local := local_path(url)) is not None:
+        name = os.path.abspath(local)
+    else:
+        name, question, query = USER_INFO.sub("", url).partition("?")
+        if scheme_of(url) == "pipe":
+            name += question + query
+        else:
+            name += "".join(f"?{part}" for part in query.split("&") if not SIGNED.match(part))
+    return hashlib.sha256(name.encode()).hexdigest()[:24]
 
 
 def _announce(asked: Asked, sources: Sequence[StagedSource]) -> None:
@@ -178,29 +287,30 @@ def _announce(asked: Asked, sources: Sequence[StagedSource]) -> None:
     for source in sources:
         if source.left:
             names = ", ".join(map(redact, source.left[:3])) + (" …" if len(source.left) > 3 else "")
-            print(f"{_dotted(source)}: left as it is, no tar: {names}", flush=True)
+            print(f"{source.name}: left as it is, no tar: {names}", flush=True)
     if not staged:
         raise SettingsError("there is nothing to stage: name tars by --train-data, --val-data or --config")
     for source in staged:
         keys = split_keys(source.settings.image_key)
         lost = {asked.recipe.suffix(key) for key in keys}.difference(keys) if asked.recipe else set()
         if lost:
-            flag = f"--{_dotted(source)}.image-key"
+            flag = f"--{source.name}.image-key"
             raise SettingsError(
                 f"--format: the run would not find pictures with the suffix {min(lost)}: add it, {flag} "
                 f"'{';'.join([*keys, *sorted(lost)])}'"
             )
-    counts = ", ".join(f"{_dotted(source)} {len(source.shards):,}" for source in staged)
+    counts = ", ".join(f"{source.name} {len(source.shards):,}" for source in staged)
     print(f"shards to have in {asked.folder}: {counts}", flush=True)
 
 
-def _conclude(asked: Asked, sources: Sequence[StagedSource], work: Work, seconds: float) -> None:
-    """Write the settings for a run on the copies, and print a summary and the command of that run.
+def _conclude(asked: Asked, sources: Sequence[StagedSource], copies: Copies, seconds: float) -> None:
+    """Write the settings for a run on the copies, which override those that name the originals; print a summary and
+    the command of that run.
 
     Raises:
         DataError: shards could not be staged.
     """
-    whole = list(work.whole.values())
+    whole = list(copies.whole.values())
     for fault in [f"{record.shard}: {record.fault}" for record in whole if record.fault][:SHOWN]:
         print(f"warning: broken where it comes from, and staged as it is: {printable(fault, 800)}")
     pictures = sum((Counter(record.pictures) for record in whole), Counter[str]())
@@ -208,75 +318,58 @@ def _conclude(asked: Asked, sources: Sequence[StagedSource], work: Work, seconds
         print("pictures: " + ", ".join(f"{count:,} {what}" for what, count in pictures.most_common()))
     samples, size = sum(record.samples for record in whole), sum(record.size for record in whole)
     print(
-        f"{len(whole):,} of {len(work.shards):,} shards are in {asked.folder}: {samples:,} samples, {decimal(size)}; "
-        f"{work.copied:,} were copied now, in {duration(seconds)}"
+        f"{len(whole):,} of {len(copies.shards):,} shards are in {asked.folder}: {samples:,} samples, {decimal(size)}; "
+        f"{copies.copied:,} were copied now, in {duration(seconds)}"
     )
     if whole:
         sizes: dict[str, dict[str, int]] = {}
-        for file, record in sorted(work.records.items()):
+        for file, record in sorted(copies.records.items()):
             under, _, name = file.rpartition("/")
             sizes.setdefault(under, {})[name] = record.samples
         for under, counts in sizes.items():
             atomic_write.replace(asked.folder / under / SIZES, json.dumps(counts).encode())
-        path = asked.folder / SETTINGS_FILE
-        command = shlex.join(redact(word) for word in _command(asked, sources, path))
-        _write_settings(asked, sources, path, command)
+        staged = [source for source in sources if source.shards]
+        words = _command(asked, staged)
+        command = shlex.join(redact(word) for word in words)
+        tree: dict[str, Any] = {}
+        for source in staged:
+            # --val-data also copies settings from training's source.
+            by_flag = asked.settings.places.of((*source.path, "shards")) == "--val-data"
+            section = source.settings.model_dump(mode="json", exclude_unset=True) if by_flag else {}
+            at = tree
+            for part in source.path[:-1]:
+                at = at.setdefault(part, {})
+            at[source.path[-1]] = {**section, "shards": source.copied(asked.folder)}
+        head = f"# Shards that `clipstream stage` copied here. Train on them with\n#     {command}\n"
+        text = yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+        atomic_write.replace(asked.folder / SETTINGS_FILE, (head + text).encode())
         print(f"train on them with: {command}")
-        for flag, source in _not_staged(asked, sources, path):
-            print(f"note: {flag} wins over files, and says where {source} is: write that into a file, and call again")
-    if work.failures:
-        reasons = [f"  {failure.reason}" for failure in work.failures[:SHOWN]]
-        more = [f"  and {len(work.failures) - SHOWN:,} more"] if len(work.failures) > SHOWN else []
+        resolved = load(words[3:]).model_dump(mode="json")
+        for source in staged:
+            found: Any = resolved
+            for part in source.path:
+                found = found[part]
+            if found != {**source.settings.model_dump(mode="json"), "shards": source.copied(asked.folder)}:
+                flag = asked.settings.places.of((*source.path, "shards"))
+                advice = "write that into a file, and call again"
+                print(f"note: {flag} wins over files, and says where {source.name} is: {advice}")
+    if copies.failures:
+        failed = len(copies.failures)
+        reasons = [f"  {failure.reason}" for failure in copies.failures[:SHOWN]]
+        more = [f"  and {failed - SHOWN:,} more"] if failed > SHOWN else []
         advice = "the same command tries them again; a run on what is here counts them as shards that are missing"
-        raise DataError(
-            "\n".join(
-                [f"{len(work.failures):,} of {len(work.shards):,} shards could not be staged", *reasons, *more, advice]
-            )
-        )
+        told = f"{failed:,} of {len(copies.shards):,} shards could not be staged"
+        raise DataError("\n".join([told, *reasons, *more, advice]))
 
 
-def _write_settings(asked: Asked, sources: Sequence[StagedSource], path: Path, command: str) -> None:
-    """Write the settings of the staged sources, which override those that name the originals."""
-    tree: dict[str, Any] = {}
-    for source in sources:
-        if not source.shards:
-            continue
-        # --val-data also copies settings from training's source.
-        by_flag = asked.settings.places.of((*source.path, "shards")) == "--val-data"
-        section = source.settings.model_dump(mode="json", exclude_unset=True) if by_flag else {}
-        at = tree
-        for part in source.path[:-1]:
-            at = at.setdefault(part, {})
-        at[source.path[-1]] = {**section, "shards": spec(source, asked.folder)}
-    head = f"# Shards that `clipstream stage` copied here. Train on them with\n#     {command}\n"
-    text = yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
-    atomic_write.replace(path, (head + text).encode())
-
-
-def _command(asked: Asked, sources: Sequence[StagedSource], path: Path) -> list[str]:
+def _command(asked: Asked, staged: Sequence[StagedSource]) -> list[str]:
     """The command that trains on the copies: the same settings without the flags that name staged shards."""
     configs, given = split(asked.flags, [])
-    named = {asked.settings.places.of((*source.path, "shards")) for source in sources if source.shards}
+    named = {asked.settings.places.of((*source.path, "shards")) for source in staged}
     words = ["python", "-m", "clipstream.train"]
     for file in configs:
         words += ["--config", file]
     for one in given:
         if not {one.flag, one.flag.replace("_", "-")} & named:
             words += [one.flag] if one.text is None else [one.flag, *one.text.split("\n")]
-    return [*words, "--config", str(path)]
-
-
-def _not_staged(asked: Asked, sources: Sequence[StagedSource], path: Path) -> Iterator[tuple[str, str]]:
-    """(flag, source) of the staged sources that the command would not read from the copies."""
-    tree = load(_command(asked, sources, path)[3:]).model_dump(mode="json")
-    for source in sources:
-        found: Any = tree
-        for part in source.path:
-            found = found[part]
-        wanted = {**source.settings.model_dump(mode="json"), "shards": spec(source, asked.folder)}
-        if source.shards and found != wanted:
-            yield asked.settings.places.of((*source.path, "shards")), _dotted(source)
-
-
-def _dotted(source: StagedSource) -> str:
-    return ".".join(source.path)
+    return [*words, "--config", str(asked.folder / SETTINGS_FILE)]

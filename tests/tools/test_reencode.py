@@ -16,7 +16,7 @@ from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.images import EvalTransform, Pixels
 from clipstream.data.tar import Shard, scan
 from clipstream.errors import Dropped
-from clipstream.tools.staging.reencode import Format, Recipe, recode, rewrite
+from clipstream.tools.reencode import Format, Recipe, recode, rewrite
 from tests.support.tars import write_tar
 
 NEAR, PALETTE = 2.5, 4.0  # mean differences; evaluation resizes palettes without a filter

@@ -10,16 +10,14 @@ import pytest
 from clipstream.data.settings import SourceSettings
 from clipstream.data.transport.transfer import FileInfo
 from clipstream.errors import DataError
-from clipstream.tools.staging.copying import Copier, Failure, Report
-from clipstream.tools.staging.plan import Record, Shard
-from clipstream.tools.staging.work import Work
+from clipstream.tools.stage_copies import Copier, Copies, Failure, PlannedShard, Record, Report
 from tests.support.pictures import make_shards
 
 
 class Slow(Copier):
     """Finds the disk full at the first shard once the second one is copied, and never reports the second one."""
 
-    def copy(self, shard: Shard, about: FileInfo, number: int, report: Report) -> Record | Failure:
+    def copy(self, shard: PlannedShard, about: FileInfo, number: int, report: Report) -> Record | Failure:
         """See Copier."""
         if number == 1:
             made = super().copy(shard, about, number, report)
@@ -35,9 +33,9 @@ def test_a_copy_that_was_not_told_of_goes(tmp_path: Path) -> None:
     folder.mkdir()
     paths = make_shards(tmp_path / "shards", [3, 3, 3])
     source = SourceSettings(shards=paths)
-    shards = [Shard(path, str(number), f"{number}.tar", source) for number, path in enumerate(paths)]
+    shards = [PlannedShard(path, str(number), f"{number}.tar", source) for number, path in enumerate(paths)]
     (folder / "2.tar").write_bytes(b"of an earlier call")
-    work = Work(folder, shards, {}, Slow(folder, None), jobs=2)
+    work = Copies(folder, shards, {}, Slow(folder, None), jobs=2)
     with pytest.raises(DataError, match="0 of 3 shards are staged"):
         work.copy([(shard, FileInfo(None, None)) for shard in shards])
     assert sorted(path.name for path in folder.iterdir() if path.is_file()) == ["2.tar", "staged.jsonl"]
