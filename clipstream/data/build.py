@@ -6,21 +6,18 @@ Training's and evaluation's loaders have the same parts; they differ in the samp
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.captions import CaptionExtractor, build_caption, build_transform
 from clipstream.data.decode.images import EvalTransform, ImageTransform, OwnImageTransform
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.decode.train_transform import TrainTransform
-from clipstream.data.loader.batch_buffers import BufferShape
 from clipstream.data.loader.health import FIRST_SAMPLES, FIRST_SLOTS, Budget, Health
 from clipstream.data.loader.loader import Loader, LoaderPlan
-from clipstream.data.loader.pipeline import Lane, Pipeline, Reader, SampleTracer, WorkerReport
+from clipstream.data.loader.pipeline import Reader
 from clipstream.data.loader.sampler import LaneSampler, OnceSampler, OpenShards, WindowSampler
-from clipstream.data.loader.stage_timing import Stopwatch
-from clipstream.data.order.lanes import Cursor, DataState, Fingerprint, LaneSlots, Mix, SourceMix, lanes_of_rank
+from clipstream.data.order.lanes import Cursor, DataState, Fingerprint, LaneSlots, SourceMix, lanes_of_rank
 from clipstream.data.order.rng import mix
 from clipstream.data.order_plan import TOKENIZER, differences, fingerprint_of, order_plan, source_order
 from clipstream.data.settings import DataSettings, SourceSettings
@@ -34,70 +31,6 @@ from clipstream.errors import DataError, SettingsError
 from clipstream.utils.logs import logger
 
 SALT = 7  # hashed with the seed where an order is restarted
-# (source, lane, shards, on_open) -> sampler
-MakeSampler = Callable[[int, int, OpenShards, Callable[[], None]], LaneSampler]
-
-
-@dataclass(frozen=True)
-class _Stream:
-    """The parts that the pipelines of a rank share."""
-
-    names: list[str]
-    readers: list[Reader]
-    sources: list[Source]
-    mix: Mix
-    make_sampler: MakeSampler
-    slots: LaneSlots
-    start: DataState  # with this rank's lanes
-    workers: int
-    tokenizer: Tokenizer
-    store: ShardCache
-    traced: int = 0
-    opened: list[OpenShards] = field(default_factory=list)  # by this process
-
-    def pipeline(self, worker: int, report: Callable[[WorkerReport], None], stopwatch: Stopwatch) -> Pipeline:
-        """The pipeline of a worker: every `workers`-th lane of the rank."""
-        self.store.alive = stopwatch.touch
-        tracer = SampleTracer(self.traced if worker == 0 else 0)
-        pipeline = Pipeline(
-            [], self.slots, self.readers, self.mix, self.tokenizer, Health(self.names), report, stopwatch, tracer
-        )
-        shards = [
-            OpenShards(source, lambda name=name: pipeline.health.sources[name], stopwatch.begin)  # type: ignore[misc]
-            for name, source in zip(self.names, self.sources, strict=True)
-        ]
-        self.opened.extend(shards)
-        for lane in self.slots.lanes[worker :: max(1, self.workers)]:
-            samplers = [
-                self.make_sampler(i, lane, shards[i], lambda name=name: pipeline.report_early(name))  # type: ignore[misc]
-                for i, name in enumerate(self.names)
-            ]
-            drawn = self.start.lanes[lane].drawn if lane in self.start.lanes else 0
-            pipeline.lanes.append(Lane(lane, samplers, drawn))
-        return pipeline
-
-    def loader(self, budget: Budget, image: ImageSpec, depth: int, samples: int, **more: Any) -> Loader:
-        """The loader of this stream, whose largest batch has `samples` of this rank; `more`: see LoaderPlan."""
-        height, width = image.size
-        plan = LoaderPlan(
-            make_pipeline=self.pipeline,
-            workers=self.workers,
-            depth=depth,
-            shape=BufferShape(samples, height, width, self.tokenizer.context_length),
-            slots=self.slots,
-            names=self.names,
-            budget=budget,
-            start=self.start,
-            on_close=self.close,
-            **more,
-        )
-        return Loader(plan)
-
-    def close(self) -> None:
-        """Release what this process holds."""
-        for shards in self.opened:
-            shards.close()
-        self.store.close()
 
 
 def training_loader(
@@ -124,10 +57,17 @@ def training_loader(
     """
     lanes, workers = settings.lanes, settings.workers
     assert isinstance(lanes, int) and isinstance(workers, int), "resolve the settings first"
-    slots = _lane_slots(settings, lanes, world)
-    limit, shard_limit = _bytes(settings.cache_gib), _bytes(settings.max_shard_gib)
+    slots = LaneSlots(lanes_of_rank(world.rank, world.size, lanes), lanes, settings.batch_size)
+    for step in settings.batch_changes:
+        if slots.count(step) == 0:
+            raise SettingsError(
+                f"rank {world.rank} of {world.size} gets no sample of a global batch of {settings.batch_size(step)} "
+                f"over {lanes} lanes: use fewer ranks, or a larger --data.global-batch-size, "
+                "--data.batch-schedule or --data.lanes"
+            )
+    limit, most = _bytes(settings.cache_gib), _bytes(settings.max_shard_gib)
     wanted = _remote_shards_in_use(settings, lanes, world)
-    store = ShardCache(settings.cache, limit=limit, wanted=wanted, timeout=settings.transfer_timeout, most=shard_limit)
+    store = ShardCache(settings.cache, limit=limit, wanted=wanted, timeout=settings.transfer_timeout, most=most)
     named = sorted(settings.sources.items())
     names = [name for name, _ in named]
     sources = [Source(one, store, cache=settings.cache, place=f"data.sources.{name}") for name, one in named]
@@ -143,19 +83,6 @@ def training_loader(
         cursor = start.lanes[lane].cursors[source].copy() if lane in start.lanes else Cursor()
         return WindowSampler(order.sources[source], lane, cursor, shards, on_open)
 
-    stream = _Stream(
-        names=names,
-        readers=[_reader(name, one, _image_transform(one, image, settings)) for name, one in named],
-        sources=sources,
-        mix=order.mix,
-        make_sampler=make_sampler,
-        slots=slots,
-        start=start,
-        workers=min(workers, len(slots.lanes)),
-        tokenizer=tokenizer,
-        store=store,
-        traced=settings.trace if world.is_main else 0,
-    )
     budget = Budget(
         {name: len(set(source.names)) for name, source in zip(names, sources, strict=True)},
         {name: (one.image_key, one.caption, f"data.sources.{name}") for name, one in named},
@@ -164,30 +91,28 @@ def training_loader(
         settings.on_shard_error,
         FIRST_SLOTS if settings.sampling.mode == "indexed" else FIRST_SAMPLES,
     )
-    return stream.loader(
-        budget,
-        image,
-        settings.prefetch,
-        max(slots.count(step) for step in settings.batch_changes),
+    plan = LoaderPlan(
+        sources=sources,
+        readers=[_reader(name, one, image, settings) for name, one in named],
+        mix=order.mix,
+        make_sampler=make_sampler,
+        slots=slots,
+        start=start,
+        tokenizer=tokenizer,
+        store=store,
+        image=image,
+        samples=max(slots.count(step) for step in settings.batch_changes),
+        budget=budget,
         stall_timeout=settings.stall_timeout,
+        workers=min(workers, len(slots.lanes)),
+        depth=settings.prefetch,
+        traced=settings.trace if world.is_main else 0,
         device=world.device,
         remainder=order.remainder if world.is_main else None,
         views=views,
         found=_empty_shards(names, sources) if world.is_main else None,
     )
-
-
-def _lane_slots(settings: DataSettings, lanes: int, world: World) -> LaneSlots:
-    """The slots of this rank's lanes. Raises SettingsError if a batch has none."""
-    slots = LaneSlots(lanes_of_rank(world.rank, world.size, lanes), lanes, settings.batch_size)
-    for step in settings.batch_changes:
-        if slots.count(step) == 0:
-            raise SettingsError(
-                f"rank {world.rank} of {world.size} gets no sample of a global batch of {settings.batch_size(step)} "
-                f"over {slots.total} lanes: use fewer ranks, or a larger --data.global-batch-size, "
-                "--data.batch-schedule or --data.lanes"
-            )
-    return slots
+    return Loader(plan)
 
 
 def _empty_shards(names: list[str], sources: list[Source]) -> Health:
@@ -237,19 +162,24 @@ def _resumed(start: DataState, fingerprint: Fingerprint, lanes: int, approximate
     return replace(start, fingerprint=fingerprint, lanes_total=lanes)
 
 
-def _image_transform(source: SourceSettings, image: ImageSpec, training: DataSettings | None) -> ImageTransform:
-    """The user's own; or the random crop of training, or without `training` the preprocessing of evaluation."""
+def _reader(
+    name: str,
+    source: SourceSettings,
+    image: ImageSpec,
+    training: DataSettings | None,
+    target: CaptionExtractor | None = None,
+) -> Reader:
+    """How a source is read; pixels are those of evaluation without `training`."""
     upright = source.orientation == "exif" or (source.orientation == "auto" and training is not None)
+    transform: ImageTransform
     if source.image_transform.type != "default":
-        return OwnImageTransform(source.image_transform, image, source.background, upright)
-    if training is None:
-        return EvalTransform(image, source.background, upright)
-    return TrainTransform(image, training.augment, source.background, upright, training.decoder)
-
-
-def _reader(name: str, source: SourceSettings, image: ImageTransform, target: CaptionExtractor | None = None) -> Reader:
+        transform = OwnImageTransform(source.image_transform, image, source.background, upright)
+    elif training is None:
+        transform = EvalTransform(image, source.background, upright)
+    else:
+        transform = TrainTransform(image, training.augment, source.background, upright, training.decoder)
     caption = build_caption(source.caption) if target is None else target
-    return Reader(name, source.image_key, caption, image, build_transform(source.transform))
+    return Reader(name, source.image_key, caption, transform, build_transform(source.transform))
 
 
 def evaluation_loader(
@@ -296,18 +226,22 @@ def evaluation_loader(
     def make_sampler(_: int, lane: int, shards: OpenShards, on_open: Callable[[], None]) -> LaneSampler:
         return OnceSampler(lane, lanes, shards, on_open, max_samples)
 
-    stream = _Stream(
-        names=[name],
-        readers=[_reader(name, source, _image_transform(source, image, None), target)],
+    hint = (source.image_key, None if target is not None else source.caption, place)
+    plan = LoaderPlan(
         sources=[shards_of],
+        readers=[_reader(name, source, image, None, target)],
         mix=SourceMix(0, (1.0,)),
         make_sampler=make_sampler,
         slots=LaneSlots(lanes_of_rank(world.rank, world.size, lanes), lanes, lambda step: batch_size * world.size),
         start=DataState(lanes_total=lanes),
-        workers=workers,
         tokenizer=tokenizer,
         store=store,
+        image=image,
+        samples=batch_size,
+        budget=Budget({name: len(set(shards_of.names))}, {name: hint}, 0.0, 1.0),
+        stall_timeout=stall_timeout,
+        workers=workers,
+        depth=2,
+        ends=True,
     )
-    hint = (source.image_key, None if target is not None else source.caption, place)
-    budget = Budget({name: len(set(shards_of.names))}, {name: hint}, 0.0, 1.0)
-    return stream.loader(budget, image, 2, batch_size, stall_timeout=stall_timeout, ends=True)
+    return Loader(plan)

@@ -39,17 +39,11 @@ PROBES = (
 
 @dataclass(frozen=True)
 class OrderPlan:
-    """The order of a run.
+    """The order of a run."""
 
-    Attributes:
-        mix: of the sources.
-        sources: the order of each source, in the order of names.
-        epochs: in the mode `indexed`.
-    """
-
-    mix: Mix
-    sources: Sequence[Order]
-    epochs: EpochPlan | None = None
+    mix: Mix  # of the sources
+    sources: Sequence[Order]  # the order of each source, in the order of names
+    epochs: EpochPlan | None = None  # in the mode `indexed`
 
     def remainder(self, step: int) -> dict[str, dict[str, int]]:
         """By source, the remainder of the exact epoch that ends with batch number `step`; {} if none does."""

@@ -38,19 +38,12 @@ SPARE = 2
 
 @dataclass(frozen=True)
 class Recipe:
-    """How pictures are re-encoded.
+    """How pictures are re-encoded."""
 
-    Attributes:
-        size: pixels of the shorter side of larger pictures; None keeps sizes.
-        format: of the result; 'keep' keeps each picture's own.
-        quality: of JPEG, WebP and AVIF, 1 to 100.
-        background: colour under transparent pixels, for formats without transparency.
-    """
-
-    size: int | None
-    format: Format
-    quality: int
-    background: str = "white"
+    size: int | None  # pixels of the shorter side of larger pictures; None keeps sizes
+    format: Format  # of the result; 'keep' keeps each picture's own
+    quality: int  # of JPEG, WebP and AVIF, 1 to 100
+    background: str = "white"  # colour under transparent pixels, for formats without transparency
 
     def suffix(self, suffix: str) -> str:
         """The suffix of a re-encoded member: its last part is replaced, or the format appended if it names none."""
@@ -60,15 +53,10 @@ class Recipe:
 
 
 class Recoded(NamedTuple):
-    """A re-encoded picture.
+    """A re-encoded picture."""
 
-    Attributes:
-        data: the file; the original one if nothing was to be done, or nothing could be.
-        what: 'resized', 'reencoded', 'unchanged' or 'undecodable'.
-    """
-
-    data: bytes
-    what: str
+    data: bytes  # the file; the original one if nothing was to be done, or nothing could be
+    what: str  # 'resized', 'reencoded', 'unchanged' or 'undecodable'
 
 
 def recode(data: bytes, recipe: Recipe) -> Recoded:

@@ -342,21 +342,13 @@ _EXIF = b"Exif\0\0"
 
 
 class Header(NamedTuple):
-    """The header of a picture file.
+    """The header of a picture file."""
 
-    Attributes:
-        kind: 'jpeg', 'webp' or 'other'; 'other' is decoded by Pillow.
-        size: (width, height) as stored, in pixels.
-        orientation: by EXIF, 1 to 8; 1 if it is ignored.
-        scales: whether it can be decoded at a fraction of its size.
-        picture: the picture opened by Pillow, if that was needed.
-    """
-
-    kind: str
-    size: tuple[int, int]
-    orientation: int
-    scales: bool
-    picture: Image.Image | None = None
+    kind: str  # 'jpeg', 'webp' or 'other'; 'other' is decoded by Pillow
+    size: tuple[int, int]  # (width, height) as stored, in pixels
+    orientation: int  # by EXIF, 1 to 8; 1 if it is ignored
+    scales: bool  # whether it can be decoded at a fraction of its size
+    picture: Image.Image | None = None  # the picture opened by Pillow, if that was needed
 
 
 def read_header(data: bytes, upright: bool) -> Header:

@@ -49,27 +49,16 @@ RENAMING = f"{UNPACKING.removesuffix('&& ')}--transform='{_UNDOTTED};{_UNDOTTED}
 
 @dataclass
 class Field:
-    """A text member, or a field of JSON members.
+    """A text member, or a field of JSON members."""
 
-    Attributes:
-        samples: number of samples that have it.
-        type: of its first value that is not null.
-        example: that value, shortened; several if one sample has several.
-        most: largest number of values in one sample, for a field in a list.
-        count: number of texts over all samples.
-        texts: the first different texts, shortened, with their counts.
-        member: suffix of the JSON member that holds the field.
-        path: of the field in it; '' for the whole member.
-    """
-
-    samples: int
-    type: str
-    example: str
-    most: int = 1
-    count: int = 0
-    texts: Counter[str] = field(default_factory=Counter)
-    member: str = "json"
-    path: str = ""
+    samples: int  # number of samples that have it
+    type: str  # of its first value that is not null
+    example: str  # that value, shortened; several if one sample has several
+    most: int = 1  # largest number of values in one sample, for a field in a list
+    count: int = 0  # number of texts over all samples
+    texts: Counter[str] = field(default_factory=Counter)  # the first different texts, shortened, with their counts
+    member: str = "json"  # suffix of the JSON member that holds the field
+    path: str = ""  # of the field in it; '' for the whole member
 
     def add(self, text: str) -> None:
         """Count a text."""

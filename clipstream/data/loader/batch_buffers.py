@@ -12,30 +12,24 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from clipstream.data.batch import Batch
 
-_ALIGN = 4096
+_ALIGN = 4096  # bytes
 
 
 @dataclass(frozen=True)
 class BufferShape:
-    """The size of a batch buffer.
+    """The size of a batch buffer."""
 
-    Attributes:
-        samples: n, number of slots.
-        height, width: of the pixels.
-        text_width: T, ids of a sample.
-    """
-
-    samples: int
-    height: int
+    samples: int  # n, number of slots
+    height: int  # of the pixels
     width: int
-    text_width: int
+    text_width: int  # T, ids of a sample
 
     def arrays(self) -> dict[str, tuple[type, tuple[int, ...]]]:
         """Name -> (dtype, shape) of the arrays of a buffer."""
@@ -50,21 +44,13 @@ class BufferShape:
 
 
 class BatchBuffer:
-    """The arrays of one batch, as numpy views of the shared memory.
+    """The arrays of one batch, as numpy views of the shared memory."""
 
-    Attributes:
-        pixels: uint8 [n, H, W, 3].
-        ids: int32 [n, T].
-        weights: float32 [n].
-        sources: uint8 [n].
-        pictures: int64 [n], checksums of the picture files.
-    """
-
-    pixels: np.ndarray[Any, Any]
-    ids: np.ndarray[Any, Any]
-    weights: np.ndarray[Any, Any]
-    sources: np.ndarray[Any, Any]
-    pictures: np.ndarray[Any, Any]
+    pixels: np.ndarray[Any, Any]  # uint8 [n, H, W, 3]
+    ids: np.ndarray[Any, Any]  # int32 [n, T]
+    weights: np.ndarray[Any, Any]  # float32 [n]
+    sources: np.ndarray[Any, Any]  # uint8 [n]
+    pictures: np.ndarray[Any, Any]  # int64 [n], checksums of the picture files
 
     def __init__(self, memory: mmap.mmap, offset: int, shape: BufferShape) -> None:
         for name, (dtype, dims) in shape.arrays().items():
@@ -99,54 +85,33 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-class DevicePrefetch(Protocol):
-    """Brings batches to the device.
+class HostBatches:
+    """Brings batches to the CPU: copies, or views of the shared buffer, valid until the next batch is asked for.
 
     Attributes:
         ahead: whether a batch may be copied before it is asked for.
-    """
-
-    ahead: bool
-
-    def start(self, batch: Batch) -> Batch:
-        """Begin to copy a batch; the result may be used after `finish`."""
-        ...
-
-    def finish(self, batch: Batch) -> Batch:
-        """The batch that `start` returned, ready for the current stream."""
-        ...
-
-    def reading(self, step: int, wait: bool = False) -> bool:
-        """Whether the buffer of batch number `step` is still being read; with `wait`, wait until it is not."""
-        ...
-
-
-class HostBatches:
-    """Batches for the CPU: copies, or views of the shared buffer, which are valid until the next batch is asked for.
-
-    Args:
-        views: whether they are views.
+        views: whether batches are views.
     """
 
     ahead = False
 
     def __init__(self, views: bool = False) -> None:
-        self._views = views
+        self.views = views
 
     def start(self, batch: Batch) -> Batch:
-        """The batch itself."""
+        """Begin to copy a batch; the result may be used after `finish`."""
         return batch
 
     def finish(self, batch: Batch) -> Batch:
-        """The batch, or a copy."""
-        return batch if self._views else batch.clone()
+        """The batch that `start` returned, ready for the current stream."""
+        return batch if self.views else batch.clone()
 
     def reading(self, step: int, wait: bool = False) -> bool:
-        """False: the caller has finished with a batch when it asks for the next one."""
-        return False
+        """Whether the buffer of batch number `step` is still being read; with `wait`, wait until it is not."""
+        return False  # the caller has finished with a batch when it asks for the next one
 
 
-class CudaPrefetch:
+class CudaPrefetch(HostBatches):
     """Copies to a GPU on its own stream, from pinned memory.
 
     Args:
@@ -160,6 +125,7 @@ class CudaPrefetch:
     ahead = True
 
     def __init__(self, device: str, ring: BufferRing) -> None:
+        super().__init__()
         self._device = torch.device(device)
         cuda: Any = torch.cuda  # untyped in torch
         self._stream = cuda.Stream(self._device)
@@ -170,14 +136,13 @@ class CudaPrefetch:
             raise RuntimeError(f"cudaHostRegister of {memory.nbytes} bytes failed with code {code}")
 
     def start(self, batch: Batch) -> Batch:
-        """The batch on the device, while it is being copied."""
         with torch.cuda.stream(self._stream):
             moved = batch.to(self._device)
             self._done[batch.step] = self._stream.record_event()
         return moved
 
     def finish(self, batch: Batch) -> Batch:
-        """The same batch. The current stream waits for the copy, and its memory is not reused before it is read."""
+        # The current stream waits for the copy, and the memory is not reused before it is read.
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
         for tensor in batch.tensors():
@@ -185,7 +150,6 @@ class CudaPrefetch:
         return batch
 
     def reading(self, step: int, wait: bool = False) -> bool:
-        """Whether the copy is still running."""
         event = self._done.get(step)
         if event is None:
             return False
@@ -197,6 +161,6 @@ class CudaPrefetch:
         return False
 
 
-def device_prefetch_for(device: str, ring: BufferRing, views: bool = False) -> DevicePrefetch:
+def device_prefetch_for(device: str, ring: BufferRing, views: bool = False) -> HostBatches:
     """The prefetch that suits the device; `views`: see HostBatches."""
     return CudaPrefetch(device, ring) if device.startswith("cuda") else HostBatches(views)

@@ -11,7 +11,7 @@ import zlib
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from clipstream.data.decode.sample_profile import Profile
 from clipstream.data.settings import CaptionSettings
@@ -69,52 +69,32 @@ class Captions:
 
 
 class DroppedSample(NamedTuple):
-    """A sample or a shard that could not be used.
+    """A sample or a shard that could not be used."""
 
-    Attributes:
-        source: name.
-        shard: URL without credentials.
-        key: of the sample; None for a shard.
-        reason: under which it is counted.
-        detail: the error, in words.
-    """
-
-    source: str
-    shard: str
-    key: str | None
-    reason: str
-    detail: str
+    source: str  # name
+    shard: str  # URL without credentials
+    key: str | None  # of the sample; None for a shard
+    reason: str  # under which it is counted
+    detail: str  # the error, in words
 
 
 @dataclass
 class SourceHealth:
-    """Counts of one source.
+    """Counts of one source."""
 
-    Attributes:
-        read: number of samples read from shards.
-        used: number of samples in batches.
-        dropped: number of samples by reason.
-        examples: reason -> 'shard/key: detail' of the first dropped sample.
-        shards: numbers of the shards that were tried.
-        faults: shard (without credentials) -> its error.
-        unopened: numbers of the shards in `faults` without a usable sample.
-        remainder: of exact epochs: samples `left_out` or `repeated`, slots `padded`.
-        listed: the first dropped samples and shards since the last report.
-        profile: members and JSON fields of the first dropped samples.
-        captions: of the first samples used in training.
-    """
-
-    read: int = 0
-    used: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)
-    shards: set[int] = field(default_factory=set)
-    faults: dict[str, str] = field(default_factory=dict)
-    unopened: set[int] = field(default_factory=set)
+    read: int = 0  # number of samples read from shards
+    used: int = 0  # number of samples in batches
+    dropped: Counter[str] = field(default_factory=Counter)  # number of samples by reason
+    examples: dict[str, str] = field(default_factory=dict)  # reason -> 'shard/key: detail' of the first dropped sample
+    shards: set[int] = field(default_factory=set)  # numbers of the shards that were tried
+    faults: dict[str, str] = field(default_factory=dict)  # shard (without credentials) -> its error
+    unopened: set[int] = field(default_factory=set)  # numbers of the shards in `faults` without a usable sample
+    # the first dropped samples and shards since the last report
     listed: list[DroppedSample] = field(default_factory=list)
-    profile: Profile = field(default_factory=Profile)
+    profile: Profile = field(default_factory=Profile)  # members and JSON fields of the first dropped samples
+    # of exact epochs: samples `left_out` or `repeated`, slots `padded`
     remainder: Counter[str] = field(default_factory=Counter)
-    captions: Captions = field(default_factory=Captions)
+    captions: Captions = field(default_factory=Captions)  # of the first samples used in training
 
     def drop(self, sample: DroppedSample) -> None:
         """Count a dropped sample, and keep the first of each reason as an example."""
@@ -179,7 +159,7 @@ class Health:
         self.sources = {name: SourceHealth() for name in self.sources}
         return delta
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, dict[str, object]]:
         """Counts for metrics: {source: {read, used, dropped: {reason: n}, examples: {reason: text}, shards,
         shard_faults, fault_reasons: {reason: n}}}, and the remainders of exact epochs.
         """
@@ -200,23 +180,15 @@ class Health:
 
 @dataclass(frozen=True)
 class Budget:
-    """The failures of a source that end the run.
+    """The failures of a source that end the run."""
 
-    Attributes:
-        total_shards: source -> number of its shards.
-        hints: source -> (image_key, caption settings, key of the source's settings), for the advice.
-        max_shard_failures: share of the tried shards, 0 to 1.
-        max_sample_failures: share of the read samples, 0 to 1.
-        on_shard_error: 'raise' if the first broken shard ends the run.
-        first_samples: that may be read without a usable one.
-    """
-
-    total_shards: dict[str, int]
+    total_shards: dict[str, int]  # source -> number of its shards
+    # source -> (image_key, caption settings, key of the source's settings), for the advice
     hints: dict[str, tuple[str, CaptionSettings | None, str]]
-    max_shard_failures: float
-    max_sample_failures: float
-    on_shard_error: str = "skip"
-    first_samples: int = FIRST_SAMPLES
+    max_shard_failures: float  # share of the tried shards, 0 to 1
+    max_sample_failures: float  # share of the read samples, 0 to 1
+    on_shard_error: str = "skip"  # 'raise' if the first broken shard ends the run
+    first_samples: int = FIRST_SAMPLES  # that may be read without a usable one
 
     def check(self, health: Health) -> None:
         """Raise DataError if a source has no usable sample, or fails more often than the settings allow."""

@@ -14,22 +14,25 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import wait
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 
-from clipstream.data.batch import Batch
-from clipstream.data.loader.batch_buffers import BatchBuffer, BufferRing, BufferShape, device_prefetch_for
+from clipstream.data.batch import Batch, ImageSpec
+from clipstream.data.decode.tokenizers import Tokenizer
+from clipstream.data.loader.batch_buffers import BufferRing, BufferShape, device_prefetch_for
 from clipstream.data.loader.health import FIRST_SAMPLES, Budget, Health
-from clipstream.data.loader.pipeline import BatchPart, Pipeline, WorkerReport
-from clipstream.data.loader.stage_timing import IDLE, OPEN, StageIntervals, StageTimes, Stopwatch
+from clipstream.data.loader.pipeline import BatchPart, Lane, Pipeline, Reader, WorkerReport
+from clipstream.data.loader.sampler import LaneSampler, OpenShards
+from clipstream.data.loader.stage_timing import IDLE, StageIntervals, StageTimes, Stopwatch
 from clipstream.data.loader.workers import Worker
-from clipstream.data.order.lanes import DataState, Fingerprint, LaneSlots, LaneState
+from clipstream.data.order.lanes import DataState, Fingerprint, LaneSlots, LaneState, Mix
+from clipstream.data.sources.source import Source
+from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.errors import ClipstreamError, DataError, Interrupted
 from clipstream.utils.escape import printable_lines
 from clipstream.utils.logs import logger
@@ -41,44 +44,71 @@ WAIT_WARNING = 60.0  # s of waiting for a batch before the first warning; double
 MAX_WARNINGS = 10  # broken shards that a rank names on stderr; the rest are only counted
 
 
+# (source, lane, shards, on_open) -> sampler
+MakeSampler = Callable[[int, int, OpenShards, Callable[[], None]], LaneSampler]
+
+
 @dataclass(frozen=True)
 class LoaderPlan:
-    """The parts and limits of a loader.
+    """The parts of a rank's loader, which its pipelines share, and its limits."""
 
-    Attributes:
-        make_pipeline: (worker number, report, stopwatch) -> the pipeline of that worker's lanes.
-        workers: processes; 0 for none.
-        depth: number of batch buffers.
-        shape: of a buffer.
-        slots: of this rank's lanes, with the sizes of the global batch.
-        names: of the sources.
-        budget: of failures.
-        stall_timeout: seconds.
-        start: position of the first batch, with this rank's lanes.
-        on_close: called when the workers have ended.
-        ends: whether the stream ends (evaluation).
-        device: torch's name of the device of the batches.
-        remainder: by source, what the end of an epoch with batch number `step` of the order left out, repeated or
-            padded; given to one rank only, which counts it.
-        views: whether batches on the CPU are views of the buffers, each valid until the next one, which saves a copy.
-        found: faults of shards that are known before any is opened; given to one rank only, which counts them.
-    """
-
-    make_pipeline: Callable[[int, Callable[[Any], None], Stopwatch], Pipeline]
-    workers: int
-    depth: int
-    shape: BufferShape
-    slots: LaneSlots
-    names: list[str]
-    budget: Budget
-    stall_timeout: float
-    start: DataState
-    on_close: Callable[[], None]
-    ends: bool = False
-    device: str = "cpu"
+    sources: list[Source]
+    readers: list[Reader]
+    mix: Mix
+    make_sampler: MakeSampler
+    slots: LaneSlots  # of this rank's lanes, with the sizes of the global batch
+    start: DataState  # position of the first batch, with this rank's lanes
+    tokenizer: Tokenizer
+    store: ShardCache
+    image: ImageSpec
+    samples: int  # of this rank in the largest batch
+    budget: Budget  # of failures
+    stall_timeout: float  # seconds
+    workers: int  # processes; 0 for none
+    depth: int  # number of batch buffers
+    traced: int = 0  # samples whose stages are printed
+    ends: bool = False  # whether the stream ends (evaluation)
+    device: str = "cpu"  # torch's name of the device of the batches
+    # by source, what the end of an epoch with batch number `step` of the order left out, repeated or padded; given to
+    # one rank only, which counts it
     remainder: Callable[[int], dict[str, dict[str, int]]] | None = None
+    # whether batches on the CPU are views of the buffers, each valid until the next one, which saves a copy
     views: bool = False
+    # faults of shards that are known before any is opened; given to one rank only, which counts them
     found: Health | None = None
+    opened: list[OpenShards] = field(default_factory=list)  # by this process
+
+    @property
+    def names(self) -> list[str]:
+        """Of the sources."""
+        return [reader.name for reader in self.readers]
+
+    def pipeline(self, worker: int, report: Callable[[WorkerReport], None], stopwatch: Stopwatch) -> Pipeline:
+        """The pipeline of a worker: every `workers`-th lane of the rank."""
+        self.store.alive = stopwatch.touch
+        traced = self.traced if worker == 0 else 0
+        pipeline = Pipeline(
+            [], self.slots, self.readers, self.mix, self.tokenizer, Health(self.names), report, stopwatch, traced
+        )
+        shards = [
+            OpenShards(source, lambda name=name: pipeline.health.sources[name], stopwatch.begin)  # type: ignore[misc]
+            for name, source in zip(self.names, self.sources, strict=True)
+        ]
+        self.opened.extend(shards)
+        for lane in self.slots.lanes[worker :: max(1, self.workers)]:
+            samplers = [
+                self.make_sampler(i, lane, shards[i], lambda name=name: pipeline.report_early(name))  # type: ignore[misc]
+                for i, name in enumerate(self.names)
+            ]
+            drawn = self.start.lanes[lane].drawn if lane in self.start.lanes else 0
+            pipeline.lanes.append(Lane(lane, samplers, drawn))
+        return pipeline
+
+    def close(self) -> None:
+        """Release what this process holds."""
+        for shards in self.opened:
+            shards.close()
+        self.store.close()
 
 
 class Loader:
@@ -110,7 +140,8 @@ class Loader:
         self._parts: dict[int, list[BatchPart]] = {}
         self._warnings = 0
         self._captions_checked: set[str] = set()
-        self._ring = BufferRing(plan.shape, plan.depth if plan.workers else 1)
+        shape = BufferShape(plan.samples, *plan.image.size, plan.tokenizer.context_length)
+        self._ring = BufferRing(shape, plan.depth if plan.workers else 1)
         self._prefetch = device_prefetch_for(plan.device, self._ring, plan.views)
         self._ahead: tuple[list[BatchPart], Batch] | None = None  # the next batch, while it is copied to the GPU
         self._workers: list[Worker] = []
@@ -122,7 +153,7 @@ class Loader:
             atexit.register(self.close)  # before multiprocessing's, which waits for workers that were not asked to end
             try:
                 for number in range(plan.workers):
-                    self._workers.append(Worker.start(partial(plan.make_pipeline, number), self._ring))
+                    self._workers.append(Worker.start(partial(plan.pipeline, number), self._ring))
             except OSError as error:
                 started = len(self._workers)
                 self.close()
@@ -133,7 +164,7 @@ class Loader:
             self._refill()
             threading.Thread(target=self._watch, args=(list(self._workers),), daemon=True).start()
         else:
-            self._pipeline = plan.make_pipeline(0, self._merge_and_check, Stopwatch())
+            self._pipeline = plan.pipeline(0, self._merge_and_check, Stopwatch())
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -185,7 +216,7 @@ class Loader:
         for worker in reversed(self._workers):  # later workers inherited the pipes of earlier ones
             worker.stop()
         self._workers = []
-        self.plan.on_close()
+        self.plan.close()
 
     def worker_pids(self) -> list[int]:
         """Process ids of the workers."""
@@ -194,9 +225,7 @@ class Loader:
     def __enter__(self) -> Loader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _refill(self) -> None:
@@ -226,7 +255,7 @@ class Loader:
             if self.interrupt():
                 raise Interrupted
             owing = [worker for worker in self._workers if worker.asked_last >= step > worker.filled_last]
-            if any(self._is_stalled(worker, began) for worker in owing):
+            if any(worker.quiet(began) > self.plan.stall_timeout for worker in owing):
                 raise self._stalled(step, self._doing())
             waited = time.monotonic() - began
             if owing and waited > warn_after:
@@ -280,7 +309,21 @@ class Loader:
         workers: dict[Any, tuple[int, Worker]] = {one.connection: (n, one) for n, one in enumerate(self._workers)}
         while ready := wait(workers, timeout=timeout):
             for connection in ready:  # the end of a connection comes after all messages in it
-                self._receive(*workers[connection])
+                number, worker = workers[connection]
+                try:
+                    message = worker.connection.recv()
+                except (EOFError, ConnectionResetError):
+                    raise DataError(f"data worker {number} (pid {worker.process.pid}) {worker.death()}") from None
+                if isinstance(message, ClipstreamError):
+                    raise message
+                if not isinstance(message, WorkerReport):
+                    raise DataError(f"data worker {number} (pid {worker.process.pid}) failed {message}")
+                if isinstance(message, BatchPart):
+                    worker.filled_last = message.step
+                    self._parts.setdefault(message.step, []).append(message)
+                if isinstance(message, BatchPart) or any(source.used for source in message.health.sources.values()):
+                    worker.useful_at = time.monotonic()
+                self._merge_and_check(message)
             timeout = 0.0
         return len(self._parts.get(self._step, ())) == len(self._workers)
 
@@ -292,30 +335,6 @@ class Loader:
                     what = f"data worker {number} (pid {worker.process.pid}) {how}"
                     logger.error(f"{what}; the run ends at its next batch")
                     return
-
-    def _is_stalled(self, worker: Worker, began: float) -> bool:
-        """Whether a worker has neither used a sample nor received bytes of a shard for too long."""
-        doing, age = worker.stopwatch.doing()
-        quiet = time.monotonic() - max(began, worker.useful_at)
-        if doing.startswith(OPEN):
-            quiet = min(quiet, age)
-        return quiet > self.plan.stall_timeout
-
-    def _receive(self, number: int, worker: Worker) -> None:
-        try:
-            message = worker.connection.recv()
-        except (EOFError, ConnectionResetError):
-            raise DataError(f"data worker {number} (pid {worker.process.pid}) {worker.death()}") from None
-        if isinstance(message, ClipstreamError):
-            raise message
-        if not isinstance(message, WorkerReport):
-            raise DataError(f"data worker {number} (pid {worker.process.pid}) failed {message}")
-        if isinstance(message, BatchPart):
-            worker.filled_last = message.step
-            self._parts.setdefault(message.step, []).append(message)
-        if isinstance(message, BatchPart) or any(source.used for source in message.health.sources.values()):
-            worker.useful_at = time.monotonic()
-        self._merge_and_check(message)
 
     def _merge_and_check(self, report: WorkerReport) -> None:
         self._intervals.append(report.intervals)
@@ -357,25 +376,22 @@ class Loader:
 
     def _start_copy(self, parts: list[BatchPart]) -> tuple[list[BatchPart], Batch]:
         """The parts, and their batch on its way to the device."""
+        step, slots = parts[0].step, self.plan.slots
+        buffer = self._ring[step]
         keys = {slot: key for part in parts for slot, key in part.keys.items()}
-        step = parts[0].step
-        return parts, self._prefetch.start(_batch(self._ring[step], keys, step, self.plan.slots))
+        order, count = sorted(keys), slots.count(step)
 
+        def tensor(values: np.ndarray[Any, Any]) -> torch.Tensor:  # without the empty slots of a stream that ended
+            return torch.from_numpy(values[:count] if len(order) == count else values[order])
 
-def _batch(buffer: BatchBuffer, keys: dict[int, str], step: int, slots: LaneSlots) -> Batch:
-    """The buffer as a batch, without the empty slots of a stream that ended in it."""
-    order, count = sorted(keys), slots.count(step)
-
-    def tensor(values: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(values[:count] if len(order) == count else values[order])
-
-    return Batch(
-        pixels=tensor(buffer.pixels).permute(0, 3, 1, 2),
-        ids=tensor(buffer.ids),
-        weights=tensor(buffer.weights),
-        keys=tuple(keys[slot] for slot in order),
-        sources=tensor(buffer.sources),
-        step=step,
-        global_size=slots.batch_size(step),
-        pictures=tensor(buffer.pictures),
-    )
+        batch = Batch(
+            pixels=tensor(buffer.pixels).permute(0, 3, 1, 2),
+            ids=tensor(buffer.ids),
+            weights=tensor(buffer.weights),
+            keys=tuple(keys[slot] for slot in order),
+            sources=tensor(buffer.sources),
+            step=step,
+            global_size=slots.batch_size(step),
+            pictures=tensor(buffer.pictures),
+        )
+        return parts, self._prefetch.start(batch)

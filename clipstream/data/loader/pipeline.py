@@ -2,7 +2,7 @@
 
 A Pipeline serves some lanes of a rank, in a worker or in the training process. It replaces a sample that cannot be used
 by the next one of the same lane and source, or leaves its slot empty where slots are kept, and counts it. A
-SampleTracer prints what each stage made of the first samples (`--data.trace N`).
+SampleTrace prints what each stage made of one of the first samples (`--data.trace N`).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from clipstream.data.decode.captions import CaptionExtractor, SampleTransform, image_bytes, split_keys
+from clipstream.data.decode.captions import CaptionExtractor, RawSample, SampleTransform, image_bytes, split_keys
 from clipstream.data.decode.images import ImageTransform
 from clipstream.data.decode.tokenizers import Tokenizer, readable
 from clipstream.data.loader.batch_buffers import BatchBuffer
@@ -43,21 +43,13 @@ MAX_TEXT = 200  # characters of a caption that a trace prints
 
 @dataclass(frozen=True)
 class Reader:
-    """How the samples of a source are read.
+    """How the samples of a source are read."""
 
-    Attributes:
-        name: of the source.
-        image_key: suffixes of the image member.
-        caption: gives the caption.
-        image: gives the pixels.
-        transform: the user's own, before the caption; or None.
-    """
-
-    name: str
-    image_key: str
-    caption: CaptionExtractor
-    image: ImageTransform
-    transform: SampleTransform | None
+    name: str  # of the source
+    image_key: str  # suffixes of the image member
+    caption: CaptionExtractor  # gives the caption
+    image: ImageTransform  # gives the pixels
+    transform: SampleTransform | None  # the user's own, before the caption; or None
 
     @cached_property
     def members(self) -> tuple[str, ...] | None:
@@ -69,17 +61,11 @@ class Reader:
 
 @dataclass
 class Lane:
-    """A lane while it runs.
+    """A lane while it runs."""
 
-    Attributes:
-        number: of the lane.
-        samplers: one per source.
-        drawn: number of slots that it has filled or left empty.
-    """
-
-    number: int
-    samplers: list[LaneSampler]
-    drawn: int = 0
+    number: int  # of the lane
+    samplers: list[LaneSampler]  # one per source
+    drawn: int = 0  # number of slots that it has filled or left empty
 
     def state(self) -> LaneState:
         """A copy of its position."""
@@ -88,37 +74,22 @@ class Lane:
 
 @dataclass(slots=True)
 class Slot:
-    """A slot to fill, and its sample on the way through the stages.
+    """A slot to fill, and its sample on the way through the stages."""
 
-    Attributes:
-        lane: that fills it.
-        index: in the rank's batch.
-        source: number of the source.
-        sampler: of the lane and source.
-        reader: of the source.
-        name: 'SHARD/KEY' of the sample that the slot got, '' for padding; None while it has none.
-        sample: the sample being tried.
-        timed_as: its number among the samples that the stopwatch has the names of.
-        rng: its random numbers; None in evaluation.
-        trace: of it, if it is traced.
-        caption: of it; None where the slot stays empty.
-        data: the picture file.
-    """
+    lane: Lane  # that fills it
+    index: int  # in the rank's batch
+    source: int  # number of the source
+    sampler: LaneSampler  # of the lane and source
+    reader: Reader  # of the source
+    name: str | None  # 'SHARD/KEY' of the sample that the slot got, '' for padding; None while it has none
+    sample: LaneSample | None = None  # the sample being tried
+    timed_as: int = -1  # its number among the samples that the stopwatch has the names of
+    rng: SampleRNG | None = None  # its random numbers; None in evaluation
+    trace: SampleTrace | None = None  # of it, if it is traced
+    caption: str | None = None  # of it; None where the slot stays empty
+    data: bytes = b""  # the picture file
 
-    lane: Lane
-    index: int
-    source: int
-    sampler: LaneSampler
-    reader: Reader
-    name: str | None
-    sample: LaneSample | None = None
-    timed_as: int = -1
-    rng: SampleRNG | None = None
-    trace: SampleTrace | None = None
-    caption: str | None = None
-    data: bytes = b""
-
-    def load(self, *, damaged: bool = False) -> dict[str, Any]:
+    def load(self, *, damaged: bool = False) -> RawSample:
         """The raw sample: the members that the reader needs, or all that are readable if it is `damaged`."""
         assert self.sample is not None
         shard, ref, url, _ = self.sample
@@ -128,59 +99,37 @@ class Slot:
 
 @dataclass
 class WorkerReport:
-    """What a worker reports while it fills its part of a batch.
+    """What a worker reports while it fills its part of a batch."""
 
-    Attributes:
-        health: counts since the last report.
-        intervals: of the stages since then.
-    """
-
-    health: Health
-    intervals: StageIntervals
+    health: Health  # counts since the last report
+    intervals: StageIntervals  # of the stages since then
 
 
 @dataclass
 class BatchPart(WorkerReport):
-    """What a worker reports when its part of a batch is filled.
+    """What a worker reports when its part of a batch is filled."""
 
-    Attributes:
-        step: number of the batch.
-        keys: slot -> 'SHARD/KEY' of its sample, '' for padding; without the slots of lanes that have ended.
-        lanes: lane number -> position after this batch.
-        ended: whether all lanes have ended (evaluation).
-    """
-
-    step: int
+    step: int  # number of the batch
+    # slot -> 'SHARD/KEY' of its sample, '' for padding; without the slots of lanes that have ended
     keys: dict[int, str]
-    lanes: dict[int, LaneState]
-    ended: bool
+    lanes: dict[int, LaneState]  # lane number -> position after this batch
+    ended: bool  # whether all lanes have ended (evaluation)
 
 
 @dataclass
 class Pipeline:
-    """Fills the slots of its lanes, batch by batch.
+    """Fills the slots of its lanes, batch by batch."""
 
-    Attributes:
-        lanes: that it serves.
-        slots: of the rank's lanes.
-        readers: one per source, in the order of names.
-        mix: chooses the source of each sample.
-        tokenizer: captions to ids.
-        health: counts since the last report.
-        report: called where a part takes long or much is dropped, before it is filled.
-        stopwatch: measures the stages, and names the current one in case of a stall.
-        tracer: prints the first samples.
-    """
-
-    lanes: list[Lane]
-    slots: LaneSlots
-    readers: Sequence[Reader]
-    mix: Mix
-    tokenizer: Tokenizer
-    health: Health
-    report: Callable[[WorkerReport], None]
-    stopwatch: Stopwatch
-    tracer: SampleTracer = field(default_factory=lambda: SampleTracer(0))
+    lanes: list[Lane]  # that it serves
+    slots: LaneSlots  # of the rank's lanes
+    readers: Sequence[Reader]  # one per source, in the order of names
+    mix: Mix  # chooses the source of each sample
+    tokenizer: Tokenizer  # captions to ids
+    health: Health  # counts since the last report
+    report: Callable[[WorkerReport], None]  # called where a part takes long or much is dropped, before it is filled
+    stopwatch: Stopwatch  # measures the stages, and names the current one in case of a stall
+    traced: int = 0  # samples that are traced: the first, used or dropped
+    _begun: int = 0  # traces
     _reported: float = field(default_factory=time.monotonic)
     _captions: Counter[str] = field(default_factory=Counter)  # by source, captions that were counted
 
@@ -253,7 +202,10 @@ class Pipeline:
                 continue
             slot.sample, slot.timed_as = sample, len(taken)
             slot.rng = None if sample.rng_key is None else SampleRNG(sample.rng_key)
-            slot.trace = self.tracer.begin(sample.url, sample.ref.key)
+            slot.trace = None
+            if self._begun < self.traced:
+                self._begun += 1
+                slot.trace = SampleTrace(f"trace {self._begun} of {self.traced}: {sample.ref.key} in {sample.url}")
             taken.append(slot)
             names.append(sample.name)
             if time.monotonic() - began > READ_SECONDS:
@@ -270,7 +222,7 @@ class Pipeline:
             reader, trace = slot.reader, slot.trace
             try:
                 self.stopwatch.at("read", slot.timed_as)
-                sample: Mapping[str, Any] = slot.load()
+                sample = slot.load()
                 if trace:
                     trace.members("read", sample)
                 if reader.transform is not None:
@@ -345,27 +297,13 @@ def checksum(data: bytes) -> int:
     return (len(data) & 0x7FFFFFFF) << 32 | zlib.crc32(data)
 
 
-class SampleTracer:
-    """Chooses the samples that are traced: the first `count` that a pipeline reads, used or dropped."""
-
-    def __init__(self, count: int) -> None:
-        self._count, self._done = count, 0
-
-    def begin(self, shard: str, key: str) -> SampleTrace | None:
-        """The trace of the next sample; None where it is not traced."""
-        if self._done == self._count:
-            return None
-        self._done += 1
-        return SampleTrace(f"trace {self._done} of {self._count}: {key} in {shard}")
-
-
 class SampleTrace:
     """Collects the lines on one sample and prints them together, as other processes print too."""
 
     def __init__(self, title: str) -> None:
         self._lines = [title]
 
-    def members(self, stage: str, sample: Mapping[str, Any]) -> None:
+    def members(self, stage: str, sample: RawSample) -> None:
         """Add names and sizes of a sample's members after a stage."""
         parts = []
         for name, value in sample.items():

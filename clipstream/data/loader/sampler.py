@@ -31,19 +31,12 @@ MOST_EMPTY_GROUPS = 1000  # in a row, of one lane: if half of the shards are bro
 
 
 class LaneSample(NamedTuple):
-    """The next sample of a lane.
+    """The next sample of a lane."""
 
-    Attributes:
-        shard: the open shard that holds it.
-        ref: its key and the location of its members.
-        url: the shard's name, without credentials.
-        rng_key: key of its random numbers; None in evaluation, which draws nothing.
-    """
-
-    shard: OpenShard
-    ref: SampleRef
-    url: str
-    rng_key: int | None
+    shard: OpenShard  # the open shard that holds it
+    ref: SampleRef  # its key and the location of its members
+    url: str  # the shard's name, without credentials
+    rng_key: int | None  # key of its random numbers; None in evaluation, which draws nothing
 
     @property
     def name(self) -> str:
@@ -219,15 +212,10 @@ class ShardPrefetcher:
 
 
 class LaneSampler(Protocol):
-    """Gives the samples of one lane and source, one after the other.
+    """Gives the samples of one lane and source, one after the other."""
 
-    Attributes:
-        cursor: the current position.
-        keeps_slots: whether the slot of a dropped sample stays empty; else the lane's next sample fills it.
-    """
-
-    cursor: Cursor
-    keeps_slots: bool
+    cursor: Cursor  # the current position
+    keeps_slots: bool  # whether the slot of a dropped sample stays empty; else the lane's next sample fills it
 
     def take(self) -> LaneSample | None:
         """The next sample; None after the last one."""

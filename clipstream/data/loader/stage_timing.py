@@ -20,7 +20,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,28 +45,18 @@ _BETWEEN = "\0"  # separates names
 
 
 class StageIntervals(NamedTuple):
-    """Consecutive stages, not counted yet.
+    """Consecutive stages, not counted yet."""
 
-    Attributes:
-        numbers: of the stages, uint8 [n].
-        began: when each began, and when the last one ended, float64 [n + 1], s.
-    """
-
-    numbers: bytes
-    began: bytes
+    numbers: bytes  # of the stages, uint8 [n]
+    began: bytes  # when each began, and when the last one ended, float64 [n + 1], s
 
 
 @dataclass
 class StageTimes:
-    """How often each stage ran, and how long.
+    """How often each stage ran, and how long."""
 
-    Attributes:
-        seconds: stage -> total.
-        buckets: stage -> number of a bucket of durations -> count.
-    """
-
-    seconds: Counter[str] = field(default_factory=Counter)
-    buckets: dict[str, Counter[int]] = field(default_factory=dict)
+    seconds: Counter[str] = field(default_factory=Counter)  # stage -> total
+    buckets: dict[str, Counter[int]] = field(default_factory=dict)  # stage -> number of a bucket of durations -> count
 
     def add(self, intervals: Sequence[StageIntervals]) -> None:
         """Count the intervals of stopwatches."""
@@ -99,8 +89,8 @@ class StageTimes:
                 return float(SHORTEST * 2 ** (bucket / FINENESS))
         return float(SHORTEST * 2 ** (max(buckets) / FINENESS))
 
-    def summary(self) -> dict[str, Any]:
-        """{stage: {seconds, count, p50, p99}}, JSON-able; seconds of all workers together."""
+    def summary(self) -> dict[str, dict[str, float]]:
+        """{stage: {seconds, count, p50, p99}}; seconds of all workers together."""
         return {
             stage: {
                 "seconds": float(self.seconds[stage]),

@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from typing import Any
 
 from clipstream.data.loader.batch_buffers import BufferRing
 from clipstream.data.loader.pipeline import Pipeline
-from clipstream.data.loader.stage_timing import IDLE, Stopwatch
+from clipstream.data.loader.stage_timing import IDLE, OPEN, Stopwatch
 from clipstream.data.order.lanes import lanes_of_rank
 from clipstream.data.settings import MAX_AUTO_WORKERS, DataSettings
 from clipstream.data.transport.pipe import end_commands
@@ -43,20 +44,14 @@ MakePipeline = Callable[[Callable[[Any], None], Stopwatch], Pipeline]  # (report
 
 @dataclass
 class Worker:
-    """The loader's side of a worker process.
-
-    Attributes:
-        asked_last: number of the last batch that it was asked for.
-        filled_last: number of the last batch whose part it filled.
-        useful_at: time.monotonic() when it last reported a used sample.
-    """
+    """The loader's side of a worker process."""
 
     process: multiprocessing.process.BaseProcess
     connection: Connection
     stopwatch: Stopwatch
-    asked_last: int = -1
-    filled_last: int = -1
-    useful_at: float = 0.0
+    asked_last: int = -1  # number of the last batch that it was asked for
+    filled_last: int = -1  # number of the last batch whose part it filled
+    useful_at: float = 0.0  # time.monotonic() when it last reported a used sample
 
     @classmethod
     def start(cls, make_pipeline: MakePipeline, ring: BufferRing) -> Worker:
@@ -64,7 +59,7 @@ class Worker:
         ours, theirs = multiprocessing.Pipe()
         stopwatch = Stopwatch()
         process = multiprocessing.get_context("fork").Process(
-            target=_main, args=(make_pipeline, ring, theirs, ours, stopwatch, os.getpid()), daemon=True
+            target=_run, args=(make_pipeline, ring, theirs, ours, stopwatch, os.getpid()), daemon=True
         )
         sys.stdout.flush()
         sys.stderr.flush()
@@ -76,6 +71,12 @@ class Worker:
         """End the process and the commands that it runs, and wait for it."""
         self.connection.close()
         end(self.process, PATIENCE)
+
+    def quiet(self, since: float) -> float:
+        """Seconds, from `since` on, in which the worker neither used a sample nor received bytes of a shard."""
+        doing, age = self.stopwatch.doing()
+        quiet = time.monotonic() - max(since, self.useful_at)
+        return min(quiet, age) if doing.startswith(OPEN) else quiet
 
     def killed(self) -> str:
         """How a signal ended the process, in words; '' if none did. May be called from any thread."""
@@ -101,16 +102,7 @@ class Worker:
         return f"ended with code {code} while it was at: {doing}"
 
 
-def _main(*args: Any) -> None:
-    """Run the worker; it may be asked to end at any moment, also while it ends by itself."""
-    try:
-        _work(*args)
-    except (Ended, BrokenPipeError, ConnectionResetError):
-        end_commands()
-    signal.signal(END, signal.SIG_IGN)
-
-
-def _work(
+def _run(
     make_pipeline: MakePipeline,
     ring: BufferRing,
     connection: Connection,
@@ -118,28 +110,35 @@ def _work(
     stopwatch: Stopwatch,
     parent: int,
 ) -> None:
-    """Receive a batch number, fill the worker's part, report; until the connection is closed."""
+    """Receive a batch number, fill the worker's part, report; until the connection is closed.
+
+    The worker may be asked to end at any moment, also while it ends by itself.
+    """
     try:
-        listen()
-        end_with(parent)
-        parents_end.close()
-        gc.freeze()  # else the collector writes to all inherited objects, whose memory is shared with the parent
-        if "torch" in sys.modules:
-            sys.modules["torch"].set_num_threads(1)
-        pipeline = make_pipeline(connection.send, stopwatch)
-        while True:
-            step = connection.recv()
-            connection.send(pipeline.fill(step, ring[step]))
-            stopwatch.begin(IDLE)
-    except (Ended, EOFError, BrokenPipeError, ConnectionResetError):
-        return  # the loader was closed, or the parent died
-    except ClipstreamError as error:
-        connection.send(error)
-    except BaseException:
-        doing, _ = stopwatch.doing()
-        connection.send(RuntimeError(f"while it was at: {doing}\n{traceback.format_exc()}"))
-    finally:
-        end_commands()  # of threads that download ahead
+        try:
+            listen()
+            end_with(parent)
+            parents_end.close()
+            gc.freeze()  # else the collector writes to all inherited objects, whose memory is shared with the parent
+            if "torch" in sys.modules:
+                sys.modules["torch"].set_num_threads(1)
+            pipeline = make_pipeline(connection.send, stopwatch)
+            while True:
+                step = connection.recv()
+                connection.send(pipeline.fill(step, ring[step]))
+                stopwatch.begin(IDLE)
+        except (Ended, EOFError, BrokenPipeError, ConnectionResetError):
+            pass  # the loader was closed, or the parent died
+        except ClipstreamError as error:
+            connection.send(error)
+        except BaseException:
+            doing, _ = stopwatch.doing()
+            connection.send(RuntimeError(f"while it was at: {doing}\n{traceback.format_exc()}"))
+        finally:
+            end_commands()  # of threads that download ahead
+    except (Ended, BrokenPipeError, ConnectionResetError):
+        end_commands()
+    signal.signal(END, signal.SIG_IGN)
 
 
 def resolve_workers(settings: DataSettings, world: World) -> tuple[int, str]:

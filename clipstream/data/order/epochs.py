@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clipstream.data.order.rng import mix, permutation
-from clipstream.data.order.windows import Windowed, WindowSamples
+from clipstream.data.order.windows import Order, WindowSamples
 from clipstream.errors import SettingsError
 
 
@@ -32,26 +32,17 @@ from clipstream.errors import SettingsError
 class EpochPlan:
     """The epochs of a run; also the mix of its sources (see lanes.Mix).
 
-    Attributes:
-        seed: the run's seed.
-        names: of the sources, sorted.
-        samples: of each source.
-        weights: of each source: how often an epoch has each sample.
-        batch: B, samples of a global batch.
-        lanes: L.
-        remainder: 'drop', 'pad' or 'wrap'.
-
     Raises:
         SettingsError: a source has no samples, or an epoch is less than one batch with `drop`.
     """
 
-    seed: int
-    names: tuple[str, ...]
-    samples: tuple[int, ...]
-    weights: tuple[float, ...]
-    batch: int
-    lanes: int
-    remainder: str
+    seed: int  # the run's seed
+    names: tuple[str, ...]  # of the sources, sorted
+    samples: tuple[int, ...]  # of each source
+    weights: tuple[float, ...]  # of each source: how often an epoch has each sample
+    batch: int  # B, samples of a global batch
+    lanes: int  # L
+    remainder: str  # 'drop', 'pad' or 'wrap'
 
     def __post_init__(self) -> None:
         for name, samples in zip(self.names, self.samples, strict=True):
@@ -179,42 +170,23 @@ Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Piece(NamedTuple):
-    """Some samples of a shard: `size` of the `span` samples from `first` on, beginning at `start` and wrapping around.
+    """Some samples of a shard: `size` of the `span` ones from `first` on, beginning at `start` and wrapping around."""
 
-    Attributes:
-        shard: number of the shard.
-        first: number of a sample in it.
-        span: number of samples.
-        start: below `span`.
-        size: at most `span`.
-    """
-
-    shard: int
-    first: int
-    span: int
-    start: int
-    size: int
-
-    def samples(self, numbers: Numbers) -> Numbers:
-        """Numbers in the piece as numbers in the shard, int64 [n]."""
-        return self.first + (self.start + numbers) % self.span
+    shard: int  # number of the shard
+    first: int  # number of a sample in it
+    span: int  # number of samples
+    start: int  # below `span`
+    size: int  # at most `span`
 
 
-class _Pass(NamedTuple):
-    """The shards of a pass in their order, and the cumulative number of their samples."""
-
-    shards: Numbers
-    ends: Numbers
-
-
-class IndexedOrder(Windowed):
+class IndexedOrder(Order):
     """The order of one source in the mode `indexed`, which knows how many samples each shard holds.
 
     A lane's stretch of references is a list of pieces of permuted shards; a group is a few pieces in a row.
 
     Args:
         plan: of the epochs.
-        source: number of the source, in the order of names.
+        source: its number, in the order of names.
         counts: samples of each shard.
         split: whether each lane has the same samples in every epoch.
         open_shards: pieces of a group.
@@ -253,7 +225,7 @@ class IndexedOrder(Windowed):
         samples = super().samples(lane, group, window, sizes)
         for index, piece in enumerate(self._group(lane, group)):
             rows = samples[:, 0] == index
-            samples[rows, 1] = piece.samples(samples[rows, 1])
+            samples[rows, 1] = piece.first + (piece.start + samples[rows, 1]) % piece.span
         return samples
 
     def _group(self, lane: int, group: int) -> list[Piece]:
@@ -302,9 +274,9 @@ class IndexedOrder(Windowed):
                     turn = mix(self.seed, 13, self.source, epoch, number, shard)
                     yield Piece(shard, 0, size, (first + turn) % size, count)
 
-    def _make_pass(self, epoch: int | None, number: int) -> _Pass:
-        if epoch is None:
-            shards: Numbers = np.arange(len(self._counts))
-        else:
+    def _make_pass(self, epoch: int | None, number: int) -> tuple[Numbers, Numbers]:
+        """The shards of a pass in their order, and the cumulative number of their samples."""
+        shards: Numbers = np.arange(len(self._counts))
+        if epoch is not None:
             shards = permutation(len(self._counts), mix(self.seed, 14, self.source, epoch, number))
-        return _Pass(shards, np.cumsum(self._counts[shards]))
+        return shards, np.cumsum(self._counts[shards])

@@ -45,17 +45,11 @@ def lanes_of_rank(rank: int, ranks: int, lanes: int) -> range:
 
 @dataclass(frozen=True)
 class LaneSlots:
-    """Which slots of its rank's batch each lane fills.
+    """Which slots of its rank's batch each lane fills."""
 
-    Attributes:
-        lanes: of the rank.
-        total: number of lanes of all ranks.
-        batch_size: step -> samples of the global batch.
-    """
-
-    lanes: range
-    total: int
-    batch_size: Callable[[int], int]
+    lanes: range  # of the rank
+    total: int  # number of lanes of all ranks
+    batch_size: Callable[[int], int]  # step -> samples of the global batch
 
     def of(self, lane: int, step: int) -> range:
         """The slots of one of the rank's lanes in batch number `step`."""
@@ -83,17 +77,12 @@ class SourceMix:
     Sample n of the run, counted through the global batches, takes the source at frac(offset + n·φ) of the weights laid
     end to end. So after any batch each source is within O(log n) samples of its share (Weyl's equidistribution;
     `tests/data/order/test_lanes.py` asserts 5), whatever its weight, and within a batch for each rank.
-
-    Attributes:
-        seed: the run's seed.
-        weights: of the sources.
-        lanes: L.
-        batches: (step, samples): sizes of the global batch, each from its step on; the first from step 0.
     """
 
-    seed: int
-    weights: tuple[float, ...]
-    lanes: int = 1
+    seed: int  # the run's seed
+    weights: tuple[float, ...]  # of the sources
+    lanes: int = 1  # L
+    # (step, samples): sizes of the global batch, each from its step on; the first from step 0
     batches: tuple[tuple[int, int], ...] = ((0, 1),)
 
     def source(self, lane: int, drawn: int) -> int:
@@ -120,18 +109,12 @@ class SourceMix:
 
 @dataclass
 class Cursor:
-    """Position of a lane in one source: its next sample.
+    """Position of a lane in one source: its next sample."""
 
-    Attributes:
-        group: number of the lane's group of shards.
-        window: number of the window in the group.
-        position: number of the sample in the window.
-        skipped: the group's shards, by their index in it, that could not be opened; a resumed run skips them too.
-    """
-
-    group: int = 0
-    window: int = 0
-    position: int = 0
+    group: int = 0  # number of the lane's group of shards
+    window: int = 0  # number of the window in the group
+    position: int = 0  # number of the sample in the window
+    # the group's shards, by their index in it, that could not be opened; a resumed run skips them too
     skipped: list[int] = field(default_factory=list)
 
     def copy(self) -> Cursor:
@@ -141,36 +124,22 @@ class Cursor:
 
 @dataclass
 class LaneState:
-    """Position of a lane.
+    """Position of a lane."""
 
-    Attributes:
-        drawn: number of slots that the lane has filled or left empty.
-        cursors: one per source, in the order of names.
-    """
-
-    drawn: int
-    cursors: list[Cursor]
+    drawn: int  # number of slots that the lane has filled or left empty
+    cursors: list[Cursor]  # one per source, in the order of names
 
 
 @dataclass(frozen=True)
 class DataState:
-    """Position of the data after a batch.
+    """Position of the data after a batch."""
 
-    Attributes:
-        step: number of the next batch.
-        lanes_total: L, lanes of all ranks.
-        fingerprint: all that fixes the order of samples.
-        salt: how often the order was restarted under other settings (--resume-approximate).
-        restarted_at: number of the first batch of the present order.
-        lanes: by number; those of one rank, or of all after `merge`.
-    """
-
-    step: int = 0
-    lanes_total: int = 0
-    fingerprint: Fingerprint = field(default_factory=dict)
-    salt: int = 0
-    restarted_at: int = 0
-    lanes: dict[int, LaneState] = field(default_factory=dict)
+    step: int = 0  # number of the next batch
+    lanes_total: int = 0  # L, lanes of all ranks
+    fingerprint: Fingerprint = field(default_factory=dict)  # all that fixes the order of samples
+    salt: int = 0  # how often the order was restarted under other settings (--resume-approximate)
+    restarted_at: int = 0  # number of the first batch of the present order
+    lanes: dict[int, LaneState] = field(default_factory=dict)  # by number; those of one rank, or of all after `merge`
 
     @classmethod
     def merge(cls, parts: Sequence[DataState]) -> DataState:

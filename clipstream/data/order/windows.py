@@ -13,10 +13,11 @@ should be used completely. Mixing across shards comes from the number of shards 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -29,59 +30,32 @@ SHARDS_PER_FAMILY = 10  # that a family of lanes has in a pass of `epoch`, at le
 WindowSamples = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class Order(Protocol):
-    """The order of one source's samples in each lane.
+class Order(ABC):
+    """The order of one source's samples in each lane: groups of shards, cut into windows, and these permuted."""
 
-    Attributes:
-        keeps_slots: whether the slot of a dropped sample stays empty; else the lane's next sample fills it.
-    """
+    seed: int  # the run's seed
+    source: int  # number of the source, in the order of names
+    window: int  # samples of a window, about
+    keeps_slots = False  # whether the slot of a dropped sample stays empty; else the lane's next sample fills it
 
-    keeps_slots: bool
-
+    @abstractmethod
     def group(self, lane: int, group: int) -> list[int]:
         """Numbers of the shards of a lane's group."""
-        ...
+
+    @abstractmethod
+    def sizes(self, lane: int, group: int, found: Sequence[int]) -> list[int]:
+        """How many samples the lane takes from each shard of the group, where these hold `found` samples."""
 
     def next_group(self, lane: int, group: int) -> int:
         """The number of the lane's group after this one."""
-        ...
-
-    def sizes(self, lane: int, group: int, found: Sequence[int]) -> list[int]:
-        """How many samples the lane takes from each shard of the group, where these hold `found` samples."""
-        ...
+        return group + 1
 
     def windows(self, sizes: Sequence[int]) -> int:
         """Number of windows of a group that gives `sizes` samples."""
-        ...
-
-    def samples(self, lane: int, group: int, window: int, sizes: Sequence[int]) -> WindowSamples:
-        """A window's samples, permuted."""
-        ...
-
-    def window_key(self, lane: int, group: int, window: int) -> int:
-        """Hash of a window; `mix(position, state=window_key)` is the key of the random numbers of its samples."""
-        ...
-
-
-class Windowed:
-    """The parts that all orders share: cutting a group into windows, and permuting these.
-
-    Attributes:
-        seed: the run's seed.
-        source: number of the source, in the order of names.
-        window: samples of a window, about.
-    """
-
-    seed: int
-    source: int
-    window: int
-
-    def windows(self, sizes: Sequence[int]) -> int:
-        """See Order."""
         return -(-sum(sizes) // self.window)
 
     def samples(self, lane: int, group: int, window: int, sizes: Sequence[int]) -> WindowSamples:
-        """See Order."""
+        """A window's samples, permuted."""
         count = self.windows(sizes)
         stretch = int(permutation(count, mix(self.seed, 6, self.source, lane, group))[window])
         numbers = [np.arange(stretch * size // count, (stretch + 1) * size // count) for size in sizes]
@@ -90,7 +64,7 @@ class Windowed:
         return np.stack((shards[order], np.concatenate(numbers)[order]), axis=1)
 
     def window_key(self, lane: int, group: int, window: int) -> int:
-        """See Order."""
+        """Hash of a window; `mix(position, state=window_key)` is the key of the random numbers of its samples."""
         return mix(self.seed, 4, self.source, lane, group, window)
 
 
@@ -104,35 +78,24 @@ def group_size_for(lanes: int, shards: int) -> int:
 
 
 @dataclass(frozen=True)
-class SourceOrder(Windowed):
+class SourceOrder(Order):
     """The order of the modes `resampled` and `epoch`, which need not know how many samples a shard holds.
 
     In `epoch` a pass deals every shard to a family of neighbouring lanes, and each of the m lanes of a family takes
     every m-th sample of it. A family has several shards in a pass, so that its lanes differ little in their number of
     samples: else lanes with small shards would be through sooner and begin the next pass.
-
-    Attributes:
-        seed: the run's seed.
-        source: number of the source, in the order of names.
-        shards: number of shards of the source.
-        lanes: L, all lanes of the run.
-        mode: 'resampled' or 'epoch'.
-        open_shards: shards of a group; None for the default.
-        window: samples of a window, about.
-        split: whether each family of lanes has fixed shards; there are as many families as shards then, at most L.
-        replacement: whether `resampled` may draw a shard again before the lane has seen all.
     """
 
     seed: int
     source: int
-    shards: int
-    lanes: int
-    mode: str
-    open_shards: int | None
+    shards: int  # number of shards of the source
+    lanes: int  # L, all lanes of the run
+    mode: str  # 'resampled' or 'epoch'
+    open_shards: int | None  # shards of a group; None for the default
     window: int
+    # whether each family of lanes has fixed shards; there are as many families as shards then, at most L
     split: bool = False
-    replacement: bool = True
-    keeps_slots = False
+    replacement: bool = True  # whether `resampled` may draw a shard again before the lane has seen all
 
     def group(self, lane: int, group: int) -> list[int]:
         """See Order."""
@@ -154,10 +117,6 @@ class SourceOrder(Windowed):
             who = family if self.mode == "epoch" else lane
             dealt = permutation(len(own), mix(self.seed, 7, self.source, who, turn)) + own.start
         return [int(i) for i in dealt[part * self.group_size : (part + 1) * self.group_size]]
-
-    def next_group(self, lane: int, group: int) -> int:
-        """See Order."""
-        return group + 1
 
     def sizes(self, lane: int, group: int, found: Sequence[int]) -> list[int]:
         """See Order."""

@@ -73,7 +73,7 @@ def test_remote_shards_are_fetched_before_they_are_needed(
     kept = [0, 2, 4, 5]  # whose samples last for some batches
     expected = digests(data([shards[i] for i in kept], **changes), 1, 60)
     with loader(data([urls[i] for i in kept], **changes)) as stream:
-        folder = stream.plan.on_close.__self__.store.folder  # type: ignore[attr-defined]
+        folder = stream.plan.store.folder
         found = [digest([next(stream)])]
         end = time.monotonic() + TIMEOUT
         while len(asked) < 2:
