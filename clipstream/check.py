@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pydantic import ValidationError
 
 from clipstream.cli.main import run_main
-from clipstream.config.print_config import print_config, take_flag
+from clipstream.config.dump import print_config, take_flag
 from clipstream.config.settings import load
 from clipstream.data.settings import CaptionSettings, JsonCaption, SourceSettings, TextCaption
 from clipstream.errors import SettingsError

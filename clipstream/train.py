@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from clipstream.checkpoint.run_lock import occupied
 from clipstream.cli.main import load_or_help, run_main
-from clipstream.config.settings import Settings, dump, require_equal, resolve, secrets, with_known_epoch
+from clipstream.config.dump import dump, secrets
+from clipstream.config.settings import Settings, require_equal, resolve, with_known_epoch
 from clipstream.config.validate import validate_run
 from clipstream.data.shard_url import redact
 from clipstream.distributed.failure import FailureWatch

@@ -19,8 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from clipstream.config.flag_aliases import ALIASES, BY_FLAG, TOGETHER, FlagAlias
-from clipstream.config.schema import entries_of, kinds, section_of
-from clipstream.config.section import PluginSection, Section
+from clipstream.config.section import PluginSection, Section, entries_of, kinds, section_of
 from clipstream.errors import SettingsError, did_you_mean
 
 _NAMES = {str: "TEXT", int: "INT", float: "NUMBER", bool: "true|false"}

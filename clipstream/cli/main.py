@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from clipstream import __version__
 from clipstream.cli.help import help_text
-from clipstream.config.print_config import print_config, take_flag
+from clipstream.config.dump import print_config, take_flag
 from clipstream.config.settings import Settings, load
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, Stopped, did_you_mean

@@ -1,7 +1,7 @@
-"""The layers of settings: YAML files and flags, each with the place of every value, merged into one tree.
+"""The sources of settings, YAML files and flags, and their merge into one tree in which each value has its place.
 
-Files and texts enter; a nested mapping leaves, not yet validated, with `Places` for error messages. A later layer is
-merged over an earlier one.
+Files and texts enter; a tree of `Node` leaves, and from it nested mappings, not yet validated. A later source is merged
+over an earlier one.
 """
 
 from __future__ import annotations
@@ -11,12 +11,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from types import NoneType
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from clipstream.config.schema import Path, Tree, child, fit, kinds, section_of
-from clipstream.config.section import PluginSection, Section
+from clipstream.config.section import (
+    Path,
+    PluginSection,
+    Section,
+    below,
+    child,
+    chosen,
+    entries_of,
+    items_of,
+    kinds,
+    required_section,
+    section_of,
+)  # fmt: skip
 from clipstream.utils.escape import printable
 
 # YAML 1.1 reads 1e-3 as text; here it is a number.
@@ -28,7 +39,7 @@ MOST_COPIES = 10_000  # keys and values repeated by aliases: ten nested lists of
 MOST_LEVELS = 100
 NULLS = ("", "~", "null", "Null", "NULL")
 
-# Keys that exclude each other: a later layer that sets one removes the others.
+# Keys that exclude each other: a later source that sets one removes the others.
 EXCLUSIVE: dict[Path, tuple[str, ...]] = {
     ("train",): ("steps", "samples", "epochs"),
     ("model",): ("name", "config"),
@@ -54,85 +65,94 @@ for _cls in (Loader, Dumper):
     _cls.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
 
 
+def to_yaml(tree: object) -> str:
+    """A tree as YAML that `Loader` reads back unchanged."""
+    text: str = yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return text
+
+
 @dataclass
-class Layer:
-    """One source of settings.
+class Node:
+    """One setting as it was written.
 
     Attributes:
-        tree: nested mappings and lists.
-        places: path -> 'FILE:LINE' or the flag.
-        texts: path -> a plain scalar as it was written.
-        bare: paths set by a flag without a value.
-        implied: mappings that exist only because flags set keys in them; their place is the first of these flags.
+        value: a scalar, a list of nodes, or a mapping of keys to nodes.
+        place: 'FILE:LINE' or the flag; of a mapping that only flags of its keys imply, the first of these flags.
+        written: as `place`, but empty for such a mapping.
+        text: a plain scalar as it was written.
+        bare: whether it was set by a flag without a value.
     """
 
-    tree: Tree = field(default_factory=dict)
-    places: dict[Path, str] = field(default_factory=dict)
-    texts: dict[Path, str] = field(default_factory=dict)
-    bare: set[Path] = field(default_factory=set)
-    implied: set[Path] = field(default_factory=set)
+    # Places are excluded from comparison: settings are equal if their values are.
+    value: Any = field(default_factory=dict, compare=False)
+    place: str = field(default="", compare=False)
+    written: str = field(default="", compare=False)
+    text: str | None = field(default=None, compare=False)
+    bare: bool = field(default=False, compare=False)
 
-    def put(self, path: Path, value: Any, place: str) -> None:
-        """Set one value, with the mappings above it. Below a value that is no mapping nothing is set."""
-        tree = self.tree
-        for depth, part in enumerate(path[:-1], start=1):
-            if tree.get(str(part)) is None:
-                tree[str(part)] = {}
-            if not isinstance(tree[str(part)], dict):
-                return  # validation refuses this value
-            if not self.has(path[:depth]):
-                self.places[path[:depth]] = place
-                self.implied.add(path[:depth])
-            tree = tree[str(part)]
-        tree[str(path[-1])] = value
-        self.places[path] = place
-        self.implied.discard(path)
+    @classmethod
+    def of(cls, value: object, place: str) -> Node:
+        """The nodes of a value whose parts all have the same place."""
+        if isinstance(value, dict):
+            value = {key: cls.of(part, place) for key, part in value.items()}
+        elif isinstance(value, list):
+            value = [cls.of(part, place) for part in value]
+        return cls(value, place, place)
 
-    def put_text(self, path: Path, text: str, place: str) -> None:
-        """Set one value from a YAML scalar, list or mapping; text that is not YAML is a string."""
+    @classmethod
+    def of_text(cls, text: str, place: str) -> Node:
+        """The node of a YAML scalar, list or mapping; text that is not YAML is a string."""
+        node = cls(text, place, place)
         try:
-            node = yaml.compose(text, Loader=Loader)
-            value = None if node is None else _Reader(self, lambda _: place, []).value(node, path)
+            composed = yaml.compose(text, Loader=Loader)
+            node.value = None if composed is None else _Reader(lambda _: place, []).node(composed, ()).value
         except (yaml.YAMLError, RecursionError):
-            value = text
+            pass
         # YAML strips text, cuts '# …' off, and reads a lone '!' as null: not meant on a command line.
-        if isinstance(value, str) or (value is None and text not in NULLS):
-            value = text
-        self.put(path, value, place)
-        self.texts[path] = text
+        if isinstance(node.value, str) or (node.value is None and text not in NULLS):
+            node.value = text
+        node.text = text
+        return node
 
-    def has(self, path: Path) -> bool:
-        """Whether this layer sets something at `path`."""
-        return path in self.places
+    def put(self, path: Path, node: Node) -> None:
+        """Put a node below this one, with the mappings above it. Below a value that is no mapping nothing is put."""
+        tree = self.value
+        for part in path[:-1]:
+            if part not in tree or tree[part].value is None:
+                tree[part] = Node({}, node.place)
+            if not isinstance(tree[part].value, dict):
+                return  # validation refuses this value
+            tree = tree[part].value
+        tree[path[-1]] = node
 
+    def put_keys(self, path: Path, node: Node) -> None:
+        """As `put`, but the keys of a mapping are put one by one, beside those that are there."""
+        if isinstance(node.value, dict) and node.text is None:  # a text such as 'synthetic:' is YAML's mapping, too
+            for key, part in node.value.items():
+                self.put_keys((*path, key), part)
+        else:
+            self.put(path, node)
 
-@dataclass(frozen=True)
-class Places:
-    """Where values were written.
+    def at(self, path: Path) -> Node | None:
+        """The node at `path`."""
+        node: Node | None = self
+        for part in path:
+            node = None if node is None else below(node.value, part)
+        return node
 
-    Attributes:
-        layers: highest first.
-    """
+    def place_of(self, path: Path, *, written: bool = False) -> str:
+        """The place of the node at `path`, or of the nearest one above it; empty where neither was written.
 
-    # Excluded from comparison: settings are equal if their values are.
-    layers: tuple[Layer, ...] = field(default=(), compare=False)
-
-    def of(self, path: Path) -> str:
-        """The place of `path`, or of the nearest mapping above it; empty where neither was written."""
-        nearest, layers = self._nearest(path)
-        return layers[0].places[nearest] if layers else ""
-
-    def written(self, path: Path) -> str:
-        """As `of`, but empty for a mapping that is only implied by flags of other keys."""
-        nearest, layers = self._nearest(path)
-        return next((layer.places[nearest] for layer in layers if nearest not in layer.implied), "")
-
-    def _nearest(self, path: Path) -> tuple[Path, list[Layer]]:
-        """The longest prefix of `path` that is set, and the layers that set it."""
-        for length in range(len(path), 0, -1):
-            if found := [layer for layer in self.layers if layer.has(path[:length])]:
-                return path[:length], found
-        return (), []
+        Args:
+            written: whether mappings that are only implied by flags of other keys have no place.
+        """
+        nearest = self
+        for part in path:
+            inner: Node | None = below(nearest.value, part)
+            if inner is None:
+                break
+            nearest = inner
+        return nearest.written if written else nearest.place
 
 
 class _Refused(yaml.MarkedYAMLError):
@@ -140,15 +160,15 @@ class _Refused(yaml.MarkedYAMLError):
 
 
 class _Reader:
-    """Converts YAML nodes to values; adds places and texts to a layer, and duplicate keys to `problems`."""
+    """Converts YAML's nodes to ours; duplicate keys are added to `problems`."""
 
-    def __init__(self, layer: Layer, place: Callable[[yaml.Node], str], problems: list[str]) -> None:
-        self.layer, self.place, self.problems = layer, place, problems
+    def __init__(self, place: Callable[[yaml.Node], str], problems: list[str]) -> None:
+        self.place, self.problems = place, problems
         self.seen: set[int] = set()
         self.copies = 0
 
-    def value(self, node: yaml.Node, path: Path) -> Any:
-        """The value of a node at `path`.
+    def node(self, node: yaml.Node, path: Path, place: str = "") -> Node:
+        """The node at `path`, with the place of its key, if any.
 
         Raises:
             yaml.MarkedYAMLError: an unknown tag, a key that is no scalar, or nesting and aliases beyond the limits.
@@ -161,54 +181,55 @@ class _Reader:
         if len(path) > MOST_LEVELS:
             text = f"more than {MOST_LEVELS} levels of lists and mappings, one in the other"
             raise _Refused(problem=text, problem_mark=node.start_mark)
-        self.layer.places.setdefault(path, self.place(node))
+        place = place or self.place(node)
+        made = Node(None, place, place)
         if isinstance(node, yaml.ScalarNode):
-            if node.style is None:
-                self.layer.texts[path] = node.value
+            made.text = node.value if node.style is None else None
             try:
-                return Loader("").construct_object(node, deep=True)
+                made.value = Loader("").construct_object(node, deep=True)
             except ValueError:  # an impossible date, a number of thousands of digits
-                return node.value
+                made.value = node.value
+            return made
         if node.tag not in _PLAIN_TAGS:
             raise _Refused(problem=f"the tag {node.tag} has no meaning here", problem_mark=node.start_mark)
         if isinstance(node, yaml.SequenceNode):
-            return [self.value(item, (*path, number)) for number, item in enumerate(node.value)]
-        own: Tree = {}
-        inherited: Tree = {}
+            made.value = [self.node(item, (*path, number)) for number, item in enumerate(node.value)]
+            return made
+        own: dict[str, Node] = {}
+        inherited: dict[str, Node] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise _Refused(problem="a key is a word, not a list or a mapping", problem_mark=key_node.start_mark)
-            key = key_node.value
-            here = (*path, key)
+            key, key_place = key_node.value, self.place(key_node)
             if key_node.tag == "tag:yaml.org,2002:merge":
                 parents = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
                 for parent in reversed(parents):
                     if not isinstance(parent, yaml.MappingNode):
                         raise _Refused(problem="<< takes only mappings", problem_mark=parent.start_mark)
-                    inherited.update(self.value(parent, path))
+                    inherited.update(self.node(parent, path).value)
             elif key in own:
-                first = self.layer.places[here]
-                self.problems.append(f"{self.place(key_node)}: the key '{key}' is given twice (first at {first})")
+                self.problems.append(f"{key_place}: the key '{key}' is given twice (first at {own[key].place})")
             else:
-                self.layer.places[here] = self.place(key_node)
-                own[key] = self.value(value_node, here)
-        return {**inherited, **own}
+                own[key] = self.node(value_node, (*path, key), key_place)
+        made.value = {**inherited, **own}
+        return made
 
 
-def yaml_layer(file: str, problems: list[str]) -> Layer:
+def read_yaml(file: str, problems: list[str]) -> Node:
     """Read one YAML file; its mistakes are added to `problems`, with their lines."""
-    layer, named, text = Layer(), printable(file), ""
+    named, text = printable(file), ""
     try:
         with FilePath(file).open("rb") as opened:
             content = opened.read(MOST_BYTES + 1)  # a device such as /dev/zero has no end
         if len(content) > MOST_BYTES:
             problems.append(f"--config: {named} has more than {MOST_BYTES >> 20} MiB: it is no file of settings")
-            return layer
+            return Node()
         text = content.decode("utf-8")
         node = yaml.compose(text, Loader=Loader)
         if isinstance(node, yaml.MappingNode):
-            layer.tree = _Reader(layer, lambda node: f"{file}:{node.start_mark.line + 1}", problems).value(node, ())
-        elif node is not None:
+            reader = _Reader(lambda node: f"{file}:{node.start_mark.line + 1}", problems)
+            return Node(reader.node(node, ()).value)
+        if node is not None:
             problems.append(f"{file}:1: settings are a mapping of sections, not {type(node).__name__[:-4].lower()}")
     except FileNotFoundError:
         problems.append(f"--config: there is no file {named}")
@@ -226,48 +247,79 @@ def yaml_layer(file: str, problems: list[str]) -> Layer:
         problems.append(f"{file}{line_of}: {said}{getattr(error, 'problem', None) or error}")
     except (OSError, ValueError) as error:
         problems.append(f"--config: cannot read {named}: {getattr(error, 'strerror', None) or error}")
-    return layer
+    return Node()
 
 
-def merged(root: type[Section], layers: Sequence[Layer]) -> Tree:
-    """The tree of all layers, given from lowest to highest, with YAML's guesses about types undone (see `fit`)."""
-    tree: Tree = {}
-    texts: dict[Path, str] = {}
-    for layer in layers:
-        for path in layer.places:
-            texts.pop(path, None)
-        texts.update(layer.texts)
-    for layer in reversed(layers):
-        tree = _merge(root, layer.tree, tree, ())
-    fitted: Tree = fit(root, tree, (), texts)
-    return fitted
+def merged(root: type[Section], sources: Sequence[Node]) -> Node:
+    """All sources, given from lowest to highest, as one tree."""
+    tree = Node()
+    for source in reversed(sources):
+        tree = _merge(root, source, tree, ())
+    return tree
 
 
-def _merge(annotation: Any, low: Tree, high: Tree, path: Path) -> Tree:
-    """`low` with `high` merged over it, without keys that `high` excludes and without sections that are null.
+def _merge(annotation: Any, low: Node, high: Node, path: Path) -> Node:
+    """The mapping `low` with `high` merged over it, without keys that `high` excludes.
 
     Where `high` has another `type`, only the keys of the whole family are kept, as the others belong to the old type.
     """
-    section = section_of(annotation)
-    kept = dict(low)
-    if (
-        section is not None
-        and issubclass(section, PluginSection)
-        and high.get("type", kind := low.get("type", section.model_fields["type"].default)) != kind
-    ):
-        # EvalSettings keeps `data` and `every`; the `key` of a text caption must not become a JSON caption's.
-        kept = {key: value for key, value in low.items() if key in section.model_fields and key != "type"}
+    section, found, over = section_of(annotation), dict(low.value), high.value
+    given = [node.value for node in (over.get("type"), found.get("type")) if node is not None]
+    typed = {"type": given[0]} if given else {}
+    if section is not None and issubclass(section, PluginSection) and "type" in over:
+        before = given[1] if len(given) > 1 else section.model_fields["type"].default
+        if given[0] != before:
+            # EvalSettings keeps `data` and `every`; the `key` of a text caption must not become a JSON caption's.
+            found = {key: node for key, node in found.items() if key in section.model_fields and key != "type"}
     group = EXCLUSIVE.get(path, ())
-    if any(high.get(key) is not None for key in group):
-        kept = {key: value for key, value in kept.items() if key not in group}
-    typed = {**low, "type": high["type"]} if "type" in high else low
-    found: Tree = {}
-    for key, value in kept.items():
-        inner = None if annotation is None else child(annotation, typed, key)
-        over = high.get(key)
-        if isinstance(value, dict):
-            value = _merge(inner, value, over if isinstance(over, dict) else {}, (*path, key))
-        elif value is None and section is not None and section_of(inner) is not None and NoneType not in kinds(inner):
-            continue
-        found[key] = value
-    return found | {k: v for k, v in high.items() if not (isinstance(v, dict) and isinstance(found.get(k), dict))}
+    if any(key in over and over[key].value is not None for key in group):
+        found = {key: node for key, node in found.items() if key not in group}
+    for key, node in over.items():
+        under, inner = found.get(key), child(annotation, typed, key)
+        found[key] = node
+        if under is not None and isinstance(under.value, dict):
+            if isinstance(node.value, dict):
+                found[key] = _merge(inner, under, node, (*path, key))
+            elif node.value is None and section is not None and required_section(inner):
+                found[key] = under
+    return Node(found, high.place or low.place, high.written or low.written)
+
+
+def plain(annotation: Any, node: Node, problems: list[str]) -> Any:
+    """The value of a node with YAML's guesses about types undone.
+
+    A plain scalar where text is wanted becomes its text (`name: 00001`, `classes: [yes, no]`). A section without keys
+    and a null entry of a named map are removed.
+
+    Args:
+        problems: flags without a value for keys that are no switches are added to it.
+    """
+    value, section, entries, items = node.value, section_of(annotation), entries_of(annotation), items_of(annotation)
+    if node.bare and annotation is not None and bool not in kinds(annotation):
+        problems.append(f"{node.place}: needs a value")
+    wanted: dict[type[Any], bool] = {
+        dict: section is not None or entries is not None,
+        list: items is not None,
+        str: True,
+    }
+    optional = value is None and NoneType in kinds(annotation)
+    if node.text is not None and not wanted.get(type(value), optional) and accepts_text(annotation, node.text):
+        return node.text
+    if isinstance(value, dict):
+        if section is not None:
+            given = {"type": value["type"].value} if "type" in value else {}
+            fields = chosen(section, given).model_fields
+            of = {key: fields[key].annotation if key in fields else None for key in value}
+            kept = {key: part for key, part in value.items() if part.value is not None or not required_section(of[key])}
+        else:
+            of = dict.fromkeys(value, entries)
+            kept = {key: part for key, part in value.items() if entries in (None, Any) or part.value is not None}
+        return {key: plain(of[key], part, problems) for key, part in kept.items()}
+    if isinstance(value, list):
+        return [plain(items, item, problems) for item in value]
+    return {} if value is None and entries not in (None, Any) else value
+
+
+def accepts_text(annotation: Any, text: str) -> bool:
+    """Whether the string `text` is itself a valid value of this annotation."""
+    return any(kind is str or (get_origin(kind) is Literal and text in get_args(kind)) for kind in kinds(annotation))

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import reduce
 from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
-from clipstream.config.config_sources import Places
-from clipstream.config.schema import Path, Tree, annotation_at, below, child, chosen, dotted, kinds, leaves, section_of
-from clipstream.config.section import PluginSection, Section
+from clipstream.config.config_sources import Node
+from clipstream.config.section import (
+    Path,
+    PluginSection,
+    Section,
+    Tree,
+    below,
+    child,
+    chosen,
+    dotted,
+    kinds,
+    leaves,
+    section_of,
+)  # fmt: skip
 from clipstream.errors import did_you_mean
 
 RENAMED = {"tail": "remainder", "starving": "data_stall_warning"}  # former names of keys
@@ -40,9 +50,13 @@ _LIMITS = {
 }
 
 
-def format_problem(places: Places, path: Path, text: str) -> str:
-    """One line: the place of a setting, its key, and `text`."""
-    return _line(places.written(path), dotted(path), text)
+def format_problem(places: Node, path: Path, text: str) -> str:
+    """One line: the place of a setting, its key, and `text`.
+
+    Args:
+        places: the tree of settings as they were written.
+    """
+    return _line(places.place_of(path, written=True), dotted(path), text)
 
 
 def _line(place: str, key: str, text: str) -> str:
@@ -51,33 +65,39 @@ def _line(place: str, key: str, text: str) -> str:
     return f"{place}: {key}: {text}"
 
 
-def format_errors(root: type[Section], tree: Tree, error: ValidationError, places: Places) -> list[str]:
+def format_errors(root: type[Section], tree: Tree, error: ValidationError, places: Node) -> list[str]:
     """One line for each error about `tree`, in the order of the tree's sections."""
     found: dict[Path, list[Any]] = {}
     for one in error.errors(include_url=False):
-        found.setdefault(_path(root, tree, one["loc"], one["type"]), []).append(one)
+        # The error of a list that is too short is the list's, not the missing item's.
+        path, _, _ = _locate(root, tree, one["loc"], items=one["type"] != "missing")
+        found.setdefault(path, []).append(one)
     lines = []
     for path, findings in found.items():
         where, text = _sentence(root, tree, path, findings)
         # A missing key is not the fault of flags that set other keys of the same section.
         missing = any(one["type"] == "missing" for one in findings)
-        lines.append(_line(places.written(where) if missing else places.of(where), dotted(where), text))
+        lines.append(_line(places.place_of(where, written=missing), dotted(where), text))
     return lines
 
 
-def _path(root: type[Section], tree: Any, loc: Sequence[str | int], kind: str) -> Path:
-    """The path in the tree of a pydantic `loc`, which also has the names of union members in it."""
+def _locate(root: type[Section], tree: Any, loc: Sequence[str | int], *, items: bool = True) -> tuple[Path, Any, Any]:
+    """(path, annotation, value) at a pydantic `loc`, in which the names of union members are left out.
+
+    Args:
+        items: whether the path may lead into a list.
+    """
     annotation: Any = root
     path: Path = ()
     for part in loc:
-        step = None if annotation is None else child(annotation, tree, part)
+        step = child(annotation, tree, part)
         known = (isinstance(tree, Mapping) and part in tree) or (isinstance(tree, list) and isinstance(part, int))
         if step is None and not known:
             continue
-        if isinstance(part, int) and kind == "missing":
-            break  # a list that is too short: the error is the list's, not the missing item's
+        if isinstance(part, int) and not items:
+            break
         path, annotation, tree = (*path, part), step, below(tree, part)
-    return path
+    return path, annotation, tree
 
 
 def _sentence(root: type[Section], tree: Tree, path: Path, findings: Sequence[Any]) -> tuple[Path, str]:
@@ -85,8 +105,8 @@ def _sentence(root: type[Section], tree: Tree, path: Path, findings: Sequence[An
     by_type = {one["type"]: one for one in findings}
     if "extra_forbidden" in by_type:
         return path, _unknown_key(root, tree, path)
-    annotation, value = annotation_at(root, tree, path), _value(tree, path)
-    for kind in kinds(annotation) if isinstance(value, list) and annotation is not None else ():
+    _, annotation, value = _locate(root, tree, path)
+    for kind in kinds(annotation) if isinstance(value, list) else ():
         if get_origin(kind) is tuple and Ellipsis not in get_args(kind) and len(value) != len(get_args(kind)):
             return path, f"expected {len(get_args(kind))} values, not {len(value)}"
     if "missing" in by_type:
@@ -98,22 +118,15 @@ def _sentence(root: type[Section], tree: Tree, path: Path, findings: Sequence[An
         return path, "missing: this key has no default"
     if "value_error" in by_type:
         text, section = str(by_type["value_error"]["ctx"]["error"]), section_of(annotation)
-        if (
-            section is not None
-            and issubclass(section, PluginSection)
-            and isinstance(value, Mapping)
-            and "type" in value
-        ):
-            name = str(value["type"])
-            if chosen(section, {"type": name}) is section and name not in section.builtin:
+        if section is not None and issubclass(section, PluginSection) and isinstance(value, Mapping):
+            name = value.get("type")
+            if isinstance(name, str) and chosen(section, {"type": name}) is section and name not in section.builtin:
                 return (*path, "type"), text + did_you_mean(name, section.builtin)
         return path, text
-    text = (
-        {None: "null", True: "true", False: "false"}.get(value, "") if isinstance(value, bool | None) else repr(value)
-    )
-    shown = text if len(text) <= 80 else f"{text[:77]}..."
+    shown = {None: "null", True: "true", False: "false"}[value] if isinstance(value, bool | None) else repr(value)
+    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
     if by_type.keys() == {"literal_error"}:
-        options = [str(choice) for kind in kinds(annotation) for choice in get_args(kind)] if annotation else []
+        options = [str(choice) for kind in kinds(annotation) for choice in get_args(kind)]
         choices = [choice for one in findings for choice in options or [str(one["ctx"]["expected"])]]
         if len(choices) > 1 or len(findings) > 1:
             return path, f"{shown} is not one of {', '.join(choices)}{did_you_mean(str(value), choices)}"
@@ -133,8 +146,8 @@ def _sentence(root: type[Section], tree: Tree, path: Path, findings: Sequence[An
 
 def _unknown_key(root: type[Section], tree: Tree, path: Path) -> str:
     """The message about a key that its section does not have, with the keys that may be meant."""
-    value, annotation, name = _value(tree, path[:-1]), annotation_at(root, tree, path[:-1]), str(path[-1])
-    section = section_of(annotation) if annotation is not None else None
+    (_, annotation, value), name = _locate(root, tree, path[:-1]), str(path[-1])
+    section = section_of(annotation)
     known = list(chosen(section, value).model_fields) if section is not None else []
     if near := did_you_mean(RENAMED[name] if RENAMED.get(name) in known else name, known):
         return f"there is no such key{near}"
@@ -146,10 +159,6 @@ def _unknown_key(root: type[Section], tree: Tree, path: Path) -> str:
         return f"there is no such key; did you mean {elsewhere}?"
     kind = f" of type {value['type']}" if isinstance(value, Mapping) and isinstance(value.get("type"), str) else ""
     return f"there is no such key; here are{kind}: {', '.join(known)}"
-
-
-def _value(tree: Any, path: Path) -> Any:
-    return reduce(below, path, tree)
 
 
 def enumerate_words(problems: Iterable[str]) -> str:

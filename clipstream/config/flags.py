@@ -1,37 +1,34 @@
 """The reading of a command line: `--section.key VALUE`, short flags, and a verb's own flags.
 
-An argument list enters; the names of `--config` files and a `Layer` leave. Unknown keys are found later, when the whole
-tree is validated. A value is a YAML scalar, list or mapping; where text is wanted it is the text itself. Lists are
-written `'[a, b]'`; a flag given again replaces its earlier value. A flag without a value means true.
+An argument list enters; the names of `--config` files and a tree of settings leave. Unknown keys are found later, when
+the whole tree is validated. A value is a YAML scalar, list or mapping; where text is wanted it is the text itself.
+Lists are written `'[a, b]'`; a flag given again replaces its earlier value. A flag without a value means true.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from clipstream.config.config_sources import Layer
+from clipstream.config.config_sources import Node, merged
 from clipstream.config.flag_aliases import (
     BY_FLAG,
     CAPTION,
     IMAGENETS,
-    MEMBERS,
     READING,
+    SOURCE,
     TOGETHER,
-    Sets,
     batch_sets,
     beta_sets,
-    caption,
+    caption_sets,
+    refusal,
+    zero_shot_sets,
 )  # fmt: skip
-from clipstream.config.refused_flags import refusal
-from clipstream.config.schema import Path, child, dotted, entries_of, leaves
-from clipstream.config.section import Section, with_home
+from clipstream.config.section import Path, Section, child, dotted, entries_of, leaves, with_home
 from clipstream.errors import SettingsError, nearest
 
 
-@dataclass(frozen=True)
-class Given:
+class Given(NamedTuple):
     """One flag as it was typed: `text` is None where it had no value."""
 
     flag: str
@@ -56,65 +53,111 @@ def split(argv: Sequence[str], problems: list[str]) -> tuple[list[str], list[Giv
         if value is not None and not equals and (alias := BY_FLAG.get(flag)) is not None and alias.many:
             while rest and not rest[0].startswith("--"):
                 value = f"{value}\n{rest.pop(0)}"
-        if flag == "--config":
-            if not value:
-                problems.append("--config: needs a file")
-            else:
-                configs.append(with_home(value))
-        else:
+        if flag != "--config":
             given.append(Given(flag, value))
+        elif value:
+            configs.append(with_home(value))
+        else:
+            problems.append("--config: needs a file")
     return configs, given
 
 
-def flag_layer(
+def flag_tree(
     root: type[Section],
     given: Iterable[Given],
-    files: Sequence[Layer],
+    files: Sequence[Node],
     ranks: int,
     problems: list[str],
     *,
     trains: bool = True,
-) -> Layer:
-    """The layer of all flags except `--config`.
+) -> Node:
+    """The tree of all flags except `--config`.
 
     Args:
         root: the class of the whole tree.
-        files: the layers of the YAML files.
+        files: the trees of the YAML files.
         ranks: processes of the run, for `--batch-size`.
         problems: mistakes are added to it.
         trains: whether there is a source to train on; if not, flags of the training source describe --val-data.
     """
-    layer = Layer()
+    tree = Node()
     aliased: dict[str, str] = {}
-    for one in given:
-        alias = BY_FLAG.get(one.flag) or BY_FLAG.get(one.flag.replace("_", "-"))
-        if alias is not None and one.text is None and not alias.switch:
+    for flag, text in given:
+        alias = BY_FLAG.get(flag) or BY_FLAG.get(flag.replace("_", "-"))
+        if alias is not None and text is None and not alias.switch:
             problems.append(f"{alias.flag}: needs a value, {alias.value}")
         elif alias is not None:
-            aliased[alias.flag] = "true" if one.text is None else one.text
-        elif "." not in one.flag and one.flag.removeprefix("--") not in root.model_fields:
-            problems.append(f"{one.flag}: {_advice(root, one.flag)}")
+            aliased[alias.flag] = "true" if text is None else text
+        elif "." not in flag and flag.removeprefix("--") not in root.model_fields:
+            problems.append(f"{flag}: {advice(root, flag)}")
         else:
             path: Path = ()
             annotation: Any = root
-            for part in one.flag.removeprefix("--").split("."):
+            for part in flag.removeprefix("--").split("."):
                 # Kebab case becomes snake case, except in the names that users give to sources and evaluators.
                 name = part if entries_of(annotation) is not None else part.replace("-", "_")
                 path, annotation = (*path, name), child(annotation, None, name)
-            layer.put_text(path, "true" if one.text is None else one.text, one.flag)
-            (layer.bare.add if one.text is None else layer.bare.discard)(path)
-    _put_aliases(aliased, layer, files, ranks, problems)
+            node = Node.of_text("true" if text is None else text, flag)
+            node.bare = text is None
+            tree.put(path, node)
+
+    # Short flags come after all others, so that a key given twice is noticed.
+    for flag, path, node in _alias_nodes(aliased, files, ranks, problems):
+        before = tree.at(path)
+        if before is not None and path not in (CAPTION, ("tokenizer",)) and before.place != flag:
+            problems.append(f"{flag} and {before.place} both set {dotted(path)}: give one of them")
+        tree.put_keys(path, node)
+    if "--val-data" in aliased:  # it is read as the training source, unless its own settings say otherwise
+        train = merged(root, [*files, tree])
+        for key in ("caption", "image_key", "folder", "separator", "background"):
+            path, found = ("evals", "val", "data", key), train.at((*SOURCE, key))
+            if found is not None and not any(one.at(path) for one in (*files, tree)):
+                tree.put(path, found)
     used = [flag for flag in READING if flag in aliased]
     if used and not trains:  # flags of the training source describe --val-data
         if "--val-data" not in aliased:
             problems.append(f"{used[0]}: says how --val-data is read, which is not given")
-        sources = layer.tree.get("data", {}).get("sources", {})
-        if "shards" not in sources.get("train", {"shards": ""}):
-            del sources["train"]
-    return layer
+        sources = tree.at(SOURCE[:-1])
+        if sources is not None and tree.at(SOURCE) is not None and tree.at((*SOURCE, "shards")) is None:
+            del sources.value[SOURCE[-1]]
+    return tree
 
 
-def _advice(root: type[Section], flag: str) -> str:
+def _alias_nodes(
+    aliased: Mapping[str, str], files: Sequence[Node], ranks: int, problems: list[str]
+) -> Iterator[tuple[str, Path, Node]]:
+    """(short flag, path, value) of all settings that short flags make; their mistakes are added to `problems`."""
+    for flag, alias in BY_FLAG.items():
+        if flag in TOGETHER or (text := aliased.get(flag)) is None:
+            continue
+        if alias.convert is None:
+            yield flag, tuple(alias.keys[0].split(".")), Node.of_text(text, flag)
+            continue
+        try:
+            yield from ((flag, path, Node.of(value, flag)) for path, value in alias.convert(text))
+        except ValueError as error:
+            problems.append(f"{flag}: {error}")
+    if aliased.get("--dataset-type") == "csv":
+        from clipstream.data.sources.registry import table_format  # here, as --help must not wait for its imports
+
+        if all(table_format(name) is None for name in aliased.get("--train-data", "a.csv").split("::")):
+            problems.append(
+                "--dataset-type csv: the type of a file is in its name: --train-data must end in .csv or .tsv"
+            )
+    evaluators = {name for name in IMAGENETS.values() if any(file.at(("evals", name)) for file in files)}
+    for sets in (
+        caption_sets(aliased),
+        batch_sets(aliased, ranks),
+        beta_sets(aliased),
+        zero_shot_sets(aliased, evaluators),
+    ):
+        try:
+            yield from ((flag, path, Node.of(value, flag)) for flag, path, value in sets)
+        except ValueError as error:
+            problems.append(str(error))
+
+
+def advice(root: type[Section], flag: str) -> str:
     """Advice for an unknown flag: on one of open_clip's, the keys with this name in some section, or a near flag."""
     if (text := refusal(flag.replace("_", "-"))) is not None:
         return text
@@ -127,83 +170,6 @@ def _advice(root: type[Section], flag: str) -> str:
     if near := nearest(name, names):
         return f"unknown flag; did you mean {names[near[0]]!r}?"
     return "unknown flag; --help all lists all of them"
-
-
-def _put_aliases(
-    aliased: Mapping[str, str], layer: Layer, files: Sequence[Layer], ranks: int, problems: list[str]
-) -> None:
-    """Put the short flags into the layer, after all others, so that a key given twice is noticed."""
-    writer: dict[Path, str] = {}
-
-    def put(sets: Sets, flag: str) -> None:
-        for path, value in sets:
-            before = writer.get(path) or (layer.places[path] if layer.has(path) and path not in writer else None)
-            if before is not None and path not in (CAPTION, ("tokenizer",)) and before != flag:
-                problems.append(f"{flag} and {before} both set {dotted(path)}: give one of them")
-            writer[path] = flag
-            _put_tree(layer, path, value, flag)
-
-    for flag, alias in BY_FLAG.items():
-        text = aliased.get(flag)
-        if text is None or flag in TOGETHER:
-            continue
-        if alias.convert is None:
-            key: Path = tuple(alias.keys[0].split("."))
-            put([(key, None)], flag)
-            layer.put_text(key, text, flag)
-            continue
-        try:
-            put(alias.convert(text), flag)
-        except ValueError as error:
-            problems.append(f"{flag}: {error}")
-
-    members = {flag: aliased[flag] for flag in MEMBERS if flag in aliased}
-    csv, paths = aliased.get("--dataset-type") == "csv", aliased.get("--caption-json")
-    if len(set(members.values())) > 1:
-        problems.append(f"{' and '.join(members)} name different members: give one of them")
-    if csv:
-        from clipstream.data.sources.registry import table_format  # here, as --help must not wait for its imports
-
-        if all(table_format(name) is None for name in aliased.get("--train-data", "a.csv").split("::")):
-            problems.append(
-                "--dataset-type csv: the type of a file is in its name: --train-data must end in .csv or .tsv"
-            )
-    if paths is not None or members or csv:
-        member = next(iter(members.values()), "title" if csv and paths is None else None)
-        flag = "--caption-json" if paths is not None else next(iter(members), "--dataset-type")
-        put([(CAPTION, caption(paths, member))], flag)
-    try:
-        if aliased.keys() & {"--batch-size", "--accum-freq"}:
-            for key, count in batch_sets(aliased, ranks):
-                put([(key, count)], "--accum-freq" if key[0] == "train" else "--batch-size")
-        if betas := [flag for flag in ("--beta1", "--beta2") if flag in aliased]:
-            put(beta_sets(aliased), betas[0])
-    except ValueError as error:
-        problems.append(str(error))
-    if aliased.get(flag := "--zeroshot-frequency", "0") != "0":  # 0: at the end only
-        named = [n for one, n in IMAGENETS.items() if one in aliased or any(file.has(("evals", n)) for file in files)]
-        if not named:
-            problems.append(f"{flag}: there is nothing to evaluate: give --imagenet-val FOLDER")
-        put([(("evals", name, "every_epochs"), aliased[flag]) for name in named], flag)
-    for name in ("caption", "image_key", "folder", "separator", "background") if "--val-data" in aliased else ():
-        # --val-data is read as the training source, unless its own settings say otherwise.
-        source, path = ("data", "sources", "train", name), ("evals", "val", "data", name)
-        for one in () if any(one.has(path) for one in (*files, layer)) else (*files, layer):
-            if one.has(source):
-                value: Any = one.tree
-                for part in source:
-                    value = value[part]
-                _put_tree(layer, path, value, one.places[source])
-
-
-def _put_tree(layer: Layer, path: Path, value: Any, place: str) -> None:
-    """As `Layer.put`, but a mapping is merged key by key into an existing one."""
-    if isinstance(value, dict):
-        for key, part in value.items():
-            layer.put((*path, key), part, place)
-        layer.places[path] = place
-    else:
-        layer.put(path, value, place)
 
 
 def own_flags(
@@ -222,9 +188,10 @@ def own_flags(
     rest: list[str] = []
     tokens = list(argv)
     while tokens:
-        flag, equals, value = tokens.pop(0).partition("=")
+        token = tokens.pop(0)
+        flag, equals, value = token.partition("=")
         if flag not in meanings:
-            rest.append(flag + equals + value)
+            rest.append(token)
             continue
         if not equals:
             value = tokens.pop(0) if tokens and not tokens[0].startswith("--") else ""

@@ -1,14 +1,16 @@
-"""The base classes of all settings: `Section`, and `PluginSection`, whose class depends on its key `type`.
+"""The base classes of all settings, and the tree of these classes: the class, field or type of value at a path.
 
-A mapping enters; a frozen, validated object leaves, or a `ValidationError` that names each wrong key.
+A mapping enters `Section`; a frozen, validated object leaves, or a `ValidationError` that names each wrong key. The
+class of a `PluginSection` depends on its key `type`.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar
+from collections.abc import Iterator, Mapping
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -18,10 +20,14 @@ from pydantic import (
     ValidationError,
     model_validator,
 )  # fmt: skip
+from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails
 from typing_extensions import Self
 
 from clipstream.config.plugins import load_plugin
+
+Path = tuple[str | int, ...]
+Tree = dict[str, Any]  # settings as YAML has them, not validated
 
 
 def with_home(text: str) -> str:
@@ -76,20 +82,99 @@ class PluginSection(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _dispatch(cls, value: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:
-        if not isinstance(value, dict):
-            return handler(value)
-        kind = value.get("type", cls.model_fields["type"].default)
-        if not isinstance(kind, str):
-            return handler(value)
-        target: type[Section]
-        if kind in cls.builtin:
-            target = cls.builtin[kind]
-        elif ":" in kind:
-            target = getattr(load_plugin(kind), "Settings", cls)
-        else:
-            names = ", ".join(sorted(cls.builtin))
-            raise ValueError(f"type {kind!r} is not one of {names}, nor a 'package.module:Name'")
-        if target is cls or not issubclass(target, PluginSection):
-            return handler(value)
         # A subclass has this validator too: it must not dispatch again to itself.
-        return handler(value) if cls is target else target.model_validate(value)
+        target = class_for(cls, value)
+        return handler(value) if target is cls else target.model_validate(value)
+
+
+def class_for(family: type[PluginSection], value: Any) -> type[PluginSection]:
+    """The class that validates `value`: the one that its `type` names, if it is a mapping with such a key.
+
+    Raises:
+        ValueError: there is no such type, or the user's module does not import.
+    """
+    kind = value.get("type", family.model_fields["type"].default) if isinstance(value, Mapping) else None
+    if not isinstance(kind, str):
+        return family
+    if kind in family.builtin:
+        return family.builtin[kind]
+    if ":" not in kind:
+        names = ", ".join(sorted(family.builtin))
+        raise ValueError(f"type {kind!r} is not one of {names}, nor a 'package.module:Name'")
+    found = getattr(load_plugin(kind), "Settings", family)
+    return found if isinstance(found, type) and issubclass(found, PluginSection) else family
+
+
+def dotted(path: Path) -> str:
+    """A path as in messages: `data.sources.train.shards`."""
+    return ".".join(str(part) for part in path)
+
+
+def kinds(annotation: Any) -> list[Any]:
+    """The members of a union without `Annotated`; a single type is the only member."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return kinds(get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return [kind for part in get_args(annotation) for kind in kinds(part)]
+    return [annotation]
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The settings class of an annotation; None for anything else."""
+    for kind in kinds(annotation):
+        if isinstance(kind, type) and get_origin(kind) is None and issubclass(kind, Section):
+            return kind
+    return None
+
+
+def required_section(annotation: Any) -> bool:
+    """Whether an annotation is a settings class without None: null then means that no key is set."""
+    return section_of(annotation) is not None and NoneType not in kinds(annotation)
+
+
+def entries_of(annotation: Any) -> Any:
+    """The annotation of the values of a `dict[str, X]`; None for anything else."""
+    return next((get_args(kind)[1] for kind in kinds(annotation) if get_origin(kind) is dict), None)
+
+
+def items_of(annotation: Any) -> Any:
+    """The annotation of the items of a list or tuple; None for anything else."""
+    return next((get_args(kind)[0] for kind in kinds(annotation) if get_origin(kind) in (list, tuple)), None)
+
+
+def chosen(section: type[Section], value: Any) -> type[Section]:
+    """The class that validates `value`; `section` itself where its `type` is wrong."""
+    try:
+        return class_for(section, value) if issubclass(section, PluginSection) else section
+    except ValueError:
+        return section
+
+
+def child(annotation: Any, value: Any, part: str | int) -> Any:
+    """The annotation of `value[part]`, where `value` has the given annotation; None where it has no such part."""
+    section = section_of(annotation)
+    if section is not None:
+        field = chosen(section, value).model_fields.get(str(part))
+        return None if field is None else field.annotation
+    return items_of(annotation) if isinstance(part, int) else entries_of(annotation)
+
+
+def below(value: Any, part: str | int) -> Any:
+    """`value[part]`, or None."""
+    if isinstance(value, Mapping):
+        return value.get(part)
+    return value[part] if isinstance(value, list) and isinstance(part, int) and 0 <= part < len(value) else None
+
+
+def leaves(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key below `section` as `a.b.NAME.c` with its field; a plug-in's keys are those of all its built-ins."""
+    families = (section, *section.builtin.values()) if issubclass(section, PluginSection) else (section,)
+    fields = {name: field for cls in reversed(families) for name, field in cls.model_fields.items()}
+    for name in dict.fromkeys(name for cls in families for name in cls.model_fields):
+        field, key = fields[name], f"{prefix}{name}"
+        entry = section_of(entries_of(field.annotation))
+        if (inner := section_of(field.annotation) or entry) is None:
+            yield key, field
+        else:
+            yield from leaves(inner, f"{key}.NAME." if inner is entry else f"{key}.")

@@ -14,17 +14,14 @@ from datetime import datetime
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import yaml
 from pydantic import Field, PrivateAttr, SerializeAsAny, ValidationError
 
-from clipstream.config.config_sources import Dumper, Places, merged, yaml_layer
+from clipstream.config.config_sources import Node, merged, plain, read_yaml
 from clipstream.config.error_messages import enumerate_words, format_errors, format_problem
-from clipstream.config.flags import flag_layer, split
-from clipstream.config.portable import portable
-from clipstream.config.schema import Path, annotation_at, kinds
-from clipstream.config.section import Section
+from clipstream.config.flags import flag_tree, split
+from clipstream.config.section import Path, Section, Tree
 from clipstream.data.settings import DataSettings, TokenizerSettings
-from clipstream.data.shard_url import has_secret, redact
+from clipstream.data.shard_url import redact
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -62,13 +59,13 @@ class Settings(Section):
     evals: dict[str, SerializeAsAny[EvalSettings]] = Field(default_factory=dict, description="evaluators by name")
     log: LogSettings = Field(default_factory=LogSettings)
 
-    _places: Places = PrivateAttr(default_factory=Places)
+    _places: Node = PrivateAttr(default_factory=Node)
     _epoch_from_data: bool = PrivateAttr(default=False)  # whether the data determined `train.epoch_samples`
     _epochs: EpochPlan | None = PrivateAttr(default=None)
 
     @property
-    def places(self) -> Places:
-        """Where each setting was written."""
+    def places(self) -> Node:
+        """The settings as they were written, with their places."""
         return self._places
 
     @property
@@ -110,19 +107,16 @@ def load(argv: Sequence[str], *, ranks: int | None = None, trains: bool = True) 
     """
     problems: list[str] = []
     configs, given = split(argv, problems)
-    files = [yaml_layer(file, problems) for file in configs]
+    files = [read_yaml(file, problems) for file in configs]
     ranks = World.from_env().size if ranks is None else ranks
-    layers = [*files, flag_layer(Settings, given, files, ranks, problems, trains=trains)]
-    places = Places(tuple(reversed(layers)))
-    tree = merged(Settings, layers)
-    # Flags without a value whose key is no switch; unknown keys are reported as such below.
-    annotations = [(path, annotation_at(Settings, tree, path)) for path in sorted(layers[-1].bare, key=str)]
-    bare = [path for path, annotation in annotations if annotation is not None and bool not in kinds(annotation)]
-    problems += [f"{places.of(path)}: needs a value" for path in bare]
+    places = merged(Settings, [*files, flag_tree(Settings, given, files, ranks, problems, trains=trains)])
+    bare: list[str] = []
+    tree: Tree = plain(Settings, places, bare)
+    problems += bare
     try:
         settings = Settings.model_validate(tree)
     except ValidationError as error:
-        said = {places.of(path) for path in bare}
+        said = tuple(line.partition(":")[0] for line in bare)
         lines = format_errors(Settings, tree, error, places)
         problems += [line for line in lines if line.partition(":")[0] not in said]
     if problems:
@@ -278,22 +272,3 @@ def _dated_name(settings: Settings) -> str:
         number += 1
         name = f"{taken}-{number}"
     return name
-
-
-def dump(settings: Settings) -> str:
-    """The settings as YAML that, given as `--config` in any folder, repeats the run.
-
-    `checkpoint.resume` and `resume_approximate` are left out, as they belong to this process and not to the run, and so
-    is an epoch's length that the data determined. `${NAME}` references stay.
-    """
-    exclude = {"checkpoint": {"resume", "resume_approximate"}}
-    tree = portable(settings).model_dump(mode="json", exclude=exclude)
-    if settings._epoch_from_data:
-        tree["train"]["epoch_samples"] = None
-    return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
-
-
-def secrets(settings: Settings) -> list[str]:
-    """The keys whose values contain a credential; references to the environment do not count."""
-    texts = {key: json.dumps(value, ensure_ascii=False) for key, value in by_key(settings).items()}
-    return [key for key, text in texts.items() if has_secret(text)]

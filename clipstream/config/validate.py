@@ -14,7 +14,7 @@ from pathlib import Path as FilePath
 from clipstream.checkpoint.remote_dir import RemoteDir
 from clipstream.checkpoint.run_lock import holds_a_run
 from clipstream.config.error_messages import enumerate_words, format_problem
-from clipstream.config.schema import Path
+from clipstream.config.section import Path
 from clipstream.config.settings import Settings, cadences
 from clipstream.data.shard_url import scheme_of
 from clipstream.data.sources.registry import expand

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from clipstream.config.dump import print_config, take_flag
 from clipstream.config.flags import own_flags
-from clipstream.config.print_config import print_config, take_flag
 from clipstream.config.settings import load, resolve
 from clipstream.data.loader.stage_timing import IDLE
 from clipstream.data.settings import DataSettings

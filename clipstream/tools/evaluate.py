@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from clipstream.checkpoint import store
+from clipstream.config.dump import print_config, take_flag
 from clipstream.config.error_messages import enumerate_words
 from clipstream.config.flags import own_flags
-from clipstream.config.print_config import print_config, take_flag
 from clipstream.config.settings import Settings, load, require_equal
 from clipstream.config.validate import validate_evals
 from clipstream.data.settings import SourceSettings
@@ -99,7 +99,7 @@ class Suites:
         """
         if not self.files:
             return settings
-        places = {name: settings.places.of(("evals", name)) for name in settings.evals}
+        places = {name: settings.places.place_of(("evals", name)) for name in settings.evals}
         files = tuple(f"{file}:" for file in trained)
         evals = {name: section for name, section in settings.evals.items() if not places[name].startswith(files)}
         sources = {name: list(sources_of(section).values()) for name, section in evals.items()}
@@ -277,7 +277,7 @@ def evaluate(argv: Sequence[str]) -> int:
 def _check_prompts(settings: Settings, trained: Sequence[str]) -> None:
     """Refuse prompts that no page shows. Those in a run's own files of settings are for the run's report."""
     for name, section in settings.evals.items():
-        place = settings.places.of(("evals", name, "prompts"))
+        place = settings.places.place_of(("evals", name, "prompts"))
         if isinstance(section, PromptedSettings) and section.prompts and place.rpartition(":")[0] not in trained:
             raise SettingsError(f"{place}: evals.{name}.prompts show pictures in a page: give --report FILE.html")
 

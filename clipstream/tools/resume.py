@@ -15,7 +15,7 @@ from typing import Any, cast
 from clipstream.checkpoint import remote_dir, store
 from clipstream.checkpoint.remote_dir import CHECKPOINTS, METRICS, RemoteDir, with_retries
 from clipstream.checkpoint.remote_sync import RemoteSync
-from clipstream.config.portable import portable
+from clipstream.config.dump import portable
 from clipstream.config.settings import Settings, by_key, shown
 from clipstream.data.shard_url import redact_value, scheme_of
 from clipstream.distributed.world import World

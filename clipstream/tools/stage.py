@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any, cast, get_args
 from urllib.parse import quote
 
-import yaml
 from rich.filesize import decimal
 
 from clipstream.checkpoint.run_lock import held
-from clipstream.config.config_sources import Dumper
+from clipstream.config.config_sources import to_yaml
+from clipstream.config.dump import print_config, take_flag
 from clipstream.config.flags import own_flags, split
-from clipstream.config.print_config import print_config, take_flag
 from clipstream.config.section import with_home
 from clipstream.config.settings import Settings, load
 from clipstream.data.decode.captions import split_keys
@@ -334,15 +333,14 @@ def _conclude(asked: Asked, sources: Sequence[StagedSource], copies: Copies, sec
         tree: dict[str, Any] = {}
         for source in staged:
             # --val-data also copies settings from training's source.
-            by_flag = asked.settings.places.of((*source.path, "shards")) == "--val-data"
+            by_flag = asked.settings.places.place_of((*source.path, "shards")) == "--val-data"
             section = source.settings.model_dump(mode="json", exclude_unset=True) if by_flag else {}
             at = tree
             for part in source.path[:-1]:
                 at = at.setdefault(part, {})
             at[source.path[-1]] = {**section, "shards": source.copied(asked.folder)}
         head = f"# Shards that `clipstream stage` copied here. Train on them with\n#     {command}\n"
-        text = yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
-        atomic_write.replace(asked.folder / SETTINGS_FILE, (head + text).encode())
+        atomic_write.replace(asked.folder / SETTINGS_FILE, (head + to_yaml(tree)).encode())
         print(f"train on them with: {command}")
         resolved = load(words[3:]).model_dump(mode="json")
         for source in staged:
@@ -350,7 +348,7 @@ def _conclude(asked: Asked, sources: Sequence[StagedSource], copies: Copies, sec
             for part in source.path:
                 found = found[part]
             if found != {**source.settings.model_dump(mode="json"), "shards": source.copied(asked.folder)}:
-                flag = asked.settings.places.of((*source.path, "shards"))
+                flag = asked.settings.places.place_of((*source.path, "shards"))
                 advice = "write that into a file, and call again"
                 print(f"note: {flag} wins over files, and says where {source.name} is: {advice}")
     if copies.failures:
@@ -365,7 +363,7 @@ def _conclude(asked: Asked, sources: Sequence[StagedSource], copies: Copies, sec
 def _command(asked: Asked, staged: Sequence[StagedSource]) -> list[str]:
     """The command that trains on the copies: the same settings without the flags that name staged shards."""
     configs, given = split(asked.flags, [])
-    named = {asked.settings.places.of((*source.path, "shards")) for source in staged}
+    named = {asked.settings.places.place_of((*source.path, "shards")) for source in staged}
     words = ["python", "-m", "clipstream.train"]
     for file in configs:
         words += ["--config", file]

@@ -24,8 +24,8 @@ from clipstream.checkpoint import store
 from clipstream.checkpoint.remote_dir import CHECKPOINTS
 from clipstream.checkpoint.run_lock import held as locked
 from clipstream.checkpoint.store import MARKER, Marker
+from clipstream.config.dump import print_config, take_flag
 from clipstream.config.flags import own_flags
-from clipstream.config.print_config import print_config, take_flag
 from clipstream.config.settings import Settings, load
 from clipstream.config.validate import validate_evals
 from clipstream.distributed.failure import FailureWatch

@@ -10,9 +10,10 @@ import pytest
 from pydantic import create_model
 
 from clipstream import check, compare, index
+from clipstream.config.config_sources import accepts_text
+from clipstream.config.dump import _RULES
 from clipstream.config.flags import own_flags
-from clipstream.config.portable import _RULES
-from clipstream.config.schema import accepts_text, leaves
+from clipstream.config.section import leaves
 from clipstream.config.settings import Settings, load
 from clipstream.data.settings import PathTokenizer
 from clipstream.data.sources.registry import expand

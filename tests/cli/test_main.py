@@ -13,7 +13,7 @@ import pytest
 from clipstream.cli import main
 from clipstream.cli.help import help_text
 from clipstream.config.flag_aliases import ALIASES
-from clipstream.config.schema import leaves
+from clipstream.config.section import leaves
 from clipstream.config.settings import Settings
 from clipstream.errors import ClipstreamError, DataError, DivergedError, SettingsError, Stopped
 from tests.support.commands import ROOT, python

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.config.flag_aliases import BY_FLAG
-from clipstream.config.refused_flags import refusal
-from clipstream.config.schema import leaves
-from clipstream.config.settings import Settings, dump, load, resolve
+from clipstream.config.dump import dump
+from clipstream.config.flag_aliases import BY_FLAG, refusal
+from clipstream.config.section import leaves
+from clipstream.config.settings import Settings, load, resolve
 from clipstream.config.validate import validate_run
 from clipstream.data.settings import JsonCaption, TextCaption
 from clipstream.distributed.world import World

@@ -12,8 +12,8 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from clipstream.config.config_sources import NULLS
-from clipstream.config.portable import portable
-from clipstream.config.settings import Settings, dump, load, resolve
+from clipstream.config.dump import dump, portable
+from clipstream.config.settings import Settings, load, resolve
 from clipstream.config.validate import validate_evals, validate_run
 from clipstream.data.settings import JsonCaption
 from clipstream.distributed.world import World

@@ -15,7 +15,8 @@ import torch
 
 from clipstream.checkpoint.async_writer import AsyncWriter
 from clipstream.cli.main import run_main
-from clipstream.config.settings import Settings, dump, load
+from clipstream.config.dump import dump
+from clipstream.config.settings import Settings, load
 from clipstream.config.validate import validate_run
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError

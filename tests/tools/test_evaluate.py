@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from clipstream.checkpoint.async_writer import AsyncWriter
+from clipstream.config.dump import dump
 from clipstream.config.flags import own_flags
-from clipstream.config.settings import Settings, dump
+from clipstream.config.settings import Settings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.evaluators.retrieval import Retrieval

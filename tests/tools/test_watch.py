@@ -20,7 +20,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from clipstream.checkpoint.async_writer import AsyncWriter
 from clipstream.compare import main as compare
-from clipstream.config.settings import Settings, dump
+from clipstream.config.dump import dump
+from clipstream.config.settings import Settings
 from clipstream.distributed.world import World
 from clipstream.evaluate import main
 from clipstream.report.run_reader import read_run

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from clipstream.config.settings import dump, load, with_known_epoch
+from clipstream.config.dump import dump
+from clipstream.config.settings import load, with_known_epoch
 from clipstream.config.validate import validate_run
 from clipstream.data.batch import ImageSpec
 from clipstream.data.build import training_loader

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from clipstream.config.settings import dump, load
+from clipstream.config.dump import dump
+from clipstream.config.settings import load
 from clipstream.data.batch import ImageSpec
 from clipstream.data.build import training_loader
 from clipstream.data.settings import DataSettings, SourceSettings

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from clipstream.config.portable import portable
-from clipstream.config.settings import dump, load, secrets
+from clipstream.config.dump import dump, portable, secrets
+from clipstream.config.settings import load
 from clipstream.data.shard_url import has_secret
 from clipstream.errors import SettingsError
 from clipstream.evaluate import main as evaluate

@@ -1,0 +1,204 @@
+"""Settings as YAML that `--config` reads back: a run's config.yaml, and the output of `--print-config`.
+
+config.yaml repeats the run from any folder: paths are made absolute, and the model's JSON config is included. Commands
+(`pipe:`, `evals.NAME.fetch`, `log.alert`) and settings of plug-ins stay as they are. `--print-config` prints settings
+as they were given, and writes no file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import braceexpand
+from pydantic_core import PydanticUndefined
+
+from clipstream.config.config_sources import to_yaml
+from clipstream.config.plugins import is_plugin
+from clipstream.config.section import PluginSection, Section, Tree, entries_of, section_of
+from clipstream.config.settings import Settings, by_key
+from clipstream.data.settings import DataSettings, PathTokenizer, SourceSettings
+from clipstream.data.shard_url import PATH_SCHEMES, has_secret, parts_of, scheme_of
+from clipstream.distributed.settings import RunSettings
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.evals.settings import LabelledSettings, ZeroShotSettings
+from clipstream.models.model_config import LOCAL, ModelConfig
+from clipstream.models.settings import ModelSettings
+from clipstream.training.settings import CheckpointSettings
+from clipstream.utils.logs import logger
+
+S = TypeVar("S", bound=Section)
+FLAG, ALL = "--print-config", "all"
+_ANCHORED = ("/", "~", "$")  # absolute, in the home folder, or from the environment
+_PATTERN = re.compile(r"[{}\[\]*?$]|::")  # characters with a meaning in a specification of shards
+
+
+def dump(settings: Settings) -> str:
+    """The settings as YAML that, given as `--config` in any folder, repeats the run.
+
+    `checkpoint.resume` and `resume_approximate` are left out, as they belong to this process and not to the run, and so
+    is an epoch's length that the data determined. `${NAME}` references stay.
+    """
+    exclude = {"checkpoint": {"resume", "resume_approximate"}}
+    tree = portable(settings).model_dump(mode="json", exclude=exclude)
+    if settings._epoch_from_data:
+        tree["train"]["epoch_samples"] = None
+    return to_yaml(tree)
+
+
+def secrets(settings: Settings) -> list[str]:
+    """The keys whose values contain a credential; references to the environment do not count."""
+    texts = {key: json.dumps(value, ensure_ascii=False) for key, value in by_key(settings).items()}
+    return [key for key, text in texts.items() if has_secret(text)]
+
+
+def portable(section: S) -> S:
+    """A copy of the settings with absolute paths and the content of the model's JSON config.
+
+    Raises:
+        SettingsError: the model's config cannot be read.
+    """
+    changed: dict[str, Any] = {}
+    for key in type(section).model_fields:
+        value = getattr(section, key)
+        if isinstance(value, Section):
+            changed[key] = portable(value)
+        elif isinstance(value, dict):
+            changed[key] = {k: portable(v) if isinstance(v, Section) else v for k, v in value.items()}
+        elif value is not None:
+            for cls, name, rule in _RULES:
+                if name == key and isinstance(section, cls):
+                    changed[key] = rule(value)
+        if key == "shards" and isinstance(section, SourceSettings) and is_plugin(section.type):
+            changed[key] = [_file(item) for item in value] if isinstance(value, list) else _file(value)
+    if isinstance(section, ModelSettings) and section.config is None and _is_file(section.name, ".json"):
+        changed["config"] = asdict(ModelConfig.read(Path(section.name)))
+        text = changed["config"]["model_cfg"]["text_cfg"]
+        for key in ("hf_model_name", "hf_tokenizer_name"):
+            if text.get(key) and Path(text[key]).is_dir():
+                text[key] = _path(text[key])
+    return section.model_copy(update=changed)
+
+
+def _path(text: str) -> str:
+    return text if text.startswith(_ANCHORED) or scheme_of(text) is not None else os.path.abspath(text)
+
+
+def _file(text: str | list[str]) -> str | list[str]:
+    """The absolute path of an existing file; lists and other texts stay."""
+    return _path(text) if isinstance(text, str) and _is_file(text) else text
+
+
+def _model(text: str) -> str:
+    if text.startswith(LOCAL):
+        return LOCAL + _path(text[len(LOCAL) :])
+    return _path(text) if _is_file(text, ".json") else text
+
+
+def _is_file(text: str, ending: str = "\0") -> bool:
+    return scheme_of(text) is None and (text.endswith(ending) or Path(text).is_file())
+
+
+def _shards(spec: str | list[str]) -> str | list[str]:
+    """A specification of shards, with the working folder before its relative paths."""
+    if isinstance(spec, list):
+        return [str(_shards(item)) for item in spec]
+    here, parts = os.getcwd(), parts_of(spec)
+    for number, part in enumerate(parts) if not _PATTERN.search(here) else ():
+        scheme = scheme_of(part)
+        prefix = f"{scheme}:" if scheme in PATH_SCHEMES else ""
+        rest = part[len(prefix) :]
+        if (scheme is not None and not prefix) or not rest or scheme_of(rest) is not None:
+            continue
+        try:
+            paths = [rest, *braceexpand.braceexpand(rest)]
+        except ValueError:  # reported where the shards are listed
+            paths = [rest]
+        if not any(path.startswith(_ANCHORED) for path in paths):
+            parts[number] = f"{prefix}{here.rstrip('/')}/{rest}"
+    return "::".join(parts)
+
+
+_RULES: list[tuple[type[Section], str, Callable[[Any], Any]]] = [
+    (RunSettings, "logs", _path),
+    (ModelSettings, "name", _model),
+    (ModelSettings, "pretrained", _model),
+    (ModelSettings, "cache_dir", _path),
+    (PathTokenizer, "name", _path),
+    (DataSettings, "cache", _path),
+    (SourceSettings, "shards", _shards),
+    (SourceSettings, "folder", _path),
+    (SourceSettings, "index", _path),
+    (LabelledSettings, "classes", _file),
+    (ZeroShotSettings, "templates", _file),
+    (CheckpointSettings, "remote_sync", _path),
+]
+
+
+def take_flag(argv: Sequence[str]) -> tuple[bool | None, list[str]]:
+    """(True for `--print-config all`, False for `--print-config`, None without it; the rest of the command line).
+
+    Raises:
+        SettingsError: the flag has another value than `all`.
+    """
+    rest = list(argv)
+    places = [place for place, token in enumerate(rest) if token.partition("=")[0] == FLAG]
+    if not places:
+        return None, rest
+    (place, *again), value = places, rest[places[0]].partition("=")[2]
+    if again or value not in ("", ALL):
+        raise SettingsError(f"{FLAG}: give it once, alone or as {FLAG} {ALL}")
+    del rest[place]
+    if rest[place : place + 1] == [ALL]:
+        del rest[place]
+        value = ALL
+    return value == ALL, rest
+
+
+def print_config(settings: Settings, verb: str, every: bool) -> int:
+    """Print the settings on rank 0, and return the exit code, 0. A password is printed too, with a warning on stderr.
+
+    Args:
+        every: print all settings, and not only those that differ from the defaults.
+    """
+    world = World.from_env()
+    if not world.is_main:
+        return 0
+    if keys := secrets(settings):
+        logger.warning(
+            f"{', '.join(keys)} holds a password or key, which this output repeats: write ${{NAME}} instead, "
+            "which is taken from the environment"
+        )
+    what = "all settings" if every else f"settings that differ from the defaults ({FLAG} {ALL} prints all)"
+    print(f"# clipstream {verb}: {what}")
+    if settings.places.place_of(("data", "global_batch_size")) == "--batch-size":
+        ranks = f"{world.size} rank{'s' * (world.size != 1)}"
+        print(f"# data.global_batch_size is --batch-size x --accum-freq x {ranks}")
+    tree = settings.model_dump(mode="json") if every else changed(settings)
+    print(to_yaml(tree), end="")
+    return 0
+
+
+def changed(section: Section) -> Tree:
+    """The settings that differ from the defaults, as a tree for YAML; plug-ins always have their `type`."""
+    dumped = section.model_dump(mode="json")
+    tree: Tree = {}
+    for name, field in type(section).model_fields.items():
+        value, default = getattr(section, name), field.get_default(call_default_factory=True)
+        # The types of a source share its class, and so need not be named.
+        typed = name == "type" and isinstance(section, PluginSection) and "builtin" not in vars(type(section))
+        if value == default and default is not PydanticUndefined and not typed:
+            continue
+        if isinstance(value, Section):
+            tree[name] = changed(value)
+        elif section_of(entries_of(field.annotation)) is not None:
+            tree[name] = {key: changed(part) for key, part in value.items()}
+        else:
+            tree[name] = dumped[name]
+    return tree
