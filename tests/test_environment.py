@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.data.transport.cache_dir import cache_root
+from clipstream.data.transport.shard_cache import cache_root
 from clipstream.distributed.world import World
 from tests.support.environment import FIXED, KEPT, KEPT_PREFIXES
 from tests.support.ranks import ROOT, TIMEOUT, run_ranks

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from clipstream.checkpoint import store
 from clipstream.checkpoint.store import BEST, LATEST, MARKER, NAME, Marker
-from clipstream.data.shard_url import redact, scheme_of, with_variables
+from clipstream.data.shard_url import ShardURL, redact, with_variables
 from clipstream.data.transport import object_store
 from clipstream.data.transport.transfer import ShardError, pause
 from clipstream.errors import SettingsError
@@ -45,8 +45,7 @@ class RemoteDir:
         self._url = with_variables(url).rstrip("/")
         self.shown, self.setting = redact(url.rstrip("/")), setting
         try:
-            scheme = scheme_of(self._url) or "file"
-            self._system, self._path = object_store.filesystem_of(self._url, scheme, "or use another URL")
+            self._system, self._path = object_store.filesystem_of(ShardURL(self._url), "or use another URL")
         except ShardError as error:
             raise SettingsError(f"{setting}: {error.detail}") from error
 
@@ -98,8 +97,7 @@ class RemoteDir:
         """
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
-        scheme = scheme_of(self._url) or "file"
-        object_store.fetch(self._url, scheme, file, retries=RETRIES, backoff=BACKOFF, monitor=_Unwatched())
+        object_store.fetch(ShardURL(self._url), file, retries=RETRIES, backoff=BACKOFF, monitor=_Unwatched())
 
     def remove(self) -> None:
         """Delete a checkpoint; its marker first, so that a partly deleted one does not count."""

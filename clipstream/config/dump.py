@@ -23,7 +23,7 @@ from clipstream.config.plugins import is_plugin
 from clipstream.config.section import PluginSection, Section, Tree, entries_of, section_of
 from clipstream.config.settings import Settings, by_key
 from clipstream.data.settings import DataSettings, PathTokenizer, SourceSettings
-from clipstream.data.shard_url import PATH_SCHEMES, has_secret, parts_of, scheme_of
+from clipstream.data.shard_url import PATH_SCHEMES, ShardURL, has_secret, parts_of
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -87,7 +87,7 @@ def portable(section: S) -> S:
 
 
 def _path(text: str) -> str:
-    return text if text.startswith(_ANCHORED) or scheme_of(text) is not None else os.path.abspath(text)
+    return text if text.startswith(_ANCHORED) or ShardURL(text).scheme is not None else os.path.abspath(text)
 
 
 def _file(text: str | list[str]) -> str | list[str]:
@@ -102,7 +102,7 @@ def _model(text: str) -> str:
 
 
 def _is_file(text: str, ending: str = "\0") -> bool:
-    return scheme_of(text) is None and (text.endswith(ending) or Path(text).is_file())
+    return ShardURL(text).scheme is None and (text.endswith(ending) or Path(text).is_file())
 
 
 def _shards(spec: str | list[str]) -> str | list[str]:
@@ -111,10 +111,10 @@ def _shards(spec: str | list[str]) -> str | list[str]:
         return [str(_shards(item)) for item in spec]
     here, parts = os.getcwd(), parts_of(spec)
     for number, part in enumerate(parts) if not _PATTERN.search(here) else ():
-        scheme = scheme_of(part)
+        scheme = ShardURL(part).scheme
         prefix = f"{scheme}:" if scheme in PATH_SCHEMES else ""
         rest = part[len(prefix) :]
-        if (scheme is not None and not prefix) or not rest or scheme_of(rest) is not None:
+        if (scheme is not None and not prefix) or not rest or ShardURL(rest).scheme is not None:
             continue
         try:
             paths = [rest, *braceexpand.braceexpand(rest)]

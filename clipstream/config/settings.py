@@ -34,7 +34,7 @@ from clipstream.training.settings import CheckpointSettings, TrainSettings
 
 if TYPE_CHECKING:
     from clipstream.data.order.epochs import EpochPlan
-    from clipstream.data.sources.source import Source
+    from clipstream.data.sources.registry import Source
 
 DIFFERENCES = 5  # between ranks, in the message
 OF_A_NODE = re.compile(
@@ -252,7 +252,7 @@ def resolve(settings: Settings, world: World) -> Settings:
 
 def open_sources(settings: Settings) -> dict[str, Source]:
     """The sources of training by name, sorted."""
-    from clipstream.data.sources.source import Source
+    from clipstream.data.sources.registry import Source
 
     data = settings.data
     return {

@@ -16,7 +16,7 @@ from clipstream.checkpoint.run_lock import holds_a_run
 from clipstream.config.error_messages import enumerate_words, format_problem
 from clipstream.config.section import Path
 from clipstream.config.settings import Settings, cadences
-from clipstream.data.shard_url import scheme_of
+from clipstream.data.shard_url import ShardURL
 from clipstream.data.sources.registry import expand
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -220,13 +220,13 @@ def _checkpoint_problems(settings: Settings, world: World) -> Problems:
             yield ("evals", called), text
     resume = section.resume if section.resume not in ("latest", "auto") else None
     for key, url in (("remote_sync", section.remote_sync), ("resume", resume)):
-        if url is not None and (key == "remote_sync" or scheme_of(url) is not None):
+        if url is not None and (key == "remote_sync" or ShardURL(url).scheme is not None):
             try:
                 RemoteDir(url, "")
             except SettingsError as error:
                 yield ("checkpoint", key), str(error).removeprefix(": ")
     # Rank 0 finds the checkpoint for all: others may have a disk of their own.
-    if resume is not None and scheme_of(resume) is None and world.is_main and not FilePath(resume).exists():
+    if resume is not None and ShardURL(resume).scheme is None and world.is_main and not FilePath(resume).exists():
         text = f"there is no {resume}: give a checkpoint's folder, latest (with --name) or auto"
         yield ("checkpoint", "resume"), text
     elif world.is_main and (why := _unusable(FilePath(settings.run.logs))):

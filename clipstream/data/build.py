@@ -21,11 +21,11 @@ from clipstream.data.order.lanes import Cursor, DataState, Fingerprint, LaneSlot
 from clipstream.data.order.rng import mix
 from clipstream.data.order_plan import TOKENIZER, differences, fingerprint_of, order_plan, source_order
 from clipstream.data.settings import DataSettings, SourceSettings
-from clipstream.data.shard_url import is_remote, redact
-from clipstream.data.sources.registry import expand
-from clipstream.data.sources.source import Source
-from clipstream.data.transport.cache_eviction import GIB
+from clipstream.data.shard_url import ShardURL, redact
+from clipstream.data.sources.registry import Source, expand
+from clipstream.data.transport.downloader import MOST, Fetcher
 from clipstream.data.transport.shard_cache import ShardCache
+from clipstream.data.transport.transfer import GIB
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
 from clipstream.utils.logs import logger
@@ -65,9 +65,9 @@ def training_loader(
                 f"over {lanes} lanes: use fewer ranks, or a larger --data.global-batch-size, "
                 "--data.batch-schedule or --data.lanes"
             )
-    limit, most = _bytes(settings.cache_gib), _bytes(settings.max_shard_gib)
-    wanted = _remote_shards_in_use(settings, lanes, world)
-    store = ShardCache(settings.cache, limit=limit, wanted=wanted, timeout=settings.transfer_timeout, most=most)
+    fetcher = Fetcher(timeout=settings.transfer_timeout, most=_bytes(settings.max_shard_gib) or MOST)
+    limit, wanted = _bytes(settings.cache_gib), _remote_shards_in_use(settings, lanes, world)
+    store = ShardCache(settings.cache, limit=limit, wanted=wanted, fetcher=fetcher)
     named = sorted(settings.sources.items())
     names = [name for name, _ in named]
     sources = [Source(one, store, cache=settings.cache, place=f"data.sources.{name}") for name, one in named]
@@ -137,7 +137,7 @@ def _remote_shards_in_use(settings: DataSettings, lanes: int, world: World) -> i
     held = 0
     for source in settings.sources.values():
         shards = expand(source.shards, source.type)
-        if remote := len(set(filter(is_remote, shards))):
+        if remote := len({shard for shard in shards if ShardURL(shard).is_remote}):
             held += min(remote, source_order(settings, 0, 0, len(shards)).max_open(lanes_of_node))
     return held
 
@@ -216,7 +216,7 @@ def evaluation_loader(
     per_rank = max(1, workers)
     batch_size = max(batch_size, per_rank)
     lanes = world.size * per_rank
-    store = ShardCache(cache, limit=_bytes(cache_gib), timeout=transfer_timeout)
+    store = ShardCache(cache, limit=_bytes(cache_gib), fetcher=Fetcher(timeout=transfer_timeout))
     shards_of = Source(source, store, cache=cache, place=place)
     if absent := shards_of.missing:
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""

@@ -18,8 +18,8 @@ from clipstream.data.order.lanes import Fingerprint, Mix, SourceMix
 from clipstream.data.order.windows import Order, SourceOrder, group_size_for
 from clipstream.data.settings import DataSettings
 from clipstream.data.shard_url import redact, stable_name
-from clipstream.data.sources.sample_counts import count_samples
-from clipstream.data.sources.source import Source
+from clipstream.data.sources.indexes import count_samples
+from clipstream.data.sources.registry import Source
 
 ORDER_VERSION = 2  # of the algorithm; another number is another order
 MIXED_ORDER_VERSION = 3  # the same, of several sources and of the mode `epoch`

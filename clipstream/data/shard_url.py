@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -32,23 +33,49 @@ _MASKED = re.compile(r"[^\s/@'\":=]*:\*\*\*")  # user:*** in front of an @
 USER_FLAG = re.compile(r"((?:^|\s)(?:-u[\s=]*|--user[\s=]+))[^\s'\"|]+")
 
 
-def scheme_of(url: str) -> str | None:
-    """The scheme of a URL or command in lower case; None for a local path."""
-    match = SCHEME.match(url)
-    if match is None or (match.group(1) not in NO_SLASHES and not url.startswith("//", match.end())):
-        return None
-    return match.group(1).lower()
+@dataclass(frozen=True)
+class ShardURL:
+    """The path, URL or command of a shard, parsed; `str` and `repr` mask its credentials.
 
+    Sources and transport parse a shard's name where they use it. Lists of shards, checkpoints and the order fingerprint
+    keep the name itself, a `str`: users' own source types name their shards freely, and the names are JSON.
 
-def local_path(url: str) -> str | None:
-    """The path of a local file, also of a `file:` URL; None for anything else."""
-    scheme = scheme_of(url)
-    return url if scheme is None else url2pathname(urlsplit(url).path) if scheme == "file" else None
+    Attributes:
+        full: the text, with its credentials.
+    """
 
+    full: str
 
-def is_remote(url: str) -> bool:
-    """Whether a URL or command has to be downloaded, unlike paths and what a source type reads or makes in place."""
-    return scheme_of(url) not in (None, "file", *PATH_SCHEMES, *GENERATED)
+    @cached_property
+    def scheme(self) -> str | None:
+        """The scheme in lower case; None for a local path."""
+        match = SCHEME.match(self.full)
+        if match is None or (match[1] not in NO_SLASHES and not self.full.startswith("//", match.end())):
+            return None
+        return match[1].lower()
+
+    @property
+    def path(self) -> str | None:
+        """The path of a local file, also of a `file:` URL; None for anything else."""
+        if self.scheme is None:
+            return self.full
+        return url2pathname(urlsplit(self.full).path) if self.scheme == "file" else None
+
+    @property
+    def host(self) -> str:
+        """Host, port and login, or the bucket; also of a malformed URL."""
+        return self.full.partition("//")[2].partition("/")[0]
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it has to be downloaded, unlike paths and what a source type reads or makes in place."""
+        return self.scheme not in (None, "file", *PATH_SCHEMES, *GENERATED)
+
+    def __str__(self) -> str:
+        return redact(self.full)
+
+    def __repr__(self) -> str:
+        return f"ShardURL({str(self)!r})"
 
 
 @lru_cache(maxsize=4096)

@@ -23,7 +23,7 @@ from clipstream.data.loader.health import Captions
 from clipstream.data.settings import AugmentSettings, SourceSettings, rgb
 from clipstream.data.shard_url import redact
 from clipstream.data.sources.protocol import OpenShard
-from clipstream.data.sources.source import Source
+from clipstream.data.sources.registry import Source
 from clipstream.data.sources.tables import MISSING
 from clipstream.data.tar import SCATTERED, SampleRef
 from clipstream.data.transport.shard_cache import ShardCache
@@ -85,8 +85,8 @@ def look(source: SourceSettings, samples: int) -> View:
         view = View(shards.summary(), shards.missing)
         gone = set(view.missing)
         there = [name for name in shards.names if name not in gone]
-        chosen = _spread([name for name in there if not shards.is_cheap(name)], SHARDS_READ if samples else 0)
-        chosen += _spread([name for name in there if shards.is_cheap(name)], samples)
+        chosen = _spread([name for name in there if not shards.types[name].cheap], SHARDS_READ if samples else 0)
+        chosen += _spread([name for name in there if shards.types[name].cheap], samples)
         for number, name in enumerate(chosen):
             if samples and view.tried >= samples:
                 break
@@ -100,7 +100,7 @@ def look(source: SourceSettings, samples: int) -> View:
             if shard.index.fault is not None:
                 view.faults[redact(name)] = str(shard.index.fault)
             for ref in _spread(shard.index.samples, wanted):
-                where = f"{Path(shards.title(name)).name}/{ref.key}"
+                where = f"{Path(shards.types[name].title(name)).name}/{ref.key}"
                 try:
                     text = _use(shard, ref, view, partial(image_bytes, keys=source.image_key), extract)
                 except Dropped as drop:
@@ -113,7 +113,7 @@ def look(source: SourceSettings, samples: int) -> View:
                     if len(view.captions) < 3:
                         view.captions[where] = text
             shard.close()
-            shards.release(name)
+            shards.types[name].release(name)
     finally:
         store.close()
     return view

@@ -22,7 +22,7 @@ from clipstream.config.flags import own_flags
 from clipstream.config.settings import Settings, load, require_equal
 from clipstream.config.validate import validate_evals
 from clipstream.data.settings import SourceSettings
-from clipstream.data.shard_url import local_path, scheme_of
+from clipstream.data.shard_url import ShardURL
 from clipstream.data.sources.registry import expand
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.world import World
@@ -79,7 +79,7 @@ class Suites:
         if missing not in ("error", "skip"):
             raise SettingsError(f"{MISSING}: expected error or skip, not {missing!r}")
         if (root := own.get(FOLDER)) is not None:
-            os.environ[ROOT] = root.rstrip("/") if scheme_of(root) else str(Path(root))
+            os.environ[ROOT] = root.rstrip("/") if ShardURL(root).scheme else str(Path(root))
         return cls(files, missing == "skip")
 
     @property
@@ -110,7 +110,7 @@ class Suites:
         if gone and not self.skip:
             root, shown = os.environ.get(ROOT, ""), ""
             for name, text in gone.items():
-                fetch = None if scheme_of(root) else (evals[name].fetch or "").replace(f"${{{ROOT}}}", root)
+                fetch = None if ShardURL(root).scheme else (evals[name].fetch or "").replace(f"${{{ROOT}}}", root)
                 shown += f"  {name}: {text}\n" + (f"    {fetch}\n" if fetch else "")
             raise SettingsError(
                 f"{len(gone)} of {sum(map(bool, sources.values()))} data sets are missing:\n{shown}"
@@ -136,7 +136,7 @@ def _missing(source: SourceSettings) -> str | None:
         shards = expand(source.shards)
     except SettingsError as error:
         return str(error)
-    local = [path for shard in shards if (path := local_path(shard)) is not None]
+    local = [path for shard in shards if (path := ShardURL(shard).path) is not None]
     gone = [path for path in local if not os.path.exists(path)]
     return f"{len(gone)} of {len(shards)} shards are not there: {gone[0]}{' …' * (len(gone) > 1)}" if gone else None
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from clipstream.data.shard_url import local_path, redact
-from clipstream.data.sources import side_index
+from clipstream.data.shard_url import ShardURL, redact
+from clipstream.data.sources import indexes
 from clipstream.data.sources.registry import typed_shards
 from clipstream.data.tar import scan
 from clipstream.data.transport.downloader import file_info
@@ -62,7 +62,7 @@ def make_indexes(
     shards = dict(typed_shards(list(specs)))
     if others := [url for url, kind in shards.items() if not kind.tars]:
         raise SettingsError(f"{redact(others[0])} needs no index: only tars do")
-    remote = [url for url in shards if local_path(url) is None]
+    remote = [url for url in shards if ShardURL(url).path is None]
     if remote and folder is None:
         raise SettingsError(f"{redact(remote[0])} is remote: say in which folder the indexes go by --into FOLDER")
     urls = list(shards)
@@ -102,16 +102,16 @@ def index_shard(url: str, store: ShardCache, folder: str | None, again: bool) ->
 
     A damaged tar is indexed with its fault; a file that is no tar at all is an error.
     """
-    path, local = side_index.path_of(url, folder), local_path(url)
+    path, local = indexes.path_of(url, folder), ShardURL(url).path
     assert path is not None
     try:
         if local is not None:
-            identity = side_index.identity_of(local)
+            identity = indexes.identity_of(local)
         else:  # before the download, so that a change in between makes the index stale
-            identity = side_index.Identity(version=file_info(url, store.fetcher.timeout).version)
+            identity = indexes.Identity(version=file_info(ShardURL(url), store.fetcher.timeout).version)
         if not again:
             with contextlib.suppress(OSError, ValueError):
-                head = side_index.read_head(path)
+                head = indexes.read_head(path)
                 if head.of == identity:
                     return Outcome(url, head.samples, fault="" if head.fault is None else str(head.fault))
         try:
@@ -120,7 +120,7 @@ def index_shard(url: str, store: ShardCache, folder: str | None, again: bool) ->
             store.release(url)
         if found.fault is not None and (found.fault.reason == "not_a_tar" or identity.size == 0):
             return Outcome(url, error=str(found.fault))
-        side_index.write(path, found, identity)
+        indexes.write(path, found, identity)
     except FileNotFoundError as error:
         return Outcome(url, error=f"missing: {error.filename} is not there")
     except (ShardError, OSError) as error:

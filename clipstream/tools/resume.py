@@ -17,7 +17,7 @@ from clipstream.checkpoint.remote_dir import CHECKPOINTS, METRICS, RemoteDir, wi
 from clipstream.checkpoint.remote_sync import RemoteSync
 from clipstream.config.dump import portable
 from clipstream.config.settings import Settings, by_key, shown
-from clipstream.data.shard_url import redact_value, scheme_of
+from clipstream.data.shard_url import ShardURL, redact_value
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.training.precision import Precision, resolve_precision
@@ -71,7 +71,7 @@ def _find(settings: Settings, remote_sync: RemoteSync | None) -> Path | None:
                 "another --name"
             )
         remote_sync.last_serial = max((marker.serial for marker in whole.values()), default=0)
-    if resume is not None and scheme_of(resume) is not None:
+    if resume is not None and ShardURL(resume).scheme is not None:
         found = remote_dir.find(RemoteDir(resume, "--resume"), folder)
         if found is None:
             raise SettingsError(f"--resume: there is no whole checkpoint in {RemoteDir(resume, '').shown}")

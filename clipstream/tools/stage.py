@@ -31,10 +31,10 @@ from clipstream.config.section import with_home
 from clipstream.config.settings import Settings, load
 from clipstream.data.decode.captions import split_keys
 from clipstream.data.settings import SourceSettings
-from clipstream.data.shard_url import USER_INFO, local_path, parts_of, redact, scheme_of, stable_name
+from clipstream.data.shard_url import USER_INFO, ShardURL, parts_of, redact, stable_name
+from clipstream.data.sources.indexes import SIGNED
 from clipstream.data.sources.patterns import in_braces
 from clipstream.data.sources.registry import entries, expand, source_type, typed_shards
-from clipstream.data.sources.side_index import SIGNED
 from clipstream.data.sources.tars import SIZES
 from clipstream.errors import DataError, SettingsError, Stopped
 from clipstream.report.terminal import duration
@@ -243,7 +243,7 @@ def plan(settings: Settings, folder: Path, records: Mapping[str, Record]) -> lis
         files = {url: before[identity] for url, identity in copied.items() if identity in before}
         taken = {file.casefold() for file in files.values()}
         for url, identity in copied.items():
-            if (local := local_path(url)) and folder in Path(os.path.abspath(local)).parents:
+            if (local := ShardURL(url).path) and folder in Path(os.path.abspath(local)).parents:
                 raise SettingsError(
                     f"{key}: {local} lies in {folder} itself: name the shards where they come from "
                     "(without the --config that an earlier call wrote there)"
@@ -265,11 +265,11 @@ def plan(settings: Settings, folder: Path, records: Mapping[str, Record]) -> lis
 
 def _identity(url: str) -> str:
     """See Shard."""
-    if (local := local_path(url)) is not None:
+    if (local := ShardURL(url).path) is not None:
         name = os.path.abspath(local)
     else:
         name, question, query = USER_INFO.sub("", url).partition("?")
-        if scheme_of(url) == "pipe":
+        if ShardURL(url).scheme == "pipe":
             name += question + query
         else:
             name += "".join(f"?{part}" for part in query.split("&") if not SIGNED.match(part))

@@ -25,8 +25,8 @@ from rich.progress import Progress as RichProgress
 
 from clipstream.data.decode.captions import split_keys
 from clipstream.data.settings import SourceSettings
-from clipstream.data.shard_url import redact
-from clipstream.data.sources import side_index
+from clipstream.data.shard_url import ShardURL, redact
+from clipstream.data.sources import indexes
 from clipstream.data.tar import scan
 from clipstream.data.transport.cache_eviction import crc_of
 from clipstream.data.transport.downloader import Fetcher
@@ -162,7 +162,7 @@ class Copier:
 
     def look(self, shard: PlannedShard, record: Record | None) -> Look:
         """Whether the recorded copy is intact, of the current version, and made by the current recipe."""
-        about = self._fetcher.info(shard.url)
+        about = self._fetcher.info(ShardURL(shard.url))
         if record is None or record.recipe != self._noted(shard):
             return Look(False, about)
         if None not in (record.version, about.version) and record.version != about.version:
@@ -186,10 +186,10 @@ class Copier:
         recipe = self._recipe(shard)
         monitor = _Monitor(report, 0.5 if recipe else 1.0)
         try:
-            self._fetcher.fetch(shard.url, part, monitor)
+            self._fetcher.fetch(ShardURL(shard.url), part, monitor)
             found = scan(part)
             if found.fault is not None:  # perhaps of the transfer
-                self._fetcher.fetch(shard.url, part, monitor)
+                self._fetcher.fetch(ShardURL(shard.url), part, monitor)
                 found = scan(part)
             pictures: Counter[str] = Counter()
             whole = part
@@ -202,7 +202,7 @@ class Copier:
             atomic_write.flush(whole)
             target = self.folder / shard.file
             # The index before the shard: it names the version of its file, and is ignored beside another one.
-            side_index.write(Path(f"{target}{side_index.SUFFIX}"), found, side_index.identity_of(whole))
+            indexes.write(Path(f"{target}{indexes.SUFFIX}"), found, indexes.identity_of(whole))
             whole.replace(target)
             atomic_write.flush(target.parent)
         except (ShardError, OSError) as error:
@@ -282,7 +282,7 @@ class Copies:
             if isinstance(look, Look) and look.whole and record is not None:
                 self.whole[shard.file] = record
             else:
-                missing.append((shard, look.about if isinstance(look, Look) else FileInfo(None, None)))
+                missing.append((shard, look.about if isinstance(look, Look) else FileInfo()))
         return missing
 
     def copy(self, missing: Sequence[tuple[PlannedShard, FileInfo]]) -> None:
@@ -334,7 +334,7 @@ class Copies:
                 path = self.folder / name
                 if name not in self.whole and _written(path) != written:
                     path.unlink(missing_ok=True)
-                    Path(f"{path}{side_index.SUFFIX}").unlink(missing_ok=True)
+                    Path(f"{path}{indexes.SUFFIX}").unlink(missing_ok=True)
 
     def _events(
         self, do: Callable[[int, Report], Result], shards: Sequence[PlannedShard], jobs: int, bar: Bar

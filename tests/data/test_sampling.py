@@ -16,7 +16,7 @@ import torch
 from clipstream.data.batch import Batch
 from clipstream.data.order.lanes import DataState
 from clipstream.data.settings import DataSettings
-from clipstream.data.sources.side_index import identity_of, path_of, read, write
+from clipstream.data.sources.indexes import identity_of, path_of, read, write
 from clipstream.data.tar import ShardIndex
 from clipstream.errors import DataError, SettingsError
 from clipstream.tools.index import make_indexes
@@ -266,7 +266,7 @@ def test_weights_are_repetition_factors_in_exact_epochs(shards: list[str], tmp_p
 def test_one_missing_index_of_many_shards_is_told_with_the_command(
     shards: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clipstream.data.sources.sample_counts.SMALL", 100_000)
+    monkeypatch.setattr("clipstream.data.sources.indexes.SMALL", 100_000)
     with pytest.raises(SettingsError) as caught:
         loader(indexed(shards))
     told = str(caught.value)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from clipstream.data.transport.downloader import Fetcher
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.data.transport.transfer import ShardError
 from tests.support.tars import tar_bytes
@@ -14,7 +15,8 @@ BODY = tar_bytes([{"__key__": f"{i}", "jpg": bytes([i]) * 9000, "txt": "x"} for 
 
 
 def make_store(folder: Path | None = None, **options: float) -> ShardCache:
-    return ShardCache(None if folder is None else str(folder), **{"backoff": 0.01, "timeout": 10.0, **options})  # type: ignore[arg-type]
+    fetcher = Fetcher(**{"backoff": 0.01, "timeout": 10.0, **options})  # type: ignore[arg-type]
+    return ShardCache(None if folder is None else str(folder), fetcher=fetcher)
 
 
 def failure(store: ShardCache, url: str) -> ShardError:

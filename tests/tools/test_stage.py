@@ -22,7 +22,7 @@ from PIL import Image
 
 from clipstream.checkpoint.run_lock import held
 from clipstream.config.settings import load
-from clipstream.data.sources import side_index
+from clipstream.data.sources import indexes
 from clipstream.data.sources.registry import expand
 from clipstream.data.tar import Shard, scan
 from clipstream.data.transport.shard_cache import ShardCache
@@ -383,7 +383,7 @@ def test_copies_are_plain_and_have_an_index(shards: list[str], tmp_path: Path) -
         ((name, body),) = tars(tmp_path / "fast").items()
         copy = tmp_path / "fast" / name
         assert name == "sources/train/0.tar" and (body == Path(shards[0]).read_bytes()) == (not more)
-        assert side_index.opened_by(str(copy), None) == scan(copy), "the mode indexed finds it"
+        assert indexes.opened_by(str(copy), None) == scan(copy), "the mode indexed finds it"
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])

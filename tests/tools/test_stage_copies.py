@@ -37,5 +37,5 @@ def test_a_copy_that_was_not_told_of_goes(tmp_path: Path) -> None:
     (folder / "2.tar").write_bytes(b"of an earlier call")
     work = Copies(folder, shards, {}, Slow(folder, None), jobs=2)
     with pytest.raises(DataError, match="0 of 3 shards are staged"):
-        work.copy([(shard, FileInfo(None, None)) for shard in shards])
+        work.copy([(shard, FileInfo()) for shard in shards])
     assert sorted(path.name for path in folder.iterdir() if path.is_file()) == ["2.tar", "staged.jsonl"]

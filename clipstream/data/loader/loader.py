@@ -31,7 +31,7 @@ from clipstream.data.loader.sampler import LaneSampler, OpenShards
 from clipstream.data.loader.stage_timing import IDLE, StageIntervals, StageTimes, Stopwatch
 from clipstream.data.loader.workers import Worker
 from clipstream.data.order.lanes import DataState, Fingerprint, LaneSlots, LaneState, Mix
-from clipstream.data.sources.source import Source
+from clipstream.data.sources.registry import Source
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.errors import ClipstreamError, DataError, Interrupted
 from clipstream.utils.escape import printable_lines

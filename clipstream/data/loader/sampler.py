@@ -20,7 +20,7 @@ from clipstream.data.order.rng import mix
 from clipstream.data.order.windows import Order
 from clipstream.data.shard_url import redact
 from clipstream.data.sources.protocol import OpenShard
-from clipstream.data.sources.source import Source
+from clipstream.data.sources.registry import Source
 from clipstream.data.tar import SampleRef, ShardIndex
 from clipstream.data.transport.pipe import end_command
 from clipstream.data.transport.transfer import ShardError
@@ -86,7 +86,7 @@ class OpenShards:
     def prefetch(self, numbers: Iterable[int]) -> None:
         """Download shards in the background that will be held soon."""
         names = (self.source.names[number] for number in numbers if number not in self._open)
-        self._prefetcher.add(name for name in names if self.source.is_remote(name))
+        self._prefetcher.add(name for name in names if self.source.types[name].is_remote(name))
 
     def hold(self, number: int) -> OpenShard | None:
         """The shard, opened unless it is open; None, and counted as broken, where it has no readable sample."""
@@ -121,7 +121,7 @@ class OpenShards:
             health.unopened.add(number)
             self._failed[number] = health.faults[shown]
             shard.close()
-            self.source.release(name, keep=False)  # perhaps an error page, which a new download would replace
+            self.source.types[name].release(name, keep=False)  # perhaps an error page: download it anew
             return None
         if (counts := self.source.counts) is not None and counts[number] != len(shard.index.samples):
             held = f"it holds {len(shard.index.samples):,} samples, its index tells of {counts[number]:,}"
@@ -141,7 +141,8 @@ class OpenShards:
             return
         del self._open[number]
         shard.close()
-        self.source.release(self.source.names[number])
+        name = self.source.names[number]
+        self.source.types[name].release(name)
 
     def close(self) -> None:
         """End the background downloads."""
@@ -149,7 +150,8 @@ class OpenShards:
 
     def title(self, number: int) -> str:
         """The shard's name for keys and messages."""
-        return self.source.title(self.source.names[number])
+        name = self.source.names[number]
+        return self.source.types[name].title(name)
 
 
 class ShardPrefetcher:
@@ -177,7 +179,7 @@ class ShardPrefetcher:
         with self._state:
             downloaded = self._wanted.pop(name, False)
         if downloaded:
-            self._source.release(name)
+            self._source.types[name].release(name)
 
     def close(self) -> None:
         """End the thread and the command that it may be running."""
@@ -198,7 +200,7 @@ class ShardPrefetcher:
                         return
                     self._state.wait()
             try:
-                held = self._source.prefetch(name)
+                held = self._source.types[name].prefetch(name)
             except Exception:  # tried again, and counted if it fails, when a lane opens the shard
                 held = False
             with self._state:
@@ -208,7 +210,7 @@ class ShardPrefetcher:
                 else:
                     self._wanted.pop(name, None)
             if held and not wanted:
-                self._source.release(name)
+                self._source.types[name].release(name)
 
 
 class LaneSampler(Protocol):

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from clipstream.config.section import with_home
 from clipstream.data.settings import AUTO
-from clipstream.data.shard_url import local_path, redact, with_variables
+from clipstream.data.shard_url import ShardURL, redact, with_variables
 from clipstream.data.sources.tars import TarSource
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.data.transport.transfer import ShardError
@@ -38,23 +39,14 @@ class BenchmarkSource(TarSource):
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A data set.
-
-    Attributes:
-        root: its folder or URL.
-        split: name of the folder with the shards.
-    """
+    """A data set: its folder or URL, and the folder in it with the shards."""
 
     root: str
     split: str
 
     @property
     def shards(self) -> list[str]:
-        """The tars of the split.
-
-        Raises:
-            SettingsError: there is no such split.
-        """
+        """The tars of the split. Raises SettingsError if there is no such split."""
         where = f"{self.split}/nshards.txt"
         text = _text(self.root, where)
         if text is None or not text.strip().isdecimal():
@@ -82,17 +74,13 @@ class Benchmark:
 
 
 def named(spec: str) -> Benchmark:
-    """The data set that `benchmark:ROOT` or `benchmark:ROOT#SPLIT` names.
-
-    Raises:
-        SettingsError: ROOT is empty.
-    """
+    """The data set that `benchmark:ROOT` or `benchmark:ROOT#SPLIT` names. Raises SettingsError if ROOT is empty."""
     root, _, split = spec.partition(":")[2].partition("#")
     page = HUB_PAGE.fullmatch(root)
     root = f"{page[1]}/resolve/{page[2] or 'main'}" if page else root.rstrip("/")
     if not root:
         raise SettingsError(f"{spec!r} names no data set: write {SCHEME}:ROOT, a folder or an address")
-    folder = local_path(root)
+    folder = ShardURL(root).path
     return Benchmark(root if folder is None else with_home(folder), split or "test")
 
 
@@ -119,17 +107,14 @@ def _text(root: str, name: str) -> str | None:
     Raises:
         SettingsError: it cannot be read, its host cannot be reached, or ROOT does not exist.
     """
-    url = f"{root}/{name}"
-    if local_path(root) is not None and not Path(root).is_dir():
+    is_local = ShardURL(root).path is not None
+    if is_local and not Path(root).is_dir():
         raise SettingsError(f"there is no folder {root}")
     try:
-        if local_path(url) is not None:
-            return Path(url).read_text(encoding="utf-8")
-        store = ShardCache(None)
-        try:
-            return store.local(url, tar=False).read_text(encoding="utf-8")
-        finally:
-            store.close()
+        if is_local:
+            return Path(root, name).read_text(encoding="utf-8")
+        with closing(ShardCache(None)) as store:
+            return store.local(f"{root}/{name}", tar=False).read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
     except ShardError as error:

@@ -45,11 +45,9 @@ class FolderSource(SourceType):
         return [f"{scheme}:{root / name}" for name in _numbers(scheme, root)]
 
     def open(self, shard: str) -> OpenShard:
-        """List the images of the class."""
         return FolderShard(shard, self._image_keys)
 
     def num_samples(self, shard: str) -> int:
-        """Lists the folder."""
         return len(self.open(shard).index.samples)
 
     def total_samples(self, shards: Sequence[str]) -> None:
@@ -68,11 +66,7 @@ class FolderShard(OpenShard):
         self.index = ShardIndex([SampleRef(file) for file in files])
 
     def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:
-        """The members of a sample.
-
-        Raises:
-            Dropped: `unreadable_member`.
-        """
+        """See OpenShard. Raises Dropped: `unreadable_member`."""
         found = {name: data for name, data in self._label.items() if suffixes is None or name in suffixes}
         try:
             found[_suffix(ref.key)] = (self._folder / ref.key).read_bytes()
@@ -89,8 +83,7 @@ def _files(folder: Path) -> Iterator[str]:
         raise error
 
     for where, inner, files in os.walk(folder, onerror=fail, followlinks=True):
-        real = os.path.realpath(where)
-        if real in seen:  # a link to a folder above
+        if (real := os.path.realpath(where)) in seen:  # a link to a folder above
             inner.clear()
             continue
         seen.add(real)
@@ -109,7 +102,13 @@ def _numbers(scheme: str, root: Path) -> dict[str, int]:
         raise SettingsError(f"{scheme}:{root}: it holds no folders; one a class is expected")
     if scheme == "folder":
         return {name: number for number, name in enumerate(folders)}
-    known = _imagenet()
+    known = {str(n): n for n in range(IMAGENET_CLASSES)}
+    # Read without importing timm, which imports torch.
+    spec = importlib.util.find_spec("timm")
+    assert spec is not None and spec.submodule_search_locations, "timm is installed with clipstream"
+    synsets = (Path(spec.submodule_search_locations[0]) / SYNSETS).read_text().split()
+    assert len(synsets) == IMAGENET_CLASSES
+    known.update({name: n for n, name in enumerate(synsets)})
     if strange := [name for name in folders if name not in known]:
         raise SettingsError(
             f"imagenet:{root}: {strange[0]!r} is no class of ImageNet ({len(strange)} of {len(folders)} folders are "
@@ -117,13 +116,3 @@ def _numbers(scheme: str, root: Path) -> dict[str, int]:
             "data.shards 'folder:PATH' and classes of your own"
         )
     return {name: known[name] for name in folders}
-
-
-@lru_cache(maxsize=1)
-def _imagenet() -> dict[str, int]:
-    """Synset, or number, -> number of the class; read without importing timm, which imports torch."""
-    spec = importlib.util.find_spec("timm")
-    assert spec is not None and spec.submodule_search_locations, "timm is installed with clipstream"
-    synsets = (Path(spec.submodule_search_locations[0]) / SYNSETS).read_text().split()
-    assert len(synsets) == IMAGENET_CLASSES
-    return {**{str(n): n for n in range(IMAGENET_CLASSES)}, **{name: n for n, name in enumerate(synsets)}}

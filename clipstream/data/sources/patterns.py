@@ -15,7 +15,7 @@ from pathlib import Path
 import braceexpand
 
 from clipstream.config.section import with_home
-from clipstream.data.shard_url import redact, scheme_of
+from clipstream.data.shard_url import ShardURL, redact
 from clipstream.errors import SettingsError
 
 # In a command only {00..99} and {a,b} name shards; awk '{print $1, $2}' and ${HOME} are the shell's.
@@ -81,7 +81,7 @@ def expand_pattern(pattern: str) -> list[str]:
         raise SettingsError(f"the braces of {redact(pattern)!r} are not paired: {error}") from error
     if vast or len(expanded) > MOST_SHARDS:
         raise SettingsError(f"the braces of {redact(pattern)!r} name more than {MOST_SHARDS:,} shards")
-    if scheme_of(pattern) is not None:
+    if ShardURL(pattern).scheme is not None:
         return expanded
     return [path for name in expanded for path in _local(with_home(name))]
 

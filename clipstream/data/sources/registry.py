@@ -1,21 +1,28 @@
-"""The registry of source types, and the choice of a type for each entry of the setting `shards`.
+"""The registry of source types, and `Source`: the shards of all entries of a setting `shards`, each of its type.
 
-The setting enters; entries for `SourceType.list_shards`, each with its type, leave. Without `type`, the name of an
-entry decides: `SCHEME:` as in TYPES, a table by its suffix, anything else is a tar. Types are imported on first use.
+Settings enter; names of shards, numbers of samples and open shards leave. Without `type`, the name of an entry decides:
+`SCHEME:` as in TYPES, a table by its suffix, anything else is a tar. Types are imported on first use. Listing reads
+tables; tars are read when they are opened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
+from typing import TypeVar
 
-from clipstream.config.plugins import load_plugin
+from clipstream.config.plugins import load_plugin, raised
 from clipstream.config.section import with_home
 from clipstream.data.settings import AUTO, SourceSettings
-from clipstream.data.shard_url import parts_of, scheme_of, with_variables
+from clipstream.data.shard_url import ShardURL, parts_of, with_variables
 from clipstream.data.sources.patterns import expand_pattern, expand_pipe
-from clipstream.data.sources.protocol import SourceContext, SourceType
-from clipstream.errors import SettingsError
+from clipstream.data.sources.protocol import OpenShard, SourceContext, SourceType
+from clipstream.data.tar import SampleRef
+from clipstream.data.transport.shard_cache import ShardCache
+from clipstream.data.transport.transfer import ShardError
+from clipstream.errors import ClipstreamError, Dropped, SettingsError
+
+Result = TypeVar("Result")
 
 TYPES = {
     "tar": "clipstream.data.sources.tars:TarSource",
@@ -24,7 +31,7 @@ TYPES = {
     "imagenet": "clipstream.data.sources.folders:FolderSource",
     "benchmark": "clipstream.data.sources.clip_benchmark:BenchmarkSource",
     "toy": "clipstream.data.sources.toy_data:ToySource",
-    "synthetic": "clipstream.data.sources.synthetic:SyntheticSource",
+    "synthetic": "clipstream.data.sources.toy_data:SyntheticSource",
 }
 TABLE_FORMATS = {
     ".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".ndjson": "json", ".json": "json",
@@ -75,7 +82,7 @@ def entries(spec: str | list[str], type: str = AUTO) -> Iterator[tuple[str, str]
             yield type, part
         elif part.startswith("pipe:"):
             yield from (("tar", command) for command in expand_pipe(part))
-        elif (scheme := scheme_of(text := with_home(with_variables(part)))) in TYPES:
+        elif (scheme := ShardURL(text := with_home(with_variables(part))).scheme) in TYPES:
             yield str(scheme), text
         elif type not in (AUTO, "tar", "table"):
             yield type, f"{type}:{text}"
@@ -106,3 +113,117 @@ def typed_shards(
 def expand(spec: str | list[str], type: str = AUTO, *, write: bool = True) -> list[str]:
     """The names alone of `typed_shards`."""
     return [shard for shard, _ in typed_shards(spec, type, write=write)]
+
+
+class Source:
+    """The shards of a source.
+
+    Args:
+        settings: of the source.
+        store: downloads shards; None if shards are only listed.
+        cache: folder for the Arrow files of tables; in clipstream's cache folder unless given.
+        place: dotted key of the source in the settings, for messages.
+
+    Attributes:
+        names: the shards, in order.
+        types: shard -> its type.
+        samples: how many samples they hold; None if that takes opening them.
+        counts: samples of each shard in the order of `names`, set by `count_samples`.
+        empty: number of a shard without samples -> its fault, set by `count_samples`.
+
+    Raises:
+        SettingsError: the shards cannot be listed.
+        DataError: a table does not exist, cannot be read, or names no images.
+    """
+
+    def __init__(
+        self,
+        settings: SourceSettings,
+        store: ShardCache | None,
+        *,
+        cache: str | None = None,
+        place: str = "data.sources",
+    ) -> None:
+        self.type = settings.type
+        self._key, self._is_plugin = place, ":" in settings.type
+        listed = list(entries(settings.shards, settings.type))
+        made: dict[str, SourceType] = {}
+        for name in dict.fromkeys(name for name, _ in listed):
+            own = settings.model_copy(update={"shards": [entry for other, entry in listed if other == name]})
+            made[name] = self._call(source_type(name), own, SourceContext(store, cache, place))
+        self.names: list[str] = []
+        self.types: dict[str, SourceType] = {}
+        for name, entry in listed:
+            shards = self._call(made[name].list_shards, entry)
+            self.names += shards
+            self.types.update(dict.fromkeys(shards, made[name]))
+        self._parts = [(kind, [name for name in self.names if self.types[name] is kind]) for kind in made.values()]
+        totals = [self._call(kind.total_samples, names) for kind, names in self._parts]
+        self.samples = None if None in totals else sum(total for total in totals if total is not None)
+        self.counts: list[int] | None = None
+        self.empty: dict[int, str] = {}
+
+    def _call(self, function: Callable[..., Result], *args: object) -> Result:
+        """Call a method of a type; what a user's own raises becomes a SettingsError."""
+        try:
+            return function(*args)
+        except (ClipstreamError, ShardError):
+            raise
+        except Exception as error:
+            if not self._is_plugin:
+                raise
+            raise SettingsError(f"{self._key}: {raised(self.type, error)}") from error
+
+    def open(self, name: str) -> OpenShard:
+        """Open a shard; a remote one is downloaded first.
+
+        Raises:
+            ShardError, OSError: it cannot be read.
+        """
+        if not self._is_plugin:
+            return self.types[name].open(name)
+        try:
+            return _PluginShard(self.types[name].open(name), self.type)
+        except (ClipstreamError, ShardError, OSError):
+            raise
+        except Exception as error:
+            raise ShardError("source_error", raised(self.type, error)) from error
+
+    def num_samples(self, name: str) -> int | None:
+        """Samples of a shard as its type knows them; None for a tar."""
+        return self._call(self.types[name].num_samples, name)
+
+    def summary(self) -> str:
+        """What the source holds, in words."""
+        parts = " and ".join(self._call(kind.describe, names) for kind, names in self._parts)
+        return parts + ("" if self.samples is None else f", {self.samples:,} samples")
+
+    @property
+    def missing(self) -> list[str]:
+        """Local shards that do not exist."""
+        return [shard for kind, names in self._parts for shard in kind.missing(names)]
+
+
+class _PluginShard(OpenShard):
+    """A shard of a user's own type: what it raises drops the sample as `source_error`."""
+
+    def __init__(self, shard: OpenShard, type: str) -> None:
+        self._shard, self._type = shard, type
+        self.index = shard.index
+
+    def _call(self, function: Callable[..., dict[str, bytes]], *args: object) -> dict[str, bytes]:
+        try:
+            return function(*args)
+        except Dropped:
+            raise
+        except Exception as error:
+            raise Dropped("source_error", raised(self._type, error)) from error
+
+    def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:
+        return self._call(self._shard.load, ref, suffixes)
+
+    def look(self, ref: SampleRef) -> dict[str, bytes]:
+        return self._call(self._shard.look, ref)
+
+    def close(self) -> None:
+        self._shard.close()

@@ -7,6 +7,7 @@ alone, when it is read. Images are read from the files or the bytes that a row h
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
 import itertools
@@ -16,17 +17,16 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, overload
+from typing import TYPE_CHECKING, TextIO, TypeVar, overload
 
 from clipstream.data.decode.captions import json_object, split_keys
 from clipstream.data.decode.sample_profile import SHORT_FLAGS
 from clipstream.data.settings import SourceSettings
-from clipstream.data.shard_url import local_path, redact
+from clipstream.data.shard_url import ShardURL, redact
 from clipstream.data.sources.protocol import OpenShard, SourceContext, SourceType, counted
 from clipstream.data.sources.registry import table_format
 from clipstream.data.tar import SampleRef, ShardIndex
-from clipstream.data.transport.cache_dir import cache_root
-from clipstream.data.transport.shard_cache import ShardCache
+from clipstream.data.transport.shard_cache import ShardCache, cache_root
 from clipstream.data.transport.transfer import ShardError
 from clipstream.errors import DataError, Dropped, SettingsError
 from clipstream.utils.escape import printable
@@ -46,6 +46,7 @@ LONGEST_FIELD = 1 << 28  # characters of a CSV's field
 MOST_LINES = 100  # of a CSV's row
 CHUNK = 1 << 20  # characters of a JSON list that are read at once
 BETWEEN = re.compile(r"[\s,]*")
+Row = TypeVar("Row")
 MISSING = "missing_picture"  # the reason for a sample whose image file cannot be read
 
 
@@ -65,7 +66,6 @@ class TableSource(SourceType):
         self._block = max(1, min(BLOCK, -(-sum(self._rows.values()) // BLOCKS)))
 
     def list_shards(self, spec: str) -> Sequence[str]:
-        """The blocks of a table."""
         rows = range(self._rows[spec])
         blocks = [rows[first : first + self._block] for first in rows[:: self._block]]
         named = {f"{spec}#{block[0]}-{block[-1]}": (spec, block) for block in blocks}
@@ -73,16 +73,13 @@ class TableSource(SourceType):
         return list(named)
 
     def open(self, shard: str) -> OpenShard:
-        """The rows; nothing is read."""
         url, rows = self._blocks[shard]
         return RowShard(self._arrows[url], rows, self._keys, self._folders[url])
 
     def describe(self, shards: Sequence[str]) -> str:
-        """The number of tables."""
         return counted(len(self._rows), "manifest")
 
     def num_samples(self, shard: str) -> int:
-        """The rows of the block."""
         return len(self._blocks[shard][1])
 
     def title(self, shard: str) -> str:
@@ -103,7 +100,7 @@ class TableSource(SourceType):
                 raise
             raise SettingsError(f"{error}: name another by --data.cache, or by CLIPSTREAM_CACHE") from error
         try:
-            if (named := local_path(url)) is None:
+            if (named := ShardURL(url).path) is None:
                 local, version = _downloaded(url, cache)
             else:
                 local, path = _downloads(cache).local(url, tar=False), Path(named).absolute()
@@ -125,23 +122,22 @@ class TableSource(SourceType):
                 f"({', '.join(self._keys)}); its columns are {', '.join(names) or 'none'}: name the picture's, a path, "
                 f"by {flag}"
             )
-        self._folders[url] = self._folder(url, arrow)
+        # Relative paths start from the setting, the table's folder, or the working folder if only it fits.
+        own = os.path.dirname(named or "")
+        folders = [own, ""] if settings.folder is None else []
+        found = (folder for folder in folders if _finds_picture(arrow, self._keys, folder))
+        self._folders[url] = next(found, own if settings.folder is None else settings.folder)
         reader = mapped(arrow)
         last = reader.num_record_batches - 1
         return int(last * ROWS + len(reader.get_batch(last)))
 
-    def _folder(self, url: str, arrow: Path) -> str:
-        """What relative paths start from: the setting, the table's folder, or the working folder if only it fits."""
-        if self._settings.folder is not None:
-            return self._settings.folder
-        own = os.path.dirname(local_path(url) or "")
-        for folder in (own, ""):
-            try:
-                if RowShard(arrow, range(1), self._keys, folder).load(SampleRef("0"), self._keys):
-                    return folder
-            except Dropped:
-                continue
-        return own
+
+def _finds_picture(arrow: Path, keys: Collection[str], folder: str) -> bool:
+    """Whether the image of the first row is found from this folder."""
+    try:
+        return bool(RowShard(arrow, range(1), keys, folder).load(SampleRef("0"), keys))
+    except Dropped:
+        return False
 
 
 @lru_cache(maxsize=256)
@@ -150,7 +146,7 @@ def _downloaded(url: str, cache: str | None) -> tuple[Path, str]:
     local = _downloads(cache).local(url, tar=False)
     digest = hashlib.sha256()
     with open(local, "rb") as file:
-        while block := file.read(1 << 20):
+        while block := file.read(CHUNK):
             digest.update(block)
     return local, digest.hexdigest()
 
@@ -204,67 +200,56 @@ def to_arrow(table: Path, url: str, target: Path, *, separator: str | None = Non
 def _csv(path: Path, separator: str | None, quoting: bool) -> Iterator[pa.RecordBatch]:
     import pyarrow as pa
 
-    csv.field_size_limit(LONGEST_FIELD)
     with open(path, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
         header = file.readline()
         file.seek(0)
-        lines = _Lines(file, quoting)
-        reader = csv.reader(
-            lines,
-            delimiter=separator or max(SEPARATORS, key=header.count),
-            quoting=csv.QUOTE_MINIMAL if quoting else csv.QUOTE_NONE,
-        )
-        checked = lines.checked(reader)
-        names = _names(next(checked, []))
+        numbered = _csv_rows(file, separator or max(SEPARATORS, key=header.count), quoting)
+        names = _names(next(numbered, (0, []))[1])
         schema = pa.schema([*((name, pa.binary()) for name in names), (FAULT, pa.string())])
 
-        def fields(row: list[str]) -> list[bytes | str | None]:
+        def fields(number: int, row: list[str]) -> list[bytes | str | None]:
             if len(row) == len(names):
                 return [*(field.encode("utf-8", "surrogateescape") for field in row), None]
-            return [*[None] * len(names), f"line {reader.line_num}: {len(row)} fields, the header has {len(names)}"]
+            return [*[None] * len(names), f"line {number}: {len(row)} fields, the header has {len(names)}"]
 
-        rows = (fields(row) for row in checked if row)
-        for some in _chunks(rows):
+        for some in _chunks(fields(number, row) for number, row in numbered if row):
             columns = zip(*some, strict=True)
             yield pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)], schema=schema)
 
 
-class _Lines:
-    """The lines of a CSV for Python's reader, which would read an unclosed quote as a very long field."""
+def _csv_rows(file: TextIO, separator: str, quoting: bool) -> Iterator[tuple[int, list[str]]]:
+    """(number of its last line, fields) of each row by Python's reader, which would read on behind an open quote.
 
-    def __init__(self, file: TextIO, quoting: bool) -> None:
-        self._file, self._quoting = file, quoting
-        self._number = self._first = 0
-        self._quotes = 0  # in the lines of the current row
-        self._ended = False
+    Raises:
+        ValueError: a quote stays open to the end, or over very many lines.
+    """
+    number = first = quotes = 0  # lines read, lines before the current row, and the row's quotes
+    ended = False
 
-    def __iter__(self) -> Iterator[str]:
-        for line in self._file:
-            self._number += 1
-            self._quotes += line.count('"')
-            if self._quoting and self._number - self._first > MOST_LINES:
-                raise self._open()
-            yield line
-        self._ended = True
-
-    def checked(self, reader: Iterator[list[str]]) -> Iterator[list[str]]:
-        """The reader's rows.
-
-        Raises:
-            ValueError: a quote stays open to the end, or over very many lines.
-        """
-        for row in reader:
-            # The reader returns a complete row with its last line, before it sees the end of the file.
-            if self._quoting and self._ended and self._quotes % 2:
-                raise self._open()
-            yield row
-            self._first, self._quotes = self._number, 0
-
-    def _open(self) -> ValueError:
+    def unclosed() -> ValueError:
         return ValueError(
-            f"a quote opens in line {self._first + 1} and is not closed: close it, or take quotes as they stand by "
+            f"a quote opens in line {first + 1} and is not closed: close it, or take quotes as they stand by "
             "the source's setting quoting: false"
         )
+
+    def lines() -> Iterator[str]:
+        nonlocal number, quotes, ended
+        for line in file:
+            number += 1
+            quotes += line.count('"')
+            if quoting and number - first > MOST_LINES:
+                raise unclosed()
+            yield line
+        ended = True
+
+    csv.field_size_limit(LONGEST_FIELD)
+    reader = csv.reader(lines(), delimiter=separator, quoting=csv.QUOTE_MINIMAL if quoting else csv.QUOTE_NONE)
+    for row in reader:
+        # The reader returns a complete row with its last line, before it sees the end of the file.
+        if quoting and ended and quotes % 2:
+            raise unclosed()
+        yield reader.line_num, row
+        first, quotes = number, 0
 
 
 def _json_rows(path: Path) -> Iterator[bytes]:
@@ -336,7 +321,7 @@ def _names(header: Sequence[str]) -> list[str]:
     return names
 
 
-def _chunks(rows: Iterable[Any]) -> Iterator[list[Any]]:
+def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
     rest = iter(rows)
     while some := list(itertools.islice(rest, ROWS)):
         yield some
@@ -409,26 +394,30 @@ class RowShard(OpenShard):
         """
         number = int(ref.key)
         batch, row = self._reader.get_batch(number // ROWS), number % ROWS
+        wanted = {*self._names, "json"} if suffixes is None else set(suffixes)
         raw: bytes | None = None
+        values: dict[str, object] = {}
         if self._names == [RAW]:
             raw = batch.column(0)[row].as_py()
             values = _object(raw)
         else:
-            wanted = self._names if suffixes is None or "json" in suffixes else [*suffixes, FAULT]
-            values = {}
             for name in self._names:
-                if name in wanted:
+                if name in wanted or "json" in wanted or name == FAULT:
                     try:
                         values[name] = batch.column(name)[row].as_py()
                     except Exception as error:  # text that is not UTF-8, a time that Python does not support, …
                         raise Dropped("row_invalid", f"{name}: {error}") from error
             if fault := values.pop(FAULT, None):
-                raise Dropped("row_fields", fault)
+                raise Dropped("row_fields", str(fault))
         found = self._picture(values)
         for name, value in values.items():
-            if value is not None and name not in self._keys and (suffixes is None or name in suffixes):
-                found[name] = _text(value)
-        if "json" not in values and (suffixes is None or "json" in suffixes):
+            if value is None or name in self._keys or (suffixes is not None and name not in wanted):
+                continue
+            if isinstance(value, str):
+                found[name] = value.encode("utf-8", "surrogatepass")  # half a character is found with the caption
+            else:
+                found[name] = value if isinstance(value, bytes) else json.dumps(value, default=str).encode()
+        if "json" in wanted and "json" not in values:
             found["json"] = _whole(values) if raw is None else raw
         return found
 
@@ -441,7 +430,7 @@ class RowShard(OpenShard):
                 raise
         return RowShard(self._arrow, range(0), (), "").load(ref)
 
-    def _picture(self, values: Mapping[str, Any]) -> dict[str, bytes]:
+    def _picture(self, values: Mapping[str, object]) -> dict[str, bytes]:
         """The member with the image, named as its column."""
         for name in self._keys:
             value = values.get(name)
@@ -455,11 +444,10 @@ class RowShard(OpenShard):
         return {}
 
     def _file(self, path: str) -> bytes:
-        local = local_path(path)
-        if local is None:
-            shown = redact(path)
-            raise Dropped(MISSING, f"{shown}: a manifest's pictures are files; bring them here first (img2dataset)")
-        where = os.path.join(self._folder, os.path.expanduser(local))
+        url = ShardURL(path)
+        if url.path is None:
+            raise Dropped(MISSING, f"{url}: a manifest's pictures are files; bring them here first (img2dataset)")
+        where = os.path.join(self._folder, os.path.expanduser(url.path))
         try:
             with open(where, "rb") as file:
                 return file.read()
@@ -468,28 +456,15 @@ class RowShard(OpenShard):
             raise Dropped(MISSING, f"{shown}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _object(raw: bytes) -> dict[str, Any]:
+def _object(raw: bytes | None) -> dict[str, object]:
     """The row's fields by name in lower case."""
     return {name.lower(): inner for name, inner in json_object(raw).items()}
 
 
-def _text(value: Any) -> bytes:
-    if isinstance(value, bytes):
-        return value
-    if isinstance(value, str):
-        return value.encode("utf-8", "surrogatepass")  # half a character is found with the caption
-    return json.dumps(value, default=str).encode()
-
-
-def _whole(values: Mapping[str, Any]) -> bytes:
+def _whole(values: Mapping[str, object]) -> bytes:
     """The row as a JSON object, without bytes that are not text, such as images."""
-    shown: dict[str, Any] = {}
+    shown: dict[str, object] = {}
     for name, value in values.items():
-        if isinstance(value, bytes):
-            try:
-                shown[name] = value.decode()
-            except UnicodeDecodeError:
-                continue
-        else:
-            shown[name] = value
+        with contextlib.suppress(UnicodeDecodeError):
+            shown[name] = value.decode() if isinstance(value, bytes) else value
     return json.dumps(shown, default=lambda inner: None if isinstance(inner, bytes) else str(inner)).encode()

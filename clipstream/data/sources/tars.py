@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from clipstream.data.settings import SourceSettings
-from clipstream.data.shard_url import is_remote, local_path, scheme_of
-from clipstream.data.sources import side_index
+from clipstream.data.shard_url import ShardURL
+from clipstream.data.sources import indexes
 from clipstream.data.sources.protocol import OpenShard, SourceContext, SourceType
 from clipstream.data.tar import Shard
 
@@ -30,69 +30,58 @@ class TarSource(SourceType):
         self._indexes, self._store = settings.index, context.store
 
     def list_shards(self, spec: str) -> Sequence[str]:
-        """The URL itself."""
         return [spec]
 
     def open(self, shard: str) -> OpenShard:
-        """Open a tar; a remote one is downloaded first."""
         assert self._store is not None, "a source without a store only lists shards"
         local = self._store.local(shard)
         # The index describes the file that is named, not an unpacked or downloaded one.
-        indexed = local_path(shard) == str(local)
+        indexed = ShardURL(shard).path == str(local)
         try:
-            return Shard(local, side_index.opened_by(shard, self._indexes) if indexed else None)
+            return Shard(local, indexes.opened_by(shard, self._indexes) if indexed else None)
         except BaseException:
             self._store.release(shard)
             raise
 
     def total_samples(self, shards: Sequence[str]) -> int | None:
-        """See `samples_of_tars`."""
-        return samples_of_tars(shards)
+        """Samples by `sizes.json` or `__len__` of the tars' folders, each tar as often as it is named.
+
+        `__len__` counts only if every tar of its folder is named once.
+        """
+        total = 0
+        folders: dict[Path, list[str]] = {}
+        for tar in shards:
+            if ShardURL(tar).scheme is not None:
+                return None
+            path = Path(tar)
+            folders.setdefault(path.parent, []).append(path.name)
+        for folder, names in folders.items():
+            try:
+                sizes = {name: int(count) for name, count in json.loads((folder / SIZES).read_bytes()).items()}
+            except (OSError, ValueError, TypeError, AttributeError):
+                sizes = {}
+            if all(name in sizes for name in names):
+                total += sum(sizes[name] for name in names)
+                continue
+            try:
+                length = int((folder / LENGTH).read_text())
+            except (OSError, ValueError):
+                return None
+            if sorted(names) != sorted(path.name for path in folder.glob("*.tar")):
+                return None
+            total += length
+        return total
 
     def missing(self, shards: Sequence[str]) -> list[str]:
-        """Local tars that do not exist."""
-        return [shard for shard in shards if scheme_of(shard) is None and not os.path.exists(shard)]
+        return [shard for shard in shards if ShardURL(shard).scheme is None and not os.path.exists(shard)]
 
     def is_remote(self, shard: str) -> bool:
-        """Whether it is neither a path nor a file: URL."""
-        return is_remote(shard)
+        return ShardURL(shard).is_remote
 
     def prefetch(self, shard: str) -> bool:
-        """Download the shard ahead of `open`."""
         assert self._store is not None, "a source without a store only lists shards"
         return self._store.prefetch(shard)
 
     def release(self, shard: str, *, keep: bool = True) -> None:
-        """Give the downloaded file back to the store."""
         if self._store is not None:
             self._store.release(shard, keep=keep)
-
-
-def samples_of_tars(tars: Sequence[str]) -> int | None:
-    """Samples of the tars by `sizes.json` or `__len__` of their folders, each as often as it is named; None if unknown.
-
-    `__len__` counts only if every tar of its folder is named once.
-    """
-    total = 0
-    folders: dict[Path, list[str]] = {}
-    for tar in tars:
-        if scheme_of(tar) is not None:
-            return None
-        path = Path(tar)
-        folders.setdefault(path.parent, []).append(path.name)
-    for folder, names in folders.items():
-        try:
-            sizes = {name: int(count) for name, count in json.loads((folder / SIZES).read_bytes()).items()}
-        except (OSError, ValueError, TypeError, AttributeError):
-            sizes = {}
-        if all(name in sizes for name in names):
-            total += sum(sizes[name] for name in names)
-            continue
-        try:
-            length = int((folder / LENGTH).read_text())
-        except (OSError, ValueError):
-            return None
-        if sorted(names) != sorted(path.name for path in folder.glob("*.tar")):
-            return None
-        total += length
-    return total

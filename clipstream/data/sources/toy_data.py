@@ -1,7 +1,9 @@
-"""Toy data as a source type: drawings of shapes with captions, as WebDataset shards in the cache folder.
+"""Generated data as source types: toy data to learn from, and synthetic data to measure speed with.
 
-Scenes (what is drawn) are sampled from a fixed seed; the images, 64 x 64 pixels, and captions follow from them. A split
-is written once per version of this code and of Pillow.
+`toy:SPLIT` are drawings of shapes with captions, as WebDataset shards in the cache folder. Scenes (what is drawn) are
+sampled from a fixed seed; the images, 64 x 64 pixels, and captions follow from them. A split is written once per
+version of this code and of Pillow. `synthetic:PIXELS` has one JPEG for all samples, without data on disk: it is
+decoded, cropped and resized as a photograph is, and nothing can be learned from it.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ import math
 import secrets
 import shutil
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from random import Random
 
@@ -24,14 +26,16 @@ import PIL
 from filelock import FileLock
 from PIL import Image, ImageDraw
 
+from clipstream.data.settings import SourceSettings
+from clipstream.data.sources.protocol import OpenShard, SourceContext, SourceType
 from clipstream.data.sources.tars import TarSource
-from clipstream.data.transport.cache_dir import cache_root
+from clipstream.data.tar import SampleRef, ShardIndex
+from clipstream.data.transport.shard_cache import cache_root
 from clipstream.errors import SettingsError
 
 SIDE = 64
 JPEG_QUALITY = 90
-# Masks are drawn this many times larger and averaged, for smooth edges.
-FINE = 4
+FINE = 4  # masks are drawn so many times larger and averaged, for smooth edges
 
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (215, 25, 30),
@@ -53,35 +57,28 @@ RAMP = np.linspace(-0.5, 0.5, SIDE, dtype=np.float32)
 Point = tuple[float, float]
 
 
-def _wheel(points: int, inner: float = 1.0, turn: float = -90.0) -> list[Point]:
-    """Corners of a regular polygon in the unit square; with `inner` below 1, of a star with twice the corners."""
-    corners = points if inner == 1.0 else 2 * points
-    radii = [0.5 if i % 2 == 0 else 0.5 * inner for i in range(corners)] if inner < 1.0 else [0.5] * corners
-    angles = [math.radians(turn + 360.0 * i / corners) for i in range(corners)]
-    return [(0.5 + r * math.cos(a), 0.5 + r * math.sin(a)) for r, a in zip(radii, angles, strict=True)]
-
-
-def _heart() -> list[Point]:
+def _heart(t: float) -> Point:
     """The heart curve x = 16 sin^3 t, y = 13 cos t - 5 cos 2t - 2 cos 3t - cos 4t, in the unit square."""
-    outline = []
-    for i in range(48):
-        t = 2 * math.pi * i / 48
-        x = 16 * math.sin(t) ** 3
-        y = 13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)
-        outline.append((0.5 + x / 34, 0.46 - y / 34))
-    return outline
+    y = 13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)
+    return 0.5 + 16 * math.sin(t) ** 3 / 34, 0.46 - y / 34
+
+
+def _star(i: int) -> Point:
+    """Corner i of a star with five points."""
+    r, angle = 0.5 if i % 2 == 0 else 0.5 * 0.42, math.radians(-90.0 + 360.0 * i / 10)
+    return 0.5 + r * math.cos(angle), 0.5 + r * math.sin(angle)
 
 
 POLYGONS: dict[str, list[Point]] = {
     "square": [(0.08, 0.08), (0.92, 0.08), (0.92, 0.92), (0.08, 0.92)],
     "triangle": [(0.5, 0.04), (0.98, 0.92), (0.02, 0.92)],
     "diamond": [(0.5, 0.0), (0.85, 0.5), (0.5, 1.0), (0.15, 0.5)],
-    "star": _wheel(5, 0.42),
+    "star": [_star(i) for i in range(10)],
     "cross": [
         (x / 3, y / 3)
         for x, y in ((1, 0), (2, 0), (2, 1), (3, 1), (3, 2), (2, 2), (2, 3), (1, 3), (1, 2), (0, 2), (0, 1), (1, 1))
     ],
-    "heart": _heart(),
+    "heart": [_heart(2 * math.pi * i / 48) for i in range(48)],
     "arrow": [(0.0, 0.33), (0.5, 0.33), (0.5, 0.05), (1.0, 0.5), (0.5, 0.95), (0.5, 0.67), (0.0, 0.67)],
     "hourglass": [(0.08, 0.02), (0.92, 0.02), (0.56, 0.5), (0.92, 0.98), (0.08, 0.98), (0.44, 0.5)],
     "bolt": [(0.55, 0.0), (0.15, 0.58), (0.45, 0.58), (0.3, 1.0), (0.85, 0.38), (0.52, 0.38), (0.78, 0.0)],
@@ -121,50 +118,6 @@ def texture_mask(texture: str, size: int, phase: int) -> Image.Image:
     return Image.fromarray((on * 255).astype(np.uint8)).reduce(FINE)
 
 
-class Canvas:
-    """An image of SIDE x SIDE pixels to draw objects on, on a pale gradient; all randomness is of `random`."""
-
-    def __init__(self, random: Random) -> None:
-        self._random = random
-        base = np.array([205 + 45 * random.random() for _ in range(3)], dtype=np.float32)
-        slope_x, slope_y = random.uniform(-14, 14), random.uniform(-14, 14)
-        fade = slope_x * RAMP[None, :] + slope_y * RAMP[:, None]
-        self._picture = Image.fromarray(np.minimum(base + fade[:, :, None], 255).astype(np.uint8))
-
-    def stamp(self, shape: str, colour: str, texture: str, size: int, left: int, top: int, phase: int) -> None:
-        """Draw one object of `size` pixels with its upper left corner at (left, top)."""
-        random = self._random
-        tone = tuple(min(255, max(0, part - 16 + int(random.random() * 33))) for part in COLOURS[colour])
-        mask = shape_mask(shape, size, random.choice(TILTS))
-        patch = Image.new("RGB", (size, size), tone)
-        if texture != "plain":
-            # A darker (for black: a lighter) shade of the colour, so that outline and colour are kept.
-            shade = tuple(part // 2 for part in tone) if max(tone) > 96 else tuple(part + 80 for part in tone)
-            patch.paste(shade, (0, 0), texture_mask(texture, size, phase))
-        self._picture.paste(patch, (left, top), mask)
-
-    def group(
-        self, box: tuple[int, int, int, int], count: int, size: str, colour: str, texture: str, shape: str
-    ) -> None:
-        """Draw `count` equal objects in separate cells of the box (left, top, right, bottom)."""
-        random = self._random
-        left, top, right, bottom = box
-        side = min(random.randint(*SIZES[size]), right - left, bottom - top)
-        columns, rows = max(1, (right - left) // (side + 1)), max(1, (bottom - top) // (side + 1))
-        wide, high = (right - left) / columns, (bottom - top) / rows
-        phase = random.randrange(4)
-        for cell in random.sample(range(columns * rows), count):
-            x = left + cell % columns * wide + random.random() * (wide - side)
-            y = top + cell // columns * high + random.random() * (high - side)
-            self.stamp(shape, colour, texture, side, int(x), int(y), phase)
-
-    def jpeg(self) -> bytes:
-        """The image as JPEG without chroma subsampling."""
-        out = io.BytesIO()
-        self._picture.save(out, "JPEG", quality=JPEG_QUALITY, subsampling=0)
-        return out.getvalue()
-
-
 SEED = 2
 SHARD_SAMPLES = 1000
 SHARDS = {"train": 30, "heldout": 2, "gallery": 1}
@@ -181,12 +134,9 @@ TEXTURE_WORDS = {
     "dotted": ("dotted", "spotted"),
     "checked": ("checked", "checkered"),
 }
-# Most objects of a size in a group, so that half an image holds them side by side.
-MOST = {"small": 3, "medium": 2, "large": 1}
-# Share of training scenes with a single group.
-ALONE = 0.75
-# Detail of training captions, see `word_scene`; what they omit makes shapes and colours worth learning.
-DETAIL = 0.5
+MOST = {"small": 3, "medium": 2, "large": 1}  # objects of a size in a group: half an image holds them side by side
+ALONE = 0.75  # share of training scenes with a single group
+DETAIL = 0.5  # of training captions, see `word_scene`; what they omit makes shapes and colours worth learning
 COUNTS = ("", "one", "two", "three")
 
 
@@ -232,7 +182,7 @@ def _shown_pairs() -> tuple[tuple[str, str], ...]:
     return tuple((c, s) for c in COLOURS for s in SHAPES if (c, s) not in held)
 
 
-def _draw_group(random: Random, pairs: tuple[tuple[str, str], ...]) -> Group:
+def _random_group(random: Random, pairs: tuple[tuple[str, str], ...]) -> Group:
     colour, shape = random.choice(pairs)
     size = random.choice(tuple(MOST))
     count = 1 if random.random() < 0.6 else random.randint(1, MOST[size])
@@ -242,36 +192,58 @@ def _draw_group(random: Random, pairs: tuple[tuple[str, str], ...]) -> Group:
 
 def draw_scene(random: Random, pairs: tuple[tuple[str, str], ...], alone: float) -> Scene:
     """A random scene of the given pairs (colour, shape), with a single group with probability `alone`."""
-    first = _draw_group(random, pairs)
+    first = _random_group(random, pairs)
     if random.random() < alone:
         return Scene((first,), random.choice(PLACES) if first.count == 1 else "")
-    second = _draw_group(random, pairs)
+    second = _random_group(random, pairs)
     while (second.colour, second.shape) == (first.colour, first.shape):
-        second = _draw_group(random, pairs)
+        second = _random_group(random, pairs)
     return Scene((first, second), random.choice(("left", "above")))
 
 
-def _boxes(scene: Scene) -> list[tuple[int, int, int, int]]:
-    """The box of each group: (left, top, right, bottom) in pixels."""
+def draw_picture(scene: Scene, random: Random) -> bytes:
+    """JPEG bytes of a scene, SIDE x SIDE pixels on a pale gradient; details that the scene does not fix are random."""
     half = SIDE // 2
     if scene.where == "left":
-        return [(0, 0, half - 1, SIDE), (half + 1, 0, SIDE, SIDE)]
-    if scene.where == "above":
-        return [(0, 0, SIDE, half - 1), (0, half + 1, SIDE, SIDE)]
-    if not scene.where:
-        return [(0, 0, SIDE, SIDE)]
-    row, column = divmod(PLACES.index(scene.where), 3)
-    reach = SIZES[scene.groups[0].size][1] + 5
-    left, top = ((SIDE - reach) * part // 2 for part in (column, row))
-    return [(left, top, left + reach, top + reach)]
+        boxes = [(0, 0, half - 1, SIDE), (half + 1, 0, SIDE, SIDE)]
+    elif scene.where == "above":
+        boxes = [(0, 0, SIDE, half - 1), (0, half + 1, SIDE, SIDE)]
+    elif not scene.where:
+        boxes = [(0, 0, SIDE, SIDE)]
+    else:
+        row, column = divmod(PLACES.index(scene.where), 3)
+        reach = SIZES[scene.groups[0].size][1] + 5
+        x, y = ((SIDE - reach) * part // 2 for part in (column, row))
+        boxes = [(x, y, x + reach, y + reach)]
+    base = np.array([205 + 45 * random.random() for _ in range(3)], dtype=np.float32)
+    slope_x, slope_y = random.uniform(-14, 14), random.uniform(-14, 14)
+    fade = slope_x * RAMP[None, :] + slope_y * RAMP[:, None]
+    picture = Image.fromarray(np.minimum(base + fade[:, :, None], 255).astype(np.uint8))
+    for group, box in zip(scene.groups, boxes, strict=True):
+        _draw_group(picture, group, box, random)
+    out = io.BytesIO()
+    picture.save(out, "JPEG", quality=JPEG_QUALITY, subsampling=0)
+    return out.getvalue()
 
 
-def draw_picture(scene: Scene, random: Random) -> bytes:
-    """JPEG bytes of a scene, SIDE x SIDE pixels; details that the scene does not fix are random."""
-    canvas = Canvas(random)
-    for group, box in zip(scene.groups, _boxes(scene), strict=True):
-        canvas.group(box, **vars(group))
-    return canvas.jpeg()
+def _draw_group(picture: Image.Image, group: Group, box: tuple[int, int, int, int], random: Random) -> None:
+    """Draw the equal objects of a group in separate cells of the box (left, top, right, bottom)."""
+    left, top, right, bottom = box
+    side = min(random.randint(*SIZES[group.size]), right - left, bottom - top)
+    columns, rows = max(1, (right - left) // (side + 1)), max(1, (bottom - top) // (side + 1))
+    wide, high = (right - left) / columns, (bottom - top) / rows
+    phase = random.randrange(4)
+    for cell in random.sample(range(columns * rows), group.count):
+        x = left + cell % columns * wide + random.random() * (wide - side)
+        y = top + cell // columns * high + random.random() * (high - side)
+        tone = tuple(min(255, max(0, part - 16 + int(random.random() * 33))) for part in COLOURS[group.colour])
+        mask = shape_mask(group.shape, side, random.choice(TILTS))
+        patch = Image.new("RGB", (side, side), tone)
+        if group.texture != "plain":
+            # A darker (for black: a lighter) shade of the colour, so that outline and colour are kept.
+            shade = tuple(part // 2 for part in tone) if max(tone) > 96 else tuple(part + 80 for part in tone)
+            patch.paste(shade, (0, 0), texture_mask(group.texture, side, phase))
+        picture.paste(patch, (int(x), int(y)), mask)
 
 
 def _word_group(group: Group, random: Random, detail: float) -> str:
@@ -405,3 +377,52 @@ def _write_split(split: str, folder: Path) -> None:
         made.rename(folder)
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+PIXELS, LARGEST = 256, 4096  # the default, and the most
+SYNTHETIC_SHARDS, SYNTHETIC_SAMPLES = 100, 1000  # samples of a shard
+
+
+class SyntheticSource(SourceType):
+    """The shards of `synthetic:` or `synthetic:PIXELS`, named `synthetic:PIXELS/NUMBER`."""
+
+    def __init__(self, settings: SourceSettings, context: SourceContext) -> None:
+        return
+
+    def list_shards(self, spec: str) -> Sequence[str]:
+        """100 shards of 1,000 samples. Raises SettingsError if PIXELS is not 8 to 4096."""
+        text = spec.partition(":")[2]
+        pixels = PIXELS if not text else int(text) if text.isdecimal() else 0
+        if not 8 <= pixels <= LARGEST:
+            raise SettingsError(f"{spec!r}: synthetic:PIXELS takes the pictures' side, 8 to {LARGEST} pixels")
+        return [f"synthetic:{pixels}/{number:04d}" for number in range(SYNTHETIC_SHARDS)]
+
+    def open(self, shard: str) -> OpenShard:
+        return SyntheticShard(shard)
+
+    def num_samples(self, shard: str) -> int:
+        return SYNTHETIC_SAMPLES
+
+
+class SyntheticShard(OpenShard):
+    """Samples with the members `jpg` and `txt`."""
+
+    def __init__(self, name: str) -> None:
+        pixels, _, number = name.partition(":")[2].partition("/")
+        self._pixels = int(pixels)
+        first = int(number) * SYNTHETIC_SAMPLES
+        self.index = ShardIndex([SampleRef(f"{first + i:06d}") for i in range(SYNTHETIC_SAMPLES)])
+
+    def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:
+        """The JPEG, and a caption with the sample's number."""
+        members = {"jpg": _photograph(self._pixels), "txt": f"picture number {int(ref.key)}".encode()}
+        return {name: data for name, data in members.items() if suffixes is None or name in suffixes}
+
+
+@lru_cache(maxsize=8)
+def _photograph(pixels: int) -> bytes:
+    """A JPEG of smooth colours, about as large in bytes as a photograph of its size."""
+    coarse = np.random.default_rng(0).integers(0, 256, (-(-pixels // 8), -(-pixels // 8), 3), dtype=np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(coarse).resize((pixels, pixels), Image.Resampling.BICUBIC).save(out, "JPEG", quality=90)
+    return out.getvalue()

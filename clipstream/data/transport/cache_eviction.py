@@ -19,19 +19,15 @@ import fcntl
 import json
 import os
 import re
-import shutil
-import tempfile
 import time
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from clipstream.data.transport.transfer import CHUNK, GIB
 from clipstream.errors import SettingsError
 
-CHUNK = 1 << 20
-GROWTH = 64 << 20  # bytes reserved at a time for a download of unknown length
-GIB = 1 << 30
 FRESH = 3600.0  # s for which a check of an entry is valid
 # Other files in the folder are the user's and are never touched.
 ENTRY = re.compile(r"(?P<entry>[0-9a-f]{24}-.+\.tar)(?P<kind>|\.reserved|\.[a-z0-9_]+(?:\.(?:unpacked|sum))?\.part)")
@@ -45,20 +41,18 @@ class CacheQuota:
         folder: of the entries.
         limit: bytes; None for no limit.
         wanted: approximate number of entries in use at once on this node.
-
-    Attributes:
-        limited: whether there is a limit.
     """
 
     def __init__(self, folder: Path, limit: int | None, wanted: int = 1) -> None:
-        self._folder, self._limit, self._wanted = folder, limit, wanted
+        self.limit = limit
+        self._folder, self._wanted = folder, wanted
         self._is_estimated = False
-        self.limited = limit is not None
 
-    def reserve(self, target: Path, size: int, *, ahead: bool = False) -> bool:
+    def reserve(self, target: Path, size: int, *, whole: bool = False, ahead: bool = False) -> bool:
         """Reserve `size` bytes for a new entry, evicting the least recently used entries that nobody reads.
 
         Args:
+            whole: whether `size` is that of the whole entry: the limit must hold `wanted` entries of the first one's.
             ahead: whether this is a prefetch: readers wait for the space it takes instead of failing.
 
         Returns:
@@ -67,8 +61,12 @@ class CacheQuota:
         Raises:
             SettingsError: the limit is too small for the entries in use.
         """
-        if self._limit is None:
+        if self.limit is None:
             return True
+        if whole and not self._is_estimated:
+            if size * self._wanted > self.limit:
+                raise self._too_small(size * self._wanted)
+            self._is_estimated = True  # by the first entry only: a single larger one needs no more than its own size
         entries: list[tuple[float, int, str]] = []  # time of last use, bytes, path
         reserved: dict[str, int] = {}
         others_ahead = False
@@ -85,7 +83,7 @@ class CacheQuota:
                             continue
                         # Remove the files of a dead process, which holds no lock.
                         with contextlib.suppress(BlockingIOError):
-                            with _locked(_beside(self._folder / match["entry"], ".lock"), wait=False):
+                            with _locked(self._folder / f"{match['entry']}.lock", wait=False):
                                 os.unlink(file.path)
                             continue
                         if match["kind"] == ".reserved":
@@ -96,39 +94,26 @@ class CacheQuota:
                 reserved.pop(os.path.basename(path), None)
             used = sum(reserved.values()) + sum(bytes_ for _, bytes_, _ in entries)
             for _, bytes_, path in sorted(entries):
-                if used + size <= self._limit:
+                if used + size <= self.limit:
                     break
                 used -= bytes_ if remove_unused(Path(path)) else 0
-            if used + size <= self._limit:
-                _beside(target, ".reserved").write_text(f"{size} {AHEAD}" if ahead else str(size))
+            if used + size <= self.limit:
+                beside(target, ".reserved").write_text(f"{size} {AHEAD}" if ahead else str(size))
                 return True
         if others_ahead and not ahead:
             return False
         raise self._too_small(max(used + size, size * self._wanted))
 
-    def reserve_whole(self, target: Path, size: int, *, ahead: bool = False) -> bool:
-        """As `reserve`, for an entry of known size: the limit must hold `wanted` entries of the first one's size.
-
-        Raises:
-            SettingsError: it does not.
-        """
-        if self._limit is not None and not self._is_estimated:
-            if size * self._wanted > self._limit:
-                raise self._too_small(size * self._wanted)
-            self._is_estimated = True  # by the first entry only: a single larger one needs no more than its own size
-        return self.reserve(target, size, ahead=ahead)
-
     def settle(self, target: Path) -> None:
         """Release the reservation of an entry that is complete or has failed."""
-        if self._limit is not None:
+        if self.limit is not None:
             with _locked(self._folder / "room.lock"):  # so that no concurrent count misses both entry and reservation
-                _beside(target, ".reserved").unlink(missing_ok=True)
+                beside(target, ".reserved").unlink(missing_ok=True)
 
     def _too_small(self, needed: int) -> SettingsError:
-        assert self._limit is not None
         return SettingsError(
-            f"data.cache_gib: {self._limit / GIB:.3g} GiB cannot hold the shards that are in use at once on a node: "
-            f"give at least {needed * 1.1 / GIB:.2g}, or lower --data.shuffle.shards or --data.lanes"
+            f"data.cache_gib: {(self.limit or 0) / GIB:.3g} GiB cannot hold the shards that are in use at once on a "
+            f"node: give at least {needed * 1.1 / GIB:.2g}, or lower --data.shuffle.shards or --data.lanes"
         )
 
 
@@ -137,7 +122,7 @@ def seal(part: Path, target: Path) -> None:
     size, checksum = crc_of(part)
     draft = part.with_suffix(".sum.part")
     draft.write_text(json.dumps({"size": size, "crc32": checksum, "written": part.stat().st_mtime_ns}))
-    draft.replace(_beside(target, ".sum"))
+    draft.replace(beside(target, ".sum"))
 
 
 def is_whole(target: Path) -> bool:
@@ -146,7 +131,7 @@ def is_whole(target: Path) -> bool:
     The content is read unless a process has checked it within the last hour, since the node's start.
     """
     try:
-        record = _beside(target, ".sum")
+        record = beside(target, ".sum")
         sealed, stat = json.loads(record.read_text()), target.stat()
         if stat.st_size != sealed["size"]:
             return False
@@ -161,12 +146,6 @@ def is_whole(target: Path) -> bool:
         return False
 
 
-def touch(target: Path) -> None:
-    """Mark an entry as just used, by its access time. The modification time must not change: it is sealed."""
-    with contextlib.suppress(OSError):  # another user's file
-        os.utime(target, ns=(time.time_ns(), target.stat().st_mtime_ns))
-
-
 def stamp(target: Path) -> tuple[int, int, int] | None:
     """Identifies the file at this path, so that a replacement is noticed; None if there is none."""
     try:
@@ -179,22 +158,17 @@ def stamp(target: Path) -> tuple[int, int, int] | None:
 def discard(target: Path) -> None:
     """Remove an entry. The caller holds its lock exclusively."""
     target.unlink(missing_ok=True)
-    _beside(target, ".sum").unlink(missing_ok=True)
+    beside(target, ".sum").unlink(missing_ok=True)
 
 
 def remove_unused(target: Path) -> bool:
     """Remove an entry if nobody reads it; whether it was removed."""
     try:
-        with _locked(_beside(target, ".lock"), wait=False):
+        with _locked(beside(target, ".lock"), wait=False):
             discard(target)
             return True
     except OSError:
         return False
-
-
-def parts(target: Path) -> list[Path]:
-    """The partial files of an entry."""
-    return list(target.parent.glob(f"{target.name}.*.part"))
 
 
 def total_size(paths: Iterable[Path]) -> int:
@@ -204,24 +178,6 @@ def total_size(paths: Iterable[Path]) -> int:
         with contextlib.suppress(OSError):
             total += path.stat().st_size
     return total
-
-
-def note_failure(target: Path, reason: str, detail: str) -> None:
-    """Record a failed download for the processes that wait for the same entry."""
-    with contextlib.suppress(OSError):  # the disk may be full
-        _beside(target, ".failed").write_text(json.dumps([reason, detail]))
-
-
-def failure_since(asked: float, target: Path) -> tuple[str, str] | None:
-    """Reason and detail of a failure after time.time() `asked`."""
-    try:
-        failure = _beside(target, ".failed")
-        if failure.stat().st_mtime < asked:
-            return None
-        reason, detail = json.loads(failure.read_text())
-        return reason, detail
-    except (OSError, ValueError):
-        return None
 
 
 def unlock(lock: int) -> None:
@@ -241,7 +197,8 @@ def crc_of(path: Path) -> tuple[int, int]:
     return size, checksum
 
 
-def _beside(target: Path, suffix: str) -> Path:
+def beside(target: Path, suffix: str) -> Path:
+    """A file of an entry."""
     return Path(f"{target}{suffix}")
 
 
@@ -254,31 +211,3 @@ def _locked(path: Path, *, wait: bool = True) -> Iterator[None]:
         yield
     finally:
         unlock(lock)
-
-
-def temporary_folder() -> tuple[Path, int]:
-    """A temporary folder, and the descriptor whose lock is held as long as a process of this run lives.
-
-    Removes the folders of dead runs.
-    """
-    for other in Path(tempfile.gettempdir()).glob("clipstream-*/owner.lock"):
-        with contextlib.suppress(OSError):
-            lock = os.open(other, os.O_RDWR)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(other.parent, ignore_errors=True)
-            finally:
-                os.close(lock)
-    folder = Path(tempfile.mkdtemp(prefix="clipstream-"))
-    own = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    with contextlib.suppress(OSError):  # without locks, no other run removes the folder
-        fcntl.flock(own, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        (folder / "lock").rename(folder / "owner.lock")  # gets this name only once it is locked
-    return folder, own
-
-
-def remove_folder(folder: Path, lock: int, owner: int) -> None:
-    """Remove the folder in the process `owner`; forked children inherit this finalizer."""
-    if os.getpid() == owner:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)

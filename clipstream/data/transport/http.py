@@ -16,9 +16,9 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import unquote, urlsplit, urlunsplit
 from urllib.request import HTTPHandler, HTTPSHandler, Request, build_opener
 
-from clipstream.data.shard_url import redact
+from clipstream.data.shard_url import ShardURL, redact
 from clipstream.data.tar import scan
-from clipstream.data.transport.transfer import CHUNK, FileInfo, Monitor, ShardError, disk_error, pause
+from clipstream.data.transport.transfer import CHUNK, FileInfo, Monitor, ShardError, disk_error, retry
 
 CONNECT_SECONDS = 10.0  # a host that does not accept a connection within these is down, or behind a firewall
 TRANSIENT = (408, 416, 425, 429)  # 4xx answers worth another attempt
@@ -51,8 +51,8 @@ class _Handler(HTTPHandler, HTTPSHandler):
 class _Download:
     """A file that grows over several attempts."""
 
-    def __init__(self, url: str, file: IO[bytes], timeout: float, monitor: Monitor) -> None:
-        self.url, self.shown, self.file, self.timeout, self.monitor = url, redact(url), file, timeout, monitor
+    def __init__(self, url: ShardURL, file: IO[bytes], timeout: float, monitor: Monitor) -> None:
+        self.url, self.file, self.timeout, self.monitor = url, file, timeout, monitor
         self.restart()
 
     def restart(self) -> None:
@@ -78,7 +78,7 @@ class _Download:
                 same = self.total in (None, total) and version in (None, self.version)
                 if not same or first != self.have or last + 1 != total:
                     self.restart()
-                    detail = f"{self.shown}: the server went on with another part, or with another version of the file"
+                    detail = f"{self.url}: the server went on with another part, or with another version of the file"
                     raise ShardError("truncated_download", detail)
                 self.total = total
             else:
@@ -96,59 +96,53 @@ class _Download:
                 self.monitor.received(self.have)
         if self.total is not None:
             if self.have != self.total:
-                raise ShardError("truncated_download", f"{self.shown}: {self.have:,} of {self.total:,} bytes received")
+                raise ShardError("truncated_download", f"{self.url}: {self.have:,} of {self.total:,} bytes received")
         elif headers["Transfer-Encoding"] is None:  # without a length, only the tar itself shows whether it is complete
             self.file.flush()
             fault = scan(self.file.name).fault
             if fault is not None and fault.reason in ("truncated_header", "truncated_member", "missing_end"):
-                detail = f"{self.shown}: the server sent no length, and {fault.detail}"
+                detail = f"{self.url}: the server sent no length, and {fault.detail}"
                 raise ShardError("truncated_download", detail)
 
-    def failure(self, error: Exception) -> tuple[ShardError, bool]:
+    def failure(self, error: Exception) -> tuple[Exception, bool]:
         """The error of an attempt as a ShardError, and whether another attempt may succeed."""
         if isinstance(error, ShardError):
             return error, error.reason == "truncated_download"
+        if not isinstance(error, (OSError, ValueError, http.client.HTTPException)):
+            return error, False
         if isinstance(error, HTTPError):
             error.close()
             if error.code == 416:  # the file is shorter now than what was received
                 self.restart()
             transient = error.code >= 500 or error.code in TRANSIENT
-            return ShardError(f"http_{error.code}", f"{self.shown}: {redact(str(error.reason))}"), transient
+            return ShardError(f"http_{error.code}", f"{self.url}: {redact(str(error.reason))}"), transient
         cause = error.reason if isinstance(error, URLError) else error
         if isinstance(cause, TimeoutError):
-            detail = f"{self.shown}: no byte in {self.timeout:g} s after {self.have:,} bytes"
+            detail = f"{self.url}: no byte in {self.timeout:g} s after {self.have:,} bytes"
             return ShardError("timeout", detail), True
         text = redact(str(cause))  # may contain the URL
         if self.have or isinstance(error, http.client.IncompleteRead):
-            return ShardError("truncated_download", f"{self.shown}: after {self.have:,} bytes: {text}"), True
+            return ShardError("truncated_download", f"{self.url}: after {self.have:,} bytes: {text}"), True
         transient = not isinstance(error, (ValueError, http.client.InvalidURL))
-        return ShardError("unreachable", f"{self.shown}: {text}"), transient
+        return ShardError("unreachable", f"{self.url}: {text}"), transient
 
 
-def fetch_http(url: str, part: Path, *, timeout: float, retries: int, backoff: float, monitor: Monitor) -> None:
+def fetch_http(url: ShardURL, part: Path, *, timeout: float, retries: int, backoff: float, monitor: Monitor) -> None:
     """Download a URL into `part`. `user:password@` in the URL is sent as basic authentication.
 
     Args:
         timeout: seconds without a byte; connecting has CONNECT_SECONDS.
-        retries: further attempts after transient failures.
-        backoff: approximate seconds before the first retry, doubled for each one.
+        retries, backoff: as for `retry`, after transient failures.
 
     Raises:
         ShardError: the last attempt's failure; at once if it is permanent, such as http_404.
     """
     with open(part, "wb") as file:
         download = _Download(url, file, timeout, monitor)
-        for attempt in range(retries + 1):
-            try:
-                return download.attempt()
-            except (OSError, ValueError, http.client.HTTPException, ShardError) as error:
-                failure, transient = download.failure(error)
-                if not transient or attempt == retries:
-                    raise failure from error
-            pause(attempt, backoff)
+        retry(download.attempt, download.failure, retries=retries, backoff=backoff)
 
 
-def http_info(url: str, timeout: float) -> FileInfo:
+def http_info(url: ShardURL, timeout: float) -> FileInfo:
     """ETag (or else Last-Modified) and length, by a HEAD request.
 
     Raises:
@@ -160,8 +154,8 @@ def http_info(url: str, timeout: float) -> FileInfo:
             return FileInfo(headers["ETag"] or headers["Last-Modified"], _content_length(headers))
     except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(getattr(error, "reason", error), TimeoutError):
-            raise ShardError("timeout", redact(url)) from error
-        return FileInfo(None, None)
+            raise ShardError("timeout", str(url)) from error
+        return FileInfo()
 
 
 def _content_length(headers: Message) -> int | None:
@@ -170,9 +164,9 @@ def _content_length(headers: Message) -> int | None:
     return int(length) if length.isascii() and length.isdigit() else None
 
 
-def _request(url: str, method: str = "GET") -> Request:
+def _request(url: ShardURL, method: str = "GET") -> Request:
     """A request whose login, if the URL has one, is not repeated to the target of a redirect."""
-    parts = urlsplit(url)
+    parts = urlsplit(url.full)
     login, _, host = parts.netloc.rpartition("@")
     headers = {"User-Agent": "clipstream", "Accept-Encoding": "identity"}
     request = Request(urlunsplit(parts._replace(netloc=host)), headers=headers, method=method)

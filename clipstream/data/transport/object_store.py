@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from clipstream.data.shard_url import redact
-from clipstream.data.transport.transfer import CHUNK, FileInfo, Monitor, ShardError, disk_error, pause
+from clipstream.data.shard_url import ShardURL, redact
+from clipstream.data.transport.transfer import CHUNK, FileInfo, Monitor, ShardError, disk_error, retry
 from clipstream.errors import ClipstreamError
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
@@ -24,7 +24,7 @@ def knows(scheme: str) -> bool:
     return scheme in available_protocols() or scheme in registry
 
 
-def filesystem_of(url: str, scheme: str, otherwise: str) -> tuple[Any, str]:
+def filesystem_of(url: ShardURL, otherwise: str) -> tuple[Any, str]:
     """fsspec's file system for a URL, and the path in it.
 
     Args:
@@ -36,46 +36,30 @@ def filesystem_of(url: str, scheme: str, otherwise: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
 
-        system, path = url_to_fs(url)
+        system, path = url_to_fs(url.full)
     except (ImportError, ValueError) as error:
-        extra = EXTRAS.get(scheme)
+        extra = EXTRAS.get(url.scheme or "file")
         advice = f"pip install 'clipstream[{extra}]', {otherwise}" if extra else str(error)
-        detail = f"{redact(url)}: the backend of {scheme}:// is not installed: {advice}"
+        detail = f"{url}: the backend of {url.scheme or 'file'}:// is not installed: {advice}"
         raise ShardError("unknown_scheme", detail) from error
     return system, str(path)
 
 
-def fetch(url: str, scheme: str, part: Path, *, retries: int, backoff: float, monitor: Monitor) -> None:
+def fetch(url: ShardURL, part: Path, *, retries: int, backoff: float, monitor: Monitor) -> None:
     """Copy an object into `part`. A retry continues after the bytes received while the object's version is the same.
 
-    Retries and backoff are those of `fetch_http`. Time limits are the backend's; if one hangs, the loader notices that
+    Retries and backoff are those of `retry`. Time limits are the backend's; if one hangs, the loader notices that
     `monitor` is not called.
 
     Raises:
         ShardError: `missing`, `unreachable`, `truncated_download`, `disk`, or `unknown_scheme` if the backend is not
             installed.
     """
-    shown = redact(url)
-    system, path = filesystem_of(url, scheme, "or use pipe:COMMAND")
-    transfer = _Transfer(system, path, part, monitor)
-    for attempt in range(retries + 1):
-        try:
-            return transfer.attempt()
-        except _GONE as error:
-            raise ShardError("missing", f"{shown}: {redact(str(error)) or type(error).__name__}") from error
-        except (ClipstreamError, ShardError):  # raised by the monitor
-            raise
-        except Exception as error:  # backends raise errors of their own types
-            if isinstance(error, OSError) and transfer.writing:
-                raise disk_error(part, error) from error
-            reason = "truncated_download" if transfer.have else "unreachable"
-            detail = f"{shown}: after {transfer.have:,} bytes: {type(error).__name__}: {redact(str(error))}"
-            if attempt == retries:
-                raise ShardError(reason, detail) from error
-        pause(attempt, backoff)
+    download = _Download(url, part, monitor)
+    retry(download.attempt, download.failure, retries=retries, backoff=backoff)
 
 
-def object_info(url: str) -> FileInfo:
+def object_info(url: ShardURL) -> FileInfo:
     """Version and size of an object. Time limits are the backend's.
 
     Raises:
@@ -84,20 +68,21 @@ def object_info(url: str) -> FileInfo:
     from fsspec.core import url_to_fs
 
     try:
-        system, path = url_to_fs(url)
+        system, path = url_to_fs(url.full)
         size = system.info(path).get("size")
         return FileInfo(str(system.ukey(path)), None if size is None else int(size))
     except (ImportError, ValueError, *_GONE):
-        return FileInfo(None, None)
+        return FileInfo()
     except Exception as error:
-        raise ShardError("unreachable", redact(url)) from error
+        raise ShardError("unreachable", str(url)) from error
 
 
-class _Transfer:
+class _Download:
     """A local file that grows over several attempts."""
 
-    def __init__(self, system: Any, path: str, part: Path, monitor: Monitor) -> None:
-        self.system, self.path, self.part, self.monitor = system, path, part, monitor
+    def __init__(self, url: ShardURL, part: Path, monitor: Monitor) -> None:
+        self.url, self.part, self.monitor = url, part, monitor
+        self.system, self.path = filesystem_of(url, "or use pipe:COMMAND")
         self.have = 0
         self.version: str | None = None
         self.writing = False
@@ -123,3 +108,16 @@ class _Transfer:
             raise EOFError(f"{self.have:,} of {size:,} bytes received")
         if str(self.system.ukey(self.path)) != version:  # the parts may belong to different versions
             raise EOFError("it changed during the download")
+
+    def failure(self, error: Exception) -> tuple[Exception, bool]:
+        """The error of an attempt as a ShardError, and whether another attempt may succeed."""
+        if isinstance(error, _GONE):
+            return ShardError("missing", f"{self.url}: {redact(str(error)) or type(error).__name__}"), False
+        if isinstance(error, (ClipstreamError, ShardError)):  # raised by the monitor
+            return error, False
+        if isinstance(error, OSError) and self.writing:
+            return disk_error(self.part, error), False
+        # Backends raise errors of their own types.
+        reason = "truncated_download" if self.have else "unreachable"
+        detail = f"after {self.have:,} bytes: {type(error).__name__}: {redact(str(error))}"
+        return ShardError(reason, f"{self.url}: {detail}"), True

@@ -7,12 +7,16 @@ status (`pipe:`) or the end of the compressed stream shows that it is complete. 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import re
 import secrets
+import shutil
+import tempfile
 import threading
 import time
 import weakref
@@ -20,27 +24,34 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from clipstream.data.shard_url import local_path, redact
-from clipstream.data.transport import cache_eviction
+from clipstream.data.shard_url import ShardURL, redact
 from clipstream.data.transport.cache_eviction import (
-    GROWTH,
     CacheQuota,
+    beside,
+    discard,
     is_whole,
-    remove_folder,
     remove_unused,
+    seal,
     stamp,
-    temporary_folder,
     total_size,
     unlock,
 )
-from clipstream.data.transport.compression import packed_version
-from clipstream.data.transport.downloader import Fetcher
-from clipstream.data.transport.transfer import Monitor, ShardError, disk_error
+from clipstream.data.transport.downloader import Fetcher, packing
+from clipstream.data.transport.transfer import Monitor, ShardError, disk_error, unreadable
 from clipstream.errors import SettingsError
 
 LOOK = 0.5  # s between two looks at the progress of another process's download
+GROWTH = 64 << 20  # bytes reserved at a time for a download of unknown length
 STEM = re.compile(r"[\w.-]+(?=\.(?:tar|tgz|csv|tsv|json|jsonl|ndjson|parquet)\b)")
 Fill = Callable[[Path, Monitor], None]  # writes the whole shard to the path, or raises
+
+
+def cache_root() -> Path:
+    """The folder for files kept between runs: $CLIPSTREAM_CACHE, $XDG_CACHE_HOME/clipstream or ~/.cache/clipstream."""
+    if own := os.environ.get("CLIPSTREAM_CACHE"):
+        return Path(own).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "clipstream"
 
 
 @dataclass
@@ -60,18 +71,18 @@ class _Reservation:
 
     def expect(self, size: int) -> None:
         """See Monitor."""
-        self._reserve(self._cache.quota.reserve_whole, size)
+        self._reserve(size, whole=True)
 
     def received(self, size: int) -> None:
         """See Monitor."""
         self._size = size
         if size > self._reserved:
-            self._reserve(self._cache.quota.reserve, size + GROWTH)
+            self._reserve(size + GROWTH, whole=False)
         self._cache.report_progress(size)
 
-    def _reserve(self, reserve: Callable[..., bool], size: int) -> None:
-        before = -1
-        while not reserve(self._target, size, ahead=threading.current_thread() is not threading.main_thread()):
+    def _reserve(self, size: int, *, whole: bool) -> None:
+        before, ahead = -1, threading.current_thread() is not threading.main_thread()
+        while not self._cache.quota.reserve(self._target, size, whole=whole, ahead=ahead):
             # Prefetches that take the space may hang, as not every source has time limits: their progress is ours.
             if (now := total_size(self._target.parent.glob("*.part"))) != before:
                 before = now
@@ -92,13 +103,9 @@ class ShardCache:
         cache: permanent folder; None for a temporary one.
         limit: bytes that a permanent folder may hold; None for no limit.
         wanted: approximate number of shards in use at once on this node.
-        timeout: seconds without a new byte after which a transfer fails.
-        retries: further attempts of a failed transfer by HTTP or from an object store, which resume if possible.
-        backoff: seconds before the first retry; doubled each time.
-        most: maximum bytes of a shard; `downloader.MOST` by default.
+        fetcher: does the downloads.
 
     Attributes:
-        fetcher: does the downloads.
         alive: called with the bytes received so far, to tell a long transfer from a hanging one; only for transfers of
             the main thread, which waits for them.
 
@@ -107,22 +114,14 @@ class ShardCache:
     """
 
     def __init__(
-        self,
-        cache: str | None,
-        *,
-        limit: int | None = None,
-        wanted: int = 1,
-        timeout: float = 60.0,
-        retries: int = 3,
-        backoff: float = 0.5,
-        most: int | None = None,
+        self, cache: str | None, *, limit: int | None = None, wanted: int = 1, fetcher: Fetcher | None = None
     ) -> None:
-        self.fetcher = Fetcher(timeout=timeout, retries=retries, backoff=backoff, most=most)
+        self.fetcher = fetcher or Fetcher()
         self.temporary = cache is None
         self._finalizer: weakref.finalize[..., ShardCache] | None = None
         if cache is None:
-            self.folder, lock = temporary_folder()
-            self._finalizer = weakref.finalize(self, remove_folder, self.folder, lock, os.getpid())
+            self.folder, lock = _temporary_folder()
+            self._finalizer = weakref.finalize(self, _remove_folder, self.folder, lock, os.getpid())
         else:
             self.folder = Path(cache).absolute()
             try:
@@ -132,43 +131,47 @@ class ShardCache:
             if not os.access(self.folder, os.W_OK | os.X_OK):
                 raise SettingsError(f"data.cache: the folder {self.folder} cannot be written")
         self.quota = CacheQuota(self.folder, None if self.temporary else limit, wanted)
+        self.alive: Callable[[int], None] | None = None
         self._checked: set[Path] = set()
         self._uses: dict[str, _Use] = {}
         self._threads = threading.Lock()
         self._pid = os.getpid()
-        self.alive: Callable[[int], None] = _ignore
 
-    def local(self, url: str, *, tar: bool = True) -> Path:
+    def local(self, name: str, *, tar: bool = True) -> Path:
         """The whole shard as a local uncompressed file; for a local tar, its own path.
 
         Args:
+            name: path, URL or command of the shard.
             tar: whether the content has to be a tar, so that a download of anything else ends at once.
 
         Raises:
             ShardError: the shard is missing, unreachable or incomplete, or no shard.
             SettingsError: the cache's limit is too small.
         """
+        url = ShardURL(name)
 
         def fetch(part: Path, monitor: Monitor) -> None:
             self.fetcher.fetch(url, part, monitor, tar=tar)
 
-        name = local_path(url)
-        if name is None:
-            known = self.temporary or url in self._uses  # nothing older to compare with
-            return self.get_or_make(url, url, fetch, version=None if known else self.fetcher.info(url).version)
-        path = Path(name)
+        if url.path is None:
+            known = self.temporary or name in self._uses  # nothing older to compare with
+            return self.get_or_make(name, name, fetch, version=None if known else self.fetcher.info(url).version)
+        path = Path(url.path)
         if path.is_fifo() or path.is_char_device():  # can be read only once
-            return self.get_or_make(url, url, fetch, version=str(path.stat().st_ino))
-        version = packed_version(path)
-        if version is None:
-            return path
+            return self.get_or_make(name, name, fetch, version=str(path.stat().st_ino))
+        try:
+            stat = path.stat()
+            if packing(path) is None:
+                return path
+        except OSError as error:
+            raise unreadable(path, error) from error
         return self.get_or_make(
-            url,
-            f"{path}:{version}",
+            name,
+            f"{path}:{stat.st_mtime_ns}-{stat.st_size}",
             lambda part, monitor: self.fetcher.unpack(url, path, part, monitor, tar=tar),
         )
 
-    def prefetch(self, url: str) -> bool:
+    def prefetch(self, name: str) -> bool:
         """Download a shard ahead of its use.
 
         Returns:
@@ -177,22 +180,23 @@ class ShardCache:
         Raises:
             ShardError, SettingsError: as `local`; also if the space is taken for now.
         """
-        self.local(url)
-        if self.quota.limited:
-            self.release(url)
-        return not self.quota.limited
+        self.local(name)
+        if self.quota.limit is None:
+            return True
+        self.release(name)
+        return False
 
-    def release(self, url: str, *, keep: bool = True) -> None:
+    def release(self, name: str, *, keep: bool = True) -> None:
         """Stop using a shard. Its last user removes the file from a temporary folder, or if `keep` is false."""
         self._check_process()
         with self._threads:
-            use = self._uses.get(url)
+            use = self._uses.get(name)
             if use is None:
                 return
             use.count -= 1
             if use.count:
                 return
-            del self._uses[url]
+            del self._uses[name]
         unlock(use.lock)
         if self.temporary or not keep:
             remove_unused(use.target)  # other readers hold its lock; the last of them removes it
@@ -209,17 +213,17 @@ class ShardCache:
 
     def __getstate__(self) -> dict[str, object]:
         state = {key: value for key, value in self.__dict__.items() if key != "_threads"}
-        return {**state, "_finalizer": None, "_uses": {}, "_pid": -1, "alive": _ignore}
+        return {**state, "_finalizer": None, "_uses": {}, "_pid": -1, "alive": None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._threads = threading.Lock()
 
-    def get_or_make(self, url: str, identity: str, fill: Fill, *, version: str | None = None) -> Path:
+    def get_or_make(self, name: str, identity: str, fill: Fill, *, version: str | None = None) -> Path:
         """The local file that `fill` writes: the first process that asks calls it, and the others wait.
 
         Args:
-            url: the name to `release` it by.
+            name: to `release` it by.
             identity: names the content; hashed into the file's name.
             version: changes with the content; None if unknown, which accepts the newest file of this identity.
 
@@ -229,12 +233,12 @@ class ShardCache:
         """
         self._check_process()
         with self._threads:
-            if url in self._uses:
-                self._uses[url].count += 1
-                return self._uses[url].target
+            if name in self._uses:
+                self._uses[name].count += 1
+                return self._uses[name].target
         target = self._target(identity, version)
         asked = time.time()
-        lock = os.open(f"{target}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+        lock = os.open(beside(target, ".lock"), os.O_RDWR | os.O_CREAT, 0o666)
         try:
             # Readers share the lock; who downloads or removes holds it exclusively. Between the two kinds it is free
             # for a moment, in which another process may remove the file: hence the loop.
@@ -242,20 +246,20 @@ class ShardCache:
             while not self._is_there(target):
                 alone = self._lock_alone(lock, target)
                 if alone is not None and not self._is_there(target):
-                    if failure := cache_eviction.failure_since(asked, target):
-                        raise ShardError(*failure)
-                    self._fill(target, fill, alone=alone)
+                    self._fill(target, fill, asked, alone=alone)
                 self._lock(lock, fcntl.LOCK_SH, target)
             if not self.temporary:
-                cache_eviction.touch(target)
+                with contextlib.suppress(OSError):  # another user's file
+                    # Its time of last use. The modification time must not change: it is sealed.
+                    os.utime(target, ns=(time.time_ns(), target.stat().st_mtime_ns))
         except BaseException:
             unlock(lock)
             raise
         with self._threads:
-            if url not in self._uses:
-                self._uses[url] = _Use(lock, target)
+            if name not in self._uses:
+                self._uses[name] = _Use(lock, target)
                 return target
-            self._uses[url].count += 1  # another thread was faster
+            self._uses[name].count += 1  # another thread was faster
         unlock(lock)
         return target
 
@@ -321,23 +325,28 @@ class ShardCache:
                 raise
             if time.monotonic() - looked > LOOK:
                 looked = time.monotonic()
-                if (now := total_size(cache_eviction.parts(target))) != size:
+                if (now := total_size(self.folder.glob(f"{target.name}.*.part"))) != size:
                     size = now
                     self.report_progress(now)
             time.sleep(0.02)
 
-    def _fill(self, target: Path, fill: Fill, *, alone: bool) -> None:
+    def _fill(self, target: Path, fill: Fill, asked: float, *, alone: bool) -> None:
+        """Make the file, or raise the failure of the process that tried it since `asked`."""
+        failed = beside(target, ".failed")
+        with contextlib.suppress(OSError, ValueError):
+            if failed.stat().st_mtime >= asked:
+                raise ShardError(*json.loads(failed.read_text()))
         if alone:  # remove a damaged entry, and the parts of killed processes
-            cache_eviction.discard(target)
-            for left in cache_eviction.parts(target):
+            discard(target)
+            for left in self.folder.glob(f"{target.name}.*.part"):
                 left.unlink(missing_ok=True)
         # tempfile would make the file readable by its owner only; the umask decides who may read the cache.
-        part = self.folder / f"{target.name}.{secrets.token_hex(4)}.part"
+        part = beside(target, f".{secrets.token_hex(4)}.part")
         part.touch(exist_ok=False)
         try:
             fill(part, _Reservation(self, target))
             if not self.temporary:
-                cache_eviction.seal(part, target)
+                seal(part, target)
             part.replace(target)
             if not self.temporary:
                 self._checked.add(target)
@@ -346,7 +355,8 @@ class ShardCache:
                         remove_unused(other)  # an older version
         except ShardError as error:
             # Processes that wait for this download share its failure instead of repeating it one after the other.
-            cache_eviction.note_failure(target, error.reason, error.detail)
+            with contextlib.suppress(OSError):  # the disk may be full
+                failed.write_text(json.dumps([error.reason, error.detail]))
             raise
         except OSError as error:
             raise disk_error(self.folder, error) from error
@@ -356,7 +366,7 @@ class ShardCache:
 
     def report_progress(self, size: int) -> None:
         """Call `alive` if this is the main thread, which waits for the download; other threads prefetch."""
-        if threading.current_thread() is threading.main_thread():
+        if self.alive is not None and threading.current_thread() is threading.main_thread():
             self.alive(size)
 
     def _check_process(self) -> None:
@@ -369,5 +379,29 @@ class ShardCache:
             self._pid = os.getpid()
 
 
-def _ignore(size: int) -> None:
-    pass
+def _temporary_folder() -> tuple[Path, int]:
+    """A temporary folder, and the descriptor whose lock is held as long as a process of this run lives.
+
+    Removes the folders of dead runs.
+    """
+    for other in Path(tempfile.gettempdir()).glob("clipstream-*/owner.lock"):
+        with contextlib.suppress(OSError):
+            lock = os.open(other, os.O_RDWR)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(other.parent, ignore_errors=True)
+            finally:
+                os.close(lock)
+    folder = Path(tempfile.mkdtemp(prefix="clipstream-"))
+    own = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    with contextlib.suppress(OSError):  # without locks, no other run removes the folder
+        fcntl.flock(own, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        (folder / "lock").rename(folder / "owner.lock")  # gets this name only once it is locked
+    return folder, own
+
+
+def _remove_folder(folder: Path, lock: int, owner: int) -> None:
+    """Remove the folder in the process `owner`; forked children inherit this finalizer."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)

@@ -1,4 +1,4 @@
-"""What all transfers share: their errors, their progress monitor, and the delay between retries.
+"""What all transfers share: their errors, their progress monitor, and their retries.
 
 A transfer writes the whole file or raises `ShardError`; the caller removes what a failed one left.
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 import errno
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 CHUNK = 1 << 20
+GIB = 1 << 30
 
 
 class ShardError(Exception):
@@ -23,12 +25,19 @@ class ShardError(Exception):
     """
 
     def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
+        super().__init__(reason, detail)
         self.reason = reason
         self.detail = detail
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.reason, self.detail)
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
+
+
+def unreadable(path: str | Path, error: OSError) -> ShardError:
+    """The error of a local shard that cannot be read."""
+    if isinstance(error, FileNotFoundError):
+        return ShardError("missing", f"{path} is not there")
+    return ShardError("unreadable", f"{path}: {error.strerror}")
 
 
 def disk_error(path: str | Path, error: OSError) -> ShardError:
@@ -44,8 +53,8 @@ class TransferEnded(Exception):
 class FileInfo(NamedTuple):
     """What a source says about a file: a version that changes with the content, and bytes; None where unknown."""
 
-    version: str | None
-    size: int | None
+    version: str | None = None
+    size: int | None = None
 
 
 class Monitor(Protocol):
@@ -61,3 +70,29 @@ class Monitor(Protocol):
 def pause(attempt: int, backoff: float) -> None:
     """Sleep before the next attempt: exponential backoff with jitter."""
     time.sleep(backoff * 2**attempt * random.SystemRandom().uniform(0.5, 1.5))
+
+
+def retry(
+    attempt: Callable[[], None],
+    failure: Callable[[Exception], tuple[Exception, bool]],
+    *,
+    retries: int,
+    backoff: float,
+) -> None:
+    """Call `attempt` until it succeeds.
+
+    Args:
+        failure: the error to raise for one of `attempt`, and whether another attempt may succeed.
+        retries: further attempts.
+        backoff: approximate seconds before the first of them, doubled for each one.
+    """
+    for number in range(retries + 1):
+        try:
+            return attempt()
+        except Exception as error:
+            told, transient = failure(error)
+            if not transient or number == retries:
+                if told is error:
+                    raise
+                raise told from error
+        pause(number, backoff)

@@ -15,9 +15,9 @@ import pytest
 
 from clipstream.data.build import evaluation_loader
 from clipstream.data.settings import SourceSettings
-from clipstream.data.sources.source import Source
-from clipstream.data.transport.cache_eviction import GIB
+from clipstream.data.sources.registry import Source
 from clipstream.data.transport.shard_cache import ShardCache
+from clipstream.data.transport.transfer import GIB
 from clipstream.distributed.world import World
 from clipstream.errors import DataError
 from tests.support.loaders import IMAGE, data, digest, digests, loader
@@ -125,13 +125,13 @@ def test_a_shard_that_cannot_be_opened_is_not_held(tmp_path: Path, shards: list[
     store = ShardCache(None)
     opener = Source(SourceSettings(shards=f"pipe:cat '{shards[0]}'"), store)
     (name,) = opener.names
-    assert opener.prefetch(name)
+    assert opener.types[name].prefetch(name)
     local = store.local(name)
     store.release(name)
     local.unlink()
     with pytest.raises(FileNotFoundError):
         opener.open(name)
-    opener.release(name)
+    opener.types[name].release(name)
     opener.open(name).close()  # fetched anew, as nobody holds it
     store.close()
 

@@ -128,12 +128,13 @@ def test_parquet_of_the_hub_by_name(hub: tuple[str, Behaviour], tmp_path: Path) 
 LOOK = """
 import hashlib, sys
 from clipstream.data.sources.clip_benchmark import of_source
+from clipstream.data.transport.downloader import Fetcher
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.errors import ClipstreamError
 for name in sys.argv[1:]:
     try:
         found = of_source(f"benchmark:hf://datasets/{name}")
-        store = ShardCache("cache", retries=1, backoff=0.01)
+        store = ShardCache("cache", fetcher=Fetcher(retries=1, backoff=0.01))
         sums = [hashlib.sha256(store.local(shard).read_bytes()).hexdigest() for shard in found.shards]
         print(found.kind, len(found.classes or []), *sums)
     except ClipstreamError as error:

@@ -14,7 +14,7 @@ from clipstream.config.validate import validate_run
 from clipstream.data.batch import ImageSpec
 from clipstream.data.build import training_loader
 from clipstream.data.settings import DataSettings, SourceSettings
-from clipstream.data.sources.source import Source
+from clipstream.data.sources.registry import Source
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from tests.support.pictures import ByteTokenizer, make_shards, picture

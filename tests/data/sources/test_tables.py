@@ -27,7 +27,7 @@ from clipstream.data.build import evaluation_loader, training_loader
 from clipstream.data.loader.loader import Loader
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import registry, tables
-from clipstream.data.sources.source import Source
+from clipstream.data.sources.registry import Source
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.data.transport.transfer import ShardError
 from clipstream.distributed.world import World
@@ -368,7 +368,7 @@ def test_many_rows_cost_little_memory(tmp_path: Path) -> None:
             file.write(f"one.jpg,a caption of about sixty characters for picture {number}\n")
     code = """
         import os, sys
-        from clipstream.data.sources.source import Source
+        from clipstream.data.sources.registry import Source
         from clipstream.data.settings import SourceSettings
         def private():
             lines = open("/proc/self/smaps_rollup").read().splitlines()

@@ -17,6 +17,7 @@ import pytest
 
 from clipstream.data.transport import cache_eviction, shard_cache
 from clipstream.data.transport.cache_eviction import FRESH, CacheQuota
+from clipstream.data.transport.downloader import Fetcher
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.data.transport.transfer import ShardError
 from clipstream.errors import SettingsError
@@ -39,7 +40,7 @@ def entries(folder: Path) -> list[Path]:
 
 def read(folder: Path, url: str) -> bytes:
     """What a new process of another run would read."""
-    store = ShardCache(str(folder), retries=0)
+    store = ShardCache(str(folder), fetcher=Fetcher(retries=0))
     try:
         return store.local(url).read_bytes()
     finally:

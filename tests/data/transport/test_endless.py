@@ -18,6 +18,7 @@ from webdataset.gopen import gopen_schemes
 from clipstream.data import build
 from clipstream.data.settings import DataSettings
 from clipstream.data.transport import downloader
+from clipstream.data.transport.downloader import Fetcher
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.data.transport.transfer import ShardError
 from clipstream.distributed.world import World
@@ -87,7 +88,7 @@ def test_a_command_that_writes_no_tar_ends_at_its_first_bytes(tmp_path: Path) ->
 @pytest.mark.parametrize("block", [b"y\n" * 50_000, bytes(100_000)])
 def test_a_server_that_sends_no_tar_for_ever(tmp_path: Path, block: bytes) -> None:
     with serving(endless(block)) as url:
-        error, most = ended(ShardCache(str(tmp_path), backoff=0.01), url)
+        error, most = ended(ShardCache(str(tmp_path), fetcher=Fetcher(backoff=0.01)), url)
     assert error.reason == "not_a_tar" and most < 20 * MIB
 
 
@@ -132,7 +133,7 @@ def test_a_told_length_beyond_the_limit_is_not_fetched(tmp_path: Path) -> None:
     whole.write_bytes(MEMBERS + bytes(10240))
     bucket = f"local://{whole}"
     assert ShardCache(str(tmp_path / "cache")).local(bucket).stat().st_size == whole.stat().st_size
-    error, most = ended(ShardCache(str(tmp_path / "other"), most=100_000), bucket)
+    error, most = ended(ShardCache(str(tmp_path / "other"), fetcher=Fetcher(most=100_000)), bucket)
     assert error.reason == "too_large" and most < 1000
 
 
@@ -151,7 +152,7 @@ def test_buckets_and_own_handlers_are_looked_at_as_well(tmp_path: Path, scheme: 
     with fsspec.open("memory://there/0.tar", "wb") as file:
         file.write(b"y" * 50 * MIB)
     try:
-        error, most = ended(ShardCache(str(tmp_path), retries=3), f"{scheme}://there/0.tar")
+        error, most = ended(ShardCache(str(tmp_path), fetcher=Fetcher(retries=3)), f"{scheme}://there/0.tar")
     finally:
         del gopen_schemes["endlesstest"]
     assert error.reason == "not_a_tar" and most < 20 * MIB

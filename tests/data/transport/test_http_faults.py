@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from clipstream.data.tar import Shard
+from clipstream.data.transport.downloader import Fetcher
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.data.transport.transfer import ShardError
 from tests.support.tars import tar_bytes
@@ -47,7 +48,7 @@ def one_try(site: Unruly, folder: Path, seed: int) -> str:
     place = Place(versions(draws), draws.choice(["etag", "etag", "weak", "date", "none"]), draws, kinds=kinds)
     url = site.put(f"{seed}.tar", place)
     kept = None if seed % 2 else str(folder / str(seed))
-    store = ShardCache(kept, timeout=0.6, retries=3, backoff=0.005)
+    store = ShardCache(kept, fetcher=Fetcher(timeout=0.6, retries=3, backoff=0.005))
     try:
         path = store.local(url)
         if path.read_bytes() in place.versions:
@@ -91,7 +92,7 @@ def test_a_second_try_never_makes_a_mixture(site: Unruly, tags: str, kind: str) 
     draws = random.Random(7)
     files = [tar_bytes([{"__key__": "0", "jpg": draws.randbytes(50_000), "txt": "x"}]) for _ in range(2)]
     place = Place(files, tags, draws, share=0.0, script=["cut", kind])
-    store = ShardCache(None, retries=3, backoff=0.005)
+    store = ShardCache(None, fetcher=Fetcher(retries=3, backoff=0.005))
     path = store.local(site.put("0.tar", place))
     assert path.read_bytes() == files[1 if "change" in kind else 0]
     assert place.done["cut"] == place.done[kind] == 1
@@ -102,6 +103,6 @@ def test_a_second_try_never_makes_a_mixture(site: Unruly, tags: str, kind: str) 
 def test_a_length_that_is_no_number_is_none(site: Unruly, told: str) -> None:
     body = tar_bytes([{"__key__": "0", "jpg": bytes(50_000), "txt": "x"}])
     place = Place([body], "etag", random.Random(7), share=0.0, script=[f"length {told}"])
-    store = ShardCache(None, retries=0)
+    store = ShardCache(None, fetcher=Fetcher(retries=0))
     assert store.local(site.put("0.tar", place)).read_bytes() == body
     store.close()

@@ -20,9 +20,8 @@ import pytest
 from clipstream.cli.main import main as clipstream
 from clipstream.config.settings import load, with_known_epoch
 from clipstream.data.settings import SourceSettings
-from clipstream.data.sources.sample_counts import count_samples
-from clipstream.data.sources.side_index import identity_of, opened_by, path_of, read, read_head, write
-from clipstream.data.sources.source import Source
+from clipstream.data.sources.indexes import count_samples, identity_of, opened_by, path_of, read, read_head, write
+from clipstream.data.sources.registry import Source
 from clipstream.data.tar import ShardIndex, scan
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.errors import SettingsError
@@ -52,7 +51,7 @@ def site() -> Iterator[Site]:
 @pytest.fixture
 def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each tar needs an index."""
-    monkeypatch.setattr("clipstream.data.sources.sample_counts.SMALL", 0)
+    monkeypatch.setattr("clipstream.data.sources.indexes.SMALL", 0)
 
 
 def counts(shards: Any, index: Any = None) -> list[int]:

@@ -1,0 +1,375 @@
+"""Side indexes, and the samples per shard of a source, before training opens a shard.
+
+A side index is a small file that lists the samples of a shard:
+
+    00000.tar.index            beside a local shard
+    FOLDER/00000-HASH.index    of any shard, in a folder of indexes; HASH is of the shard's whole name
+
+Its first line is `clipstream-index 1 CRC JSON`: the CRC-32 of the JSON, and in the JSON the number of samples, the size
+and modification time of a local file or the version of a remote one, the shard's fault, and length and CRC-32 of the
+rest: keys and offsets of members, as JSON compressed with zlib. The data order needs the first line only; the rest
+opens a local shard without a scan of its headers.
+
+`count_samples` asks the source type, side indexes and other tools' indexes in this order; small local tars without an
+index are scanned. Many or large ones are not, as every rank would scan them at every start.
+
+    INDEX.json               wids: `shardlist`, each with `url`, `nsamples` and `filesize`
+    00000.tar.idx            Megatron-Energon: start of each sample and end of the last one, 8 bytes each
+    .nv-meta/.info.json      Megatron-Energon: `shard_counts` by the shard's path (or .info.yaml, of its older versions)
+
+An entry whose file size is not the shard's is ignored. Energon's counts have no sizes: a wrong one is found when the
+shard is opened. The MD5 sums of wids are not compared, as that would read every shard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shlex
+import struct
+import zlib
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+from clipstream.data.settings import SourceSettings
+from clipstream.data.shard_url import ShardURL, redact
+from clipstream.data.sources.registry import Source
+from clipstream.data.tar import BLOCK, Fault, SampleTable, ShardIndex, scan
+from clipstream.data.transport.downloader import packing
+from clipstream.errors import SettingsError
+from clipstream.utils import atomic_write
+
+SUFFIX = ".index"
+MAGIC = b"clipstream-index 1 "
+LONGEST_HEAD = 1 << 16
+# Parts of a URL that differ each time it is signed.
+SIGNED = re.compile(r"(?i)^(?:x-(?:amz|goog|ms)-.*|awsaccesskeyid|googleaccessid|signature|sig|se|st|sp|sv|sr|expires"
+                    r"|policy|key-pair-id|.*token.*)=")  # fmt: skip
+SMALL = 256 << 20  # most bytes of tars without an index that are scanned at the start
+READERS = 16  # threads: on a network file system, opening a file takes far longer than reading a line of it
+NAMED = 5  # shards that a message lists
+NONE, STALE, GONE = "there is none", "the shard has changed since", "the shard is not there"
+WIDS = "shardindex.json"  # the name that wids gives an index beside shards
+END_BLOCKS = 2 * 10240  # most bytes of zeros behind the last member of a tar
+
+Wids = dict[str, tuple[int, int | None]]  # URL, or unique base name -> (samples, bytes)
+
+
+class Identity(NamedTuple):
+    """What identifies the version of a shard.
+
+    Attributes:
+        size: bytes of a local file; None for a remote one.
+        mtime: its modification time in whole seconds, as copying may drop fractions.
+        version: of a remote one, as the server gives it; None if it gives none.
+    """
+
+    size: int | None = None
+    mtime: int | None = None
+    version: str | None = None
+
+
+class Head(NamedTuple):
+    """The first line of an index.
+
+    Attributes:
+        samples: number of complete samples.
+        of: version of the shard that was indexed.
+        fault: of the shard.
+        length, crc32: of the rest of the index.
+    """
+
+    samples: int
+    of: Identity
+    fault: Fault | None
+    length: int
+    crc32: int
+
+
+def path_of(name: str, folder: str | None) -> Path | None:
+    """The index of a shard: in `folder`, or else beside a local shard; None for a remote shard without a folder."""
+    url = ShardURL(name)
+    if folder is None:
+        return None if url.path is None else Path(f"{url.path}{SUFFIX}")
+    full = str(url).replace("***@", "")
+    if url.path is not None:
+        full = os.path.abspath(url.path)
+    elif url.scheme != "pipe":
+        path, _, query = full.partition("?")
+        kept = [part for part in query.split("&") if part and not SIGNED.match(part)]
+        full = "?".join([path, "&".join(kept)]) if kept else path
+    words = re.findall(r"[\w.-]+(?=\.(?:tar|tgz)\b)", full)
+    stem = words[-1][-60:] if words else "shard"
+    return Path(folder) / f"{stem}-{hashlib.sha256(full.encode()).hexdigest()[:16]}{SUFFIX}"
+
+
+def paths_of(name: str, folder: str | None) -> list[Path]:
+    """The files that may be the index of a shard: in `folder`, beside it."""
+    return list(dict.fromkeys(path for path in (path_of(name, folder), path_of(name, None)) if path is not None))
+
+
+def identity_of(path: str | Path) -> Identity:
+    """The version of a local file. Raises OSError."""
+    stat = os.stat(path)
+    return Identity(stat.st_size, int(stat.st_mtime))
+
+
+def write(path: Path, index: ShardIndex, of: Identity) -> None:
+    """Write a shard's index atomically.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    kinds: dict[tuple[str, ...], int] = {}
+    rows, expected = [], 0
+    for key, members in index.samples:
+        row: list[str | int] = [key, kinds.setdefault(tuple(members), len(kinds))]
+        for offset, size in members.values():
+            # Relative to the offset expected after the previous member: 0 in most tars, which compresses well.
+            row += [offset - expected, size]
+            expected = _next(offset, size)
+        rows.append(row)
+    body = zlib.compress(json.dumps({"kinds": list(kinds), "samples": rows}, separators=(",", ":")).encode())
+    rest = {"fault": index.fault, "length": len(body), "crc32": zlib.crc32(body)}
+    head = json.dumps({"samples": len(index.samples), **of._asdict(), **rest}).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write.replace(path, MAGIC + b"%08x %s\n" % (zlib.crc32(head), head) + body)
+
+
+def read_head(path: Path) -> Head:
+    """The first line of an index.
+
+    Raises:
+        OSError: it does not exist or cannot be read.
+        ValueError: it is damaged, or of another format.
+    """
+    with open(path, "rb") as file:
+        return _head(file.readline(LONGEST_HEAD))
+
+
+def read(path: Path) -> tuple[Head, ShardIndex]:
+    """A whole index. Raises as `read_head`."""
+    with open(path, "rb") as file:
+        head = _head(file.readline(LONGEST_HEAD))
+        body = file.read()
+    if len(body) != head.length or zlib.crc32(body) != head.crc32:
+        raise ValueError("its checksum is wrong")
+    packed = json.loads(zlib.decompress(body))
+    samples, expected = SampleTable(), 0
+    for key, kind, *numbers in packed["samples"]:
+        members = {}
+        for i, suffix in enumerate(packed["kinds"][kind]):
+            offset, size = expected + numbers[2 * i], numbers[2 * i + 1]
+            members[suffix] = (offset, size)
+            expected = _next(offset, size)
+        samples.append(key, members)
+    return head, ShardIndex(samples, head.fault)
+
+
+def opened_by(name: str, folder: str | None) -> ShardIndex | None:
+    """The index of a local tar; None if there is none that is intact and of this version of the file."""
+    local = ShardURL(name).path
+    for path in [] if local is None else paths_of(name, folder):
+        with contextlib.suppress(OSError, ValueError):
+            head, index = read(path)
+            if local is not None and head.of == identity_of(local):
+                return index
+    return None
+
+
+def _head(line: bytes) -> Head:
+    checksum, _, text = line.removeprefix(MAGIC).rstrip(b"\n").partition(b" ")
+    if not line.startswith(MAGIC) or not line.endswith(b"\n") or b"%08x" % zlib.crc32(text) != checksum:
+        raise ValueError("it is damaged, or no index of this version")
+    fields = json.loads(text)
+    fault = None if fields["fault"] is None else Fault(*fields["fault"])
+    of = Identity(fields["size"], fields["mtime"], fields["version"])
+    return Head(fields["samples"], of, fault, fields["length"], fields["crc32"])
+
+
+def _next(offset: int, size: int) -> int:
+    """Offset of the data of the next member, behind a plain header."""
+    return offset + -(-size // BLOCK) * BLOCK + BLOCK
+
+
+def count_samples(source: Source, settings: SourceSettings, place: str) -> list[int]:
+    """Samples of each shard, in the order of `source.names`; also sets `source.counts` and `source.empty`.
+
+    Args:
+        settings: of the source.
+        place: dotted key of the source in the settings, for messages.
+
+    Raises:
+        SettingsError: the samples of some shards are unknown; the message has the command that makes their indexes.
+    """
+    names = list(dict.fromkeys(source.names))
+    folder, wids = settings.index, Wids()
+    if folder is not None and (folder.endswith(".json") or os.path.isfile(folder)):
+        try:
+            wids, folder = _read_wids(Path(folder)), None
+        except SettingsError as error:
+            raise SettingsError(f"{place}.index: {error}") from error
+    neighbours = _NeighbourIndexes()
+
+    def look(name: str) -> int | str:
+        """The samples of a shard, or why they are unknown."""
+        if (known := source.num_samples(name)) is not None:
+            return known
+        if not (kind := source.types[name]).tars:
+            raise SettingsError(f"{place}.type: {settings.type} does not know the samples of {kind.title(name)}")
+        return _by_index(name, folder, wids, neighbours)
+
+    with ThreadPoolExecutor(READERS) as threads:
+        found: dict[str, int | str] = dict(zip(names, threads.map(look, names), strict=True))
+    unknown = {name: why for name, why in found.items() if isinstance(why, str)}
+    if unknown and _are_small(list(unknown)):
+        try:
+            found |= {name: len(scan(str(ShardURL(name).path)).samples) for name in unknown}
+        except OSError as error:
+            first = error.filename or next(iter(unknown))
+            raise SettingsError(f"{place}.shards: {first} cannot be read: {error.strerror}") from error
+    elif unknown:
+        raise SettingsError(_advice(settings, place, unknown, len(names)))
+    source.counts = [count for name in source.names if isinstance(count := found[name], int)]
+    for number, count in enumerate(source.counts):
+        if not count:
+            name = source.names[number]
+            local = ShardURL(name).path if source.types[name].tars else None
+            try:
+                fault = None if local is None or packing(Path(local)) is not None else scan(local).fault
+                source.empty[number] = str(fault or "empty: no sample in it")
+            except OSError as error:
+                source.empty[number] = f"unreadable: {error.strerror}"
+    return source.counts
+
+
+def _by_index(name: str, folder: str | None, wids: Wids, neighbours: _NeighbourIndexes) -> int | str:
+    """The samples of a tar by an index, or why they are unknown."""
+    local = ShardURL(name).path
+    try:
+        identity = None if local is None else identity_of(local)
+    except OSError:
+        return GONE
+    why = NONE
+    for path in paths_of(name, folder):
+        try:
+            head = read_head(path)
+        except OSError:
+            continue
+        except ValueError as error:
+            why = f"{path}: {error}"
+            continue
+        if identity is None or head.of == identity:
+            return head.samples
+        why = STALE
+    size = None if identity is None else identity.size
+    count = _wids_count(wids, name, size)
+    if count is None and local is not None and size is not None:
+        count = neighbours.count(Path(local), size)
+    return why if count is None else count
+
+
+def _are_small(names: list[str]) -> bool:
+    """Whether all are local uncompressed tars, together at most SMALL bytes."""
+    total = 0
+    for name in names:
+        local = ShardURL(name).path
+        try:
+            if local is None or (total := total + os.path.getsize(local)) > SMALL or packing(Path(local)) is not None:
+                return False
+        except OSError:
+            return False
+    return True
+
+
+def _advice(settings: SourceSettings, place: str, unknown: dict[str, str], total: int) -> str:
+    """Why the mode `indexed` cannot start, and the command that makes the indexes."""
+    first, why = next(iter(unknown.items()))
+    if gone := [name for name, why in unknown.items() if why == GONE]:
+        return f"{place}.shards: {len(gone):,} of {total:,} shards are not there, e.g. {redact(gone[0])}"
+    shards = [settings.shards] if isinstance(settings.shards, str) else settings.shards
+    words = ["python", "-m", "clipstream.index", *(redact(spec) for spec in shards)]
+    folder = settings.index
+    advice = ""
+    if folder is None and any(ShardURL(name).path is None for name in unknown):
+        folder, advice = "FOLDER", f", and name that folder by --{place.replace('_', '-')}.index"
+    words += [] if folder is None or folder.endswith(".json") else ["--into", folder]
+    return (
+        f"{place}.shards: the mode 'indexed' needs an index of each shard, and {len(unknown):,} of {total:,} have none "
+        f"that can be used, e.g. {redact(first)}: {why}. Make them by\n  {shlex.join(words)}{advice}\n"
+        f"A shard that this command cannot index is broken: replace it, or leave it out of --{place}.shards. "
+        f"Without an index: {', '.join(map(redact, list(unknown)[:NAMED]))}{', …' * (len(unknown) > NAMED)}"
+    )
+
+
+def _read_wids(index: Path) -> Wids:
+    """The entries of an index of wids. Raises SettingsError if it is not one."""
+    try:
+        shards = json.loads(index.read_bytes())["shardlist"]
+        rows = [(str(one["url"]), int(one["nsamples"]), one.get("filesize")) for one in shards]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SettingsError(f"{index} is no wids index that can be read: {type(error).__name__}: {error}") from error
+    bases = Counter(os.path.basename(url) for url, *_ in rows)
+    found = Wids()
+    for url, samples, size in rows:
+        found[url] = (samples, size)
+        if bases[base := os.path.basename(url)] == 1:
+            found[base] = (samples, size)
+    return found
+
+
+def _wids_count(wids: Wids, url: str, size: int | None) -> int | None:
+    """The samples of a shard of `size` bytes (None: unknown)."""
+    samples, bytes_ = wids.get(url) or wids.get(os.path.basename(url.partition("?")[0])) or (None, None)
+    return None if size is not None and bytes_ is not None and size != bytes_ else samples
+
+
+class _NeighbourIndexes:
+    """Other tools' indexes beside local shards; each is read once."""
+
+    def __init__(self) -> None:
+        self._energon, self._wids = cache(_energon_counts), cache(self._wids_beside)
+
+    def count(self, path: Path, size: int) -> int | None:
+        """The samples of a shard of `size` bytes; None if no index has them."""
+        path = path.absolute()
+        try:
+            data = path.with_name(f"{path.name}.idx").read_bytes()
+        except OSError:
+            data = b""
+        # The last offset of Energon's is the end of the last sample.
+        if data and len(data) % 8 == 0 and 0 <= size - struct.unpack("<Q", data[-8:])[0] <= END_BLOCKS:
+            return len(data) // 8 - 1
+        for root in list(path.parents)[:3]:  # shards may be in folders of the data set
+            if (counts := self._energon(root / ".nv-meta")) is not None:
+                count = counts.get(path.relative_to(root).as_posix())
+                if isinstance(count, int):
+                    return count
+                break
+        return _wids_count(self._wids(path.parent), str(path), size)
+
+    @staticmethod
+    def _wids_beside(folder: Path) -> Wids:
+        try:
+            return _read_wids(folder / WIDS)
+        except SettingsError:
+            return {}
+
+
+def _energon_counts(folder: Path) -> dict[str, object] | None:
+    for name in (".info.json", ".info.yaml"):
+        with contextlib.suppress(OSError):
+            text = (folder / name).read_bytes()
+            try:
+                return dict((json.loads(text) if name.endswith(".json") else yaml.safe_load(text))["shard_counts"])
+            except (ValueError, KeyError, TypeError, yaml.YAMLError):
+                return None
+    return None
