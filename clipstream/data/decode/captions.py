@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic_core import from_json
 
@@ -23,18 +23,16 @@ if TYPE_CHECKING:
     from clipstream.data.order.rng import SampleRNG
 
 RawSample = Mapping[str, Any]
+JsonObject = dict[str, Any]
 SampleTransform = Callable[[RawSample], RawSample]
 
 
 class CaptionExtractor(Protocol):
-    """Gives the caption of a sample. A user's own class is constructed with its settings.
-
-    Attributes:
-        members: suffixes of the members that are read; None for all.
-    """
+    """Gives the caption of a sample. A user's own class is constructed with its settings."""
 
     @property
-    def members(self) -> tuple[str, ...] | None: ...
+    def members(self) -> tuple[str, ...] | None:
+        """Suffixes of the members that are read; None for all."""
 
     def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
         """The caption.
@@ -57,11 +55,7 @@ def split_keys(keys: str) -> tuple[str, ...]:
 
 
 def image_bytes(sample: RawSample, keys: str) -> bytes:
-    """The bytes of the image member: the first present of the suffixes in `keys`.
-
-    Raises:
-        Dropped: `no_image`.
-    """
+    """The bytes of the image member: the first present of the suffixes in `keys`. Raises Dropped: `no_image`."""
     suffixes = split_keys(keys)
     value = member_of(sample, suffixes)
     if isinstance(value, (bytes, bytearray, memoryview)):
@@ -101,11 +95,7 @@ class TextField:
         self.members = members
 
     def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
-        """The caption.
-
-        Raises:
-            Dropped: `no_caption`, `caption_not_utf8` or `empty_caption`.
-        """
+        """The caption. Raises Dropped: `no_caption`, `caption_not_utf8` or `empty_caption`."""
         return usable_text(text_of(sample, self.members, "no_caption"))
 
 
@@ -128,13 +118,10 @@ class JsonField:
         self.members = self._json + self._fallback
 
     def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
-        """The caption.
-
-        Raises:
-            Dropped: `no_caption`, `json_invalid`, `json_not_object`, `caption_not_utf8` or `empty_caption`.
-        """
+        """The caption. Raises Dropped: as TextField, `json_invalid` or `json_not_object`."""
         try:
-            return usable_text(self._choose(object_of(sample, self._json, "no_caption"), rng))
+            texts = self._texts(object_of(sample, self._json, "no_caption"), rng)
+            return usable_text(texts[rng.integer(len(texts))] if rng is not None and len(texts) > 1 else texts[0])
         except Dropped:
             if not self._falls_back(sample):
                 raise
@@ -143,7 +130,7 @@ class JsonField:
     def every(self, sample: RawSample) -> list[str]:
         """All strings of the first path that has text, else the lines of the fallback. Raises Dropped as __call__."""
         try:
-            return self._found(object_of(sample, self._json, "no_caption"), None)[0][0]
+            return self._texts(object_of(sample, self._json, "no_caption"), None)
         except Dropped:
             if not self._falls_back(sample):
                 raise
@@ -153,23 +140,8 @@ class JsonField:
         """Whether the fallback is present; if not, the error in the JSON member is the better reason."""
         return bool(self._fallback) and member_of(sample, self._fallback) is not ABSENT
 
-    def _choose(self, value: dict[str, Any], rng: SampleRNG | None) -> str:
-        found = self._found(value, rng)
-        texts = found[0][0]
-        if rng is None:
-            return texts[0]
-        if len(found) > 1:
-            point = rng.uniform() * sum(weight for _, weight in found)
-            texts = found[-1][0]
-            for candidates, weight in found:
-                point -= weight
-                if point < 0:
-                    texts = candidates
-                    break
-        return texts[rng.integer(len(texts))] if len(texts) > 1 else texts[0]
-
-    def _found(self, value: dict[str, Any], rng: SampleRNG | None) -> list[tuple[list[str], float]]:
-        """The texts to choose from, with their weights: of all paths if one is drawn, else of the first."""
+    def _texts(self, value: JsonObject, rng: SampleRNG | None) -> list[str]:
+        """The texts to choose from: of a path that is drawn, else of the first that has any."""
         empty = False
         found: list[tuple[list[str], float]] = []
         for steps, weight in self._choices:
@@ -183,7 +155,14 @@ class JsonField:
                     break
         if not found:
             raise Dropped("empty_caption" if empty else "no_caption", f"no text at {self._wanted}")
-        return found
+        if rng is None or len(found) == 1:
+            return found[0][0]
+        point = rng.uniform() * sum(weight for _, weight in found)
+        for texts, weight in found:
+            point -= weight
+            if point < 0:
+                return texts
+        return found[-1][0]
 
 
 class _OwnExtractor:
@@ -248,27 +227,24 @@ def text_of(sample: RawSample, suffixes: tuple[str, ...], absent: str) -> str:
     if isinstance(value, str):
         return value.strip()
     if not isinstance(value, (bytes, bytearray, memoryview)):
-        _refuse(value, suffixes, absent)
+        what = _missing(suffixes) if value is ABSENT else f"{type(value).__name__} instead of text"
+        raise Dropped(absent, what)
     try:
         return bytes(value).decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:
         raise Dropped("caption_not_utf8", str(error)) from error
 
 
-def object_of(sample: RawSample, suffixes: tuple[str, ...], absent: str) -> dict[str, Any]:
+def object_of(sample: RawSample, suffixes: tuple[str, ...], absent: str) -> JsonObject:
     """The object in a JSON member. Raises Dropped, with the reason `absent` if missing."""
     value = member_of(sample, suffixes)
     if value is ABSENT:
-        _refuse(value, suffixes, absent)
+        raise Dropped(absent, _missing(suffixes))
     return json_object(value)
 
 
-def json_object(value: Any) -> dict[str, Any]:
-    """The object in a JSON text, which a user's transform may have parsed already.
-
-    Raises:
-        Dropped: `json_invalid` or `json_not_object`.
-    """
+def json_object(value: Any) -> JsonObject:
+    """The object in a JSON text, which a user's transform may have parsed already. Raises Dropped."""
     if isinstance(value, (str, bytes, bytearray)):
         try:
             try:
@@ -280,10 +256,6 @@ def json_object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Dropped("json_not_object", f"{type(value).__name__} instead of an object")
     return value
-
-
-def _refuse(value: Any, suffixes: tuple[str, ...], reason: str) -> NoReturn:
-    raise Dropped(reason, _missing(suffixes) if value is ABSENT else f"{type(value).__name__} instead of text")
 
 
 def _missing(suffixes: tuple[str, ...]) -> str:

@@ -55,14 +55,9 @@ class ImageTransform(Protocol):
     """Makes the pixels of a picture file."""
 
     def __call__(self, data: bytes, rng: SampleRNG | None, out: Pixels | None = None) -> Pixels:
-        """uint8 [H, W, 3]; written into `out` if given.
+        """uint8 [H, W, 3] of the file `data`; written into `out` if given.
 
-        Args:
-            data: the file.
-            rng: random numbers of the sample; None in evaluation.
-
-        Raises:
-            Dropped: the picture cannot be used.
+        `rng` has the random numbers of the sample; None in evaluation. Raises Dropped if the picture cannot be used.
         """
         ...
 
@@ -94,25 +89,19 @@ class OwnImageTransform:
         upright: whether pictures are turned by their EXIF orientation.
 
     Raises:
-        SettingsError: there is no such colour or class, or its construction failed.
+        SettingsError: there is no such class, or its construction failed.
     """
 
     def __init__(self, settings: ImageTransformSettings, spec: ImageSpec, background: str, upright: bool) -> None:
-        self._size, self._background, self._upright = spec.size, colour(background), upright
+        self._size, self._background, self._upright = spec.size, rgb(background), upright
         try:
             self._transform: PictureTransform = make_plugin(settings.type, settings)
         except (SettingsError, ValueError) as error:
             raise SettingsError(f"image_transform: {error}") from error
 
     def __call__(self, data: bytes, rng: SampleRNG | None, out: Pixels | None = None) -> Pixels:
-        """See ImageTransform.
-
-        Raises:
-            Dropped: `undecodable_image`, `image_too_large`, `image_transform_error`, or a reason of the user's own.
-        """
-        picture = opened(data)
-        orientation = orientation_of(picture) if self._upright else 1
-        picture = turned(opaque(loaded(picture), self._background), orientation)
+        """See ImageTransform. Raises Dropped: as EvalTransform, `image_transform_error`, or the user's own reason."""
+        picture = decoded(data, self._background, self._upright)
         try:
             pixels = self._transform(picture if picture.mode == "RGB" else converted(picture), self._size, rng)
         except Dropped:
@@ -135,31 +124,19 @@ class EvalTransform:
     The picture is resized before it is converted to RGB, which matters for palettes and CMYK. Two kinds of pictures
     differ on purpose: open_clip drops an alpha channel and shows the pixels under it, and turns 16-bit grey white.
     Source: open_clip 3.3.0, transform.py, image_transform(is_train=False).
+
+    Args:
+        spec: size and mode of the resize.
+        background: colour under transparent pixels, a name or #rrggbb.
+        upright: whether pictures are turned by their EXIF orientation, which open_clip does not.
     """
 
     def __init__(self, spec: ImageSpec, background: str, upright: bool = False) -> None:
-        """
-        Args:
-            spec: size and mode of the resize.
-            background: colour under transparent pixels, a name or #rrggbb.
-            upright: whether pictures are turned by their EXIF orientation, which open_clip does not.
-
-        Raises:
-            SettingsError: no such colour.
-        """
-        self.spec = spec
-        self.background = colour(background)
-        self.upright = upright
+        self.spec, self.background, self.upright = spec, rgb(background), upright
 
     def __call__(self, data: bytes, rng: SampleRNG | None = None, out: Pixels | None = None) -> Pixels:
-        """See ImageTransform; `rng` is not used.
-
-        Raises:
-            Dropped: `undecodable_image` or `image_too_large`.
-        """
-        picture = opened(data)
-        orientation = orientation_of(picture) if self.upright else 1
-        picture = turned(opaque(loaded(picture), self.background), orientation)
+        """See ImageTransform; `rng` is not used. Raises Dropped: `undecodable_image` or `image_too_large`."""
+        picture = decoded(data, self.background, self.upright)
         height, width = _target(picture.size, self.spec)
         if height * width > MAX_PIXELS:
             raise Dropped("image_too_large", f"a strip of {picture.size[0]} x {picture.size[1]} pixels")
@@ -169,14 +146,6 @@ class EvalTransform:
             picture = picture.resize((width, height), FILTERS["bicubic" if oblong else self.spec.interpolation])
         fill = self.spec.fill if self.spec.resize_mode == "longest" else 0
         return written(_centre(picture, self.spec.size, fill), out)
-
-
-def colour(name: str) -> Colour:
-    """The colour of a name or #rrggbb. Raises SettingsError."""
-    try:
-        return rgb(name)
-    except ValueError as error:
-        raise SettingsError(f"background: {error}") from error
 
 
 def opened(data: bytes) -> Image.Image:
@@ -194,11 +163,7 @@ def opened(data: bytes) -> Image.Image:
 
 
 def check_size(size: tuple[int, int]) -> None:
-    """Refuse pictures that would fill the memory.
-
-    Raises:
-        Dropped: `image_too_large`, or `undecodable_image` if it has no pixels.
-    """
+    """Refuse pictures that would fill the memory, or have no pixels. Raises Dropped."""
     width, height = size
     if width * height > MAX_PIXELS:
         raise Dropped("image_too_large", f"{width} x {height} pixels")
@@ -235,6 +200,13 @@ def loaded(picture: Image.Image) -> Image.Image:
     except Exception as error:  # as in `opened`
         raise Dropped("undecodable_image", repr(error)) from error
     return picture
+
+
+def decoded(data: bytes, background: Colour, upright: bool) -> Image.Image:
+    """The picture of a file, decoded, without transparency, and upright if this is asked for. Raises Dropped."""
+    picture = opened(data)
+    orientation = orientation_of(picture) if upright else 1
+    return turned(opaque(loaded(picture), background), orientation)
 
 
 def opaque(picture: Image.Image, background: Colour) -> Image.Image:
@@ -316,17 +288,12 @@ def written(picture: Image.Image, out: Pixels | None) -> Pixels:
 def eight_bits(picture: Image.Image, background: str | None) -> Image.Image:
     """An opened picture, decoded, with 8 bits per channel: in mode RGB or L, or RGBA or LA if it has transparency.
 
-    Args:
-        background: colour under transparent pixels; None keeps the transparency.
-
-    Raises:
-        Dropped: `undecodable_image`.
-        SettingsError: no such colour.
+    `background` is the colour under transparent pixels; None keeps the transparency. Raises Dropped.
     """
     picture = loaded(picture)
     clear = picture.mode in _WITH_ALPHA or "transparency" in picture.info
     if not clear or background is not None:
-        picture = opaque(picture, colour(background or "white"))
+        picture = opaque(picture, rgb(background or "white"))
         return picture if picture.mode in ("RGB", "L") else converted(picture, "L" if picture.mode == "1" else "RGB")
     return picture if picture.mode in ("RGBA", "LA") else converted(picture, "RGBA")
 
@@ -352,16 +319,18 @@ class Header(NamedTuple):
 
 
 def read_header(data: bytes, upright: bool) -> Header:
-    """The header of a picture file; no pixels are decoded.
-
-    Args:
-        data: a picture file.
-        upright: whether its orientation is read.
+    """The header of a picture file, with its orientation if `upright`; no pixels are decoded.
 
     Raises:
         Dropped: `undecodable_image` or `image_too_large`.
     """
-    jpeg = _jpeg_size(data)
+    jpeg = None  # size of a JPEG that simplejpeg decodes
+    if data[:2] == b"\xff\xd8":
+        try:
+            height, width, space, _ = simplejpeg.decode_jpeg_header(data)
+            jpeg = (width, height) if space in _SPACES else None
+        except ValueError:
+            pass  # Pillow tells what is wrong
     if jpeg is not None and not (upright and _has_exif(data)):
         check_size(jpeg)
         return Header("jpeg", jpeg, 1, True)
@@ -414,14 +383,3 @@ def _has_exif(data: bytes) -> bool:
             return True
         at += 1 if marker == b"\xff\xff" else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
     return False
-
-
-def _jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """(width, height) if the file is a JPEG that simplejpeg decodes."""
-    if data[:2] != b"\xff\xd8":
-        return None
-    try:
-        height, width, space, _ = simplejpeg.decode_jpeg_header(data)
-    except ValueError:
-        return None
-    return (width, height) if space in _SPACES else None

@@ -39,21 +39,17 @@ NO_CAPTION = -1  # in the ids of missing captions
 class LabelField:
     """The label of a sample for classification, as text: a number or the name of a class.
 
-    A CaptionExtractor; `LabelEncoder` makes class numbers of its texts.
+    A CaptionExtractor; `LabelEncoder` makes class numbers of its texts. `label` names the member with the class by its
+    suffixes (`cls`), or is `json:PATH` into the JSON member.
     """
 
     def __init__(self, label: str) -> None:
-        """Args: label: suffixes of the member with the class (`cls`), or `json:PATH` into the JSON member."""
         kind, colon, path = label.partition(":")
         self._path = parse_path(path) if colon and kind.strip().lower() == "json" else None
         self.members = ("json",) if self._path is not None else split_keys(label)
 
     def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
-        """The label, stripped.
-
-        Raises:
-            Dropped: `no_label`, `json_invalid`, `json_not_object` or `caption_not_utf8`.
-        """
+        """The label, stripped. Raises Dropped: `no_label`, `json_invalid`, `json_not_object` or `caption_not_utf8`."""
         if self._path is None:
             label = text_of(sample, self.members, "no_label")
         else:
@@ -70,20 +66,15 @@ class LabelsField:
     """All labels of a sample, as a JSON list: of names and numbers of classes, or of a 0 or 1 for each class.
 
     They are in a list in the JSON member (`json:PATH`), in a text member as a JSON list or one per line, or in a `npy`
-    member. A sample with an empty list is usable, one without the member or field is not.
+    member. A sample with an empty list is usable, one without the member or field is not. `label`: as for LabelField.
     """
 
     def __init__(self, label: str) -> None:
-        """Args: label: as for LabelField."""
         one = LabelField(label)
         self._path, self.members = one._path, one.members
 
     def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
-        """The labels, as a JSON list.
-
-        Raises:
-            Dropped: `no_label`, `json_invalid`, `json_not_object` or `caption_not_utf8`.
-        """
+        """The labels, as a JSON list. Raises Dropped: as LabelField."""
         if self._path is not None:
             found = value_at(object_of(sample, self.members, "no_label"), self._path)
         else:
@@ -120,16 +111,11 @@ class CaptionsField:
     """
 
     def __init__(self, settings: CaptionSettings) -> None:
-        """Args: settings: of the source's captions."""
         self._caption = build_caption(settings)
         self.members = self._caption.members
 
     def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
-        """At least one line, none of them blank.
-
-        Raises:
-            Dropped: as the extractor of one caption.
-        """
+        """At least one line, none of them blank. Raises Dropped: as the extractor of one caption."""
         if isinstance(self._caption, JsonField):
             texts = [" ".join(text.splitlines()) for text in self._caption.every(sample)]
         else:
@@ -155,11 +141,7 @@ class LabelEncoder:
         self.vocab_size = len(self._classes)
 
     def index(self, label: str) -> int:
-        """The class's number.
-
-        Raises:
-            DataError: the label is no class, or the name of several.
-        """
+        """The class's number. Raises DataError: the label is no class, or the name of several."""
         label = label.strip()
         if label.isdecimal() and int(label) < len(self._classes):
             return int(label)
@@ -188,11 +170,7 @@ class NumberEncoder:
     vocab_size = 2**31 - 1
 
     def encode(self, texts: Sequence[str]) -> Ids:
-        """Labels to int32 [n, 1].
-
-        Raises:
-            DataError: a label is no such number.
-        """
+        """Labels to int32 [n, 1]. Raises DataError: a label is no such number."""
         for text in texts:
             if not text.isdecimal() or int(text) >= self.vocab_size:
                 raise DataError(
@@ -209,9 +187,7 @@ class NumberEncoder:
 class LabelsEncoder:
     """A tokenizer of the texts of `LabelsField`: a 0 or 1 for each of C classes, ids [n, C].
 
-    Args:
-        classes: their names.
-        multi_hot: whether the lists have a 0 or 1 for each class, instead of the labels that apply.
+    With `multi_hot` the lists have a 0 or 1 for each class, instead of the labels that apply.
     """
 
     vocab_size = 2
@@ -222,11 +198,7 @@ class LabelsEncoder:
         self.context_length = len(classes)
 
     def encode(self, texts: Sequence[str]) -> Ids:
-        """Lists of labels to int32 [n, C].
-
-        Raises:
-            DataError: a label is no class, or a list does not have one number for each class.
-        """
+        """Lists of labels to int32 [n, C]. Raises DataError: a label is no class, or a list has not C numbers."""
         ids = np.zeros((len(texts), self.context_length), dtype=np.int32)
         for row, text in zip(ids, texts, strict=True):
             labels = json.loads(text)
@@ -249,11 +221,7 @@ class LabelsEncoder:
 class CaptionsEncoder:
     """A tokenizer of the texts of `CaptionsField`: the ids of each caption, ids [n, most · T].
 
-    If a sample has fewer captions than `most`, the remaining ids are NO_CAPTION.
-
-    Args:
-        tokenizer: of one caption, T ids.
-        most: limit of the captions of a sample.
+    If a sample has fewer captions than `most`, the remaining ids are NO_CAPTION. `tokenizer` gives T ids a caption.
     """
 
     def __init__(self, tokenizer: Tokenizer, most: int) -> None:
@@ -262,11 +230,7 @@ class CaptionsEncoder:
         self.vocab_size = tokenizer.vocab_size
 
     def encode(self, texts: Sequence[str]) -> Ids:
-        """Texts with one caption per line to int32 [n, most · T].
-
-        Raises:
-            DataError: a sample has more captions.
-        """
+        """Texts with one caption per line to int32 [n, most · T]. Raises DataError: a sample has more captions."""
         lines = [text.split("\n") for text in texts]
         ids = np.full((len(texts), self._most, self._tokenizer.context_length), NO_CAPTION, dtype=np.int32)
         places = [(row, column) for row, captions in enumerate(lines) for column in range(len(captions))]

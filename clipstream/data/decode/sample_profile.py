@@ -10,14 +10,14 @@ import re
 import shlex
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 import yaml
 
-from clipstream.data.decode.captions import split_keys
+from clipstream.data.decode.captions import RawSample, split_keys
 from clipstream.data.json_path import Each, Steps, filter_of, parse_path, step_of
 from clipstream.data.settings import CaptionSettings, JsonCaption, TextCaption
 from clipstream.data.tar import PACKING, UNPACKING
@@ -99,24 +99,16 @@ class Field:
 
 
 class Profile:
-    """Counts of the members and JSON fields of a source's samples. Picklable, and of bounded size.
-
-    Attributes:
-        samples: number of samples added.
-        suffixes: samples by member suffix.
-        images: samples by suffix of the members whose bytes begin as a picture.
-        texts: by suffix, the members that are readable text.
-        json_fields: by path into the member `json`; of another JSON member, `SUFFIX:path`.
-    """
+    """Counts of the members and JSON fields of a source's samples. Picklable, and of bounded size."""
 
     def __init__(self) -> None:
         self.samples = 0
-        self.suffixes: Counter[str] = Counter()
-        self.images: Counter[str] = Counter()
-        self.texts: dict[str, Field] = {}
-        self.json_fields: dict[str, Field] = {}
+        self.suffixes: Counter[str] = Counter()  # samples by member suffix
+        self.images: Counter[str] = Counter()  # the same, of the members whose bytes begin as a picture
+        self.texts: dict[str, Field] = {}  # by suffix, the members that are readable text
+        self.json_fields: dict[str, Field] = {}  # by path into the member `json`; of another JSON member, `SUFFIX:path`
 
-    def add(self, sample: Mapping[str, Any]) -> None:
+    def add(self, sample: RawSample) -> None:
         """Count one raw sample, suffix -> bytes; keys with `__` are ignored."""
         self.samples += 1
         for name, data in sample.items():
@@ -150,14 +142,14 @@ class Profile:
     def suggestion(self, image_key: str, caption: CaptionSettings | None, place: str = SHORT_FLAGS) -> list[str]:
         """The flags that would read these samples, best guess first; only those that differ from the settings.
 
-        Args:
-            place: key of the settings where the source stands.
+        `place` is the key of the settings where the source stands.
         """
         flags = []
         if not any(self.suffixes[suffix] for suffix in split_keys(image_key)):
             dotted = self._dotted()
             known = [suffix for suffix, _ in self.images.most_common() if suffix not in dotted and _nameable(suffix)]
-            flags += [_image_flag(suffix, place) for suffix in known[:1]]
+            option = f"--{'' if place == SHORT_FLAGS else f'{place}.'}image-key"
+            flags += [f"{option} {shlex.quote(suffix)}" for suffix in known[:1]]
         if caption is not None and not self._caption_found(caption):
             flags += self.captions(caption, place)[:1]
         return flags
@@ -165,9 +157,7 @@ class Profile:
     def advice(self, image_key: str, caption: CaptionSettings | None, place: str = SHORT_FLAGS) -> str:
         """Lines for a user whose source gives nothing usable: what was seen, what is missing, the flag to use.
 
-        Args:
-            caption: None where no caption is read, but a label.
-            place: key of the settings where the source stands.
+        `caption` is None where no caption is read, but a label.
         """
         lines = self.summary()
         wanted = split_keys(image_key)
@@ -176,8 +166,11 @@ class Profile:
         missing = caption is not None and not self._caption_found(caption)
         if caption is None:
             lines.append(f"the label is named by --{place.removesuffix('.data')}.label: a member, or json:PATH")
+        elif missing and isinstance(caption, JsonCaption):
+            lines.append(f"no {caption.key} member has text at {' or '.join(caption.paths)} (--caption-json)")
         elif missing:
-            lines.append(_caption_missing(caption))
+            key = caption.key if isinstance(caption, TextCaption) else caption.type
+            lines.append(f"no sample has the caption member {' or '.join(split_keys(key))} (--caption-key)")
         if note := self.dots_in_keys():
             lines.append(note)
         if flags := self.suggestion(image_key, caption, place):
@@ -223,7 +216,10 @@ class Profile:
             if member.language and suffix != "cls" and self.suffixes[suffix] * 2 >= self.samples and _nameable(suffix):
                 rank = 0 if suffix in ("txt", "text", "caption") else 2 if suffix.startswith("caption") else 12
                 key = (member.is_constant, rank + text_rank, 0, -member.language, -member.samples)
-                ranked.append((key, _text_flag(suffix, place)))
+                flag = f"--caption-key {shlex.quote(suffix)}"
+                if place != SHORT_FLAGS:
+                    flag = f"--{place}.caption {shlex.quote(f'{{type: text, key: {_scalar(suffix)}}}')}"
+                ranked.append((key, flag))
         for found in self.json_fields.values():
             path = found.path
             if found.type not in ("str", "list of str") or not _nameable(path) or not found.language:
@@ -235,7 +231,14 @@ class Profile:
             alternative = (found.type != "str") + (names[-1] not in ("en", *CAPTION_NAMES[:4]))
             key = (found.is_constant, rank, alternative, -found.language, -found.samples)
             paths = [path, *(self._filtered(found) if found.most > 1 else ())]
-            ranked += [((*key, n), _json_flag(found.member, path, place)) for n, path in enumerate(paths)]
+            for n, one in enumerate(paths):
+                if place == SHORT_FLAGS and found.member == "json" and ";" not in one:
+                    flag = f"--caption-json {shlex.quote(one)}"
+                else:
+                    member_key = "" if found.member == "json" else f"key: {_scalar(found.member)}, "
+                    value = f"{{type: json, {member_key}path: {_scalar(one)}}}"
+                    flag = f"--{place}.caption {shlex.quote(value)}"
+                ranked.append(((*key, n), flag))
         return [flag for _, flag in sorted(ranked)]
 
     def dots_in_keys(self) -> str:
@@ -284,7 +287,15 @@ class Profile:
             if len(data) > MAX_JSON:
                 raise ValueError("not looked into")
             for path, kind, value in islice(_leaves(json.loads(data)), MAX_LEAVES):
-                _add_leaf(found, path, kind, value)
+                known = found.setdefault(path, Field(1, kind, _short(value), most=0))
+                known.most += 1
+                if known.type == "null":
+                    known.type, known.example = kind, _short(value)
+                elif 1 < known.most <= 3:
+                    known.example += f" | {_short(value)}"
+                for text in value if isinstance(value, list) else [value]:
+                    if isinstance(text, str):
+                        known.add(text)
         except (ValueError, RecursionError) as error:
             kind = "large JSON" if len(data) > MAX_JSON else "not valid JSON"
             if isinstance(error, RecursionError):
@@ -305,7 +316,10 @@ class Profile:
         return True
 
     def _has_text(self, member: str, path: str) -> bool:
-        """Whether a path may match text in the samples seen, ignoring positions in lists and case."""
+        """Whether a path may match text in the samples seen, ignoring positions in lists and case.
+
+        A filter's value must have been seen in its field, or may have been, where not all values were kept.
+        """
         fields = {
             tuple(_atoms(parse_path(found.path))): found
             for found in self.json_fields.values()
@@ -315,9 +329,14 @@ class Profile:
         wanted = _atoms(steps)
         for have, found in fields.items():
             ends = {"str": [have], "list of str": [have, (*have, "*")]}.get(found.type, [])
-            if any(_leads(wanted, end) for end in ends):
-                filters = [step for step in steps if isinstance(step, Each) and step.field]
-                return all(_has_value(fields, have, steps, one) for one in filters)
+            if not any(_leads(wanted, end) for end in ends):
+                continue
+            for number, step in enumerate(steps):
+                if isinstance(step, Each) and step.field:
+                    field = fields.get((*have[: len(_atoms(steps[: number + 1]))], *_atoms(step.field)))
+                    if field and field.type == "str" and len(field.texts) < KEPT and step.value not in field.texts:
+                        return False
+            return True
         return False
 
 
@@ -332,13 +351,6 @@ def _leads(wanted: Sequence[str], have: Sequence[str]) -> bool:
     )
 
 
-def _has_value(fields: Mapping[tuple[str, ...], Field], have: tuple[str, ...], steps: Steps, step: Each) -> bool:
-    """Whether a filter's value was seen in its field, or may have been."""
-    before = len(_atoms(steps[: steps.index(step) + 1]))
-    field = fields.get((*have[:before], *_atoms(step.field)))
-    return field is None or field.type != "str" or len(field.texts) >= KEPT or step.value in field.texts
-
-
 def _title(member: str, path: str) -> str:
     return path if member == "json" and path else f"{member}:{path}"
 
@@ -348,19 +360,6 @@ def _count(fields: dict[str, Field], name: str, found: Field) -> None:
         fields[name].merge(found)
     elif len(fields) < MAX_FIELDS:
         fields[name] = replace(found, texts=found.texts.copy())
-
-
-def _add_leaf(found: dict[str, Field], path: str, kind: str, value: Any) -> None:
-    """Add a value of one sample to the fields found in it."""
-    known = found.setdefault(path, Field(1, kind, _short(value), most=0))
-    known.most += 1
-    if known.type == "null":
-        known.type, known.example = kind, _short(value)
-    elif 1 < known.most <= 3:
-        known.example += f" | {_short(value)}"
-    for text in value if isinstance(value, list) else [value]:
-        if isinstance(text, str):
-            known.add(text)
 
 
 def _leaves(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, str, Any]]:
@@ -412,23 +411,6 @@ def _nameable(*names: str) -> bool:
     return all(name and len(name) <= NAME_CHARS and printable(name) == name for name in names)
 
 
-def _image_flag(suffix: str, place: str) -> str:
-    return f"--{'' if place == SHORT_FLAGS else f'{place}.'}image-key {shlex.quote(suffix)}"
-
-
-def _text_flag(suffix: str, place: str) -> str:
-    if place == SHORT_FLAGS:
-        return f"--caption-key {shlex.quote(suffix)}"
-    return f"--{place}.caption {shlex.quote(f'{{type: text, key: {_scalar(suffix)}}}')}"
-
-
-def _json_flag(member: str, path: str, place: str) -> str:
-    if place == SHORT_FLAGS and member == "json" and ";" not in path:
-        return f"--caption-json {shlex.quote(path)}"
-    key = "" if member == "json" else f"key: {_scalar(member)}, "
-    return f"--{place}.caption {shlex.quote(f'{{type: json, {key}path: {_scalar(path)}}}')}"
-
-
 def _scalar(text: str) -> str:
     """A text as a scalar in YAML's flow style."""
     plain = re.fullmatch(r"\w[\w.*-]*", text) and yaml.safe_load(text) == text
@@ -449,10 +431,3 @@ def _readable(head: bytes) -> str:
     if len(text.encode()) + 3 < len(head.strip()) or any(ord(char) < 32 and char not in "\t\r\n\x1b" for char in text):
         return ""
     return text
-
-
-def _caption_missing(caption: CaptionSettings) -> str:
-    if isinstance(caption, JsonCaption):
-        return f"no {caption.key} member has text at {' or '.join(caption.paths)} (--caption-json)"
-    key = caption.key if isinstance(caption, TextCaption) else caption.type
-    return f"no sample has the caption member {' or '.join(split_keys(key))} (--caption-key)"

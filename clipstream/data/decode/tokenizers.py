@@ -31,18 +31,15 @@ _FETCHED = (*TOKENIZER_FILES, "tokenizer*", "merges.txt", "added_tokens.json", "
 
 
 class Tokenizer(Protocol):
-    """Makes token ids of texts. A user's own class is constructed with its settings.
-
-    Attributes:
-        context_length: T, ids per text.
-        vocab_size: ids are 0 to vocab_size - 1.
-    """
+    """Makes token ids of texts. A user's own class is constructed with its settings."""
 
     @property
-    def context_length(self) -> int: ...
+    def context_length(self) -> int:
+        """T, ids per text."""
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Ids are 0 to vocab_size - 1."""
 
     def encode(self, texts: Sequence[str]) -> Ids:
         """int32 [n, T]; longer texts are cut, shorter ones padded. The ids of a text depend on that text alone."""
@@ -91,7 +88,15 @@ def build_tokenizer(
     elif settings.type == "model":
         tokenizer = wrap(model_tokenizer, length)
     else:
-        tokenizer = _own(settings)
+        try:
+            tokenizer = make_plugin(settings.type, settings)
+        except (SettingsError, ValueError) as error:
+            raise SettingsError(f"tokenizer: {error}") from error
+        needed = ("context_length", "vocab_size", "encode", "decode")
+        if missing := [name for name in needed if not hasattr(tokenizer, name)]:
+            raise SettingsError(
+                f"tokenizer: {settings.type} has no {', '.join(missing)} (clipstream.data.decode.tokenizers.Tokenizer)"
+            )
         if tokenizer.context_length > context_length:
             raise SettingsError(
                 f"tokenizer: {settings.type} gives {tokenizer.context_length} ids a text, "
@@ -222,45 +227,34 @@ class _Clean:
     def __init__(self, function: Callable[[str], str]) -> None:
         from open_clip.tokenizer import canonicalize_text, get_clean_fn
 
-        short = {"whitespace": _single_spaces, "lower": _lower, "canonicalize": canonicalize_text}
         self._full = function
-        self._short: Callable[[str], str] | None = next(
-            (quick for name, quick in short.items() if get_clean_fn(name) is function), None
-        )
+        self._canonicalize: Callable[[str], str] = canonicalize_text
+        names = ("whitespace", "lower", "canonicalize")
+        self._name = next((name for name in names if get_clean_fn(name) is function), None)
 
     def __call__(self, text: str) -> str:
-        if self._short is not None and text.isascii() and text.isprintable() and "&" not in text:
-            return self._short(text)
-        return self._full(text)
-
-
-def _single_spaces(text: str) -> str:  # no lambdas: tokenizers are pickled
-    return " ".join(text.split())
-
-
-def _lower(text: str) -> str:
-    return " ".join(text.split()).lower()
-
-
-def _own(settings: TokenizerSettings) -> Tokenizer:
-    """The user's own tokenizer. Raises SettingsError."""
-    try:
-        made: Tokenizer = make_plugin(settings.type, settings)
-    except (SettingsError, ValueError) as error:
-        raise SettingsError(f"tokenizer: {error}") from error
-    missing = [name for name in ("context_length", "vocab_size", "encode", "decode") if not hasattr(made, name)]
-    if missing:
-        raise SettingsError(
-            f"tokenizer: {settings.type} has no {', '.join(missing)} (clipstream.data.decode.tokenizers.Tokenizer)"
-        )
-    return made
+        if self._name is None or not text.isascii() or not text.isprintable() or "&" in text:
+            return self._full(text)
+        if self._name == "canonicalize":
+            return self._canonicalize(text)
+        text = " ".join(text.split())
+        return text.lower() if self._name == "lower" else text
 
 
 def _hugging_face(
     settings: HubTokenizer | PathTokenizer, model_tokenizer: Any, context_length: int, cache_dir: str | None
 ) -> Any:
     """open_clip's HFTokenizer over the files that the settings name."""
-    folder = _path_folder(settings) if isinstance(settings, PathTokenizer) else _hub_folder(settings.name, cache_dir)
+    if isinstance(settings, PathTokenizer):
+        path = Path(settings.name).absolute()
+        folder = path.parent if path.is_file() else path
+        if not folder.is_dir():
+            raise SettingsError(f"tokenizer.name: {path} does not exist")
+        if not _holds_tokenizer(folder):
+            files = ", ".join(TOKENIZER_FILES)
+            raise SettingsError(f"tokenizer.name: {folder} holds no tokenizer: none of {files} is there")
+    else:
+        folder = _hub_folder(settings.name, cache_dir)
     read = getattr(getattr(model_tokenizer, "tokenizer", None), "name_or_path", None)
     if read and Path(read).resolve() == folder.resolve():
         # The model was built from these files, and with the cleaning of texts that it was trained with.
@@ -272,17 +266,6 @@ def _hugging_face(
     except Exception as error:  # transformers raises nearly anything on files that do not fit together
         text = not_trusted(folder, error) or f"cannot load the tokenizer in {folder}: {error}"
         raise SettingsError(f"tokenizer.name: {text}") from error
-
-
-def _path_folder(settings: PathTokenizer) -> Path:
-    path = Path(settings.name).absolute()
-    folder = path.parent if path.is_file() else path
-    if not folder.is_dir():
-        raise SettingsError(f"tokenizer.name: {path} does not exist")
-    if not _holds_tokenizer(folder):
-        files = ", ".join(TOKENIZER_FILES)
-        raise SettingsError(f"tokenizer.name: {folder} holds no tokenizer: none of {files} is there")
-    return folder
 
 
 def _hub_folder(name: str, cache_dir: str | None) -> Path:

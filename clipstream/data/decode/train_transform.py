@@ -21,7 +21,6 @@ from clipstream.data.decode.images import (
     Header,
     Pixels,
     check_shape,
-    colour,
     decode,
     is_smooth,
     loaded,
@@ -31,7 +30,7 @@ from clipstream.data.decode.images import (
     turned,
     written,
 )
-from clipstream.data.settings import AugmentSettings
+from clipstream.data.settings import AugmentSettings, rgb
 
 if TYPE_CHECKING:
     from clipstream.data.order.rng import SampleRNG
@@ -71,6 +70,13 @@ class TrainTransform:
     pixels. Palettes, single bits and CMYK are handled as in `exact`.
 
     Trade-off: `benchmarks/decoders.py` compares speed, sharpness and PSNR.
+
+    Args:
+        spec: size of the result, [H, W]; its resize mode and filter are not used.
+        augment: crop, filter, mirroring and colours.
+        background: colour under transparent pixels, a name or #rrggbb.
+        upright: whether pictures are turned by their EXIF orientation, which open_clip does not.
+        decoder: fast or exact.
     """
 
     def __init__(
@@ -81,30 +87,13 @@ class TrainTransform:
         upright: bool = True,
         decoder: Literal["fast", "exact"] = "fast",
     ) -> None:
-        """
-        Args:
-            spec: size of the result, [H, W]; its resize mode and filter are not used.
-            augment: crop, filter, mirroring and colours.
-            background: colour under transparent pixels, a name or #rrggbb.
-            upright: whether pictures are turned by their EXIF orientation, which open_clip does not.
-            decoder: fast or exact.
-
-        Raises:
-            SettingsError: no such colour.
-        """
-        self.spec = spec
-        self.augment = augment
-        self.background = colour(background)
-        self.upright = upright
+        self.spec, self.augment = spec, augment
+        self.background, self.upright = rgb(background), upright
         self.jitter = ColourJitter(augment)
         self._make = self._exact if decoder == "exact" else self._fast
 
     def __call__(self, data: bytes, rng: SampleRNG | None, out: Pixels | None = None) -> Pixels:
-        """See ImageTransform.
-
-        Raises:
-            Dropped: `undecodable_image`, `image_too_large` or `image_too_thin`.
-        """
+        """See ImageTransform. Raises Dropped: `undecodable_image`, `image_too_large` or `image_too_thin`."""
         assert rng is not None, "training rng its crops"
         header = read_header(data, self.upright)
         check_shape(header.size, self.augment.max_aspect)
@@ -133,7 +122,13 @@ class TrainTransform:
         mirror_x, mirror_y, transpose = _TURNS[header.orientation]
         if header.kind == "other" and not header.scales and not is_smooth(loaded(header.picture or opened(data))):
             return self._exact(data, header, box, name, out)
-        box = _as_stored(box, header)
+        # The crop as one of the stored picture.
+        left, top, width, height = (box.top, box.left, box.height, box.width) if transpose else box
+        if mirror_x:
+            left = header.size[0] - left - width
+        if mirror_y:
+            top = header.size[1] - top - height
+        box = Box(left, top, width, height)
         size = self.spec.size[::-1] if transpose else self.spec.size
         # The largest reduction with which the crop keeps SPARE times the target's pixels.
         scale = min(box.width / size[1], box.height / size[0])
@@ -169,17 +164,6 @@ def crop_box(size: tuple[int, int], augment: AugmentSettings, rng: SampleRNG) ->
     elif full_width / full_height > augment.ratio[1]:
         width = max(1, round(full_height * augment.ratio[1]))
     return Box((full_width - width) // 2, (full_height - height) // 2, width, height)
-
-
-def _as_stored(box: Box, header: Header) -> Box:
-    """A crop of the upright picture, as a crop of the stored picture."""
-    mirror_x, mirror_y, transpose = _TURNS[header.orientation]
-    left, top, width, height = (box.top, box.left, box.height, box.width) if transpose else box
-    if mirror_x:
-        left = header.size[0] - left - width
-    if mirror_y:
-        top = header.size[1] - top - height
-    return Box(left, top, width, height)
 
 
 def _resized(
@@ -256,27 +240,21 @@ class ColourJitter:
 
     def __call__(self, picture: Image.Image, rng: SampleRNG) -> Image.Image:
         """The picture, in RGB."""
+        order = []
         if self._share > 0 and rng.uniform() < self._share:
-            picture = self._jittered(picture, rng)
-        if self._grey > 0 and rng.uniform() < self._grey:
-            picture = picture.convert("L").convert("RGB")
-        return picture
-
-    def _jittered(self, picture: Image.Image, rng: SampleRNG) -> Image.Image:
-        """The four changes in a random order, as they do not commute."""
-        order = [0, 1, 2, 3]
-        for last in (3, 2, 1):
-            other = rng.integer(last + 1)
-            order[last], order[other] = order[other], order[last]
+            order = [0, 1, 2, 3]  # in a random order, as they do not commute
+            for last in (3, 2, 1):
+                other = rng.integer(last + 1)
+                order[last], order[other] = order[other], order[last]
         for kind in order:
             strength = self._strengths[kind]
-            if strength == 0:
-                continue
-            if kind == 3:
+            if strength > 0 and kind == 3:
                 picture = shift_hue(picture, rng.uniform(-strength, strength))
-            else:
+            elif strength > 0:
                 factor = rng.uniform(max(0.0, 1 - strength), 1 + strength)
                 picture = _ENHANCERS[kind](picture).enhance(factor)
+        if self._grey > 0 and rng.uniform() < self._grey:
+            picture = picture.convert("L").convert("RGB")
         return picture
 
 
