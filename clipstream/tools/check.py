@@ -7,25 +7,23 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
-from clipstream.data.decode.captions import CaptionExtractor, build_caption, image_bytes
+from clipstream.data.decode.captions import build_caption, image_bytes
 from clipstream.data.decode.images import check_shape, converted, loaded, opaque, opened
 from clipstream.data.decode.sample_profile import NO_TEXT, SHORT_FLAGS, Profile
 from clipstream.data.loader.health import Captions
 from clipstream.data.settings import AugmentSettings, SourceSettings, rgb
 from clipstream.data.shard_url import redact
-from clipstream.data.sources.protocol import OpenShard
 from clipstream.data.sources.registry import Source
 from clipstream.data.sources.tables import MISSING
-from clipstream.data.tar import SCATTERED, SampleRef
+from clipstream.data.tar import SCATTERED
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.data.transport.transfer import ShardError
 from clipstream.errors import DataError, Dropped
@@ -101,8 +99,19 @@ def look(source: SourceSettings, samples: int) -> View:
                 view.faults[redact(name)] = str(shard.index.fault)
             for ref in _spread(shard.index.samples, wanted):
                 where = f"{Path(shards.types[name].title(name)).name}/{ref.key}"
+                about = {"__key__": ref.key, "__url__": ""}
                 try:
-                    text = _use(shard, ref, view, partial(image_bytes, keys=source.image_key), extract)
+                    try:
+                        sample = {**about, **shard.load(ref)}
+                    except Dropped:
+                        with contextlib.suppress(Dropped):
+                            view.profile.add({**about, **shard.look(ref)})
+                        raise
+                    view.profile.add(sample)
+                    data, text = image_bytes(sample, keys=source.image_key), extract(sample, None)
+                    picture = opened(data)
+                    check_shape(picture.size, AugmentSettings().max_aspect)
+                    converted(opaque(loaded(picture), rgb("white")))
                 except Dropped as drop:
                     view.drops[drop.reason] += 1
                     shown = printable(where, 200)
@@ -117,29 +126,6 @@ def look(source: SourceSettings, samples: int) -> View:
     finally:
         store.close()
     return view
-
-
-def _use(
-    shard: OpenShard,
-    ref: SampleRef,
-    view: View,
-    image: Callable[[dict[str, Any]], bytes],
-    extract: CaptionExtractor,
-) -> str:
-    """Add the sample to the profile; its caption, if training would use it. Raises Dropped."""
-    about = {"__key__": ref.key, "__url__": ""}
-    try:
-        sample = {**about, **shard.load(ref)}
-    except Dropped:
-        with contextlib.suppress(Dropped):
-            view.profile.add({**about, **shard.look(ref)})
-        raise
-    view.profile.add(sample)
-    data, text = image(sample), extract(sample, None)
-    picture = opened(data)
-    check_shape(picture.size, AugmentSettings().max_aspect)
-    converted(opaque(loaded(picture), rgb("white")))
-    return text
 
 
 def _spread(items: Sequence[T], count: int) -> list[T]:

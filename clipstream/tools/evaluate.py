@@ -27,7 +27,7 @@ from clipstream.data.sources.registry import expand
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError
-from clipstream.evals.settings import EvalSettings, MeanSettings, PromptedSettings, Weights, sources_of
+from clipstream.evals.settings import MeanSettings, PromptedSettings, Weights, sources_of
 from clipstream.models.model_config import LOCAL
 from clipstream.models.pretrained import AVERAGED_FILE, CONFIG_FILE, WEIGHT_FILES, preflight
 from clipstream.models.settings import ModelSettings
@@ -54,12 +54,7 @@ SUITE_FLAGS = {
 
 @dataclass(frozen=True)
 class Suites:
-    """The suites of a command line.
-
-    Attributes:
-        files: their YAML files, in order.
-        skip: whether missing data sets are skipped.
-    """
+    """The suites of a command line: their YAML files, in order, and whether missing data sets are skipped."""
 
     files: tuple[str, ...]
     skip: bool
@@ -82,26 +77,25 @@ class Suites:
             os.environ[ROOT] = root.rstrip("/") if ShardURL(root).scheme else str(Path(root))
         return cls(files, missing == "skip")
 
-    @property
-    def flags(self) -> list[str]:
-        """The suites as flags of the settings."""
-        return [word for file in self.files for word in ("--config", file)]
-
-    def chosen(self, settings: Settings, trained: Sequence[str]) -> Settings:
-        """The settings with the suites' evaluators whose data sets exist.
+    def load(self, run: Sequence[str], flags: Sequence[str]) -> Settings:
+        """The settings, with the suites' evaluators whose data sets exist, and without those of the run itself.
 
         Args:
-            settings: with those of the suites and of the run.
-            trained: the run's own files of settings.
+            run: the files of the run's own settings.
+            flags: of the command line.
 
         Raises:
-            SettingsError: the data sets' folder is not known, or some are missing and must not be skipped.
+            SettingsError: they are wrong, the data sets' folder is not known, or some are missing and must not be
+                skipped.
         """
+        configs = [word for file in (*run, *self.files) for word in ("--config", file)]
+        settings = load([*configs, *flags], trains=False)
+        set_level(settings.log.level)
         if not self.files:
             return settings
         places = {name: settings.places.place_of(("evals", name)) for name in settings.evals}
-        files = tuple(f"{file}:" for file in trained)
-        evals = {name: section for name, section in settings.evals.items() if not places[name].startswith(files)}
+        own = tuple(f"{file}:" for file in run)
+        evals = {name: section for name, section in settings.evals.items() if not places[name].startswith(own)}
         sources = {name: list(sources_of(section).values()) for name, section in evals.items()}
         specs = " ".join(str(source.shards) for each in sources.values() for source in each)
         if f"${{{ROOT}}}" in specs and not {ROOT, f"WDS_{ROOT}"} & os.environ.keys():
@@ -116,7 +110,20 @@ class Suites:
                 f"{len(gone)} of {sum(map(bool, sources.values()))} data sets are missing:\n{shown}"
                 f"bring them here, or leave them out by {MISSING} skip"
             )
-        return settings.model_copy(update={"evals": _without(evals, gone)})
+        warnings = [f"{name} is left out: {text}" for name, text in gone.items()]
+        for name, section in [*evals.items()]:
+            if isinstance(section, MeanSettings) and section.of.keys() & gone.keys():
+                of = {part: metric for part, metric in section.of.items() if part not in gone}
+                left = f"the mean of {len(of)} of {len(section.of)} sets" if of else "left out"
+                warnings.append(f"{name} is {left}")
+                evals[name] = section.model_copy(update={"of": of})
+                if not of:
+                    del evals[name]
+        if World.from_env().rank == 0:
+            for text in warnings:
+                logger.warning(text)
+        kept = {name: section for name, section in evals.items() if name not in gone}
+        return settings.model_copy(update={"evals": kept})
 
 
 def check_same(settings: Settings, world: World) -> None:
@@ -141,27 +148,6 @@ def _missing(source: SourceSettings) -> str | None:
     return f"{len(gone)} of {len(shards)} shards are not there: {gone[0]}{' …' * (len(gone) > 1)}" if gone else None
 
 
-def _without(evals: Mapping[str, EvalSettings], gone: Mapping[str, str]) -> dict[str, EvalSettings]:
-    """The evaluators except those without data, which are removed from means as well; warns on rank 0."""
-    kept: dict[str, EvalSettings] = {}
-    warnings = [f"{name} is left out: {text}" for name, text in gone.items()]
-    for name, section in evals.items():
-        if isinstance(section, MeanSettings) and section.of.keys() & gone.keys():
-            of = {part: metric for part, metric in section.of.items() if part not in gone}
-            warnings.append(
-                f"{name} is the mean of {len(of)} of {len(section.of)} sets" if of else f"{name} is left out"
-            )
-            section = section.model_copy(update={"of": of})
-            if not of:
-                continue
-        if name not in gone:
-            kept[name] = section
-    if World.from_env().rank == 0:
-        for text in warnings:
-            logger.warning(f"{text}")
-    return kept
-
-
 OWN_FLAGS = {
     "--checkpoint": "a run's folder (its latest checkpoint), a checkpoint's, or RUN/checkpoints/best; without it, the "
     "model of the settings",
@@ -181,7 +167,7 @@ class Subject:
 
     Attributes:
         label: its name in the results.
-        checkpoint: its folder, which open_clip reads as local-dir:; None for the model that the settings name.
+        checkpoint: its folder; None for the model that the settings name.
         run: the folder of its run, if there is one.
         step: of the checkpoint; 0 for a pretrained model.
     """
@@ -209,9 +195,8 @@ def evaluate(argv: Sequence[str]) -> int:
     if weights is None:
         raise SettingsError(f"--weights: expected {' or '.join(get_args(Weights))}, not {own['--weights']!r}")
     subject = locate(own.get("--checkpoint"), flags)
-    trained = [] if subject.run is None else ["--config", str(subject.run / "config.yaml")]
-    settings = suites.chosen(load([*trained, *suites.flags, *flags], trains=False), trained[1:])
-    set_level(settings.log.level)
+    trained = [] if subject.run is None else [str(subject.run / "config.yaml")]
+    settings = suites.load(trained, flags)
     if every is not None:
         return print_config(settings, "evaluate", every)
     if not settings.evals:
@@ -220,8 +205,10 @@ def evaluate(argv: Sequence[str]) -> int:
             "section evals"
         )
     report = Path(own["--report"]) if "--report" in own else None
-    if report is None:
-        _check_prompts(settings, trained[1:])
+    for name, section in settings.evals.items() if report is None else ():
+        place = settings.places.place_of(("evals", name, "prompts"))  # those in a run's own settings are for its report
+        if isinstance(section, PromptedSettings) and section.prompts and place.rpartition(":")[0] not in trained:
+            raise SettingsError(f"{place}: evals.{name}.prompts show pictures in a page: give --report FILE.html")
     validate_evals(settings, shown=report is not None)
     model = settings.model
     if subject.checkpoint is None:
@@ -230,7 +217,7 @@ def evaluate(argv: Sequence[str]) -> int:
         subject = replace(subject, label=" ".join(part for part in model.label.values() if part))
     else:
         # A run's own tokenizer fits its weights.
-        known = bool(trained) and load(trained).tokenizer == settings.tokenizer
+        known = bool(trained) and load(["--config", *trained]).tokenizer == settings.tokenizer
         model = model_in(subject.checkpoint, model, known, weights)
     preflight(model, settings.tokenizer, ask=World.from_env().local_rank == 0)
     outputs = [] if subject.run is None else [subject.run / FIGURES_FILE, subject.run / TABLE_FILE]
@@ -272,14 +259,6 @@ def evaluate(argv: Sequence[str]) -> int:
             raise failures[0].kind(enumerate_words(failure.message for failure in failures))
 
     return run_ranks(settings.run, body)
-
-
-def _check_prompts(settings: Settings, trained: Sequence[str]) -> None:
-    """Refuse prompts that no page shows. Those in a run's own files of settings are for the run's report."""
-    for name, section in settings.evals.items():
-        place = settings.places.place_of(("evals", name, "prompts"))
-        if isinstance(section, PromptedSettings) and section.prompts and place.rpartition(":")[0] not in trained:
-            raise SettingsError(f"{place}: evals.{name}.prompts show pictures in a page: give --report FILE.html")
 
 
 def locate(path: str | None, flags: Sequence[str] = ()) -> Subject:

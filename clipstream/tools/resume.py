@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,43 +44,38 @@ def find(settings: Settings, world: World, remote_sync: RemoteSync | None) -> Pa
     """The checkpoint that `--resume` names, on a local disk; None for a new run. Collective.
 
     Raises:
-        SettingsError: there is none, it is damaged, or some rank does not see it.
-    """
-    return store.agree(partial(_find, settings, remote_sync), world)
-
-
-def _find(settings: Settings, remote_sync: RemoteSync | None) -> Path | None:
-    """On rank 0.
-
-    Raises:
-        SettingsError: there is no checkpoint; the remote copy cannot be read; or it holds a run, and this is a new one.
+        SettingsError: there is none, it is damaged, or some rank does not see it; the remote copy cannot be read, or
+            holds a run, and this is a new one.
     """
     resume, folder = settings.checkpoint.resume, settings.run_folder / CHECKPOINTS
-    if remote_sync is not None:
-        remote = remote_sync.remote
-        try:
-            whole = with_retries((remote / CHECKPOINTS).whole)
-        except Exception as error:  # every backend has errors of its own
-            raise SettingsError(
-                f"--remote-sync: {remote.shown} cannot be read: {remote_dir.message_of(error)}"
-            ) from error
-        if whole and resume is None:
-            raise SettingsError(
-                f"--remote-sync: {remote.shown} holds a run: go on with it by --resume auto, or start another run by "
-                "another --name"
-            )
-        remote_sync.last_serial = max((marker.serial for marker in whole.values()), default=0)
-    if resume is not None and ShardURL(resume).scheme is not None:
-        found = remote_dir.find(RemoteDir(resume, "--resume"), folder)
-        if found is None:
-            raise SettingsError(f"--resume: there is no whole checkpoint in {RemoteDir(resume, '').shown}")
-        return found
-    if remote_sync is not None and resume in ("latest", "auto"):
-        _download_newer(remote_sync, settings.run_folder)
-    return store.find(folder, resume)
+
+    def on_main() -> Path | None:
+        if remote_sync is not None:
+            remote = remote_sync.remote
+            try:
+                whole = with_retries((remote / CHECKPOINTS).whole)
+            except Exception as error:  # every backend has errors of its own
+                text = f"--remote-sync: {remote.shown} cannot be read: {remote_dir.message_of(error)}"
+                raise SettingsError(text) from error
+            if whole and resume is None:
+                raise SettingsError(
+                    f"--remote-sync: {remote.shown} holds a run: go on with it by --resume auto, or start another run "
+                    "by another --name"
+                )
+            remote_sync.last_serial = max((marker.serial for marker in whole.values()), default=0)
+        if resume is not None and ShardURL(resume).scheme is not None:
+            found = remote_dir.find(RemoteDir(resume, "--resume"), folder)
+            if found is None:
+                raise SettingsError(f"--resume: there is no whole checkpoint in {RemoteDir(resume, '').shown}")
+            return found
+        if remote_sync is not None and resume in ("latest", "auto"):
+            download_newer(remote_sync, settings.run_folder)
+        return store.find(folder, resume)
+
+    return store.agree(on_main, world)
 
 
-def _download_newer(remote_sync: RemoteSync, run_folder: Path) -> None:
+def download_newer(remote_sync: RemoteSync, run_folder: Path) -> None:
     """Download the newest remote checkpoint if it is newer than all intact ones here.
 
     Raises:

@@ -42,7 +42,7 @@ from clipstream.report.terminal import evaluation_line
 from clipstream.tools import evaluate
 from clipstream.tools.evaluate import context_for, model_in
 from clipstream.utils import atomic_write
-from clipstream.utils.logs import announce, logger, set_level
+from clipstream.utils.logs import announce, logger
 
 if TYPE_CHECKING:
     from clipstream.evals.context import Example, Table
@@ -84,9 +84,8 @@ def follow(argv: Sequence[str]) -> int:
     with StopSignals() as signals:
         if every is None:
             _wait_for_a_checkpoint(run, signals, idle)
-        config = ["--config", str(run.folder / "config.yaml")]
-        settings = suites.chosen(load([*config, *suites.flags, *flags], trains=False), config[1:])
-        set_level(settings.log.level)
+        config = str(run.folder / "config.yaml")
+        settings = suites.load([config], flags)
         if every is not None:
             return print_config(settings, "evaluate", every)
         if not settings.evals:
@@ -94,7 +93,7 @@ def follow(argv: Sequence[str]) -> int:
                 "nothing to evaluate on: give --val-data SHARDS, --suite FILE, or --config with a section evals"
             )
         validate_evals(settings, shown=True)
-        fits = load(config).tokenizer == settings.tokenizer
+        fits = load(["--config", config]).tokenizer == settings.tokenizer
         from clipstream.distributed.launch import run_ranks
 
         def body(world: World, watch: FailureWatch) -> None:
@@ -391,7 +390,15 @@ class WatchedRun:
                 if marker is None or _weights(marker) != found.weights:
                     return None
                 for name in (MARKER, *(name for name in marker.sizes if name not in UNREAD)):
-                    _link(handle, name, held / name)
+                    path = held / name
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    try:
+                        os.link(name, path, src_dir_fd=handle)
+                    except OSError as error:
+                        if error.errno not in _NO_LINKS:
+                            raise
+                        with open(os.open(name, os.O_RDONLY, dir_fd=handle), "rb") as source, path.open("wb") as copy:
+                            shutil.copyfileobj(source, copy)
             finally:
                 os.close(handle)
         except FileNotFoundError:
@@ -414,15 +421,3 @@ def _weights(marker: Marker) -> str:
     """The checksums of a checkpoint's weights; the save's number where it has none."""
     files = (name for name in sorted(marker.checksums) if name.endswith(".safetensors") and name not in UNREAD)
     return " ".join(marker.checksums[name] for name in files) or f"save {marker.serial}"
-
-
-def _link(folder: int, name: str, path: Path) -> None:
-    """Make `path` a hard link to a file of an open folder, or a copy where links are impossible."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(name, path, src_dir_fd=folder)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        with open(os.open(name, os.O_RDONLY, dir_fd=folder), "rb") as source, path.open("wb") as copy:
-            shutil.copyfileobj(source, copy)
