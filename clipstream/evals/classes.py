@@ -119,17 +119,11 @@ def _lines(path: str, what: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Labelling:
-    """How labels are read.
+    """How labels are read."""
 
-    Attributes:
-        label: member or JSON path with the label.
-        labels: labels per image, and their form.
-        classes: names by number; None if labels are numbers without names.
-    """
-
-    label: str
-    labels: Labels
-    classes: list[str] | None
+    label: str  # member or JSON path with the label
+    labels: Labels  # labels per image, and their form
+    classes: list[str] | None  # names by number; None if labels are numbers without names
 
     @classmethod
     def of(cls, settings: LabelledSettings) -> Labelling:

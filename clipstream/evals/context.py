@@ -31,23 +31,14 @@ from clipstream.training.precision import Precision, autocast
 
 @dataclass(frozen=True)
 class Example:
-    """A picture with its texts.
+    """A picture with its texts."""
 
-    Attributes:
-        pixels: uint8 [3, H, W], on any device.
-        text: its caption, as the model sees it, or its class name.
-        key: 'SHARD_BASENAME/KEY' of the sample.
-        guesses: (text, score) of the model's answers, best first.
-        group: heading that it is shown under, such as 'best'; '' for none.
-        note: a short remark, such as 'rank 17 of 1000'.
-    """
-
-    pixels: torch.Tensor
-    text: str
-    key: str = ""
-    guesses: tuple[tuple[str, float], ...] = ()
-    group: str = ""
-    note: str = ""
+    pixels: torch.Tensor  # uint8 [3, H, W], on any device
+    text: str  # its caption, as the model sees it, or its class name
+    key: str = ""  # 'SHARD_BASENAME/KEY' of the sample
+    guesses: tuple[tuple[str, float], ...] = ()  # (text, score) of the model's answers, best first
+    group: str = ""  # heading that it is shown under, such as 'best'; '' for none
+    note: str = ""  # a short remark, such as 'rank 17 of 1000'
 
 
 @dataclass(frozen=True)
@@ -60,13 +51,9 @@ class Table:
 
 
 class Encoder(Protocol):
-    """The part of `clipstream.models.towers.Towers` that evaluators use.
+    """The part of `clipstream.models.towers.Towers` that evaluators use."""
 
-    Attributes:
-        image: how images become pixels.
-    """
-
-    image: ImageSpec
+    image: ImageSpec  # how images become pixels
 
     def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
         """uint8 [n, 3, H, W] -> L2-normalised [n, D]."""
@@ -86,45 +73,31 @@ class Encoder(Protocol):
 
 @dataclass
 class EvalContext:
-    """What an evaluator is called with, on one rank.
+    """What an evaluator is called with, on one rank."""
 
-    Attributes:
-        towers: the model, without DDP's wrapper.
-        tokenizer: of the model.
-        world: the ranks.
-        data: the run's settings of workers, cache, time limits and global batch size.
-        precision: as in training.
-        loss: the training loss; None if there is none.
-        examples_wanted: pictures that an evaluation should show; 0 for none.
-        name: of the current evaluator, for messages.
-        interrupt: called between batches and while waiting for one; if it returns True on some rank, `Stopped` is
-            raised on all.
-        dropped: samples that `batches` could not use on this rank, since the start.
-        complaint: why this rank could use no sample of the last source; '' if it could.
-        examples: pictures that the current evaluator showed; only those of rank 0 are used.
-        tables: likewise.
-        readings: what `batches` read, one per call.
-        figures: metrics of the evaluators that already ran at this step with these weights, by name.
-        texts: fingerprint of the prompts of the current evaluator's classifier; None if it has none.
-        weights: fingerprint of the towers' weights while they do not change; None if that is not known.
-    """
-
-    towers: Encoder
-    tokenizer: Tokenizer
-    world: World
+    towers: Encoder  # the model, without DDP's wrapper
+    tokenizer: Tokenizer  # of the model
+    world: World  # the ranks
+    # the run's settings of workers, cache, time limits and global batch size
     data: DataSettings = field(default_factory=lambda: DataSettings(workers=0))
-    precision: Precision = "fp32"
-    loss: ContrastiveLoss | None = None
-    examples_wanted: int = 0
-    name: str = "NAME"
+    precision: Precision = "fp32"  # as in training
+    loss: ContrastiveLoss | None = None  # the training loss; None if there is none
+    examples_wanted: int = 0  # pictures that an evaluation should show; 0 for none
+    name: str = "NAME"  # of the current evaluator, for messages
+    # called between batches and while waiting for one; if it returns True on some rank, `Stopped` is raised on all
     interrupt: Callable[[], bool] = lambda: False
-    dropped: int = field(default=0, init=False)
+    dropped: int = field(default=0, init=False)  # samples that `batches` could not use on this rank, since the start
+    # why this rank could use no sample of the last source; '' if it could
     complaint: str = field(default="", init=False)
+    # pictures that the current evaluator showed; only those of rank 0 are used
     examples: list[Example] = field(default_factory=list, init=False)
-    tables: list[Table] = field(default_factory=list, init=False)
-    readings: list[Reading] = field(default_factory=list, init=False)
+    tables: list[Table] = field(default_factory=list, init=False)  # likewise
+    readings: list[Reading] = field(default_factory=list, init=False)  # what `batches` read, one per call
+    # metrics of the evaluators that already ran at this step with these weights, by name
     figures: dict[str, dict[str, float]] = field(default_factory=dict, init=False)
+    # fingerprint of the prompts of the current evaluator's classifier; None if it has none
     texts: str | None = field(default=None, init=False)
+    # fingerprint of the towers' weights while they do not change; None if that is not known
     weights: str | None = field(default=None, init=False)
     _kept: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict, init=False)
 

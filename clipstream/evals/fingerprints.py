@@ -68,19 +68,12 @@ def _scrambled(x: Numbers) -> Numbers:
 
 @dataclass
 class Reading:
-    """The samples that were read from a source.
+    """The samples that were read from a source."""
 
-    Attributes:
-        shards: as in the settings, without credentials.
-        samples: used ones.
-        pictures: sum of their image numbers (see `of_samples`), modulo 2^64.
-        pairs: sum of their numbers of image and ids, modulo 2^64.
-    """
-
-    shards: str
-    samples: int = 0
-    pictures: int = 0
-    pairs: int = 0
+    shards: str  # as in the settings, without credentials
+    samples: int = 0  # used ones
+    pictures: int = 0  # sum of their image numbers (see `of_samples`), modulo 2^64
+    pairs: int = 0  # sum of their numbers of image and ids, modulo 2^64
 
     def add(self, batch: Batch) -> None:
         """Count a batch."""

@@ -24,17 +24,12 @@ CLASSES_AT_ONCE = 1 << 22  # scores sorted at once, over all ranks
 
 
 class Ranks(NamedTuple):
-    """Ranks of the best right answers of n queries.
+    """Ranks of the best right answers of n queries."""
 
-    Attributes:
-        ahead: int64 [n], answers with a better score.
-        level: int64 [n], answers with the same score, itself included; 0 if its score is NaN, which counts as a miss.
-        right: int64 [n], right answers among those of the same score.
-    """
-
-    ahead: torch.Tensor
+    ahead: torch.Tensor  # int64 [n], answers with a better score
+    # int64 [n], answers with the same score, itself included; 0 if its score is NaN, which counts as a miss
     level: torch.Tensor
-    right: torch.Tensor
+    right: torch.Tensor  # int64 [n], right answers among those of the same score
 
     def hits(self, k: int) -> torch.Tensor:
         """Expected hits within the first k places, float64 [n] in 0 to 1."""

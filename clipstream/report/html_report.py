@@ -277,36 +277,22 @@ def _distinct(names: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Series:
-    """One line.
+    """One line."""
 
-    Attributes:
-        name: of the run, for the legend.
-        points: (step, value).
-        number: of its colour.
-        other: whether its values may not be compared with those of the first line.
-    """
-
-    name: str
-    points: Points
-    number: int = 0
-    other: bool = False
+    name: str  # of the run, for the legend
+    points: Points  # (step, value)
+    number: int = 0  # of its colour
+    other: bool = False  # whether its values may not be compared with those of the first line
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart.
+    """One chart."""
 
-    Attributes:
-        title: of the chart.
-        series: its lines.
-        chance: value for random guesses, if it is known.
-        share: whether values are shown in percent.
-    """
-
-    title: str
-    series: tuple[Series, ...]
-    chance: float | None = None
-    share: bool = False
+    title: str  # of the chart
+    series: tuple[Series, ...]  # its lines
+    chance: float | None = None  # value for random guesses, if it is known
+    share: bool = False  # whether values are shown in percent
 
     def svg(self) -> str:
         """The chart as SVG; '' if no line has two points."""

@@ -23,40 +23,27 @@ Points = list[tuple[float, float]]
 
 @dataclass
 class Run:
-    """The contents of a run's folder.
+    """The contents of a run's folder."""
 
-    Attributes:
-        name: of the folder.
-        curves: (step, value) by metric of the training lines.
-        evaluations: (step, value) by evaluator and metric.
-        health: the newest counts of data health, by source.
-        stages: time of the data stages in the last training line's steps.
-        starts: one for each process that started or resumed the run: step, time, versions, …
-        end: of the last process: step, time, seconds, status, code, error, total_steps, early_stop (see
-            `EarlyStop.why`); empty if it has not ended, or was killed.
-        seconds: total time of the processes that recorded it.
-        running: whether a process holds the folder.
-        made: the newest traced record of each evaluation.
-        failed: step and error of evaluators whose newest evaluation failed.
-        rollbacks: step, to, skipped.
-        settings: the resolved settings, by dotted key.
-        pages: pictures.
-    """
-
-    name: str
-    curves: dict[str, Points] = field(default_factory=dict)
-    evaluations: dict[str, dict[str, Points]] = field(default_factory=dict)
-    health: dict[str, Any] = field(default_factory=dict)
+    name: str  # of the folder
+    curves: dict[str, Points] = field(default_factory=dict)  # (step, value) by metric of the training lines
+    evaluations: dict[str, dict[str, Points]] = field(default_factory=dict)  # (step, value) by evaluator and metric
+    health: dict[str, Any] = field(default_factory=dict)  # the newest counts of data health, by source
+    # time of the data stages in the last training line's steps
     stages: dict[str, dict[str, float]] = field(default_factory=dict)
+    # one for each process that started or resumed the run: step, time, versions, …
     starts: list[dict[str, Any]] = field(default_factory=list)
+    # of the last process: step, time, seconds, status, code, error, total_steps, early_stop (see `EarlyStop.why`);
+    # empty if it has not ended, or was killed
     end: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
-    running: bool = False
-    made: dict[str, dict[str, Any]] = field(default_factory=dict)
+    seconds: float = 0.0  # total time of the processes that recorded it
+    running: bool = False  # whether a process holds the folder
+    made: dict[str, dict[str, Any]] = field(default_factory=dict)  # the newest traced record of each evaluation
+    # step and error of evaluators whose newest evaluation failed
     failed: dict[str, tuple[float, str]] = field(default_factory=dict)
-    rollbacks: list[dict[str, Any]] = field(default_factory=list)
-    settings: dict[str, str] = field(default_factory=dict)
-    pages: list[Page] = field(default_factory=list)
+    rollbacks: list[dict[str, Any]] = field(default_factory=list)  # step, to, skipped
+    settings: dict[str, str] = field(default_factory=dict)  # the resolved settings, by dotted key
+    pages: list[Page] = field(default_factory=list)  # pictures
 
     @property
     def status(self) -> str:

@@ -38,24 +38,15 @@ LISTED = 1_000_000  # dropped samples listed per run, about 250 MB; further ones
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a sink is constructed with, beside its settings.
+    """What a sink is constructed with, beside its settings."""
 
-    Attributes:
-        folder: of the run; `folder.name` is the run's name.
-        total_steps: of the whole run; 0 where only its checkpoints are evaluated.
-        resume_step: steps done before this process, of a resumed run: drop what you wrote for later steps. None starts
-            anew.
-        world_size: ranks of the run.
-        repeats_end: whether `resume_step` is the last step of a finished run, which evaluates again.
-        repeats_evals: whether the evaluations of `resume_step` were interrupted and run again.
-    """
-
-    folder: Path
-    total_steps: int
+    folder: Path  # of the run; `folder.name` is the run's name
+    total_steps: int  # of the whole run; 0 where only its checkpoints are evaluated
+    # steps done before this process, of a resumed run: drop what you wrote for later steps. None starts anew
     resume_step: int | None = None
-    world_size: int = 1
-    repeats_end: bool = False
-    repeats_evals: bool = False
+    world_size: int = 1  # ranks of the run
+    repeats_end: bool = False  # whether `resume_step` is the last step of a finished run, which evaluates again
+    repeats_evals: bool = False  # whether the evaluations of `resume_step` were interrupted and run again
 
 
 class Sink(Protocol):

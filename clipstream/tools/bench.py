@@ -47,21 +47,13 @@ USUAL_RATES = (500.0, 1000.0, 2000.0, 4000.0)
 
 @dataclass(frozen=True)
 class Measured:
-    """The throughput with one number of workers.
+    """The throughput with one number of workers."""
 
-    Attributes:
-        workers: processes; 0 for reading in this process.
-        rate: samples/s.
-        first: seconds to the first batch.
-        times: of the stages.
-        samples: samples in `times`.
-    """
-
-    workers: int
-    rate: float
-    first: float
-    times: StageTimes
-    samples: int
+    workers: int  # processes; 0 for reading in this process
+    rate: float  # samples/s
+    first: float  # seconds to the first batch
+    times: StageTimes  # of the stages
+    samples: int  # samples in `times`
 
     @property
     def each(self) -> float:

@@ -37,30 +37,18 @@ CELL = 400  # characters of a table's cell
 
 @dataclass
 class View:
-    """The findings.
+    """The findings."""
 
-    Attributes:
-        shards: the source in words.
-        missing: local shards that do not exist.
-        faults: shard -> its fault.
-        held: number of samples in the opened shards.
-        profile: members and JSON fields of the samples read.
-        used: number of samples read that training would use.
-        drops: number of samples read that training would drop, by reason.
-        examples: reason -> one such sample, with the detail.
-        captions: 'SHARD/KEY' -> caption of the first samples used.
-        first_captions: of the samples that training checks for constant captions.
-    """
-
-    shards: str
-    missing: list[str] = field(default_factory=list)
-    faults: dict[str, str] = field(default_factory=dict)
-    held: int = 0
-    profile: Profile = field(default_factory=Profile)
-    used: int = 0
-    drops: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)
-    captions: dict[str, str] = field(default_factory=dict)
+    shards: str  # the source in words
+    missing: list[str] = field(default_factory=list)  # local shards that do not exist
+    faults: dict[str, str] = field(default_factory=dict)  # shard -> its fault
+    held: int = 0  # number of samples in the opened shards
+    profile: Profile = field(default_factory=Profile)  # members and JSON fields of the samples read
+    used: int = 0  # number of samples read that training would use
+    drops: Counter[str] = field(default_factory=Counter)  # number of samples read that training would drop, by reason
+    examples: dict[str, str] = field(default_factory=dict)  # reason -> one such sample, with the detail
+    captions: dict[str, str] = field(default_factory=dict)  # 'SHARD/KEY' -> caption of the first samples used
+    # of the samples that training checks for constant captions
     first_captions: Captions = field(default_factory=Captions)
 
     @property

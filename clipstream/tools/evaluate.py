@@ -163,19 +163,12 @@ NAMING_FLAGS = ("--model", "--model.name", "--pretrained", "--model.pretrained")
 
 @dataclass(frozen=True)
 class Subject:
-    """The model to evaluate.
+    """The model to evaluate."""
 
-    Attributes:
-        label: its name in the results.
-        checkpoint: its folder; None for the model that the settings name.
-        run: the folder of its run, if there is one.
-        step: of the checkpoint; 0 for a pretrained model.
-    """
-
-    label: str
-    checkpoint: Path | None = None
-    run: Path | None = None
-    step: int = 0
+    label: str  # its name in the results
+    checkpoint: Path | None = None  # its folder; None for the model that the settings name
+    run: Path | None = None  # the folder of its run, if there is one
+    step: int = 0  # of the checkpoint; 0 for a pretrained model
 
 
 def evaluate(argv: Sequence[str]) -> int:

@@ -28,21 +28,13 @@ LISTED = 10  # shards that a message names
 
 
 class Outcome(NamedTuple):
-    """The result for a shard.
+    """The result for a shard."""
 
-    Attributes:
-        url: of the shard.
-        samples: in the shard; 0 if it could not be read.
-        made: whether its index was written now.
-        fault: of the shard, whose complete samples are indexed.
-        error: why it has no index.
-    """
-
-    url: str
-    samples: int = 0
-    made: bool = False
-    fault: str = ""
-    error: str = ""
+    url: str  # of the shard
+    samples: int = 0  # in the shard; 0 if it could not be read
+    made: bool = False  # whether its index was written now
+    fault: str = ""  # of the shard, whose complete samples are indexed
+    error: str = ""  # why it has no index
 
 
 def make_indexes(

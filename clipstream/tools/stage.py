@@ -68,21 +68,13 @@ OWN_FLAGS = {
 
 @dataclass(frozen=True)
 class Asked:
-    """The parsed command line.
+    """The parsed command line."""
 
-    Attributes:
-        folder: of the copies, absolute.
-        jobs: number of processes.
-        recipe: how images are re-encoded; None to copy shards unchanged.
-        flags: of the settings.
-        settings: by those flags.
-    """
-
-    folder: Path
-    jobs: int
-    recipe: Recipe | None
-    flags: list[str]
-    settings: Settings
+    folder: Path  # of the copies, absolute
+    jobs: int  # number of processes
+    recipe: Recipe | None  # how images are re-encoded; None to copy shards unchanged
+    flags: list[str]  # of the settings
+    settings: Settings  # by those flags
 
 
 def stage(argv: Sequence[str]) -> int:
@@ -175,17 +167,11 @@ def _number(own: Mapping[str, str], flag: str, least: int, most: int | None) -> 
 
 @dataclass(frozen=True)
 class StagedSource:
-    """A source of the settings.
+    """A source of the settings."""
 
-    Attributes:
-        path: its key.
-        settings: of the source.
-        parts: its setting `shards`, in order: shards to copy, and parts that are not copied.
-    """
-
-    path: tuple[str, ...]
-    settings: SourceSettings
-    parts: list[PlannedShard | str]
+    path: tuple[str, ...]  # its key
+    settings: SourceSettings  # of the source
+    parts: list[PlannedShard | str]  # its setting `shards`, in order: shards to copy, and parts that are not copied
 
     @property
     def shards(self) -> list[PlannedShard]:

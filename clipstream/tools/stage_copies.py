@@ -50,45 +50,30 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class PlannedShard:
-    """A shard to copy.
+    """A shard to copy."""
 
-    Attributes:
-        url: of the original.
-        identity: hash of the URL without login and signature, so that the shard is recognised under the next one.
-        file: path of the copy in the folder, with slashes.
-        source: settings of its source, which name the suffixes and the background of images.
-    """
-
-    url: str
-    identity: str
-    file: str
-    source: SourceSettings
+    url: str  # of the original
+    identity: str  # hash of the URL without login and signature, so that the shard is recognised under the next one
+    file: str  # path of the copy in the folder, with slashes
+    source: SourceSettings  # settings of its source, which name the suffixes and the background of images
 
 
 @dataclass(frozen=True)
 class Record:
-    """A staged shard.
+    """A staged shard."""
 
-    Attributes:
-        file, identity: see PlannedShard.
-        shard: URL of the original, without credentials.
-        version: of the original; None if its server gives none.
-        recipe: how its images were re-encoded; None for a plain copy.
-        size, crc32, samples: of the copy: bytes, checksum and number of complete samples.
-        fault: of the original; None for an intact tar.
-        pictures: number of images by what was done to them; empty for a plain copy.
-    """
-
+    # file, identity: see PlannedShard
     file: str
-    shard: str
+    shard: str  # URL of the original, without credentials
     identity: str
-    version: str | None
-    recipe: dict[str, object] | None
+    version: str | None  # of the original; None if its server gives none
+    recipe: dict[str, object] | None  # how its images were re-encoded; None for a plain copy
+    # size, crc32, samples: of the copy: bytes, checksum and number of complete samples
     size: int
     crc32: int
     samples: int
-    fault: str | None
-    pictures: dict[str, int]
+    fault: str | None  # of the original; None for an intact tar
+    pictures: dict[str, int]  # number of images by what was done to them; empty for a plain copy
 
     def line(self) -> str:
         """Its line in the file of records."""
@@ -240,27 +225,16 @@ class Copier:
 
 @dataclass
 class Copies:
-    """The staging of some shards, by several processes.
+    """The staging of some shards, by several processes."""
 
-    Attributes:
-        folder: of the copies.
-        shards: each once.
-        records: of the files in the folder.
-        copier: checks and copies, in the processes.
-        jobs: number of processes.
-        whole: records of the complete copies, by file.
-        failures: of the other shards.
-        copied: number of shards copied by this call.
-    """
-
-    folder: Path
-    shards: Sequence[PlannedShard]
-    records: dict[str, Record]
-    copier: Copier
-    jobs: int
-    whole: dict[str, Record] = field(default_factory=dict)
-    failures: list[Failure] = field(default_factory=list)
-    copied: int = 0
+    folder: Path  # of the copies
+    shards: Sequence[PlannedShard]  # each once
+    records: dict[str, Record]  # of the files in the folder
+    copier: Copier  # checks and copies, in the processes
+    jobs: int  # number of processes
+    whole: dict[str, Record] = field(default_factory=dict)  # records of the complete copies, by file
+    failures: list[Failure] = field(default_factory=list)  # of the other shards
+    copied: int = 0  # number of shards copied by this call
 
     def look(self) -> list[tuple[PlannedShard, FileInfo]]:
         """Check the copies in the folder; the shards to copy, with their servers' answers."""

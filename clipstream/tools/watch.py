@@ -315,15 +315,10 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.EN
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint of the run.
+    """A checkpoint of the run."""
 
-    Attributes:
-        path: its folder.
-        weights: identifies the weights, as a later process may save other ones at the same step.
-    """
-
-    path: Path
-    weights: str
+    path: Path  # its folder
+    weights: str  # identifies the weights, as a later process may save other ones at the same step
 
     @property
     def step(self) -> int:

@@ -24,15 +24,10 @@ ROWS = 1024  # images classified at once
 
 @dataclass(frozen=True)
 class Labelled:
-    """This rank's part of a source.
+    """This rank's part of a source."""
 
-    Attributes:
-        features: float32 [n, D], rows of length 1.
-        labels: int64 [n].
-    """
-
-    features: torch.Tensor
-    labels: torch.Tensor
+    features: torch.Tensor  # float32 [n, D], rows of length 1
+    labels: torch.Tensor  # int64 [n]
 
 
 def labelled(
