@@ -32,8 +32,7 @@ OF_OPEN_CLIP = ("imagenet", "openai", "simple")
 def benchmark_of(settings: LabelledSettings) -> Benchmark | None:
     """The evaluator's data set if it has CLIP_benchmark's layout, else None.
 
-    Raises:
-        SettingsError: its address is invalid.
+    Raises SettingsError: its address is invalid.
     """
     return None if settings.data is None else of_source(settings.data.shards, settings.data.type)
 
@@ -41,8 +40,7 @@ def benchmark_of(settings: LabelledSettings) -> Benchmark | None:
 def class_spec(settings: LabelledSettings) -> str | list[str] | None:
     """The argument of `class_names`: the evaluator's setting, else the names of its data set, else None.
 
-    Raises:
-        SettingsError: the names of the data set cannot be read.
+    Raises SettingsError: the names of the data set cannot be read.
     """
     if settings.classes is not None:
         return settings.classes
@@ -53,8 +51,7 @@ def class_spec(settings: LabelledSettings) -> str | list[str] | None:
 def template_spec(settings: ZeroShotSettings) -> str | list[str]:
     """The argument of `prompt_templates`: the evaluator's setting, else that of its data set, else 'openai'.
 
-    Raises:
-        SettingsError: the templates of the data set cannot be read.
+    Raises SettingsError: the templates of the data set cannot be read.
     """
     if settings.templates is not None:
         return settings.templates
@@ -65,8 +62,7 @@ def template_spec(settings: ZeroShotSettings) -> str | list[str]:
 def class_names(spec: str | Sequence[str]) -> list[str]:
     """Class names from a list, 'imagenet' (open_clip's names), or a file with one per line.
 
-    Raises:
-        SettingsError: no such file, or fewer than 2 names.
+    Raises SettingsError: no such file, or fewer than 2 names.
     """
     if spec == "imagenet":
         from open_clip import IMAGENET_CLASSNAMES
@@ -88,8 +84,7 @@ def repeated(names: Sequence[str]) -> list[str]:
 def prompt_templates(spec: str | Sequence[str]) -> list[Template]:
     """Templates from a list, 'openai', 'simple', 'plain', or a file with one per line.
 
-    Raises:
-        SettingsError: no such file, or a template without {c} or {}.
+    Raises SettingsError: no such file, or a template without {c} or {}.
     """
     if spec in ("openai", "simple"):
         import open_clip
@@ -127,11 +122,7 @@ class Labelling:
 
     @classmethod
     def of(cls, settings: LabelledSettings) -> Labelling:
-        """From settings.
-
-        Raises:
-            SettingsError: a file of names is missing or invalid.
-        """
+        """From settings. Raises SettingsError: a file of names is missing or invalid."""
         benchmark, spec = benchmark_of(settings), class_spec(settings)
         labels: Labels | None = getattr(settings, "labels", None)
         if labels is None:
@@ -140,11 +131,7 @@ class Labelling:
 
     @property
     def named(self) -> list[str]:
-        """The class names of an evaluator that needs them.
-
-        Raises:
-            SettingsError: there are none.
-        """
+        """The class names of an evaluator that needs them. Raises SettingsError: there are none."""
         if self.classes is None:
             raise SettingsError("classes: missing: the class names: a list, a file with one a line, or imagenet")
         return self.classes

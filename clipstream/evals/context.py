@@ -119,7 +119,6 @@ class EvalContext:
         If no rank gets a batch, the evaluator has to raise `unusable`.
 
         Args:
-            source: what to read.
             batch_size: maximum samples per batch on this rank.
             target: extracts the text that becomes `ids`; the source's caption extractor by default.
             tokenizer: turns it into `ids`; the model's by default.
@@ -248,7 +247,6 @@ class DryRun(EvalContext):
         return Features(images, texts, images.new_ones(()), images.new_zeros(()))
 
     def remember(self, texts: Sequence[str], make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The result of `make`."""
         return make()
 
     def _encode(self, encode: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:

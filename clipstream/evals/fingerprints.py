@@ -58,7 +58,6 @@ def of_samples(batch: Batch) -> tuple[Numbers, Numbers]:
 
 
 def _scrambled(x: Numbers) -> Numbers:
-    """The finalizer of splitmix64."""
     with np.errstate(over="ignore"):
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -76,7 +75,6 @@ class Reading:
     pairs: int = 0  # sum of their numbers of image and ids, modulo 2^64
 
     def add(self, batch: Batch) -> None:
-        """Count a batch."""
         pictures, pairs = of_samples(batch)
         self.samples += len(batch)
         self.pictures = (self.pictures + int(pictures.sum(dtype=np.uint64))) % (1 << 64)

@@ -110,7 +110,6 @@ def show_classes(
         kept: images whose ids are class numbers.
         features: [n, D] each, of this rank's first batches, at least of the kept images.
         classifier: [C, D].
-        names: of the C classes.
     """
     if not len(kept):
         return
@@ -132,7 +131,6 @@ class Matches:
 
     Args:
         context: takes the examples; if it wants none, nothing is kept.
-        prompts: texts.
     """
 
     def __init__(self, context: EvalContext, prompts: Sequence[str]) -> None:
@@ -145,7 +143,6 @@ class Matches:
 
         Args:
             images: its features [n, D].
-            batch: its pixels and keys.
             say: gives the text of its i-th image.
         """
         if self._texts is None or batch.pixels is None or not len(images):
@@ -183,7 +180,6 @@ def show_confusions(
         context: takes the table; if it wants no examples, nothing is shown.
         labels: int64 [n] each, of this rank.
         guesses: int64 [n] each, the classes that match best.
-        names: of the C classes.
     """
     if not context.examples_wanted:
         return

@@ -102,7 +102,6 @@ def place_pairs(
         images: [n, D], L2-normalised, of this rank; n may differ between ranks.
         texts: [m, D], L2-normalised, of this rank's images.
         owners: int64 [m], the row of `images` for each caption; each image has a caption.
-        world: the ranks.
         rows: captions per tile.
 
     Returns:
@@ -213,7 +212,6 @@ def mean_average_precision(images: torch.Tensor, classifier: torch.Tensor, label
         images: [n, D], L2-normalised, of this rank.
         classifier: [C, D], L2-normalised.
         labels: bool [n, C].
-        world: the ranks.
     """
     counts = world.gather_objects(len(images))
     step = max(1, CLASSES_AT_ONCE // max(1, sum(counts)))

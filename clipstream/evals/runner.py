@@ -62,8 +62,7 @@ BUILTIN: dict[str, Callable[[Any], Evaluator]] = {
 def build_evaluators(settings: Mapping[str, EvalSettings]) -> dict[str, Evaluator]:
     """The evaluators that the settings name, in their order, means last.
 
-    Raises:
-        SettingsError: a class cannot be imported or constructed, or the mean of an unknown evaluator is asked for.
+    Raises SettingsError: a class cannot be imported or constructed, or the mean of an unknown evaluator is asked for.
     """
     evaluators = {}
     for name, section in sorted(settings.items(), key=lambda item: isinstance(item[1], MeanSettings)):
@@ -83,8 +82,6 @@ class EvalRunner:
     """Runs evaluators when they are due. An evaluation that fails on some rank ends on all of them, with a warning.
 
     Args:
-        settings: by name.
-        context: is passed to the evaluators.
         emit: called with the record of each evaluation, on rank 0.
         show: called as show(step, name, examples, tables) before `emit` if the evaluator showed any, on rank 0.
         weights: for each kind of weights, makes a context manager within which the towers have them.
@@ -159,7 +156,6 @@ class EvalRunner:
         return {eval_name(name, kind): list(found[name]) for name in found for kind in self.settings[name].kinds}
 
     def __call__(self, step: int, last: bool = False) -> list[Record]:
-        """The records of `each`."""
         return list(self.each(step, last))
 
     def each(self, step: int, last: bool = False) -> Iterator[Record]:
@@ -292,7 +288,6 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception, rank: int) -> Failure:
-        """The failure that an error describes."""
         if isinstance(error, ClipstreamError):
             return cls(rank, str(error), type(error))
         return cls(rank, f"{type(error).__name__}: {error}")
@@ -315,14 +310,12 @@ class AgreeingWorld(World):
 
     @classmethod
     def of(cls, world: World) -> AgreeingWorld:
-        """The same rank among the same ranks."""
         return cls(**{field.name: getattr(world, field.name) for field in fields(World)})
 
     def settle(self, failure: Failure | None = None) -> None:
         """Exchange this rank's status with the others. Collective; any other collective matches it.
 
-        Raises:
-            Failed: some rank failed; has the failure of the first one.
+        Raises Failed: some rank failed; has the failure of the first one.
         """
         try:
             statuses = World.gather_objects(self, failure)
@@ -332,21 +325,17 @@ class AgreeingWorld(World):
             raise Failed(failures[0])
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """See World."""
         found: list[Any] = self._together(super().gather_objects, value)
         return found
 
     def broadcast_object(self, value: Any) -> Any:
-        """See World."""
         return self._together(super().broadcast_object, value)
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See World."""
         found: torch.Tensor = self._together(super().all_reduce_sum, tensor)
         return found
 
     def gather_rows(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
-        """See World."""
         found: torch.Tensor = self._together(super().gather_rows, tensor, counts)
         return found
 

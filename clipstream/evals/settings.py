@@ -165,11 +165,7 @@ class MeanSettings(EvalSettings):
 
 
 def source_of(settings: EvalSettings) -> SourceSettings:
-    """The data source of an evaluator that needs one.
-
-    Raises:
-        SettingsError: none is set.
-    """
+    """The data source of an evaluator that needs one. Raises SettingsError: none is set."""
     if settings.data is None:
         raise SettingsError("the evaluator has no data: give data.shards")
     return settings.data

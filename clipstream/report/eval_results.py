@@ -74,8 +74,7 @@ def way_of(evaluation: Record) -> tuple[Any, Any]:
 def add(path: Path, *evaluations: Record) -> None:
     """Append traced evaluations to a file: a line per metric to a `.csv` file, else a JSON line each.
 
-    Raises:
-        OSError: the file cannot be written, and is unchanged.
+    Raises OSError: the file cannot be written, and is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
@@ -115,13 +114,11 @@ class FiguresFile:
         self._headed = table.exists()
 
     def add(self, evaluation: Record) -> None:
-        """Append a traced evaluation to both files."""
         self._lines.append(evaluation)
         self._table.add(("" if self._headed else _HEAD) + "".join(map(_row, _figures(evaluation))))
         self._headed = True
 
     def close(self) -> None:
-        """Close both files."""
         for file in (self._lines, self._table):
             file.close()
 
@@ -161,7 +158,6 @@ def _without_credentials(tree: Any) -> Any:
 
 
 def _is_source(value: Any) -> bool:
-    """Whether a setting is a data source."""
     return isinstance(value, dict) and "shards" in value
 
 

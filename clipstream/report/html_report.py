@@ -54,7 +54,6 @@ class Report(Sink):
             self.close()
 
     def close(self) -> None:
-        """Write the report."""
         try:
             write_report(self.folder, self.folder / REPORT_FILE)
         except Exception as error:
@@ -75,8 +74,7 @@ def write_report(folder: Path, path: Path) -> None:
 def write_comparison(runs: Sequence[Run], path: Path) -> list[str]:
     """Write the page of several runs; returns which of their metrics may not be compared, in words.
 
-    Raises:
-        OSError: the file cannot be written.
+    Raises OSError: the file cannot be written.
     """
     atomic_write.replace(path, render(runs).encode(errors="backslashreplace"))
     names = _distinct([run.name for run in runs])
@@ -87,8 +85,6 @@ def write_evaluations(path: Path, name: str, records: Sequence[Record], pages: S
     """Write a page of evaluations without a training run.
 
     Args:
-        path: the file.
-        name: of the model or checkpoint.
         records: of the evaluations, as in metrics.jsonl.
         pages: their pictures.
 
@@ -335,7 +331,6 @@ class Chart:
         return "".join([*parts, "</svg>"])
 
     def format(self, value: float) -> str:
-        """A value as text."""
         return f"{100 * value:.3g}%" if self.share else short(value)
 
 

@@ -57,8 +57,7 @@ BUILTIN: dict[str, Callable[[Any, RunInfo], Sink]] = {
 def build_sinks(settings: Mapping[str, SinkSettings], run: RunInfo) -> dict[str, Sink]:
     """The sinks that the settings name, by name, in their order.
 
-    Raises:
-        SettingsError: a class is not found or cannot be constructed.
+    Raises SettingsError: a class is not found or cannot be constructed.
     """
     sinks: dict[str, Sink] = {}
     for name, section in settings.items():
@@ -88,7 +87,6 @@ class SinkGroup(Sink):
         self._failing: set[str] = set()  # sinks whose last call failed
 
     def write(self, record: Record) -> None:
-        """Hand over a record."""
         for name, sink in self.sinks.items():
             self.call(name, partial(sink.write, record))
 
@@ -101,12 +99,10 @@ class SinkGroup(Sink):
                 logger.warning(f"the pictures of {name!r} could not be kept: {error}")
 
     def status(self, text: str) -> None:
-        """Hand over what the run does besides training."""
         for name, sink in self.sinks.items():
             self.call(name, partial(sink.status, text))
 
     def close(self) -> None:
-        """Close all."""
         for name, sink in self.sinks.items():
             self.call(name, sink.close)
 
@@ -131,7 +127,6 @@ class Outputs(SinkGroup):
     """All sinks of a run that trains, and its files of figures.
 
     Args:
-        settings: which sinks.
         world: ranks other than 0 write nothing.
         run: the run, and where it resumes.
         subject: what trains, for the files of figures: run, model.
@@ -165,7 +160,6 @@ class Outputs(SinkGroup):
             self.write(start_record(self._run.resume_step or 0, self._world.size, self._world.device, command))
 
     def write(self, record: Record) -> None:
-        """Hand over a record."""
         super().write(record if self.ending is None else self.ending.stamped(record))
 
     def trace(self, record: Record, about: Record) -> None:
@@ -176,8 +170,6 @@ class Outputs(SinkGroup):
         """Show the first samples of a training batch as the model sees them.
 
         Args:
-            step: of the run.
-            batch: this rank's.
             decode: the ids of a text -> the text.
         """
         if self.sinks and self._pictures and batch.pixels is not None:
@@ -188,7 +180,6 @@ class Outputs(SinkGroup):
             self.show(step, "train", list(map(Example, batch.pixels[rows], texts, [batch.keys[i] for i in rows])))
 
     def close(self) -> None:
-        """Close all sinks and files."""
         if self._world.is_main:
             self.call(FIGURES_FILE, self._figures.close)
         super().close()
@@ -198,7 +189,6 @@ class Ending:
     """Writes the end of this process, on rank 0.
 
     Args:
-        folder: of the run.
         report: whether to write report.html.
 
     Attributes:

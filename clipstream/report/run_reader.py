@@ -61,8 +61,7 @@ class Run:
 def read_run(folder: Path) -> Run:
     """Read the folder of a run that is finished, running or was killed.
 
-    Raises:
-        SettingsError: the folder holds no run.
+    Raises SettingsError: the folder holds no run.
     """
     metrics = folder / METRICS_FILE
     if not metrics.is_file():
@@ -140,7 +139,6 @@ def _take_later_evaluations(run: Run, folder: Path) -> None:
 
 
 def _shown(value: Any) -> str:
-    """A setting as text, without credentials."""
     if value is None:
         return "none"
     return str(value).lower() if isinstance(value, bool) else redact(str(value))

@@ -85,7 +85,6 @@ class AppendedFile:
         self._pending = b""
 
     def add(self, text: str) -> None:
-        """Append a text."""
         warned = bool(self._pending)
         self._pending += text.encode()
         try:
@@ -100,7 +99,6 @@ class AppendedFile:
                 logger.warning(f"the disk of {self.path} is full: its lines wait")
 
     def close(self) -> None:
-        """Close the file."""
         self.add("")
         if self._pending:
             lost = self._pending.count(b"\n")
@@ -113,7 +111,6 @@ class JsonLines(AppendedFile):
     """A file with a JSON object per line; NaN and infinity become null.
 
     Args:
-        path: the file.
         resume_step: step of the checkpoint that the run resumes from: later and torn lines are removed. None empties
             the file.
         ended: whether that step is the last one of a finished run: lines of its evaluations are removed as well.
@@ -146,7 +143,6 @@ class JsonLines(AppendedFile):
         self.count = len(kept)
 
     def append(self, *records: Record) -> None:
-        """Append records."""
         self.count += len(records)
         self.add("".join(map(json_line, records)))
 
@@ -167,7 +163,6 @@ class MetricsFile(JsonLines, Sink):
         self.path.touch()
 
     def write(self, record: Record) -> None:
-        """Append a record."""
         if "quarantine" not in record and "nonfinite" not in record:
             self.append(record)
 
@@ -195,7 +190,6 @@ class NonfiniteFile(JsonLines, Sink):
         super().__init__(Path(folder) / NONFINITE_FILE, resume_step)
 
     def write(self, record: Record) -> None:
-        """Append the skipped step, if the record has one."""
         if "nonfinite" in record:
             self.append({"step": record["step"], **record["nonfinite"]})
 
@@ -204,7 +198,6 @@ class TensorBoard(Sink):
     """FOLDER/tensorboard: scalars train/KEY, eval/NAME/METRIC, health/SOURCE/… and stages/STAGE/…
 
     Args:
-        folder: of the run.
         resume_step: TensorBoard hides events of later steps.
         subfolder: of `folder`, with the events.
 
@@ -239,13 +232,11 @@ class TensorBoard(Sink):
             self._writer.add_text(f"tables/{name}/{table.title}", markdown_table(table.header, table.rows), step)
 
     def write(self, record: Record) -> None:
-        """Add the record's numbers at its step."""
         step = record["step"]
         for tag, value in scalars(record):
             self._writer.add_scalar(tag, value, step)
 
     def close(self) -> None:
-        """Flush and close the file."""
         self._writer.close()
 
 
@@ -271,7 +262,6 @@ class Page:
 
     @classmethod
     def of(cls, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> Page:
-        """The page for examples and tables."""
         from PIL import Image
 
         pictures: list[Picture] = []
@@ -305,11 +295,7 @@ class PictureFiles(Sink):
         self.folder = Path(folder) / PICTURES_FOLDER
 
     def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
-        """Replace the pictures and tables of `name`.
-
-        Raises:
-            OSError: they cannot be written.
-        """
+        """Replace the pictures and tables of `name`. Raises OSError: they cannot be written."""
         self.folder.mkdir(parents=True, exist_ok=True)
         page = Page.of(step, name, examples, tables)
         file = re.sub(r"[^\w.-]", lambda character: f"%{ord(character[0]):x}", name)

@@ -54,7 +54,6 @@ class ProgressDisplay(Sink):
         start: step at which this process begins.
         mode: 'auto' (a bar if `stream` is a terminal, else lines), 'bar', 'lines' or 'none' (evaluations and notes
             only).
-        stream: standard output by default.
     """
 
     def __init__(
@@ -94,7 +93,6 @@ class ProgressDisplay(Sink):
                 self._above.enter_context(printed_above(console))
 
     def write(self, record: Record) -> None:
-        """Show a record."""
         if "eval" in record:
             width = OFF_TERMINAL if self._bar is None else self._bar.console.width
             self.say(evaluation_line(record, width))
@@ -135,7 +133,6 @@ class ProgressDisplay(Sink):
             log_displayed(line)
 
     def close(self) -> None:
-        """Restore the terminal."""
         self._above.close()
         if self._bar is not None:
             self._bar.stop()
@@ -347,8 +344,7 @@ def printed_above(console: Console) -> Iterator[None]:
 def run_log(folder: Path) -> Iterator[None]:
     """Add the lines of this process to FOLDER/out.log, until the context ends.
 
-    Raises:
-        OSError: the file cannot be opened.
+    Raises OSError: the file cannot be opened.
     """
     handler = _File(folder / LOG_FILE, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(_Formatter("%(asctime)s | %(levelname)s | %(message)s", "%Y-%m-%d,%H:%M:%S"))

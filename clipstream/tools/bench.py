@@ -57,11 +57,9 @@ class Measured:
 
     @property
     def each(self) -> float:
-        """Samples/s of each worker."""
         return self.rate / max(1, self.workers)
 
     def record(self) -> dict[str, object]:
-        """The line for --output."""
         return {
             "workers": self.workers,
             "samples_per_s": self.rate,
@@ -73,9 +71,6 @@ class Measured:
 
 def bench(argv: Sequence[str]) -> int:
     """Measure, print tables, and return the exit code.
-
-    Args:
-        argv: the verb's command line.
 
     Raises:
         SettingsError: wrong settings, or no shards.
@@ -167,7 +162,6 @@ def needs(measured: Measured, gpus: float, rates: Sequence[float], cores: int) -
 
     Args:
         rates: samples/s of one GPU.
-        cores: of this machine.
     """
     lines = []
     for rate in rates:

@@ -187,7 +187,6 @@ def check(source: SourceSettings, given: str, samples: int) -> None:
     """Print the contents of the shards and the flags to train on them.
 
     Args:
-        source: its settings.
         given: the command that trains with these settings.
         samples: number of samples to read; 0 for all.
 

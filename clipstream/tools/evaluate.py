@@ -63,8 +63,7 @@ class Suites:
     def of(cls, own: Mapping[str, str]) -> Suites:
         """From a verb's own flags; the data sets' folder is put into the environment, which names of shards refer to.
 
-        Raises:
-            SettingsError: a flag has an invalid value, or there is no suite.
+        Raises SettingsError: a flag has an invalid value, or there is no suite.
         """
         files = tuple(own[SUITE].split("\n")) if SUITE in own else ()
         for flag in (FOLDER, MISSING):
@@ -82,7 +81,6 @@ class Suites:
 
         Args:
             run: the files of the run's own settings.
-            flags: of the command line.
 
         Raises:
             SettingsError: they are wrong, the data sets' folder is not known, or some are missing and must not be
@@ -129,8 +127,7 @@ class Suites:
 def check_same(settings: Settings, world: World) -> None:
     """Check that all ranks evaluate the same data sets. Collective.
 
-    Raises:
-        SettingsError: they do not, and would wait for each other in vain.
+    Raises SettingsError: they do not, and would wait for each other in vain.
     """
     names = world.gather_objects([*settings.evals])
     if other := [rank for rank, found in enumerate(names) if found != names[0]]:
@@ -174,11 +171,7 @@ class Subject:
 def evaluate(argv: Sequence[str]) -> int:
     """Evaluate on all ranks, and return the exit code.
 
-    Args:
-        argv: the verb's command line.
-
-    Raises:
-        SettingsError: wrong settings, no such checkpoint, or no evaluators.
+    Raises SettingsError: wrong settings, no such checkpoint, or no evaluators.
     """
     every, argv = take_flag(argv)
     tokens = [re.sub(r"^--out(?==|$)", "--output", token) for token in argv]
@@ -257,11 +250,7 @@ def evaluate(argv: Sequence[str]) -> int:
 def locate(path: str | None, flags: Sequence[str] = ()) -> Subject:
     """The subject of --checkpoint: a run's folder, one of its checkpoints, or any folder that open_clip reads.
 
-    Args:
-        flags: the other flags.
-
-    Raises:
-        SettingsError: there is no checkpoint, or `flags` name a model as well.
+    Raises SettingsError: there is no checkpoint, or `flags` name a model as well.
     """
     if path is None:
         return Subject("")
@@ -323,9 +312,6 @@ class _Results:
     """The files of an evaluation, on rank 0: figures and a page of pictures.
 
     Args:
-        outputs: files of figures.
-        report: the page; None for none.
-        label: title of the page.
         pictures: pictures of each evaluation in the page.
     """
 
@@ -338,8 +324,7 @@ class _Results:
     def check(self) -> None:
         """Check that all files can be written, before hours are spent on evaluation.
 
-        Raises:
-            SettingsError: one cannot be written.
+        Raises SettingsError: one cannot be written.
         """
         for flag, path in (*(("--output", path) for path in self.outputs), ("--report", self.report)):
             if path is None:
@@ -360,15 +345,13 @@ class _Results:
                 self._lose(path, error)
 
     def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table]) -> None:
-        """Keep the pictures of an evaluation for the page."""
         if self.report is not None:
             self._pages.append(Page.of(step, name, examples, tables))
 
     def close(self, records: Sequence[Record]) -> None:
         """Print a table, write the page, and print the files' names.
 
-        Raises:
-            ClipstreamError: a file could not be written.
+        Raises ClipstreamError: a file could not be written.
         """
         if succeeded := [record for record in records if "error" not in record]:
             print(table(succeeded), flush=True)

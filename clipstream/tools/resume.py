@@ -78,8 +78,7 @@ def find(settings: Settings, world: World, remote_sync: RemoteSync | None) -> Pa
 def download_newer(remote_sync: RemoteSync, run_folder: Path) -> None:
     """Download the newest remote checkpoint if it is newer than all intact ones here.
 
-    Raises:
-        SettingsError: the download fails, and there is no intact checkpoint here.
+    Raises SettingsError: the download fails, and there is no intact checkpoint here.
     """
     remote, folder = remote_sync.remote, run_folder / CHECKPOINTS
     found = next((path for path in store.whole(folder) if store.fault(path) is None), None)

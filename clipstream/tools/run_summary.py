@@ -21,7 +21,6 @@ def print_summary(
     Args:
         settings: with every `auto` resolved.
         checkpoint: the one that the run is resumed from.
-        meta: its content.
     """
     data, optim, stop = settings.data, settings.optim, settings.train.early_stop
     for name, source in open_sources(settings).items():

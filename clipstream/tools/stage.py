@@ -126,11 +126,7 @@ def stage(argv: Sequence[str]) -> int:
 
 
 def arguments(argv: Sequence[str]) -> Asked:
-    """Parse the command line.
-
-    Raises:
-        SettingsError: a flag or a setting is wrong.
-    """
+    """Parse the command line. Raises SettingsError: a flag or a setting is wrong."""
     if not argv or not argv[0] or argv[0].startswith("-"):
         raise SettingsError("name the folder first: python -m clipstream.stage FOLDER --train-data SHARDS")
     folder = Path(os.path.abspath(with_home(argv[0])))
@@ -201,7 +197,6 @@ def plan(settings: Settings, folder: Path, records: Mapping[str, Record]) -> lis
     """Choose the file of each shard: its file of an earlier call, or one with its own name.
 
     Args:
-        folder: of the copies.
         records: of the shards in the folder.
 
     Raises:
@@ -265,8 +260,7 @@ def _identity(url: str) -> str:
 def _announce(asked: Asked, sources: Sequence[StagedSource]) -> None:
     """Print which sources are staged.
 
-    Raises:
-        SettingsError: there is nothing to stage, or a run would not find the images by their new suffixes.
+    Raises SettingsError: there is nothing to stage, or a run would not find the images by their new suffixes.
     """
     staged = [source for source in sources if source.shards]
     for source in sources:

@@ -76,7 +76,6 @@ class Record:
     pictures: dict[str, int]  # number of images by what was done to them; empty for a plain copy
 
     def line(self) -> str:
-        """Its line in the file of records."""
         return json.dumps(asdict(self), ensure_ascii=False) + "\n"
 
 
@@ -94,11 +93,7 @@ def read_records(folder: Path) -> dict[str, Record]:
 
 
 def write_records(folder: Path, records: Iterable[Record]) -> None:
-    """Replace all records.
-
-    Raises:
-        OSError: the disk is full, or the folder cannot be written.
-    """
+    """Replace all records. Raises OSError: the disk is full, or the folder cannot be written."""
     atomic_write.replace(folder / RECORDS, "".join(record.line() for record in records).encode())
 
 
@@ -137,7 +132,6 @@ class Copier:
     """Checks and copies shards, in any process.
 
     Args:
-        folder: of the copies.
         recipe: how images are re-encoded, except for the background of each source; None copies bytes.
     """
 
@@ -262,8 +256,7 @@ class Copies:
     def copy(self, missing: Sequence[tuple[PlannedShard, FileInfo]]) -> None:
         """Copy the missing shards; the failure of one does not stop the others.
 
-        Raises:
-            DataError: the disk is full, or known to be too small.
+        Raises DataError: the disk is full, or known to be too small.
         """
         needed = sum(about.size or 0 for _, about in missing)
         given = sum(path.stat().st_size for shard, _ in missing if (path := self.folder / shard.file).is_file())
@@ -335,9 +328,7 @@ class Bar:
     """The progress of work on shards: a bar on a terminal, lines elsewhere.
 
     Args:
-        label: of the work.
         sizes: bytes of each shard; None if unknown.
-        stream: standard output unless given.
     """
 
     def __init__(self, label: str, sizes: Sequence[int | None], stream: TextIO | None = None) -> None:
@@ -367,7 +358,6 @@ class Bar:
         self.pulse()
 
     def done(self, number: int, failed: bool = False) -> None:
-        """Count a shard as done."""
         received, size = self._coming.pop(number, 0), self.sizes[number]
         self._bytes += received if failed or size is None else size
         self._done += 1
@@ -375,14 +365,12 @@ class Bar:
         self.pulse()
 
     def pulse(self) -> None:
-        """Update the display if it is due."""
         now = time.monotonic()
         if now - self._said >= (REFRESH if self._bar else LINES_EVERY):
             self._said = now
             self._draw()
 
     def say(self, text: str) -> None:
-        """Print a line, above the bar if there is one."""
         text = printable_lines(text)
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -390,7 +378,6 @@ class Bar:
             print(text, file=self.stream, flush=True)
 
     def close(self) -> None:
-        """Restore the terminal."""
         if self._bar is not None:
             self._draw()
             self._bar.stop()

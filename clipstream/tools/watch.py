@@ -60,9 +60,6 @@ OF_ONE = ("--checkpoint", "--weights", "--output", "--out", "--report")  # flags
 def follow(argv: Sequence[str]) -> int:
     """Evaluate the checkpoints of a run on all ranks, and return the exit code.
 
-    Args:
-        argv: the verb's command line.
-
     Raises:
         SettingsError: wrong settings, or no evaluators.
         Stopped: by a signal, or because nothing changed in the run's folder for --idle seconds.
@@ -254,7 +251,6 @@ class _Files:
         self._sinks.close()
 
     def trace(self, evaluation: Record) -> None:
-        """Append an evaluation to the figures."""
         for name in (FIGURES_FILE, TABLE_FILE):
             add(self.folder / name, evaluation)
         self._note(evaluation)
@@ -270,7 +266,6 @@ class _Files:
         self._sinks.write(record)
 
     def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table]) -> None:
-        """Write the pictures of an evaluation."""
         self._sinks.show(step, name, examples, tables)
 
     def report(self) -> None:
@@ -327,11 +322,7 @@ class Found:
 
 
 class WatchedRun:
-    """A run's folder, read by another process; it need not exist yet.
-
-    Args:
-        folder: LOGS/NAME.
-    """
+    """A run's folder, read by another process; it need not exist yet."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.checkpoints = folder, folder / CHECKPOINTS

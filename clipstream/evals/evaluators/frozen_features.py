@@ -35,8 +35,7 @@ def labelled(
 ) -> Labelled:
     """Encode the images of a source. Collective.
 
-    Raises:
-        DataError: no rank has a usable image, or a label is not a class.
+    Raises DataError: no rank has a usable image, or a label is not a class.
     """
     features, labels = [], [torch.zeros(0, dtype=torch.int64)]
     for batch in labelling.batches(context, source, batch_size, key):
@@ -73,8 +72,7 @@ def measure(scores: torch.Tensor, labels: torch.Tensor, classes: int) -> torch.T
 class Frozen(ABC):
     """Evaluator that learns from one labelled source and tests on another.
 
-    Raises:
-        SettingsError: no data are set, or a file of names is missing or invalid.
+    Raises SettingsError: no data are set, or a file of names is missing or invalid.
     """
 
     def __init__(self, settings: FrozenSettings) -> None:
@@ -84,8 +82,7 @@ class Frozen(ABC):
     def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
         """Yields top1, top5, mean_per_class_recall, n, chance and n_train.
 
-        Raises:
-            DataError: no usable image in one of the sources, or a label outside the classes.
+        Raises DataError: no usable image in one of the sources, or a label outside the classes.
         """
         train = labelled(context, self.train, self.labelling, self.batch_size, "train")
         test = labelled(context, self.test, self.labelling, self.batch_size)
@@ -110,7 +107,6 @@ class Neighbours(Frozen):
         self.k, self.votes, self.temperature = settings.k, settings.votes, settings.temperature
 
     def tally(self, train: Labelled, test: Labelled, classes: int, world: World) -> torch.Tensor:
-        """See Frozen."""
         near, labels = nearest(train, test.features, self.k, world)
         weights = torch.ones_like(near) if self.votes == "uniform" else ((near - 1) / self.temperature).exp()
         tally = torch.zeros((classes, 3), dtype=torch.float64, device=near.device)

@@ -31,7 +31,6 @@ class LinearProbe(Frozen):
         self.c, self.iterations = settings.c, settings.max_iterations
 
     def tally(self, train: Labelled, test: Labelled, classes: int, world: World) -> torch.Tensor:
-        """See Frozen."""
         here = torch.bincount(train.labels, minlength=classes).double()
         present = world.all_reduce_sum(here).nonzero().squeeze(1)
         places = torch.full((classes,), -1, device=present.device)
@@ -56,9 +55,6 @@ class Fit:
     Args:
         features: [n, D] of this rank.
         labels: int64 [n], 0 to classes - 1; each class has a sample on some rank.
-        classes: C.
-        c: inverse strength of the L2 penalty.
-        world: the ranks.
 
     Attributes:
         weights: float64 [C, D + 1], the intercepts last; one row for two classes.

@@ -36,11 +36,7 @@ class Retrieval:
         self.all = settings.captions == "all" or (benchmark is not None and benchmark.kind == RETRIEVAL)
 
     def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
-        """Evaluate. Collective.
-
-        Raises:
-            DataError: no usable pair, or an image with too many captions.
-        """
+        """Evaluate. Collective. Raises DataError: no usable pair, or an image with too many captions."""
         settings, length = self.settings, context.tokenizer.context_length
         target = CaptionsField(self.source.caption) if self.all else None
         encoder = CaptionsEncoder(context.tokenizer, settings.max_captions) if self.all else None
@@ -86,8 +82,6 @@ def recalls(
     Args:
         images: [n, D], L2-normalised, of this rank.
         texts: [m, D], L2-normalised, of this rank.
-        world: the ranks.
-        ks: the k of R@k.
         owners: int64 [m], the row of `images` for each caption; by default caption i belongs to image i.
 
     Yields:

@@ -23,8 +23,7 @@ from clipstream.evals.settings import LossEvalSettings, source_of
 class ValidationLoss:
     """Yields val_loss (mean over batches), n (pairs in them), batch_size, batches and left_out (pairs).
 
-    Raises:
-        SettingsError: no data are set.
+    Raises SettingsError: no data are set.
     """
 
     def __init__(self, settings: LossEvalSettings) -> None:

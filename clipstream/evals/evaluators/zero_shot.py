@@ -39,11 +39,7 @@ class ZeroShot:
         self.templates = prompt_templates(template_spec(settings))
 
     def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
-        """Evaluate. Collective.
-
-        Raises:
-            DataError: no usable image, or a label outside the classes.
-        """
+        """Evaluate. Collective. Raises DataError: no usable image, or a label outside the classes."""
         classifier = text_classifier(context, self.classes, self.templates)
         if self.labelling.labels != "one":
             yield from self._multilabel(context, classifier)
