@@ -182,7 +182,8 @@ def test_an_interrupted_call_says_how_to_go_on(site: Site, tmp_path: Path) -> No
     site.stuck = {"00002.tar"}
     mark = f"sleep 987{os.getpid()}"
     stopped = process(str(tmp_path), "--train-data", f"{site.root}/{{00000..00005}}.tar::pipe:{mark}; cat x.tar")
-    wait_until(lambda: site.asked["GET 00002.tar"] and len(tars(tmp_path)) == 5 and command_runs(mark))
+    listed = tmp_path / "staged.jsonl"
+    wait_until(lambda: listed.exists() and listed.read_text().count("\n") == 5 and command_runs(mark))
     stopped.send_signal(signal.SIGINT)
     _, err = stopped.communicate(timeout=TIMEOUT)
     assert stopped.returncode == 75, err
