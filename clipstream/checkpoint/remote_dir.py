@@ -38,7 +38,7 @@ class RemoteDir:
         shown: the URL for messages.
 
     Raises:
-        SettingsError: fsspec does not know the scheme, or its backend is not installed.
+        SettingsError: fsspec does not know the scheme, its backend is not installed, or it cannot be reached.
     """
 
     def __init__(self, url: str, setting: str) -> None:

@@ -185,6 +185,9 @@ def evaluate(argv: Sequence[str]) -> int:
     settings = suites.load(trained, flags)
     if every is not None:
         return print_config(settings, "evaluate", every)
+    named = Path(settings.model.name)
+    if subject.checkpoint is None and any((named / part).exists() for part in ("checkpoints", CONFIG_FILE)):
+        raise SettingsError(f"--model: {named} is the folder of a run or a checkpoint: give --checkpoint {named}")
     if not settings.evals:
         raise SettingsError(
             "nothing to evaluate on: give --checkpoint RUN, --val-data SHARDS, --suite FILE, or --config with a "

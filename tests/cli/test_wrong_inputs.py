@@ -203,6 +203,8 @@ TABLE = [
     ("--log.every=0", "--log.every: expected at least 1"),
     ("--log.progress=fancy", "'fancy' is not one of auto, bar, lines, none"),
     ("--log.tensorboard=2", "expected true or false, not 2"),
+    ("--resume=ftp://127.0.0.1:1/x", "--resume: checkpoint.resume: ftp://127.0.0.1:1/x cannot be reached: "),
+    ("--remote-sync=ftp://127.0.0.1:1/x", "--remote-sync: checkpoint.remote_sync: ftp://127.0.0.1:1/x cannot be"),
     ("--lrr=1", "--lrr: unknown flag; did you mean '--lr'?"),
     ("--optimizer.lr=1", "there is no such key; did you mean 'optim'?"),
 ]

@@ -31,7 +31,7 @@ def filesystem_of(url: ShardURL, otherwise: str) -> tuple[Any, str]:
         otherwise: the alternative to installing its backend, for the message.
 
     Raises:
-        ShardError: `unknown_scheme` if the backend is not installed.
+        ShardError: `unknown_scheme` if the backend is not installed; `unreachable` if it connects at once, and cannot.
     """
     try:
         from fsspec.core import url_to_fs
@@ -42,6 +42,9 @@ def filesystem_of(url: ShardURL, otherwise: str) -> tuple[Any, str]:
         advice = f"pip install 'clipstream[{extra}]', {otherwise}" if extra else str(error)
         detail = f"{url}: the backend of {url.scheme or 'file'}:// is not installed: {advice}"
         raise ShardError("unknown_scheme", detail) from error
+    except Exception as error:  # each backend has its own
+        detail = f"{redact(url)} cannot be reached: {redact(str(error)) or type(error).__name__}"
+        raise ShardError("unreachable", detail) from error
     return system, str(path)
 
 
