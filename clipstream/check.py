@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from clipstream.cli.main import run_main
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.settings import load
-from clipstream.data.settings import CaptionSettings, JsonCaption, SourceSettings, TextCaption
+from clipstream.data.settings import SourceSettings
 from clipstream.errors import SettingsError
 
 DEFAULT_IMAGE_KEY: str = SourceSettings.model_fields["image_key"].default
@@ -63,30 +63,20 @@ def _main(argv: list[str]) -> int:
     if every is not None:
         return print_config(load(["--train-data", shards, *words[2:]]), "check", every)
     source = {name: getattr(options, name) for name in ("image_key", "folder", "separator") if getattr(options, name)}
-    source |= {"shards": options.shards, "caption": _caption(options.caption_key, options.caption_json)}
-    check(_settings(source), shlex.join(["python", "-m", "clipstream.train", *words]), options.samples)
-    return 0
-
-
-def _settings(values: dict[str, object]) -> SourceSettings:
+    caption: dict[str, object] = {"type": "text"} if options.caption_key is None else {"key": options.caption_key}
+    if options.caption_json is not None:  # with both flags, the text member is the fallback
+        paths = [path.strip() for path in options.caption_json.split(";")]
+        caption = {"type": "json", "path": paths, "fallback": options.caption_key}
     try:
-        return SourceSettings.model_validate(values)
+        settings = SourceSettings.model_validate({**source, "shards": options.shards, "caption": caption})
     except ValidationError as error:
         first = error.errors()[0]
-        raise SettingsError(
-            f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg'].removeprefix('Value error, ')}"
-        ) from error
-
-
-def _caption(key: str | None, paths: str | None) -> CaptionSettings:
-    """The caption that training's flags mean; with both, the text member is the fallback."""
-    try:
-        if paths is None:
-            return TextCaption() if key is None else TextCaption(key=key)
-        return JsonCaption(path=[path.strip() for path in paths.split(";")], fallback=key)
-    except ValidationError as error:
-        flag = "--caption-key" if paths is None else "--caption-json"
-        raise SettingsError(f"{flag}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
+        flag = str(first["loc"][0]).replace("_", "-")
+        if flag == "caption":
+            flag += "-key" if options.caption_json is None else "-json"
+        raise SettingsError(f"--{flag}: {first['msg'].removeprefix('Value error, ')}") from error
+    check(settings, shlex.join(["python", "-m", "clipstream.train", *words]), options.samples)
+    return 0
 
 
 if __name__ == "__main__":

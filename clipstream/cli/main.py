@@ -83,58 +83,42 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
         main: the verb: command line without the program's name -> exit code.
         argv: that command line; by default the process's.
     """
-    _allow_open_files()
-    code = _run(main, list(sys.argv[1:] if argv is None else argv))
-    early_signals.end(code)
-    return code
-
-
-def _allow_open_files() -> None:
-    """Raise the soft limit of open files to the hard one: each lane keeps shards open, and 1,024 files are few."""
+    argv = list(sys.argv[1:] if argv is None else argv)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(ValueError, OSError):  # macOS refuses an infinite one
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _run(main: Callable[[list[str]], int], argv: list[str]) -> int:
+    with contextlib.suppress(ValueError, OSError):  # macOS refuses an infinite limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each lane keeps shards open: 1,024 files are few
     if isinstance(sys.stdout, io.TextIOWrapper):  # file names may be unprintable
         sys.stdout.reconfigure(errors="backslashreplace")
-    rank = _rank()
-    prefix = "" if rank is None else f"[rank {rank}] "
+    rank = None
+    with contextlib.suppress(SettingsError):
+        world = World.from_env()
+        rank = world.rank if world.size > 1 else None
+    said = None
     try:
         early_signals.begin()
         with on_terminal(rank):
             code = main(argv)
         sys.stdout.flush()
-        return code
     except ClipstreamError as error:
         if _debug(argv):
             print(printable_lines(traceback.format_exc(), 1 << 20), file=sys.stderr)
-        what = "" if isinstance(error, Stopped) else "error: "
-        print(printable_lines(f"{prefix}{what}{error}"), file=sys.stderr, flush=True)
-        return error.exit_code
+        said, code = str(error) if isinstance(error, Stopped) else f"error: {error}", error.exit_code
     except KeyboardInterrupt:
-        print(f"{prefix}interrupted", file=sys.stderr, flush=True)
-        return INTERRUPTED
+        said, code = "interrupted", INTERRUPTED
     except BrokenPipeError:
         # The reader (`| head`) has gone; discard what is still buffered for stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        code = 0
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        text = f"no file or folder can have the name {printable(error.filename, 60)}: {error.strerror}"
-        print(f"{prefix}error: {text}", file=sys.stderr, flush=True)
-        return SettingsError.exit_code
-
-
-def _rank() -> int | None:
-    """This process's rank where there are several."""
-    try:
-        world = World.from_env()
-    except SettingsError:
-        return None
-    return world.rank if world.size > 1 else None
+        said = f"error: no file or folder can have the name {printable(error.filename, 60)}: {error.strerror}"
+        code = SettingsError.exit_code
+    if said is not None:
+        prefix = "" if rank is None else f"[rank {rank}] "
+        print(printable_lines(f"{prefix}{said}"), file=sys.stderr, flush=True)
+    early_signals.end(code)
+    return code
 
 
 def _debug(argv: Sequence[str]) -> bool:

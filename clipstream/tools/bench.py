@@ -28,7 +28,7 @@ from clipstream.report.sinks import json_line
 from clipstream.report.terminal import duration, milliseconds, percent
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import set_level
-from clipstream.utils.process_pool import cores
+from clipstream.utils.processes import cores
 
 if TYPE_CHECKING:
     from clipstream.data.batch import ImageSpec

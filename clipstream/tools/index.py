@@ -21,7 +21,7 @@ from clipstream.data.transport.transfer import ShardError
 from clipstream.errors import DataError, SettingsError
 from clipstream.utils.escape import printable
 from clipstream.utils.logs import logger
-from clipstream.utils.process_pool import Crashed, Done, run
+from clipstream.utils.processes import Crashed, Done, run
 
 REPORT_SECONDS = 5.0
 LISTED = 10  # shards that a message names

@@ -52,7 +52,7 @@ from clipstream.tools.stage_copies import (
 from clipstream.utils import atomic_write
 from clipstream.utils.escape import printable
 from clipstream.utils.logs import set_level
-from clipstream.utils.process_pool import cores
+from clipstream.utils.processes import cores
 
 SETTINGS_FILE = "staged.yaml"
 COPYING = 16  # default number of processes, which mostly wait for servers and disks

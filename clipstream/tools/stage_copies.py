@@ -36,7 +36,7 @@ from clipstream.report.terminal import duration
 from clipstream.tools.reencode import Recipe, rewrite
 from clipstream.utils import atomic_write
 from clipstream.utils.escape import printable_lines
-from clipstream.utils.process_pool import Crashed, Progress, run
+from clipstream.utils.processes import Crashed, Progress, run
 
 RECORDS = "staged.jsonl"
 PARTS = ".parts"  # subfolder for incomplete copies

@@ -27,7 +27,7 @@ from clipstream.data.sources.registry import expand
 from clipstream.data.tar import Shard, scan
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.stage import main
-from clipstream.utils.process_pool import Crashed, Done, Progress, run
+from clipstream.utils.processes import Crashed, Done, Progress, run
 from tests.support.loaders import data, digests, loader
 from tests.support.pictures import make_shards, picture
 from tests.support.ranks import ROOT, TIMEOUT, command_runs

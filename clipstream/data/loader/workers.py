@@ -34,7 +34,7 @@ from clipstream.data.settings import MAX_AUTO_WORKERS, DataSettings
 from clipstream.data.transport.pipe import end_commands
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
-from clipstream.utils.process_lifetime import END, Ended, end, end_with, listen
+from clipstream.utils.processes import END, Ended, end, end_with, listen
 
 ON_CPU = 2  # workers of a rank whose model is on the CPU
 PATIENCE = 0.2  # s that a worker has to notice that its loader was closed

@@ -1,30 +1,83 @@
-"""A pool of forked processes for independent tasks.
+"""Child processes: their end, on the parent's request or when it dies, and a pool of them for independent tasks.
 
-The processes share the parent's memory. One that the system kills loses only its current task; all of them end with
-the parent.
+`Ended` runs a child's `finally` blocks; a clean-up that hangs is cut short. The processes of a pool share the parent's
+memory, and one that the system kills loses only its current task: `concurrent.futures` gives up all tasks then, and
+reports no progress.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from clipstream.utils.process_lifetime import Ended, end, end_with, listen
-
 Result = TypeVar("Result")
+_PR_SET_PDEATHSIG = 1
+END = signal.SIGUSR2
+_LAST_SECONDS = 2  # for a child to clean up
 PROGRESS_INTERVAL = 0.2  # s between progress messages of a task
 PATIENCE = 5.0  # s that a process may take to end when there is no more work
 PULSE = 0.25  # s without a message after which `run` yields None
+
+
+class Ended(BaseException):
+    """Raised in a child, at any place, to end it."""
+
+
+def listen() -> None:
+    """In the child: let `END` raise `Ended`, and leave signals that end a whole run to the parent."""
+
+    def end_child(*_: object) -> None:
+        signal.signal(END, signal.SIG_IGN)
+        signal.alarm(_LAST_SECONDS)  # kills the process if the clean-up hangs
+        raise Ended
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(END, end_child)
+
+
+def end_with(parent: int) -> None:
+    """In the child: request `END` for the time when the process `parent` dies.
+
+    Raises:
+        Ended: it has died already.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os.kill(os.getpid(), END)
+
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, END)
+        if os.getppid() != parent:
+            raise Ended  # it died before the request took effect
+    else:
+        threading.Thread(target=watch, daemon=True).start()
+
+
+def end(process: BaseProcess, patience: float = 0.0) -> None:
+    """In the parent: end the child unless it ends by itself within `patience` seconds, and wait for it."""
+    process.join(timeout=patience)
+    if process.is_alive() and process.pid is not None:
+        os.kill(process.pid, END)
+        process.join(timeout=_LAST_SECONDS + 1)
+    if process.is_alive():
+        process.kill()
+        process.join()
 
 
 class Progress(NamedTuple):
@@ -50,7 +103,7 @@ class Crashed(NamedTuple):
 
 
 class _Worker(NamedTuple):
-    process: multiprocessing.process.BaseProcess
+    process: BaseProcess
     connection: Connection
 
 
@@ -119,7 +172,7 @@ def cores() -> int:
 def _start(do: Callable[..., Any]) -> _Worker:
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(
-        target=_main, args=(do, theirs, ours, os.getpid()), daemon=True
+        target=_work, args=(do, theirs, ours, os.getpid()), daemon=True
     )
     sys.stdout.flush()
     sys.stderr.flush()
@@ -128,29 +181,26 @@ def _start(do: Callable[..., Any]) -> _Worker:
     return _Worker(process, ours)
 
 
-def _main(do: Callable[..., Any], connection: Connection, parents_end: Connection, parent: int) -> None:
+def _work(do: Callable[..., Any], connection: Connection, parents_end: Connection, parent: int) -> None:
+    """A process of the pool: do the tasks whose numbers arrive, until None does."""
+    last = 0.0
+
+    def progress(amount: int) -> None:
+        nonlocal last
+        if (now := time.monotonic()) - last >= PROGRESS_INTERVAL:
+            last = now
+            connection.send(("progress", amount))
+
     try:
         listen()
         end_with(parent)
         parents_end.close()
         while (number := connection.recv()) is not None:
+            last = 0.0
             try:
-                answer = "done", do(number, _ProgressSender(connection))
+                answer = "done", do(number, progress)
             except Exception:
                 answer = "bug", traceback.format_exc()
             connection.send(answer)
     except (Ended, EOFError, BrokenPipeError, ConnectionResetError):
         return  # requested by the parent, or because it died
-
-
-class _ProgressSender:
-    """Sends a task's progress to the parent, at most once in `PROGRESS_INTERVAL`."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._last = 0.0
-
-    def __call__(self, amount: int) -> None:
-        if (now := time.monotonic()) - self._last >= PROGRESS_INTERVAL:
-            self._last = now
-            self._connection.send(("progress", amount))
