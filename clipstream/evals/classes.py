@@ -12,9 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from clipstream.data.decode.captions import CaptionExtractor
-from clipstream.data.decode.labels import LabelEncoder, LabelField, LabelsEncoder, LabelsField, NumberEncoder
-from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources.clip_benchmark import MULTILABEL, Benchmark, of_source
 from clipstream.errors import SettingsError
@@ -22,6 +19,8 @@ from clipstream.evals.settings import LabelledSettings, ZeroShotSettings
 
 if TYPE_CHECKING:
     from clipstream.data.batch import Batch
+    from clipstream.data.decode.captions import CaptionExtractor
+    from clipstream.data.decode.tokenizers import Tokenizer
     from clipstream.evals.context import EvalContext
 
 Template = Callable[[str], str]
@@ -139,11 +138,15 @@ class Labelling:
     @property
     def target(self) -> CaptionExtractor:
         """Extracts the label or labels of a sample."""
+        from clipstream.data.decode.labels import LabelField, LabelsField  # imports numpy
+
         return LabelField(self.label) if self.labels == "one" else LabelsField(self.label)
 
     @property
     def encoder(self) -> Tokenizer:
         """Turns them into class numbers [n, 1], or 0 and 1 per class [n, C]."""
+        from clipstream.data.decode.labels import LabelEncoder, LabelsEncoder, NumberEncoder  # imports numpy
+
         if self.labels != "one":
             return LabelsEncoder(self.named, multi_hot=self.labels == "multi_hot")
         return NumberEncoder() if self.classes is None else LabelEncoder(self.classes)
