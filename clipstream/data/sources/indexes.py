@@ -64,34 +64,21 @@ Wids = dict[str, tuple[int, int | None]]  # URL, or unique base name -> (samples
 
 
 class Identity(NamedTuple):
-    """What identifies the version of a shard.
+    """What identifies the version of a shard."""
 
-    Attributes:
-        size: bytes of a local file; None for a remote one.
-        mtime: its modification time in whole seconds, as copying may drop fractions.
-        version: of a remote one, as the server gives it; None if it gives none.
-    """
-
-    size: int | None = None
-    mtime: int | None = None
-    version: str | None = None
+    size: int | None = None  # bytes of a local file
+    mtime: int | None = None  # its modification time in whole seconds, as copying may drop fractions
+    version: str | None = None  # of a remote one, if the server gives one
 
 
 class Head(NamedTuple):
-    """The first line of an index.
+    """The first line of an index."""
 
-    Attributes:
-        samples: number of complete samples.
-        of: version of the shard that was indexed.
-        fault: of the shard.
-        length, crc32: of the rest of the index.
-    """
-
-    samples: int
-    of: Identity
-    fault: Fault | None
-    length: int
-    crc32: int
+    samples: int  # complete ones
+    of: Identity  # the version of the shard that was indexed
+    fault: Fault | None  # of the shard
+    length: int  # of the rest of the index
+    crc32: int  # of the rest
 
 
 def path_of(name: str, folder: str | None) -> Path | None:
@@ -123,11 +110,7 @@ def identity_of(path: str | Path) -> Identity:
 
 
 def write(path: Path, index: ShardIndex, of: Identity) -> None:
-    """Write a shard's index atomically.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a shard's index atomically. Raises OSError."""
     kinds: dict[tuple[str, ...], int] = {}
     rows, expected = [], 0
     for key, members in index.samples:
@@ -213,10 +196,9 @@ def count_samples(source: Source, settings: SourceSettings, place: str) -> list[
     names = list(dict.fromkeys(source.names))
     folder, wids = settings.index, Wids()
     if folder is not None and (folder.endswith(".json") or os.path.isfile(folder)):
-        try:
-            wids, folder = _read_wids(Path(folder)), None
-        except SettingsError as error:
-            raise SettingsError(f"{place}.index: {error}") from error
+        if isinstance(read_wids := _read_wids(Path(folder)), str):
+            raise SettingsError(f"{place}.index: {read_wids}")
+        wids, folder = read_wids, None
     neighbours = _NeighbourIndexes()
 
     def look(name: str) -> int | str:
@@ -280,7 +262,7 @@ def _by_index(name: str, folder: str | None, wids: Wids, neighbours: _NeighbourI
 def _are_small(names: list[str]) -> bool:
     """Whether all are local uncompressed tars, together at most SMALL bytes."""
     total = 0
-    for name in names:
+    for name in names:  # up to the first one too many: asking for the sizes of all would take long
         local = ShardURL(name).path
         try:
             if local is None or (total := total + os.path.getsize(local)) > SMALL or packing(Path(local)) is not None:
@@ -310,13 +292,13 @@ def _advice(settings: SourceSettings, place: str, unknown: dict[str, str], total
     )
 
 
-def _read_wids(index: Path) -> Wids:
-    """The entries of an index of wids. Raises SettingsError if it is not one."""
+def _read_wids(index: Path) -> Wids | str:
+    """The entries of an index of wids, or why it cannot be read."""
     try:
         shards = json.loads(index.read_bytes())["shardlist"]
         rows = [(str(one["url"]), int(one["nsamples"]), one.get("filesize")) for one in shards]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SettingsError(f"{index} is no wids index that can be read: {type(error).__name__}: {error}") from error
+        return f"{index} is no wids index that can be read: {type(error).__name__}: {error}"
     bases = Counter(os.path.basename(url) for url, *_ in rows)
     found = Wids()
     for url, samples, size in rows:
@@ -336,7 +318,7 @@ class _NeighbourIndexes:
     """Other tools' indexes beside local shards; each is read once."""
 
     def __init__(self) -> None:
-        self._energon, self._wids = cache(_energon_counts), cache(self._wids_beside)
+        self._energon, self._wids = cache(_energon_counts), cache(_read_wids)
 
     def count(self, path: Path, size: int) -> int | None:
         """The samples of a shard of `size` bytes; None if no index has them."""
@@ -354,14 +336,8 @@ class _NeighbourIndexes:
                 if isinstance(count, int):
                     return count
                 break
-        return _wids_count(self._wids(path.parent), str(path), size)
-
-    @staticmethod
-    def _wids_beside(folder: Path) -> Wids:
-        try:
-            return _read_wids(folder / WIDS)
-        except SettingsError:
-            return {}
+        wids = self._wids(path.parent / WIDS)
+        return None if isinstance(wids, str) else _wids_count(wids, str(path), size)
 
 
 def _energon_counts(folder: Path) -> dict[str, object] | None:

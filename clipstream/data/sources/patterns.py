@@ -28,15 +28,14 @@ NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)", re.DOTALL)
 def in_braces(names: Sequence[str]) -> list[str]:
     """The names, with each run of numbered ones, such as 00.tar to 07.tar, as one brace pattern."""
     parts: list[str] = []
-    rest = list(names)
-    while rest:
-        run = _run(rest)
-        first, last = NUMBERED.fullmatch(rest[0]), NUMBERED.fullmatch(rest[run - 1])
+    while names:
+        run = _run(names)
+        first, last = NUMBERED.fullmatch(names[0]), NUMBERED.fullmatch(names[run - 1])
         if run > 1 and first and last:
             parts.append(f"{first[1]}{{{first[2]}..{last[2]}}}{first[3]}")
         else:
-            parts.append(rest[0])
-        rest = rest[run:]
+            parts.append(names[0])
+        names = names[run:]
     return parts
 
 
@@ -83,20 +82,19 @@ def expand_pattern(pattern: str) -> list[str]:
         raise SettingsError(f"the braces of {redact(pattern)!r} name more than {MOST_SHARDS:,} shards")
     if ShardURL(pattern).scheme is not None:
         return expanded
-    return [path for name in expanded for path in _local(with_home(name))]
-
-
-def _local(path: str) -> list[str]:
-    if os.path.isdir(path):
-        raise SettingsError(f"{path} is a folder: name its shards{_suggestion(Path(path))}")
-    if not glob.has_magic(path) or os.path.exists(path):
-        return [path]
-    found = sorted(match for match in glob.glob(path, recursive=True) if not os.path.isdir(match))
-    if not found:
-        folder = next(parent for parent in Path(path).parents if not glob.has_magic(str(parent)))
-        where = f": the folder {folder} is not there" if not folder.is_dir() else _suggestion(folder)
-        raise SettingsError(f"no file matches {path}{where}")
-    return found
+    paths: list[str] = []
+    for path in map(with_home, expanded):
+        if os.path.isdir(path):
+            raise SettingsError(f"{path} is a folder: name its shards{_suggestion(Path(path))}")
+        found = [path]
+        if glob.has_magic(path) and not os.path.exists(path):
+            found = sorted(match for match in glob.glob(path, recursive=True) if not os.path.isdir(match))
+        if not found:
+            folder = next(parent for parent in Path(path).parents if not glob.has_magic(str(parent)))
+            where = f": the folder {folder} is not there" if not folder.is_dir() else _suggestion(folder)
+            raise SettingsError(f"no file matches {path}{where}")
+        paths += found
+    return paths
 
 
 def _suggestion(folder: Path) -> str:

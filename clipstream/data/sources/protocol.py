@@ -1,30 +1,9 @@
 """The protocols of a source type and of an open shard.
 
-A source type is named by `data.sources.NAME.type`: a built-in one of `registry.TYPES`, or your own `module:Name`. Its
-class is called with the source's settings and a `SourceContext`, lists its shards in the main process, and opens them
-in the workers, which are forked: open files, connections and the like in `open`, not before.
-
-    class Lines(SourceType):
-        '''A text file of 'PATH<TAB>CAPTION' lines: the file is a shard, a line is a sample.'''
-
-        def __init__(self, settings, context):
-            pass
-
-        def list_shards(self, spec):
-            return [spec]
-
-        def open(self, shard):
-            return OpenLines(shard)
-
-
-    class OpenLines(OpenShard):
-        def __init__(self, path):
-            self.lines = open(path).read().splitlines()
-            self.index = ShardIndex([SampleRef(str(number)) for number in range(len(self.lines))])
-
-        def load(self, ref, suffixes=None):
-            path, caption = self.lines[int(ref.key)].split("\\t")
-            return {"jpg": open(path, "rb").read(), "txt": caption.encode()}
+A source type is named by `data.sources.NAME.type`: a built-in one of `registry.TYPES`, or your own `module:Name`
+(README, "Parts of your own", has an example). Its class is called with the source's settings and a `SourceContext`,
+lists its shards in the main process, and opens them in the workers, which are forked: open files, connections and the
+like in `open`, not before.
 """
 
 from __future__ import annotations
@@ -41,11 +20,7 @@ from clipstream.data.transport.shard_cache import ShardCache
 
 
 class OpenShard(Protocol):
-    """An open shard.
-
-    Attributes:
-        index: its samples in order; keys are unique in the shard.
-    """
+    """An open shard, with its samples in order in `index`; keys are unique in the shard."""
 
     index: ShardIndex
 
@@ -68,33 +43,20 @@ class OpenShard(Protocol):
 
 @dataclass(frozen=True)
 class SourceContext:
-    """What a source type may use besides its settings.
+    """What a source type may use besides its settings."""
 
-    Attributes:
-        store: downloads shards; None where shards are only listed.
-        cache: folder for files kept between runs; None for the default one.
-        key: dotted key of the source in the settings, for messages.
-    """
-
-    store: ShardCache | None = None
-    cache: str | None = None
-    key: str = "data.sources"
+    store: ShardCache | None = None  # downloads shards; None where shards are only listed
+    cache: str | None = None  # folder for files kept between runs; None for the default one
+    key: str = "data.sources"  # dotted key of the source in the settings, for messages
 
 
 class SourceType(Protocol):
-    """The shards of one type.
+    """The shards of one type."""
 
-    Attributes:
-        tars: whether shards are tar files, which may have a side index.
-        staged: whether a copy of a shard can be used in its place.
-        writes: whether listing writes the shards, if they do not exist.
-        cheap: whether `open` neither transfers nor scans a file.
-    """
-
-    tars: bool = False
-    staged: bool = False
-    writes: bool = False
-    cheap: bool = False
+    tars: bool = False  # shards are tar files, which may have a side index
+    staged: bool = False  # a copy of a shard can be used in its place
+    writes: bool = False  # listing writes the shards, if they do not exist
+    cheap: bool = False  # `open` neither transfers nor scans a file
 
     def __init__(self, settings: SourceSettings, context: SourceContext) -> None:
         """Take the settings; `settings.shards` holds the entries of this type alone."""
@@ -125,7 +87,7 @@ class SourceType(Protocol):
     def total_samples(self, shards: Sequence[str]) -> int | None:
         """Samples of these shards together; None if that takes opening them."""
         counts = [self.num_samples(shard) for shard in shards]
-        return None if None in counts else sum(count for count in counts if count is not None)
+        return None if None in counts else sum(count or 0 for count in counts)
 
     def title(self, shard: str) -> str:
         """The shard's name in messages and sample keys, without credentials."""

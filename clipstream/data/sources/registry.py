@@ -41,11 +41,7 @@ TABLE_FORMATS = {
 
 @cache
 def source_type(name: str) -> type[SourceType]:
-    """The class of a built-in type or of a `module:Name`.
-
-    Raises:
-        SettingsError: it cannot be imported, or is not a source type.
-    """
+    """The class of a built-in type or of a `module:Name`. Raises SettingsError if it is none."""
     try:
         found = load_plugin(TYPES.get(name, name))
     except ValueError as error:
@@ -96,10 +92,9 @@ def entries(spec: str | list[str], type: str = AUTO) -> Iterator[tuple[str, str]
 def typed_shards(
     spec: str | list[str], type: str = AUTO, *, write: bool = True
 ) -> Iterator[tuple[str, type[SourceType]]]:
-    """The shards that `spec` names, each with its type. Raises as `entries`.
+    """The shards that `spec` names, each with its type; a table, and an item for a `module:Name`, is one name.
 
-    Tables are not read: a table, and an item for a `module:Name`, is one name. Without `write`, entries whose listing
-    writes files are left out.
+    Without `write`, entries whose listing writes files are left out. Raises as `entries`.
     """
     for name, entry in entries(spec, type):
         cls = source_type(name)
@@ -119,7 +114,6 @@ class Source:
     """The shards of a source.
 
     Args:
-        settings: of the source.
         store: downloads shards; None if shards are only listed.
         cache: folder for the Arrow files of tables; in clipstream's cache folder unless given.
         place: dotted key of the source in the settings, for messages.
@@ -159,7 +153,7 @@ class Source:
             self.types.update(dict.fromkeys(shards, made[name]))
         self._parts = [(kind, [name for name in self.names if self.types[name] is kind]) for kind in made.values()]
         totals = [self._call(kind.total_samples, names) for kind, names in self._parts]
-        self.samples = None if None in totals else sum(total for total in totals if total is not None)
+        self.samples = None if None in totals else sum(total or 0 for total in totals)
         self.counts: list[int] | None = None
         self.empty: dict[int, str] = {}
 

@@ -83,7 +83,6 @@ class TableSource(SourceType):
         return len(self._blocks[shard][1])
 
     def title(self, shard: str) -> str:
-        """The table."""
         return redact(self._blocks[shard][0])
 
     def _read(self, url: str) -> int:
@@ -163,7 +162,6 @@ def to_arrow(table: Path, url: str, target: Path, *, separator: str | None = Non
     Args:
         table: the local file.
         url: its name, whose suffix gives the format.
-        target: the Arrow file.
         separator: between a CSV's fields; None for the most frequent one of SEPARATORS in its header.
         quoting: whether quotes around a CSV's fields are syntax.
 
@@ -389,8 +387,7 @@ class RowShard(OpenShard):
         """The columns of a row by name; `json` is the whole row.
 
         Raises:
-            Dropped: `row_fields`, `row_invalid`, `json_invalid`, `json_not_object`, or `missing_picture` for a file
-                that cannot be read.
+            Dropped: `row_fields`, `row_invalid`, `json_invalid`, `json_not_object`, `missing_picture`.
         """
         number = int(ref.key)
         batch, row = self._reader.get_batch(number // ROWS), number % ROWS
@@ -440,20 +437,17 @@ class RowShard(OpenShard):
                 continue
             if isinstance(value, bytes) and FAULT not in self._names:
                 return {name: value}
-            return {name: self._file(os.fsdecode(value) if isinstance(value, (bytes, str)) else str(value))}
+            url = ShardURL(os.fsdecode(value) if isinstance(value, (bytes, str)) else str(value))
+            if url.path is None:
+                raise Dropped(MISSING, f"{url}: a manifest's pictures are files; bring them here first (img2dataset)")
+            where = os.path.join(self._folder, os.path.expanduser(url.path))
+            try:
+                with open(where, "rb") as file:
+                    return {name: file.read()}
+            except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+                shown = where.encode(errors="backslashreplace").decode()  # a name that is no UTF-8
+                raise Dropped(MISSING, f"{shown}: {getattr(error, 'strerror', None) or error}") from error
         return {}
-
-    def _file(self, path: str) -> bytes:
-        url = ShardURL(path)
-        if url.path is None:
-            raise Dropped(MISSING, f"{url}: a manifest's pictures are files; bring them here first (img2dataset)")
-        where = os.path.join(self._folder, os.path.expanduser(url.path))
-        try:
-            with open(where, "rb") as file:
-                return file.read()
-        except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-            shown = where.encode(errors="backslashreplace").decode()  # a name that is no UTF-8
-            raise Dropped(MISSING, f"{shown}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _object(raw: bytes | None) -> dict[str, object]:

@@ -153,15 +153,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Scene:
-    """The content of an image.
+    """The content of an image."""
 
-    Attributes:
-        groups: one or two.
-        where: 'left' or 'above', the first group relative to the second; one of PLACES for a single object; else ''.
-    """
-
-    groups: tuple[Group, ...]
-    where: str
+    groups: tuple[Group, ...]  # one or two
+    where: str  # 'left' or 'above': the first group relative to the second; one of PLACES for a single object; else ''
 
 
 @cache

@@ -35,23 +35,14 @@ MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 
 @dataclass
 class Guard:
-    """A Monitor that also ends a transfer that cannot become a shard: no tar, too large, or a full disk.
+    """A Monitor that also ends a transfer that cannot become a shard: no tar, too large, or a full disk."""
 
-    Attributes:
-        monitor: is called as well.
-        url: the source, for messages.
-        part: the file being written.
-        most: bytes that may arrive.
-        tar: whether the content has to be a tar, which may be compressed.
-        before: bytes received before this transfer, which `monitor` counts too.
-    """
-
-    monitor: Monitor
-    url: ShardURL
-    part: Path
-    most: int
-    tar: bool
-    before: int = 0
+    monitor: Monitor  # is called as well
+    url: ShardURL  # for messages
+    part: Path  # the file being written
+    most: int  # bytes that may arrive
+    tar: bool  # whether the content has to be a tar, which may be compressed
+    before: int = 0  # bytes received before this transfer, which `monitor` counts too
 
     def expect(self, size: int) -> None:
         """See Monitor. Raises ShardError."""
@@ -88,23 +79,14 @@ class Guard:
 
 @dataclass
 class Fetcher:
-    """Downloads shards, or copies local ones. Picklable.
+    """Downloads shards, or copies local ones. Picklable."""
 
-    Remembers hosts that never answered, which are not waited for again.
-
-    Attributes:
-        timeout: seconds without a new byte after which a transfer fails.
-        retries: further attempts of a failed transfer by HTTP or from an object store, which resume if possible.
-        backoff: seconds before the first retry; doubled each time.
-        most: maximum bytes of a shard, compressed or not.
-    """
-
-    timeout: float = 60.0
-    retries: int = 3
-    backoff: float = 0.5
-    most: int = MOST
-    _answered: set[str] = field(default_factory=set)
-    _silent: set[str] = field(default_factory=set)
+    timeout: float = 60.0  # seconds without a new byte after which a transfer fails
+    retries: int = 3  # of a failed transfer by HTTP or from an object store, which resume if possible
+    backoff: float = 0.5  # seconds before the first retry; doubled each time
+    most: int = MOST  # bytes of a shard, compressed or not
+    _answered: set[str] = field(default_factory=set)  # hosts
+    _silent: set[str] = field(default_factory=set)  # hosts that never answered, which are not waited for again
 
     def info(self, url: ShardURL) -> FileInfo:
         """As `file_info`, but empty if the host does not answer; a host that never did is asked once."""
@@ -199,14 +181,7 @@ def file_info(url: ShardURL, timeout: float) -> FileInfo:
 
 
 def packing(file: Path | bytes) -> str | None:
-    """'gzip', 'zstd', or None for other files.
-
-    Args:
-        file: a path, or the first bytes of a file.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """'gzip', 'zstd', or None for other files, by the path or the first bytes. Raises OSError."""
     if isinstance(file, Path):
         with open(file, "rb") as opened:
             file = opened.read(4)

@@ -1,7 +1,8 @@
 """Download over HTTP(S), with resume after an interruption.
 
-This uses urllib.request. httpx (h11) refuses the malformed Content-Length headers that some servers send, and urllib3
-reads no proxies from the environment; neither resumes a body that broke off, so the loop over attempts would remain.
+This uses urllib.request. httpx (h11) refuses the malformed Content-Length headers that some servers send. urllib3, tried
+in its place, passes most tests and saves a tenth of this module, as neither resumes a body that broke off; but it reads
+no proxies from the environment, hides the address of a redirect that it cannot follow, and no dependency brings it.
 """
 
 from __future__ import annotations

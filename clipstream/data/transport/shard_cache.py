@@ -141,7 +141,6 @@ class ShardCache:
         """The whole shard as a local uncompressed file; for a local tar, its own path.
 
         Args:
-            name: path, URL or command of the shard.
             tar: whether the content has to be a tar, so that a download of anything else ends at once.
 
         Raises:
@@ -380,10 +379,7 @@ class ShardCache:
 
 
 def _temporary_folder() -> tuple[Path, int]:
-    """A temporary folder, and the descriptor whose lock is held as long as a process of this run lives.
-
-    Removes the folders of dead runs.
-    """
+    """A temporary folder, and the descriptor whose lock is held while a process of this run lives; removes dead runs'."""
     for other in Path(tempfile.gettempdir()).glob("clipstream-*/owner.lock"):
         with contextlib.suppress(OSError):
             lock = os.open(other, os.O_RDWR)
