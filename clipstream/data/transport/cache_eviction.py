@@ -136,7 +136,7 @@ def is_whole(target: Path) -> bool:
         if stat.st_size != sealed["size"]:
             return False
         age = time.time() - record.stat().st_mtime
-        if stat.st_mtime_ns == sealed.get("written") and 0 <= age < min(FRESH, time.monotonic()):  # s since boot
+        if stat.st_mtime_ns == sealed["written"] and 0 <= age < min(FRESH, time.monotonic()):  # s since boot
             return True
         if crc_of(target) != (sealed["size"], sealed["crc32"]):
             return False

@@ -1,8 +1,8 @@
 """Download over HTTP(S), with resume after an interruption.
 
-This uses urllib.request. httpx (h11) refuses the malformed Content-Length headers that some servers send. urllib3, tried
-in its place, passes most tests and saves a tenth of this module, as neither resumes a body that broke off; but it reads
-no proxies from the environment, hides the address of a redirect that it cannot follow, and no dependency brings it.
+This uses urllib.request. httpx (h11) refuses the malformed Content-Length headers that some servers send. urllib3 was
+tried: it saves a tenth of this module, as it does not resume a body that broke off either, but it reads no proxies from
+the environment, hides the target of a redirect that it cannot follow, and would be one more dependency.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def fetch_http(url: ShardURL, part: Path, *, timeout: float, retries: int, backo
     """
     with open(part, "wb") as file:
         download = _Download(url, file, timeout, monitor)
-        retry(download.attempt, download.failure, retries=retries, backoff=backoff)
+        retry(download.attempt, download.failure, retries, backoff)
 
 
 def http_info(url: ShardURL, timeout: float) -> FileInfo:

@@ -59,7 +59,7 @@ def fetch(url: ShardURL, part: Path, *, retries: int, backoff: float, monitor: M
             installed.
     """
     download = _Download(url, part, monitor)
-    retry(download.attempt, download.failure, retries=retries, backoff=backoff)
+    retry(download.attempt, download.failure, retries, backoff)
 
 
 def object_info(url: ShardURL) -> FileInfo:

@@ -25,17 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clipstream.data.shard_url import ShardURL, redact
-from clipstream.data.transport.cache_eviction import (
-    CacheQuota,
-    beside,
-    discard,
-    is_whole,
-    remove_unused,
-    seal,
-    stamp,
-    total_size,
-    unlock,
-)
+from clipstream.data.transport import cache_eviction
+from clipstream.data.transport.cache_eviction import CacheQuota, beside, remove_unused, stamp, total_size, unlock
 from clipstream.data.transport.downloader import Fetcher, packing
 from clipstream.data.transport.transfer import Monitor, ShardError, disk_error, unreadable
 from clipstream.errors import SettingsError
@@ -280,7 +271,7 @@ class ShardCache:
         """Whether the file is there and intact; one kept from another run may be damaged."""
         if self.temporary or target in self._checked:
             return target.exists()
-        if is_whole(target):
+        if cache_eviction.is_whole(target):
             self._checked.add(target)
             return True
         return False
@@ -336,7 +327,7 @@ class ShardCache:
             if failed.stat().st_mtime >= asked:
                 raise ShardError(*json.loads(failed.read_text()))
         if alone:  # remove a damaged entry, and the parts of killed processes
-            discard(target)
+            cache_eviction.discard(target)
             for left in self.folder.glob(f"{target.name}.*.part"):
                 left.unlink(missing_ok=True)
         # tempfile would make the file readable by its owner only; the umask decides who may read the cache.
@@ -345,7 +336,7 @@ class ShardCache:
         try:
             fill(part, _Reservation(self, target))
             if not self.temporary:
-                seal(part, target)
+                cache_eviction.seal(part, target)
             part.replace(target)
             if not self.temporary:
                 self._checked.add(target)
@@ -379,7 +370,7 @@ class ShardCache:
 
 
 def _temporary_folder() -> tuple[Path, int]:
-    """A temporary folder, and the descriptor whose lock is held while a process of this run lives; removes dead runs'."""
+    """A temporary folder, and the descriptor whose lock is held while this run lives. Removes dead runs'."""
     for other in Path(tempfile.gettempdir()).glob("clipstream-*/owner.lock"):
         with contextlib.suppress(OSError):
             lock = os.open(other, os.O_RDWR)

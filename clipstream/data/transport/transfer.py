@@ -73,18 +73,13 @@ def pause(attempt: int, backoff: float) -> None:
 
 
 def retry(
-    attempt: Callable[[], None],
-    failure: Callable[[Exception], tuple[Exception, bool]],
-    *,
-    retries: int,
-    backoff: float,
+    attempt: Callable[[], None], failure: Callable[[Exception], tuple[Exception, bool]], retries: int, backoff: float
 ) -> None:
-    """Call `attempt` until it succeeds.
+    """Call `attempt` until it succeeds, up to `retries` times more.
 
     Args:
         failure: the error to raise for one of `attempt`, and whether another attempt may succeed.
-        retries: further attempts.
-        backoff: approximate seconds before the first of them, doubled for each one.
+        backoff: approximate seconds before the first retry, doubled for each one.
     """
     for number in range(retries + 1):
         try:

@@ -115,7 +115,7 @@ def test_a_type_of_ones_own_lists_and_opens_its_shards() -> None:
 
 
 def test_a_type_that_cannot_be_used_is_named() -> None:
-    with pytest.raises(SettingsError, match=r"KeyError.*no list.*test_source_types\.py"):
+    with pytest.raises(SettingsError, match=r"KeyError.*no list.*test_registry\.py"):
         Source(settings("NotListed"), None)
     with pytest.raises(SettingsError, match=r"derive it from .*SourceType"):
         Source(settings("OpenLetters"), None)
@@ -143,7 +143,7 @@ def test_errors_of_a_type_of_ones_own_are_counted(workers: int) -> None:
     health = read("NotLoaded")
     assert set(health.dropped) == {"source_error", "own_reason"}
     (fault,) = read("NotOpened").faults.items()
-    assert fault[0] == "x0" and "source_error: KeyError('no shard') at test_source_types.py" in fault[1]
+    assert fault[0] == "x0" and "source_error: KeyError('no shard') at test_registry.py" in fault[1]
 
 
 def test_the_run_s_settings_keep_the_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

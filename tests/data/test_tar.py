@@ -16,7 +16,7 @@ from clipstream.data.tar import SampleRef, SampleTable, Shard, ShardIndex, scan
 from clipstream.errors import Dropped
 from tests.support.tars import tar_bytes, write_tar
 
-REAL = sorted(Path(__file__).parents[4].glob("shared/data/*/*.tar"))
+REAL = sorted(Path(__file__).parents[3].glob("shared/data/*/*.tar"))
 SAMPLES = [{"__key__": f"{i:04d}", "jpg": bytes([i]) * (300 * i + 1), "txt": f"caption {i}"} for i in range(5)]
 LONG = "a folder/" * 20
 
