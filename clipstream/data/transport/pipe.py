@@ -11,8 +11,8 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 from clipstream.data.shard_url import redact
 from clipstream.data.transport.transfer import Monitor, ShardError, TransferEnded
@@ -65,8 +65,8 @@ class _Start:
     locked, or becomes another one.
     """
 
-    def __init__(self, shell: list[str], out: IO[bytes], errors: IO[bytes]) -> None:
-        self._shell, self._out, self._errors = shell, out, errors
+    def __init__(self, popen: Callable[[], subprocess.Popen[bytes]]) -> None:
+        self._popen = popen
         self._claim = threading.Lock()  # taken by the thread when it runs, or by the waiting one when it cancels
         self._outcome: subprocess.Popen[bytes] | BaseException | None = None
 
@@ -78,13 +78,7 @@ class _Start:
             with _starting:
                 if _is_over:
                     raise TransferEnded
-                process = subprocess.Popen(
-                    self._shell,
-                    stdin=subprocess.DEVNULL,
-                    stdout=self._out,
-                    stderr=self._errors,
-                    start_new_session=True,
-                )
+                process = self._popen()
                 _running[process.pid] = waiting
             self._outcome = process
         except BaseException as error:
@@ -102,13 +96,6 @@ class _Start:
             raise self._outcome
         return self._outcome
 
-    def process(self) -> subprocess.Popen[bytes] | None:
-        """The running command; None if it could not be started."""
-        try:
-            return self.result()
-        except Exception:  # raised by result() before; a signal handler's exception is no Exception
-            return None
-
 
 def run_pipe(command: str, part: Path, *, timeout: float, monitor: Monitor) -> None:
     """Write the output of a shell command to `part`; every part of the pipeline must exit with status 0.
@@ -123,14 +110,19 @@ def run_pipe(command: str, part: Path, *, timeout: float, monitor: Monitor) -> N
     shell = [bash, "-o", "pipefail", "-c", command] if bash else ["sh", "-c", command]
     shown = redact(f"pipe:{command}")
     with open(part, "wb") as out, tempfile.TemporaryFile() as errors:
-        start = _Start(shell, out, errors)
+        start = _Start(
+            lambda: subprocess.Popen(shell, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, start_new_session=True)
+        )
         try:
             _thread.start_new_thread(start.run, (threading.get_ident(),))
             silent = not _wait_while_growing(start.result().pid, out.fileno(), timeout, monitor)
         finally:
-            if not start.cancel() and (process := start.process()) is not None:
-                _kill(process.pid)  # before the shell is reaped, so that its process group cannot be another's
-                ended, status = _running.pop(process.pid) is None, process.wait()
+            # An Exception of result() was raised above, too; a signal handler's exception is none.
+            with contextlib.suppress(Exception):
+                if not start.cancel():
+                    process = start.result()
+                    _kill(process.pid)  # before the shell is reaped, so that its process group cannot be another's
+                    ended, status = _running.pop(process.pid) is None, process.wait()
         if ended:
             raise TransferEnded
         size = os.fstat(out.fileno()).st_size
