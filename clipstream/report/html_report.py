@@ -42,10 +42,16 @@ COLOURS = 8
 
 
 class Report(Sink):
-    """FOLDER/report.html, written after evaluations and at the end. A failure is a warning and never ends a run."""
+    """The report of a run, written after evaluations and at the end. A failure is a warning and never ends a run.
 
-    def __init__(self, folder: str | Path) -> None:
+    Args:
+        folder: of the run.
+        into: folder of report.html; that of the run unless given.
+    """
+
+    def __init__(self, folder: str | Path, into: Path | None = None) -> None:
         self.folder = Path(folder)
+        self.path = (into or self.folder) / REPORT_FILE
         self._made = float("-inf")
 
     def write(self, record: Record) -> None:
@@ -55,9 +61,9 @@ class Report(Sink):
 
     def close(self) -> None:
         try:
-            write_report(self.folder, self.folder / REPORT_FILE)
+            write_report(self.folder, self.path)
         except Exception as error:
-            logger.warning(f"{self.folder / REPORT_FILE} could not be written: {error}")
+            logger.warning(f"{self.path} could not be written: {error}")
         self._made = time.monotonic()
 
 

@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -35,7 +35,7 @@ from clipstream.errors import ClipstreamError, SettingsError, Stopped
 from clipstream.evals.settings import Weights, eval_name
 from clipstream.models.pretrained import preflight
 from clipstream.report.eval_results import FIGURES_FILE, TABLE_FILE, WATCH_FOLDER, add, traced
-from clipstream.report.html_report import REPORT_FILE, write_report
+from clipstream.report.html_report import Report
 from clipstream.report.outputs import SinkGroup, build_sinks
 from clipstream.report.sinks import METRICS_FILE, PictureFiles, Record, RunInfo, lines
 from clipstream.report.terminal import evaluation_line
@@ -45,7 +45,6 @@ from clipstream.utils import atomic_write
 from clipstream.utils.logs import announce, logger
 
 if TYPE_CHECKING:
-    from clipstream.evals.context import Example, Table
     from clipstream.evals.runner import Failure
 
 
@@ -86,9 +85,8 @@ def follow(argv: Sequence[str]) -> int:
         if every is not None:
             return print_config(settings, "evaluate", every)
         if not settings.evals:
-            raise SettingsError(
-                "nothing to evaluate on: give --val-data SHARDS, --suite FILE, or --config with a section evals"
-            )
+            ways = "--val-data SHARDS, --suite FILE, or --config with a section evals"
+            raise SettingsError(f"nothing to evaluate on: give {ways}")
         validate_evals(settings, shown=True)
         fits = load(["--config", config]).tokenizer == settings.tokenizer
         from clipstream.distributed.launch import run_ranks
@@ -98,8 +96,11 @@ def follow(argv: Sequence[str]) -> int:
             busy = f"{run.folder} is being followed by {{}}: one follower is enough"
             lock = locked(run.folder / WATCH_FOLDER, "--watch: the folder", busy.format)
             try:
-                with lock if world.is_main else nullcontext(), _Files(run.folder, settings, world) as files:
-                    _Watcher(run, settings, fits, world, files).loop(signals, idle)
+                with (
+                    lock if world.is_main else nullcontext(),
+                    closing(_Watcher(run, settings, fits, world)) as watcher,
+                ):
+                    watcher.loop(signals, idle)
             except OSError as error:
                 if not atomic_write.is_full(error):
                     raise
@@ -109,14 +110,27 @@ def follow(argv: Sequence[str]) -> int:
         return run_ranks(settings.run, body)
 
 
-class _Watcher:
-    """The loop on all ranks: rank 0 selects checkpoints, and all ranks evaluate them."""
+class _Watcher(SinkGroup):
+    """The loop on all ranks: rank 0 selects checkpoints, all ranks evaluate them, and rank 0 writes RUN/watch."""
 
-    def __init__(self, run: WatchedRun, settings: Settings, fits: bool, world: World, files: _Files) -> None:
-        self.run, self.settings, self.fits, self.world, self.files = run, settings, fits, world, files
+    def __init__(self, run: WatchedRun, settings: Settings, fits: bool, world: World) -> None:
+        super().__init__({}, settings.log.sinks)
+        self.run, self.settings, self.fits, self.world = run, settings, fits, world
+        self.folder = run.folder / WATCH_FOLDER
         self.failures: list[Failure] = []
+        # on rank 0: (weights, step, evaluation) -> its metrics, or its error
+        self._done: dict[tuple[str, int, str], Record] = {}
         self._skipped: set[Found] = set()
         self._expected: list[Found] = []  # the checkpoints at the last poll
+        if not world.is_main:
+            return
+        there = self.folder / FIGURES_FILE
+        for _, record in lines(there) if there.is_file() else ():
+            self._note(record)
+        # TensorBoard hides events of later steps than `resume_step`.
+        info = RunInfo(self.folder, 0, max((step for _, step, _ in self._done), default=None), world.size)
+        sinks = {name: one for name, one in settings.log.all_sinks.items() if name not in ("metrics", "terminal")}
+        self.sinks = {**build_sinks(sinks, info), "pictures": PictureFiles(self.folder)}
 
     def loop(self, signals: StopSignals, idle: float) -> None:
         """Return when the run has ended and everything is evaluated.
@@ -137,7 +151,7 @@ class _Watcher:
             else:
                 time.sleep(POLL)
         if self.world.is_main:
-            announce(f"the run has ended, and all of its checkpoints are evaluated: {self.files.folder}")
+            announce(f"the run has ended, and all of its checkpoints are evaluated: {self.folder}")
         for failure in self.failures:  # at the end, so that it is not lost among figures
             raise failure.kind(failure.message)
 
@@ -157,7 +171,7 @@ class _Watcher:
             (kind, name)
             for kind in get_args(Weights)
             for name, section in self.settings.evals.items()
-            if kind in section.kinds and (found.weights, found.step, eval_name(name, kind)) not in self.files.done
+            if kind in section.kinds and (found.weights, found.step, eval_name(name, kind)) not in self._done
         ]
 
     def _skip(self, found: Found, why: str) -> None:
@@ -197,13 +211,13 @@ class _Watcher:
                 runner = EvalRunner(
                     self.settings.evals,
                     context,
-                    self.files.write,
-                    self.files.show,
+                    self.write,
+                    self.show,
                     {kind: nullcontext},
-                    lambda record, made_with: self.files.trace(traced(record, made_with, about)),
+                    lambda record, made_with: self._trace(traced(record, made_with, about)),
                 )
                 keys = {name: (found.weights, found.step, eval_name(name, kind)) for name in self.settings.evals}
-                done = {name: self.files.done[key] for name, key in keys.items() if key in self.files.done}
+                done = {name: self._done[key] for name, key in keys.items() if key in self._done}
                 runner.took(found.step, kind, self.world.broadcast_object(done))
                 for _ in runner.each(found.step, last=True):
                     self._stop_on(signals)
@@ -212,45 +226,15 @@ class _Watcher:
         finally:
             if self.world.is_main:
                 self.run.release()
-        if self.world.is_main:
-            self.files.report()
+        if self.world.is_main and self.settings.log.report:
+            Report(self.run.folder, self.folder).close()
 
-    def _stop_on(self, signals: StopSignals) -> None:
-        """Stop on all ranks when one of them has received a signal. Collective."""
-        if by := next(filter(None, self.world.gather_objects(signals.received)), None):
-            raise Stopped(f"stopped by {by}; the same command goes on with what is not evaluated yet")
+    def write(self, record: Record) -> None:
+        """Print an evaluation, and pass it to the sinks."""
+        print(evaluation_line(record), flush=True)
+        super().write(record)
 
-
-class _Files:
-    """The files in RUN/watch, on rank 0. Context manager.
-
-    Attributes:
-        done: (weights, step, evaluation) -> its metrics, or its error.
-    """
-
-    def __init__(self, run: Path, settings: Settings, world: World) -> None:
-        self.run, self.folder, self.settings, self.world = run, run / WATCH_FOLDER, settings, world
-        self.done: dict[tuple[str, int, str], Record] = {}
-        self._sinks = SinkGroup({}, settings.log.sinks)
-
-    def __enter__(self) -> _Files:
-        if not self.world.is_main:
-            return self
-        there = self.folder / FIGURES_FILE
-        for _, record in lines(there) if there.is_file() else ():
-            self._note(record)
-        # TensorBoard hides events of later steps than `resume_step`.
-        last = max((step for _, step, _ in self.done), default=None)
-        sinks = self.settings.log.all_sinks
-        wanted = {name: sink for name, sink in sinks.items() if name not in ("metrics", "terminal")}
-        run = RunInfo(self.folder, 0, last, self.world.size)
-        self._sinks.sinks = {**build_sinks(wanted, run), "pictures": PictureFiles(self.folder)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._sinks.close()
-
-    def trace(self, evaluation: Record) -> None:
+    def _trace(self, evaluation: Record) -> None:
         for name in (FIGURES_FILE, TABLE_FILE):
             add(self.folder / name, evaluation)
         self._note(evaluation)
@@ -258,24 +242,12 @@ class _Files:
     def _note(self, evaluation: Record) -> None:
         metrics = {name: evaluation[name] for name in evaluation["metrics"]}
         error = {"error": evaluation["error"]} if "error" in evaluation else {}
-        self.done[evaluation["file"], evaluation["step"], evaluation["eval"]] = {**metrics, **error}
+        self._done[evaluation["file"], evaluation["step"], evaluation["eval"]] = {**metrics, **error}
 
-    def write(self, record: Record) -> None:
-        """Print an evaluation, and pass it to the sinks."""
-        print(evaluation_line(record), flush=True)
-        self._sinks.write(record)
-
-    def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table]) -> None:
-        self._sinks.show(step, name, examples, tables)
-
-    def report(self) -> None:
-        """Write the report of the run with its evaluations here."""
-        if not self.settings.log.report:
-            return
-        try:
-            write_report(self.run, self.folder / REPORT_FILE)
-        except Exception as error:
-            logger.warning(f"{self.folder / REPORT_FILE} could not be written: {error}")
+    def _stop_on(self, signals: StopSignals) -> None:
+        """Stop on all ranks when one of them has received a signal. Collective."""
+        if by := next(filter(None, self.world.gather_objects(signals.received)), None):
+            raise Stopped(f"stopped by {by}; the same command goes on with what is not evaluated yet")
 
 
 def _wait_for_a_checkpoint(run: WatchedRun, signals: StopSignals, idle: float) -> None:
