@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping
-from typing import Any
 
 from clipstream.config.plugins import is_plugin, load_function
 from clipstream.report.sinks import Record, Sink
@@ -53,16 +51,9 @@ class DataStallWarning(Sink):
             return
         self._lines += 1
         self._streak += waited
-        if self._lines >= PATIENCE and self._streak >= MOMENT and not self._warned:
-            self._warned = True
-            self._warn(record)
-
-    def close(self) -> None:
-        """Report the cost, if training still waits."""
-        if self._warned:
-            logger.info(f"training waited for data to the end; {self._cost()}")
-
-    def _warn(self, record: Mapping[str, Any]) -> None:
+        if self._lines < PATIENCE or self._streak < MOMENT or self._warned:
+            return
+        self._warned = True
         # Not record["bottleneck"]: below its own threshold for waiting, that is 'training'.
         stage = next(stage for stage in record["stages"] if stage in _ADVICE)
         took = record["stages"][stage]
@@ -72,15 +63,21 @@ class DataStallWarning(Sink):
             f"workers' time goes into {stage!r}, {times}; {self._cost()}. {_ADVICE[stage]}"
         )
         logger.warning(text)
-        if self._hook is not None:
-            try:
-                if is_plugin(self._hook):
-                    load_function(self._hook)(text)
-                else:  # not waited for: a slow command must not delay training
-                    environment = {**os.environ, "CLIPSTREAM_ALERT": text}
-                    subprocess.Popen(self._hook, shell=True, env=environment, stdin=subprocess.DEVNULL)
-            except Exception as error:  # of the user's function
-                logger.warning(f"log.alert {self._hook!r} failed: {type(error).__name__}: {error}")
+        if self._hook is None:
+            return
+        try:
+            if is_plugin(self._hook):
+                load_function(self._hook)(text)
+            else:  # not waited for: a slow command must not delay training
+                environment = {**os.environ, "CLIPSTREAM_ALERT": text}
+                subprocess.Popen(self._hook, shell=True, env=environment, stdin=subprocess.DEVNULL)
+        except Exception as error:  # of the user's function
+            logger.warning(f"log.alert {self._hook!r} failed: {type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Report the cost, if training still waits."""
+        if self._warned:
+            logger.info(f"training waited for data to the end; {self._cost()}")
 
     def _cost(self) -> str:
         return f"{duration(self._lost * self._ranks)} of {self._ranks} rank{'s' * (self._ranks > 1)} lost so far"

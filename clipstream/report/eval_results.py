@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ TABLE = (
 )  # fmt: skip
 
 
-def traced(record: Record, about: Record, subject: Record) -> dict[str, Any]:
+def traced(record: Record, about: Record, subject: Record) -> Record:
     """An evaluation with its provenance.
 
     Args:
@@ -123,7 +123,7 @@ class FiguresFile:
             file.close()
 
 
-def _figures(one: Record) -> list[dict[str, Any]]:
+def _figures(one: Record) -> list[Record]:
     """A row per metric of a traced evaluation."""
     data, model, packages = one.get("data", []), one.get("model", {}), one.get("versions", {})
     rest = {
@@ -140,7 +140,7 @@ def _figures(one: Record) -> list[dict[str, Any]]:
     return [{**rest, "metric": name, "value": one[name]} for name in one.get("metrics", [])]
 
 
-def _row(values: Mapping[str, Any]) -> str:
+def _row(values: Record) -> str:
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerow([values.get(name) for name in TABLE])
     return out.getvalue()

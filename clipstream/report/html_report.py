@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -105,9 +104,30 @@ def write_evaluations(path: Path, name: str, records: Sequence[Record], pages: S
 
 def render(runs: Sequence[Run], *, trained: bool = True) -> str:
     """The page; `trained` says whether the runs trained, or were evaluated only."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     names = _distinct([run.name for run in runs])
     evaluations = _evaluations(runs, names)
-    curves, settings = _curves(runs, names), _settings(runs)
+    known = [*TITLES]
+    metrics = dict.fromkeys(
+        metric
+        for run in runs
+        for metric, points in run.curves.items()
+        if metric not in RARE or any(value for _, value in points)
+    )
+    curves = [
+        Chart(
+            TITLES.get(metric, metric.replace("_", " ")),
+            _series(names, [run.curves.get(metric, []) for run in runs]),
+            share=metric in SHARES,
+        )
+        for metric in sorted(metrics, key=lambda metric: known.index(metric) if metric in known else len(known))
+    ]
+    settings = []  # a row per key with its value in each run; those that differ come first
+    for key in dict.fromkeys(key for run in runs for key in run.settings):
+        values = [run.settings.get(key, "") for run in runs]
+        settings.append({"key": key, "values": values, "differs": len(set(values)) > 1})
+    settings.sort(key=lambda row: not row["differs"])
     pages = [(name, page) for name, run in zip(names, runs, strict=True) for page in run.pages]
     pages.sort(key=lambda named: named[1].name == "train")  # last
     headlines = []  # the main metrics of each evaluation, or else its first one
@@ -123,7 +143,9 @@ def render(runs: Sequence[Run], *, trained: bool = True) -> str:
         "settings": ("Settings", settings),
         "environment": ("Environment", any(run.starts for run in runs)),
     }
-    page: str = _template().render(
+    loader = PackageLoader("clipstream.report", "")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return environment.get_template(TEMPLATE).render(
         title=names[0] if len(runs) == 1 else f"{len(runs)} runs",
         version=__version__,
         runs=list(zip(names, runs, strict=True)),
@@ -142,34 +164,6 @@ def render(runs: Sequence[Run], *, trained: bool = True) -> str:
         milliseconds=milliseconds,
         early_stop_line=early_stop_line,
     )
-    return page
-
-
-@cache
-def _template() -> Any:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    loader = PackageLoader("clipstream.report", "")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    return environment.get_template(TEMPLATE)
-
-
-def _curves(runs: Sequence[Run], names: Sequence[str]) -> list[Chart]:
-    there = dict.fromkeys(
-        metric
-        for run in runs
-        for metric, points in run.curves.items()
-        if metric not in RARE or any(value for _, value in points)
-    )
-    metrics = [metric for metric in TITLES if metric in there] + [metric for metric in there if metric not in TITLES]
-    return [
-        Chart(
-            TITLES.get(metric, metric.replace("_", " ")),
-            _series(names, [run.curves.get(metric, []) for run in runs]),
-            share=metric in SHARES,
-        )
-        for metric in metrics
-    ]
 
 
 def _series(names: Sequence[str], points: Sequence[Points], marks: Sequence[str] = ()) -> tuple[Series, ...]:
@@ -183,13 +177,21 @@ def _series(names: Sequence[str], points: Sequence[Points], marks: Sequence[str]
 def _evaluations(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
     """For each evaluator: charts of its metrics, and a row per metric with a cell per run.
 
-    Metrics that may not be compared with those of the first run have a mark, which `others` explains.
+    Runs have the same mark if their metrics may be compared, those comparable with the first run none; `others`
+    explains the marks.
     """
     found = []
     for name in dict.fromkeys(name for run in runs for name in (*run.evaluations, *run.failed)):
         of_runs = [run.evaluations.get(name, {}) for run in runs]
         last = [{metric: points[-1][1] for metric, points in metrics.items()} for metrics in of_runs]
-        marks, others = _marks(name, runs, names)
+        having = [i for i, run in enumerate(runs) if name in run.evaluations]
+        grouped = dict(zip(having, groups([runs[i].made.get(name) for i in having]), strict=True))
+        marks = [f"≠{grouped[i][0]}" if i in grouped and grouped[i][0] else "" for i in range(len(runs))]
+        others = {}
+        for mark in dict.fromkeys(filter(None, marks)):
+            members = [i for i, other in enumerate(marks) if other == mark]
+            who = ", ".join(names[i] for i in members)
+            others[mark] = f"{who} with {names[having[0]]}: {grouped[members[0]][1]}"
         charts, rows = [], []
         for metric in dict.fromkeys(metric for metrics in last for metric in metrics):
             if metric.startswith("chance") or metric in COUNTS:
@@ -211,22 +213,6 @@ def _evaluations(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, An
         failed = [(of, *run.failed[name]) for of, run in zip(names, runs, strict=True) if name in run.failed]
         found.append({"name": name, "about": about, "failed": failed, "others": others, "rows": rows, "charts": charts})
     return found
-
-
-def _marks(name: str, runs: Sequence[Run], names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The mark of each run's metrics of an evaluation, and the explanation of each mark.
-
-    Runs have the same mark if their metrics may be compared; those comparable with the first run have none.
-    """
-    having = [i for i, run in enumerate(runs) if name in run.evaluations]
-    found = dict(zip(having, groups([runs[i].made.get(name) for i in having]), strict=True))
-    marks = [f"≠{found[i][0]}" if i in found and found[i][0] else "" for i in range(len(runs))]
-    others = {}
-    for mark in dict.fromkeys(filter(None, marks)):
-        members = [i for i, other in enumerate(marks) if other == mark]
-        who = ", ".join(names[i] for i in members)
-        others[mark] = f"{who} with {names[having[0]]}: {found[members[0]][1]}"
-    return marks, others
 
 
 def _about(metrics: dict[str, Points]) -> str:
@@ -256,15 +242,6 @@ def _cell(points: Points, share: bool, first: Points) -> dict[str, str]:
         "best": f"best {say(best)} at {short(best_step)}" if earlier else "",
         "more": told if math.isfinite(more) else "",
     }
-
-
-def _settings(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """A row per key with its value in each run; those that differ come first."""
-    rows = []
-    for key in dict.fromkeys(key for run in runs for key in run.settings):
-        values = [run.settings.get(key, "") for run in runs]
-        rows.append({"key": key, "values": values, "differs": len(set(values)) > 1})
-    return sorted(rows, key=lambda row: not row["differs"])
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
@@ -306,54 +283,39 @@ class Chart:
         if self.chance is not None:
             ys.append(self.chance)
         ticks = nice_ticks(min(ys), max(ys))
-        frame = _Frame(min(xs), max(xs), min(*ticks, *ys), max(*ticks, *ys))
+        x0, x1, y0, y1 = min(xs), max(xs), min(*ticks, *ys), max(*ticks, *ys)
+
+        def at(x: float, y: float) -> tuple[float, float]:
+            """The position of a value in the drawing."""
+            right = LEFT + (x - x0) / (x1 - x0 or 1) * (WIDTH - LEFT - RIGHT)
+            return right, HEIGHT - BOTTOM - (y - y0) / (y1 - y0 or 1) * (HEIGHT - TOP - BOTTOM)
+
         # The page's script turns positions back into values by the data attributes.
         inner = f"{LEFT} {WIDTH - RIGHT} {TOP} {HEIGHT - BOTTOM}"
-        spans = f'data-x0="{frame.x0}" data-x1="{frame.x1}" data-y0="{frame.y0}" data-y1="{frame.y1}"'
+        spans = f'data-x0="{x0}" data-x1="{x1}" data-y0="{y0}" data-y1="{y1}"'
         label = f'role="img" aria-label="{escape(self.title)}" data-share="{str(self.share).lower()}"'
         parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" {label} {spans} data-inner="{inner}">']
         for tick in ticks:
-            y = frame.y(tick)
+            y, shown = at(x0, tick)[1], f"{100 * tick:.3g}%" if self.share else short(tick)
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            parts.append(
-                f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{self.format(tick)}</text>'
-            )
-        for x, anchor in ((frame.x0, "start"), (frame.x1, "end")):
-            shown = f'{frame.x(x):.1f}" y="{HEIGHT - 6}" text-anchor="{anchor}">{short(x)}'
-            parts.append(f'<text class="tick" x="{shown}</text>')
+            parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{shown}</text>')
+        for x, anchor in ((x0, "start"), (x1, "end")):
+            place = f'x="{at(x, y0)[0]:.1f}" y="{HEIGHT - 6}" text-anchor="{anchor}"'
+            parts.append(f'<text class="tick" {place}>{short(x)}</text>')
         if self.chance is not None:
-            y = frame.y(self.chance)
+            y = at(x0, self.chance)[1]
             parts.append(f'<line class="chance" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         for series, points in zip(self.series, lines, strict=True):
             about = f'class="s{series.number % COLOURS}{" other" * series.other}" data-name="{escape(series.name)}"'
             for finite, run in itertools.groupby(points, key=lambda point: math.isfinite(point[1])):
                 if not finite:
                     continue
-                positions = [(frame.x(x), frame.y(y)) for x, y in run]
+                positions = [at(x, y) for x, y in run]
                 if len(positions) == 1:
                     parts.append(f'<circle {about} cx="{positions[0][0]:.1f}" cy="{positions[0][1]:.1f}" r="2"/>')
                 else:
                     parts.append(f'<polyline {about} points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in positions)}"/>')
         return "".join([*parts, "</svg>"])
-
-    def format(self, value: float) -> str:
-        return f"{100 * value:.3g}%" if self.share else short(value)
-
-
-@dataclass(frozen=True)
-class _Frame:
-    """Maps values to positions in the chart."""
-
-    x0: float
-    x1: float
-    y0: float
-    y1: float
-
-    def x(self, value: float) -> float:
-        return LEFT + (value - self.x0) / (self.x1 - self.x0 or 1) * (WIDTH - LEFT - RIGHT)
-
-    def y(self, value: float) -> float:
-        return HEIGHT - BOTTOM - (value - self.y0) / (self.y1 - self.y0 or 1) * (HEIGHT - TOP - BOTTOM)
 
 
 def nice_ticks(low: float, high: float, about: int = 4) -> list[float]:

@@ -208,7 +208,7 @@ class Ending:
         """Write that the process ends with an error. A failed start leaves the end of a finished run unchanged."""
         path = self.folder / METRICS_FILE
         try:
-            last: dict[str, Any] = {}
+            last: Record = {}
             for _, last in lines(path) if path.is_file() else ():  # noqa: B007, the last one is wanted
                 pass
             if self.step is None and last.get("end", {}).get("status") == "done":

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -14,7 +12,7 @@ from clipstream.checkpoint.run_lock import is_occupied
 from clipstream.data.shard_url import redact
 from clipstream.errors import SettingsError
 from clipstream.report.eval_results import FIGURES_FILE, WATCH_FOLDER, way_of
-from clipstream.report.sinks import METRICS_FILE, Page, PictureFiles, flat, lines
+from clipstream.report.sinks import METRICS_FILE, Page, PictureFiles, Record, flat, lines
 
 _NO_CURVE = ("step", "samples", "epoch")
 
@@ -28,20 +26,20 @@ class Run:
     name: str  # of the folder
     curves: dict[str, Points] = field(default_factory=dict)  # (step, value) by metric of the training lines
     evaluations: dict[str, dict[str, Points]] = field(default_factory=dict)  # (step, value) by evaluator and metric
-    health: dict[str, Any] = field(default_factory=dict)  # the newest counts of data health, by source
+    health: Record = field(default_factory=dict)  # the newest counts of data health, by source
     # time of the data stages in the last training line's steps
     stages: dict[str, dict[str, float]] = field(default_factory=dict)
     # one for each process that started or resumed the run: step, time, versions, …
-    starts: list[dict[str, Any]] = field(default_factory=list)
+    starts: list[Record] = field(default_factory=list)
     # of the last process: step, time, seconds, status, code, error, total_steps, early_stop (see `EarlyStop.why`);
     # empty if it has not ended, or was killed
-    end: dict[str, Any] = field(default_factory=dict)
+    end: Record = field(default_factory=dict)
     seconds: float = 0.0  # total time of the processes that recorded it
     running: bool = False  # whether a process holds the folder
-    made: dict[str, dict[str, Any]] = field(default_factory=dict)  # the newest traced record of each evaluation
+    made: dict[str, Record] = field(default_factory=dict)  # the newest traced record of each evaluation
     # step and error of evaluators whose newest evaluation failed
     failed: dict[str, tuple[float, str]] = field(default_factory=dict)
-    rollbacks: list[dict[str, Any]] = field(default_factory=list)  # step, to, skipped
+    rollbacks: list[Record] = field(default_factory=list)  # step, to, skipped
     settings: dict[str, str] = field(default_factory=dict)  # the resolved settings, by dotted key
     pages: list[Page] = field(default_factory=list)  # pictures
 
@@ -79,11 +77,13 @@ def read_run(folder: Path) -> Run:
             tree = yaml.safe_load(config.read_text(encoding="utf-8"))
         except (OSError, yaml.YAMLError):
             tree = {}
-        run.settings = {key: _shown(value) for key, value in flat(tree or {}, separator=".").items()}
+        for key, value in flat(tree or {}, separator=".").items():
+            plain = value is None or isinstance(value, bool)
+            run.settings[key] = str(value).lower() if plain else redact(str(value))
     return run
 
 
-def take(run: Run, record: Mapping[str, Any]) -> None:
+def take(run: Run, record: Record) -> None:
     """Add a record of metrics.jsonl."""
     step = record.get("step", 0)
     if "start" in record:
@@ -136,12 +136,6 @@ def _take_later_evaluations(run: Run, folder: Path) -> None:
         metrics = run.evaluations.setdefault(name, {})
         metrics[metric] = sorted({**by_step, **dict(metrics.get(metric, []))}.items())
     run.failed = {**failed, **run.failed}
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "none"
-    return str(value).lower() if isinstance(value, bool) else redact(str(value))
 
 
 def fewer(points: Points, most: int = 400) -> Points:

@@ -331,7 +331,7 @@ def json_line(record: Record) -> str:
     return json.dumps(_jsonable(record), allow_nan=False) + "\n"
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "", separator: str = "/") -> dict[str, Any]:
+def flat(tree: Record, prefix: str = "", separator: str = "/") -> Record:
     """Flatten nested mappings; keys are joined by the separator."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
@@ -346,7 +346,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *cells])
 
 
-def lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def lines(path: Path) -> Iterator[tuple[bytes, Record]]:
     """The complete lines with a JSON object, and these objects."""
     with path.open("rb") as file:
         for line in file:

@@ -14,7 +14,7 @@ import math
 import re
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -245,7 +245,7 @@ def nonfinite_line(record: Record) -> str:
     )
 
 
-def early_stop_line(stop: Mapping[str, Any]) -> str:
+def early_stop_line(stop: Record) -> str:
     """Why a run ended before its last step, as text."""
     since = "" if stop["best_step"] is None else f" since step {stop['best_step']:g} ({_number(stop['best'], '.4g')})"
     evaluations = f"{stop['evaluations']} evaluation{'s' * (stop['evaluations'] > 1)}"
@@ -273,7 +273,7 @@ def is_share(metric: str, value: Any) -> bool:
     return isinstance(value, float) and 0 <= value <= 1 and not metric.endswith(("loss", "rank"))
 
 
-def chance_of(record: Mapping[str, Any], metric: str) -> float | None:
+def chance_of(record: Record, metric: str) -> float | None:
     """The chance level of a metric: `chance_X` belongs to the metrics that end in X, `chance` to top1."""
     for name, value in record.items():
         if name.startswith("chance_") and metric.endswith(name.removeprefix("chance_")):
