@@ -9,7 +9,7 @@ import copy
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from clipstream.data.decode.captions import CaptionExtractor
 from clipstream.data.decode.images import PictureTransform
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.order.rng import SampleRNG
-from clipstream.data.sources.protocol import SourceContext, SourceType
+from clipstream.data.sources.protocol import OpenShard, ShardIndex, SourceContext, SourceType
 from clipstream.distributed.world import World
 from clipstream.errors import Dropped
 
@@ -70,10 +70,14 @@ def check_source(make: type[SourceType], settings: SourceSettings) -> None:
     """
     assert SourceType in make.__mro__, "derive it from clipstream.data.sources.protocol.SourceType"
     specs = [settings.shards] if isinstance(settings.shards, str) else settings.shards
-    lists = []
+    lists: list[list[str]] = []
     for _ in range(2):
         source = make(settings, SourceContext())
-        lists.append([shard for spec in specs for shard in source.list_shards(spec)])
+        found = [source.list_shards(spec) for spec in specs]
+        assert not any(isinstance(names, str | Set | None) for names in found), (
+            f"list_shards({specs[0]!r}) gave {type(found[0]).__name__}: return a list of the shards' names"
+        )
+        lists.append([shard for names in found for shard in names])
     shards = lists[0]
     assert shards, "it lists no shard"
     assert all(isinstance(shard, str) for shard in shards), f"a name of a shard is not a str: {shards[:3]!r}"
@@ -82,6 +86,10 @@ def check_source(make: type[SourceType], settings: SourceSettings) -> None:
     assert isinstance(source.describe(shards), str), "describe must return a str"
     for shard in shards[:3]:
         first, again = source.open(shard), source.open(shard)
+        assert OpenShard in type(first).__mro__, (
+            f"open({shard!r}) gave {type(first).__name__}: derive it from clipstream.data.sources.protocol.OpenShard"
+        )
+        assert isinstance(getattr(first, "index", None), ShardIndex), f"open({shard!r}).index is no ShardIndex"
         keys = [ref.key for ref in first.index.samples]
         assert keys, f"{shard} has no sample"
         assert all(isinstance(key, str) for key in keys), f"{shard}: a key is not a str: {keys[:3]!r}"
@@ -95,8 +103,8 @@ def check_source(make: type[SourceType], settings: SourceSettings) -> None:
             assert members and all(
                 isinstance(name, str) and isinstance(data, bytes) for name, data in members.items()
             ), f"{shard}: {ref.key}: load gave {members!r:.200}: return members as bytes by suffix"
-            upper = [name for name in members if name != name.lower()]
-            assert not upper, f"{shard}: {ref.key}: write the suffix {upper[:1]} in lower case"
+            odd = [name for name in members if name != name.lower() or name.startswith(".")]
+            assert not odd, f"{shard}: {ref.key}: write the suffix {odd[0]!r} in lower case and without a dot before it"
             assert again.load(ref) == members, f"{shard}: {ref.key}: load gave other members the second time"
             for name, data in members.items():
                 assert first.load(ref, (name,)).get(name) == data, (

@@ -16,6 +16,7 @@ from clipstream.utils.escape import printable_lines
 from clipstream.utils.logs import logger
 
 _OURS = os.path.dirname(os.path.dirname(__file__))
+_PYTHON = os.path.dirname(os.__file__)
 _printed = mmap.mmap(-1, 1)  # shared with forked workers: whether a traceback was printed
 
 
@@ -32,8 +33,18 @@ def raised(part: str, error: BaseException) -> str:
     if isinstance(error, SyntaxError):  # it has no frame of its own
         return f"{type(error).__name__}: {error}"
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith(_OURS)]
-    return f"{error!r}" + (f" at {os.path.basename(theirs[-1].filename)}:{theirs[-1].lineno}" if theirs else "")
+    what = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else repr(error)
+    theirs = [frame for frame in frames if not _is_library(frame.filename)]
+    if not theirs:
+        return what
+    folder = os.path.dirname(theirs[0].filename)  # the last frames may be those of an installed package
+    last = [frame for frame in theirs if os.path.dirname(frame.filename) == folder][-1]
+    return f"{what} at {os.path.basename(last.filename)}:{last.lineno}"
+
+
+def _is_library(file: str) -> bool:
+    """Whether a file is clipstream's or Python's own; installed packages are not, as plug-ins may be in one."""
+    return file.startswith((_OURS, "<frozen ")) or (file.startswith(_PYTHON) and "site-packages" not in file)
 
 
 def is_plugin(text: str) -> bool:
@@ -58,7 +69,7 @@ def load_plugin(path: str) -> Any:
     except Exception as error:  # whatever the import of the module raises
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
         if absent and f"{module_name}.".startswith(f"{absent}."):
-            what = f"there is no module {absent!r}"
+            what = f"there is no module {absent!r} in the current folder, in PYTHONPATH, or installed"
         else:
             what = raised(f"the import of {module_name}", error)
         raise ValueError(f"cannot import {module_name!r} for {path!r}: {what}") from error

@@ -38,6 +38,12 @@ class Misuses:
         from clipstream.data.json_path import parse_path
 
         parse_path(None)
+
+class Opens:
+    def __init__(self, settings):
+        from pathlib import Path
+
+        Path("absent.txt").read_bytes()
 """
 
 
@@ -82,6 +88,8 @@ def test_a_class_that_cannot_be_made(part: str, capfd: pytest.CaptureFixture[str
     with pytest.raises(SettingsError, match=rf"^{part}.* at own_made\.py:15$"):  # not the package's own line
         PARTS[part]("own_made:Misuses")
     assert capfd.readouterr().err == ""
+    with pytest.raises(SettingsError, match=rf"^{part}.* No such file .*: 'absent\.txt' at own_made\.py:21$"):
+        PARTS[part]("own_made:Opens")  # not a line of pathlib
     with pytest.raises(SettingsError, match=rf"^{part}[^:]*: no such language$"):
         PARTS[part]("own_made:Refuses")
     assert capfd.readouterr().err == ""
@@ -107,6 +115,8 @@ def test_a_module_that_fails_on_import(
 
 
 def test_a_module_that_is_not_there_needs_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match=r"cannot import 'own_lost\.part' .*: there is no module 'own_lost'"):
+    with pytest.raises(
+        ValueError, match=r"cannot import 'own_lost\.part' .*: there is no module 'own_lost' in the current"
+    ):
         plugins.load_plugin("own_lost.part:Name")
     assert capfd.readouterr().err == ""

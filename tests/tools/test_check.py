@@ -62,6 +62,7 @@ def test_the_flag_that_reads_it(sample: dict[str, bytes | str], caption: Caption
 
 
 def test_advice_says_what_was_seen() -> None:
+    assert profile_of().advice("jpg;png", TextCaption()) == "the members of no sample could be read"
     advice = profile_of(*[{"png": PNG, "json": json.dumps(EMOJI)}] * 3).advice("jpg;png", TextCaption())
     for part in ("3 samples", "png (3)", "json (3)", '"panda face"', "member txt", "use --caption-json caption.en"):
         assert part in advice

@@ -160,6 +160,8 @@ class Profile:
         `caption` is None where no caption is read, but a label.
         """
         lines = self.summary()
+        if not self.samples:
+            return "\n".join(lines)
         wanted = split_keys(image_key)
         if not any(self.suffixes[suffix] for suffix in wanted):
             lines.append(f"no sample has an image member named {' or '.join(wanted)} (--image-key)")
@@ -186,7 +188,7 @@ class Profile:
     def summary(self) -> list[str]:
         """Two lines: suffixes with counts, and JSON fields with counts, types and examples."""
         if not self.samples:
-            return ["no sample was found in the shards"]
+            return ["the members of no sample could be read"]
         seen = ", ".join(f"{printable(suffix, 60)} ({count:,})" for suffix, count in self.suffixes.most_common(20))
         rest = len(self.suffixes) - 20
         more = f" and {rest:,} more" if rest > 0 else ""

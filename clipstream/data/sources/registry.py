@@ -7,7 +7,7 @@ tables; tars are read when they are opened.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from functools import cache
 from typing import TypeVar
 
@@ -17,10 +17,11 @@ from clipstream.data.settings import AUTO, SourceSettings
 from clipstream.data.shard_url import ShardURL, parts_of, with_variables
 from clipstream.data.sources.patterns import expand_pattern, expand_pipe
 from clipstream.data.sources.protocol import OpenShard, SourceContext, SourceType
-from clipstream.data.tar import SampleRef
+from clipstream.data.tar import SampleRef, ShardIndex
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.data.transport.transfer import ShardError
 from clipstream.errors import ClipstreamError, Dropped, SettingsError
+from clipstream.utils.escape import printable
 
 Result = TypeVar("Result")
 
@@ -148,7 +149,7 @@ class Source:
         self.names: list[str] = []
         self.types: dict[str, SourceType] = {}
         for name, entry in listed:
-            shards = self._call(made[name].list_shards, entry)
+            shards = self._call(self._list, made[name], entry)
             self.names += shards
             self.types.update(dict.fromkeys(shards, made[name]))
         self._parts = [(kind, [name for name in self.names if self.types[name] is kind]) for kind in made.values()]
@@ -167,6 +168,20 @@ class Source:
             if not self._is_plugin:
                 raise
             raise SettingsError(f"{self._key}: {raised(self.type, error)}") from error
+
+    def _list(self, kind: SourceType, entry: str) -> list[str]:
+        found = kind.list_shards(entry)
+        if not self._is_plugin:
+            return list(found)
+        in_order = isinstance(found, Iterable) and not isinstance(found, str | Set | Mapping)
+        names = list(found) if in_order else []
+        if not names or not all(isinstance(name, str) for name in names):
+            gave = printable(repr(names if in_order else found), 200)
+            raise SettingsError(
+                f"{self._key}: {self.type}: list_shards({entry!r}) returned {gave}: return a list of the shards' "
+                "names, at least one, each a str"
+            )
+        return names
 
     def open(self, name: str) -> OpenShard:
         """Open a shard; a remote one is downloaded first.
@@ -202,16 +217,29 @@ class _PluginShard(OpenShard):
     """A shard of a user's own type: what it raises drops the sample as `source_error`."""
 
     def __init__(self, shard: OpenShard, type: str) -> None:
+        index = getattr(shard, "index", None)
+        if OpenShard not in shard.__class__.__mro__ or not isinstance(index, ShardIndex):
+            raise ShardError(
+                "source_error",
+                f"{type}: open returned {shard.__class__.__name__} with {index.__class__.__name__} as `index`: derive "
+                "it from clipstream.data.sources.protocol.OpenShard, and make `index` a ShardIndex",
+            )
         self._shard, self._type = shard, type
-        self.index = shard.index
+        self.index = index
 
     def _call(self, function: Callable[..., dict[str, bytes]], *args: object) -> dict[str, bytes]:
         try:
-            return function(*args)
+            members = function(*args)
         except Dropped:
             raise
         except Exception as error:
             raise Dropped("source_error", raised(self._type, error)) from error
+        mapping = isinstance(members, Mapping)
+        odd = {name: value for name, value in members.items() if not isinstance(value, bytes)} if mapping else members
+        if odd or not mapping:
+            gave = f"{self._type}: load returned {printable(repr(odd), 80)}"
+            raise Dropped("source_error", f"{gave}: return members as bytes by suffix")
+        return members
 
     def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:
         return self._call(self._shard.load, ref, suffixes)

@@ -17,6 +17,7 @@ from clipstream.data.sources.indexes import count_samples
 from clipstream.data.sources.protocol import OpenShard, SourceContext, SourceType
 from clipstream.data.sources.registry import TYPES, Source, expand, source_type
 from clipstream.data.tar import SampleRef, ShardIndex
+from clipstream.data.transport.transfer import ShardError
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, Dropped, SettingsError
 from clipstream.testing import check_source
@@ -123,6 +124,44 @@ def test_a_type_that_cannot_be_used_is_named() -> None:
         load(["--data.sources.train.type=zip", "--data.sources.train.shards=a"])
 
 
+@pytest.mark.parametrize("listed", [None, [], (), "a0", {"a0"}, {"a0": 3}, [Path("a0")], iter([]), 7])
+def test_what_is_no_list_of_names_is_told(listed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Letters, "list_shards", lambda self, spec: listed)
+    with pytest.raises(
+        SettingsError, match=r"data\.sources: .*:Letters: list_shards\('a\*'\) returned .*: return a list"
+    ):
+        Source(settings("Letters"), None)
+
+
+def test_a_generator_of_names_is_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Letters, "list_shards", lambda self, spec: (f"{spec}{number}" for number in range(2)))
+    assert Source(settings("Letters"), None).names == ["a*0", "a*1", "b::c0", "b::c1"]
+
+
+class NoIndex(OpenLetters):
+    def __init__(self) -> None:
+        self.index = [SampleRef("0")]  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("shard", [None, object(), NoIndex()])
+def test_what_is_no_open_shard_is_told(shard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Letters, "open", lambda self, name: shard)
+    with pytest.raises(
+        ShardError, match=r":Letters: open returned \w+ with \w+ as `index`: derive it from .*OpenShard"
+    ):
+        Source(settings("Letters"), None).open("a*0")
+
+
+@pytest.mark.parametrize("members", [None, [], "a cat", {"txt": "a cat"}, {"jpg": b"", "txt": None}])
+def test_members_that_are_no_bytes_drop_the_sample(members: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OpenLetters, "load", lambda self, ref, suffixes=None: members)
+    shard = Source(settings("Letters"), None).open("a*0")
+    for read in (shard.load, shard.look):
+        with pytest.raises(Dropped, match=r":Letters: load returned .*: return members as bytes by suffix") as caught:
+            read(SampleRef("0"))
+        assert caught.value.reason == "source_error"
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_errors_of_a_type_of_ones_own_are_counted(workers: int) -> None:
     def read(name: str) -> Any:
@@ -175,10 +214,32 @@ def test_the_check_passes_right_types_and_names_what_is_wrong() -> None:
             shard_.load = lambda ref, suffixes=None: {"JPG": b""}  # type: ignore[method-assign]
             return shard_
 
+    class Dotted(Letters):
+        def open(self, shard: str) -> OpenShard:
+            shard_ = OpenLetters()
+            shard_.load = lambda ref, suffixes=None: {".jpg": b""}  # type: ignore[method-assign]
+            return shard_
+
+    class OneName(Letters):
+        def list_shards(self, spec: str) -> Sequence[str]:
+            return spec
+
+    class Unopened(Letters):
+        def open(self, shard: str) -> Any:
+            return None
+
+    class Unindexed(Letters):
+        def open(self, shard: str) -> OpenShard:
+            return NoIndex()
+
     for wrong, message in (
         (Repeated, "two shards have the same name"),
         (Miscounted, "num_samples gave 4, and it has 3"),
-        (Capital, r"write the suffix \['JPG'\] in lower case"),
+        (Capital, r"write the suffix 'JPG' in lower case"),
+        (Dotted, r"write the suffix '\.jpg' .* without a dot before it"),
+        (OneName, r"list_shards\('a\*'\) gave str: return a list"),
+        (Unopened, r"open\('a\*0'\) gave NoneType: derive it from .*OpenShard"),
+        (Unindexed, r"open\('a\*0'\)\.index is no ShardIndex"),
         (OpenLetters, "derive it from"),
     ):
         with pytest.raises(AssertionError, match=message):
