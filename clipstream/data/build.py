@@ -5,7 +5,6 @@ Training's and evaluation's loaders have the same parts; they differ in the samp
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from clipstream.data.batch import ImageSpec
@@ -79,9 +78,9 @@ def training_loader(
         order = order_plan(settings, sources, mix(seed, SALT, start.salt))
     start = replace(start, lanes={lane: start.lanes[lane] for lane in slots.lanes if lane in start.lanes})
 
-    def make_sampler(source: int, lane: int, shards: OpenShards, on_open: Callable[[], None]) -> LaneSampler:
+    def make_sampler(source: int, lane: int, shards: OpenShards) -> LaneSampler:
         cursor = start.lanes[lane].cursors[source].copy() if lane in start.lanes else Cursor()
-        return WindowSampler(order.sources[source], lane, cursor, shards, on_open)
+        return WindowSampler(order.sources[source], lane, cursor, shards)
 
     budget = Budget(
         {name: len(set(source.names)) for name, source in zip(names, sources, strict=True)},
@@ -223,15 +222,12 @@ def evaluation_loader(
         shards = f"of {len(shards_of.names)} shards, {absent[0]}{more} {'are' if more else 'is'} not there"
         raise DataError(f"{place}.shards: {shards}")
 
-    def make_sampler(_: int, lane: int, shards: OpenShards, on_open: Callable[[], None]) -> LaneSampler:
-        return OnceSampler(lane, lanes, shards, on_open, max_samples)
-
     hint = (source.image_key, None if target is not None else source.caption, place)
     plan = LoaderPlan(
         sources=[shards_of],
         readers=[_reader(name, source, image, None, target)],
         mix=SourceMix(0, (1.0,)),
-        make_sampler=make_sampler,
+        make_sampler=lambda _, lane, shards: OnceSampler(lane, lanes, shards, max_samples),
         slots=LaneSlots(lanes_of_rank(world.rank, world.size, lanes), lanes, lambda step: batch_size * world.size),
         start=DataState(lanes_total=lanes),
         tokenizer=tokenizer,

@@ -64,7 +64,20 @@ def parse_path(path: str) -> Steps:
             match = _FILTER.match(path, at)
             if match is None:
                 raise _malformed(path, at, "a filter is [FIELD=VALUE]; for a name with a bracket write \\[")
-            steps.append(_filter(path, match))
+            try:
+                field = parse_path(match[1])
+            except ValueError:
+                field = ()
+            names = tuple(step for step in field if isinstance(step, str))
+            if not names or len(names) < len(field):
+                raise _malformed(path, match.start(1), "a filter's field is names joined by single dots")
+            value = match[2]
+            if value.startswith('"'):
+                try:
+                    value = json.loads(value, strict=False)
+                except ValueError:
+                    raise _malformed(path, match.start(2), "a value in quotes is a string of JSON") from None
+            steps.append(Each(names, value))
             at = match.end()
         if at == len(path):
             return tuple(steps)
@@ -72,23 +85,6 @@ def parse_path(path: str) -> Steps:
             what = "a backslash is followed by the character" if path[at] == "\\" else "a dot or the end is"
             raise _malformed(path, at, f"{what} expected")
         at += 1
-
-
-def _filter(path: str, match: re.Match[str]) -> Each:
-    value = match[2]
-    try:
-        field = parse_path(match[1])
-    except ValueError:
-        field = ()
-    names = tuple(step for step in field if isinstance(step, str))
-    if not names or len(names) < len(field):
-        raise _malformed(path, match.start(1), "a filter's field is names joined by single dots")
-    if value.startswith('"'):
-        try:
-            value = json.loads(value, strict=False)
-        except ValueError:
-            raise _malformed(path, match.start(2), "a value in quotes is a string of JSON") from None
-    return Each(names, value)
 
 
 def _malformed(path: str, at: int, why: str) -> ValueError:

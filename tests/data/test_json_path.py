@@ -110,7 +110,7 @@ def test_the_step_of_a_name_leads_to_it(name: str) -> None:
 
 
 @example("a=b", "]")
-@given(NAMES, st.text(max_size=6))
+@given(NAMES.filter(lambda name: name.lower() != "t"), st.text(max_size=6))
 def test_a_filter_finds_the_elements_with_its_value(field: str, value: str) -> None:
     items = [{field: value, "t": 1}, {field: f"{value}x", "t": 2}, {"t": 3}, 4, [{field: value}]]
     assert values_at({"a": items}, parse_path(f"a{filter_of(field, value)}.t")) == [1]

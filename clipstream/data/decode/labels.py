@@ -78,7 +78,21 @@ class LabelsField:
         if self._path is not None:
             found = value_at(object_of(sample, self.members, "no_label"), self._path)
         else:
-            found = self._in_member(sample)
+            value = member_of(sample, self.members)
+            if isinstance(value, bytes) and value.startswith(NUMPY):
+                try:
+                    found = np.load(io.BytesIO(value), allow_pickle=False).ravel().tolist()
+                except (ValueError, EOFError) as error:
+                    raise Dropped("no_label", f"it is no array that numpy reads: {error}") from error
+            elif value is ABSENT:
+                found = ABSENT
+            elif (text := text_of(sample, self.members, "no_label")).startswith("["):
+                try:
+                    found = json.loads(text)
+                except ValueError as error:
+                    raise Dropped("json_invalid", str(error)) from error
+            else:
+                found = [line for line in text.splitlines() if line.strip()]
         if isinstance(found, (str, int)):
             found = [found]
         if not isinstance(found, list):
@@ -87,21 +101,6 @@ class LabelsField:
         if "" in labels:
             raise Dropped("no_label", "a label is empty, or neither a whole number nor text")
         return json.dumps(labels)
-
-    def _in_member(self, sample: RawSample) -> Any:
-        value = member_of(sample, self.members)
-        if isinstance(value, bytes) and value.startswith(NUMPY):
-            try:
-                return np.load(io.BytesIO(value), allow_pickle=False).ravel().tolist()
-            except (ValueError, EOFError) as error:
-                raise Dropped("no_label", f"it is no array that numpy reads: {error}") from error
-        text = "" if value is ABSENT else text_of(sample, self.members, "no_label")
-        if not text.startswith("["):
-            return ABSENT if value is ABSENT else [line for line in text.splitlines() if line.strip()]
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            raise Dropped("json_invalid", str(error)) from error
 
 
 class CaptionsField:

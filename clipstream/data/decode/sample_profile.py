@@ -41,6 +41,8 @@ NOT_CAPTIONS = (
 )
 # One word that is a code of a language, has digits or signs, or is very long: an id, a hash, a path, a URL.
 _CODE = re.compile(r"[a-z]{2}(-[A-Za-z]{2,4})?|(?=.*[\d_=/\\@:])[!-~]+|[!-~]{25,}")
+# Signatures of JPEG, PNG, GIF, TIFF, WebP and BMP.
+_IMAGE = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8|II\*\0|MM\0\*|RIFF.{4}WEBP|BM.{4}\0\0\0\0", re.DOTALL)
 _WORD = re.compile(r"[^\W\d_]{2,}")
 NO_TEXT = "no member and no JSON field holds text that looks like a caption"
 _UNDOTTED = r"s,\.\([^./]*\.\),_\1,g"  # of neighbouring dots every second one: twice
@@ -118,7 +120,7 @@ class Profile:
             if suffix in self.suffixes or len(self.suffixes) < MAX_SUFFIXES:
                 self.suffixes[suffix] += 1
             head = bytes(data[:512])
-            if _is_image(head):
+            if _IMAGE.match(head):
                 self.images[suffix] += 1
             elif suffix.rpartition(".")[2] == "json":
                 self._add_json(suffix, bytes(data))
@@ -308,14 +310,14 @@ class Profile:
             _count(self.json_fields, _title(suffix, path), inner)
 
     def _caption_found(self, caption: CaptionSettings) -> bool:
-        """Whether any sample has the caption that the settings name; True for a user's own extractor."""
+        """Whether any sample has the caption that the settings name."""
         if isinstance(caption, TextCaption):
             return any(self.suffixes[suffix] for suffix in split_keys(caption.key))
         if isinstance(caption, JsonCaption):
             if caption.fallback and any(self.suffixes[suffix] for suffix in split_keys(caption.fallback)):
                 return True
             return any(self._has_text(caption.key, path) for path in caption.paths)
-        return True
+        return True  # a user's own
 
     def _has_text(self, member: str, path: str) -> bool:
         """Whether a path may match text in the samples seen, ignoring positions in lists and case.
@@ -417,13 +419,6 @@ def _scalar(text: str) -> str:
     """A text as a scalar in YAML's flow style."""
     plain = re.fullmatch(r"\w[\w.*-]*", text) and yaml.safe_load(text) == text
     return text if plain else json.dumps(text, ensure_ascii=False)
-
-
-def _is_image(head: bytes) -> bool:
-    """Whether a file is a JPEG, PNG, GIF, WebP, TIFF or BMP, by its signature."""
-    if head.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"II*\0", b"MM\0*")):
-        return True
-    return (head[:4] == b"RIFF" and head[8:12] == b"WEBP") or (head[:2] == b"BM" and head[6:10] == b"\0\0\0\0")
 
 
 def _readable(head: bytes) -> str:

@@ -102,7 +102,18 @@ def build_tokenizer(
                 f"tokenizer: {settings.type} gives {tokenizer.context_length} ids a text, "
                 f"the model reads {context_length}"
             )
-    _try(tokenizer, settings)
+    # Two texts are encoded now, so that a tokenizer that cannot pad, for example, is an error in the settings.
+    expected, who = (2, tokenizer.context_length), f"tokenizer ({settings.type})"
+    try:
+        ids = tokenizer.encode(["a photo of a cat", "a"])
+    except Exception as error:
+        raise SettingsError(f"{who}: cannot encode a text: {raised(settings.type, error)}") from error
+    if getattr(ids, "shape", None) != expected or ids.dtype != np.int32:
+        got = f"{type(ids).__name__} {getattr(ids, 'dtype', '')} {getattr(ids, 'shape', '')}"
+        raise SettingsError(f"{who}: encode gave {got}, not an array int32 {expected}")
+    if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
+        size = tokenizer.vocab_size
+        raise SettingsError(f"{who}: ids {ids.min()} to {ids.max()} are not within its vocab_size {size}")
     return tokenizer
 
 
@@ -149,7 +160,6 @@ class HuggingFaceTokenizer(OpenClipTokenizer):
         self._clean = _Clean(tokenizer.clean_fn)
 
     def encode(self, texts: Sequence[str]) -> Ids:
-        """int32 [n, T]."""
         if not texts:
             return np.zeros((0, self.context_length), dtype=np.int32)
         inner = self._tokenizer.tokenizer
@@ -274,22 +284,17 @@ def _hub_folder(name: str, cache_dir: str | None) -> Path:
 
     cache = Path(cache_dir or constants.HF_HUB_CACHE)
     looked = cache / f"models--{name.replace('/', '--')}"
-    try:
-        folder = Path(snapshot_download(name, cache_dir=cache, local_files_only=True))
-        if _holds_tokenizer(folder):
-            return folder
-    except Exception as error:
-        why = str(error)
-    else:
-        why = f"{folder} has none of {', '.join(TOKENIZER_FILES)}"
-    if not constants.HF_HUB_OFFLINE:
+    why = ""
+    for local in (True,) if constants.HF_HUB_OFFLINE else (True, False):
+        patterns = None if local else list(_FETCHED)
         try:
-            folder = Path(snapshot_download(name, cache_dir=cache, allow_patterns=list(_FETCHED)))
-            if _holds_tokenizer(folder):
-                return folder
-            why = "the repository holds no tokenizer"
+            folder = Path(snapshot_download(name, cache_dir=cache, local_files_only=local, allow_patterns=patterns))
         except Exception as error:
             why = str(error)
+            continue
+        if _holds_tokenizer(folder):
+            return folder
+        why = f"{folder} has none of {', '.join(TOKENIZER_FILES)}" if local else "the repository holds no tokenizer"
     offline = " HF_HUB_OFFLINE is set: nothing is fetched." if constants.HF_HUB_OFFLINE else ""
     raise SettingsError(
         f"tokenizer.name: no tokenizer {name!r} in {looked}.{offline} Fetch it where there is a network: "
@@ -299,22 +304,3 @@ def _hub_folder(name: str, cache_dir: str | None) -> Path:
 
 def _holds_tokenizer(folder: Path) -> bool:
     return any(next(folder.glob(pattern), None) is not None for pattern in TOKENIZER_FILES)
-
-
-def _try(tokenizer: Tokenizer, settings: TokenizerSettings) -> None:
-    """Encode two texts now, so that a tokenizer that cannot pad, for example, is an error in the settings."""
-    expected = (2, tokenizer.context_length)
-    try:
-        ids = tokenizer.encode(["a photo of a cat", "a"])
-    except Exception as error:
-        raise SettingsError(
-            f"tokenizer ({settings.type}): cannot encode a text: {raised(settings.type, error)}"
-        ) from error
-    if getattr(ids, "shape", None) != expected or ids.dtype != np.int32:
-        got = f"{type(ids).__name__} {getattr(ids, 'dtype', '')} {getattr(ids, 'shape', '')}"
-        raise SettingsError(f"tokenizer ({settings.type}): encode gave {got}, not an array int32 {expected}")
-    if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
-        raise SettingsError(
-            f"tokenizer ({settings.type}): ids {ids.min()} to {ids.max()} are not within its vocab_size "
-            f"{tokenizer.vocab_size}"
-        )

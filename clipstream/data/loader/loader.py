@@ -44,10 +44,6 @@ WAIT_WARNING = 60.0  # s of waiting for a batch before the first warning; double
 MAX_WARNINGS = 10  # broken shards that a rank names on stderr; the rest are only counted
 
 
-# (source, lane, shards, on_open) -> sampler
-MakeSampler = Callable[[int, int, OpenShards, Callable[[], None]], LaneSampler]
-
-
 @dataclass(frozen=True)
 class LoaderPlan:
     """The parts of a rank's loader, which its pipelines share, and its limits."""
@@ -55,7 +51,7 @@ class LoaderPlan:
     sources: list[Source]
     readers: list[Reader]
     mix: Mix
-    make_sampler: MakeSampler
+    make_sampler: Callable[[int, int, OpenShards], LaneSampler]  # (source, lane, shards) -> sampler
     slots: LaneSlots  # of this rank's lanes, with the sizes of the global batch
     start: DataState  # position of the first batch, with this rank's lanes
     tokenizer: Tokenizer
@@ -91,15 +87,17 @@ class LoaderPlan:
             [], self.slots, self.readers, self.mix, self.tokenizer, Health(self.names), report, stopwatch, traced
         )
         shards = [
-            OpenShards(source, lambda name=name: pipeline.health.sources[name], stopwatch.begin)  # type: ignore[misc]
+            OpenShards(
+                source,
+                lambda name=name: pipeline.health.sources[name],  # type: ignore[misc]
+                stopwatch.begin,
+                partial(pipeline.report_early, name),
+            )
             for name, source in zip(self.names, self.sources, strict=True)
         ]
         self.opened.extend(shards)
         for lane in self.slots.lanes[worker :: max(1, self.workers)]:
-            samplers = [
-                self.make_sampler(i, lane, shards[i], lambda name=name: pipeline.report_early(name))  # type: ignore[misc]
-                for i, name in enumerate(self.names)
-            ]
+            samplers = [self.make_sampler(i, lane, one) for i, one in enumerate(shards)]
             drawn = self.start.lanes[lane].drawn if lane in self.start.lanes else 0
             pipeline.lanes.append(Lane(lane, samplers, drawn))
         return pipeline
@@ -107,7 +105,7 @@ class LoaderPlan:
     def close(self) -> None:
         """Release what this process holds."""
         for shards in self.opened:
-            shards.close()
+            shards.prefetcher.close()
         self.store.close()
 
 

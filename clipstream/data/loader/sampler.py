@@ -53,9 +53,7 @@ class AbsentShard:
         """Raises Dropped: `unreadable_shard`."""
         raise Dropped("unreadable_shard", "an index tells of it, but its shard cannot be read, or does not hold it")
 
-    def look(self, ref: SampleRef) -> dict[str, bytes]:
-        """As `load`."""
-        return self.load(ref)
+    look = load
 
     def close(self) -> None:
         """Nothing is open."""
@@ -71,22 +69,27 @@ class OpenShards:
         source: opens the shards.
         health: gives the counts to add to.
         begin_stage: called with the stage and the shard's name when a shard is opened.
+        report: to be called after each shard that was opened or failed to open.
     """
 
     def __init__(
-        self, source: Source, health: Callable[[], SourceHealth], begin_stage: Callable[[str, str], None]
+        self,
+        source: Source,
+        health: Callable[[], SourceHealth],
+        begin_stage: Callable[[str, str], None],
+        report: Callable[[], None],
     ) -> None:
-        self.source = source
+        self.source, self.report = source, report
         self._health = health
         self._begin_stage = begin_stage
         self._open: dict[int, tuple[OpenShard, int]] = {}  # number -> shard, lanes that hold it
         self._failed: dict[int, str] = {}  # number -> why it could not be opened
-        self._prefetcher = ShardPrefetcher(source)
+        self.prefetcher = ShardPrefetcher(source)
 
     def prefetch(self, numbers: Iterable[int]) -> None:
         """Download shards in the background that will be held soon."""
         names = (self.source.names[number] for number in numbers if number not in self._open)
-        self._prefetcher.add(name for name in names if self.source.types[name].is_remote(name))
+        self.prefetcher.add(name for name in names if self.source.types[name].is_remote(name))
 
     def hold(self, number: int) -> OpenShard | None:
         """The shard, opened unless it is open; None, and counted as broken, where it has no readable sample."""
@@ -112,7 +115,7 @@ class OpenShards:
             health.unopened.add(number)
             return None
         finally:
-            self._prefetcher.remove(name)
+            self.prefetcher.remove(name)
             self._begin_stage(ORDER, "")
         if shard.index.fault is not None:
             health.faults[shown] = str(shard.index.fault)
@@ -143,10 +146,6 @@ class OpenShards:
         shard.close()
         name = self.source.names[number]
         self.source.types[name].release(name)
-
-    def close(self) -> None:
-        """End the background downloads."""
-        self._prefetcher.close()
 
     def title(self, number: int) -> str:
         """The shard's name for keys and messages."""
@@ -225,25 +224,12 @@ class LaneSampler(Protocol):
 
 
 class WindowSampler:
-    """The endless sampler of training: groups of shards, windows of a group, permuted samples of a window.
+    """The endless sampler of training, from `cursor` on: groups of shards, windows of a group, permuted samples."""
 
-    Args:
-        order: of the source.
-        lane: number of the lane.
-        cursor: where to begin.
-        shards: of the source.
-        on_open: called after each shard that was opened or failed to open.
-    """
-
-    def __init__(
-        self, order: Order, lane: int, cursor: Cursor, shards: OpenShards, on_open: Callable[[], None]
-    ) -> None:
+    def __init__(self, order: Order, lane: int, cursor: Cursor, shards: OpenShards) -> None:
         self.cursor = cursor
         self.keeps_slots = order.keeps_slots
-        self._order = order
-        self._lane = lane
-        self._shards = shards
-        self._on_open = on_open
+        self._order, self._lane, self._shards = order, lane, shards
         self._held: dict[int, OpenShard] = {}  # index in the group -> shard
         self._numbers: list[int] = []  # of the group's shards
         self._titles: list[str] = []
@@ -290,7 +276,7 @@ class WindowSampler:
             self._held.clear()
             self._sizes = None
             self.cursor = Cursor(group=order.next_group(lane, cursor.group))
-            self._on_open()  # a source without a readable shard must not loop here unnoticed
+            self._shards.report()  # a source without a readable shard must not loop here unnoticed
             return None
         samples = order.samples(lane, cursor.group, cursor.window, self._sizes)
         self._samples = samples.astype(np.int32).data  # half the memory: a worker has a window for each of its lanes
@@ -311,7 +297,7 @@ class WindowSampler:
                 self.cursor.skipped.append(index)
             else:
                 self._held[index] = shard
-            self._on_open()
+            self._shards.report()
         found = [len(self._held.get(index, _ABSENT).index.samples) for index in range(len(self._numbers))]
         return self._order.sizes(self._lane, self.cursor.group, found)
 
@@ -324,25 +310,21 @@ class OnceSampler:
 
     keeps_slots = False
 
-    def __init__(
-        self, lane: int, lanes: int, shards: OpenShards, on_open: Callable[[], None], limit: int | None = None
-    ) -> None:
+    def __init__(self, lane: int, lanes: int, shards: OpenShards, limit: int | None = None) -> None:
         self.cursor = Cursor()
-        self._samples = self._iterate(lane, lanes, shards, on_open, limit)
+        self._samples = self._iterate(lane, lanes, shards, limit)
 
     def take(self) -> LaneSample | None:
         """The next sample; None after the last one."""
         return next(self._samples, None)
 
-    def _iterate(
-        self, lane: int, lanes: int, shards: OpenShards, on_open: Callable[[], None], limit: int | None
-    ) -> Iterator[LaneSample]:
+    def _iterate(self, lane: int, lanes: int, shards: OpenShards, limit: int | None) -> Iterator[LaneSample]:
         before = 0
         for number in range(len(shards.source.names)):
             if limit is not None and before >= limit:
                 return
             shard = shards.hold(number)
-            on_open()
+            shards.report()
             if shard is None:
                 continue
             samples, title = shard.index.samples, shards.title(number)

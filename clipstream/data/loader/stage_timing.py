@@ -73,12 +73,6 @@ class StageTimes:
         for stage in self.buckets:
             self.seconds[stage] += sums[NUMBER[stage]]
 
-    def merge(self, other: StageTimes) -> None:
-        """Add the counts of another."""
-        self.seconds.update(other.seconds)
-        for stage, counts in other.buckets.items():
-            self.buckets.setdefault(stage, Counter()).update(counts)
-
     def quantile(self, stage: str, share: float) -> float:
         """A quantile of the stage's durations, s; `share` from 0 to 1."""
         buckets = self.buckets[stage]
@@ -175,5 +169,7 @@ def merged(parts: Iterable[StageTimes]) -> StageTimes:
     """The sum of several."""
     whole = StageTimes()
     for part in parts:
-        whole.merge(part)
+        whole.seconds.update(part.seconds)
+        for stage, counts in part.buckets.items():
+            whole.buckets.setdefault(stage, Counter()).update(counts)
     return whole

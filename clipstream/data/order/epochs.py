@@ -76,7 +76,6 @@ class EpochPlan:
         return self.wanted if self.remainder == "pad" else _apportion(self.steps * self.batch, self.wanted)
 
     def source(self, lane: int, drawn: int) -> int | None:
-        """See lanes.Mix."""
         low, high = self._slots(lane)
         slot = drawn % (self.steps * (high - low))
         first, end = self._bounds[lane], self._bounds[lane + 1]
@@ -207,21 +206,17 @@ class IndexedOrder(Order):
         self._pieces = lru_cache(maxsize=2 * plan.lanes)(self._make_pieces)
 
     def group(self, lane: int, group: int) -> list[int]:
-        """See Order."""
         return [piece.shard for piece in self._group(lane, group)]
 
     def next_group(self, lane: int, group: int) -> int:
-        """See Order."""
         epoch, number = divmod(group, _EPOCH)
         groups = -(-len(self._pieces(lane, epoch)) // self._open_shards)
         return group + 1 if number + 1 < groups else (epoch + 1) * _EPOCH
 
     def sizes(self, lane: int, group: int, found: Sequence[int]) -> list[int]:
-        """See Order: as the index says, whatever was found."""
-        return [piece.size for piece in self._group(lane, group)]
+        return [piece.size for piece in self._group(lane, group)]  # as the index says, whatever was found
 
     def samples(self, lane: int, group: int, window: int, sizes: Sequence[int]) -> WindowSamples:
-        """See Order."""
         samples = super().samples(lane, group, window, sizes)
         for index, piece in enumerate(self._group(lane, group)):
             rows = samples[:, 0] == index

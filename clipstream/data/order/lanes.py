@@ -86,7 +86,6 @@ class SourceMix:
     batches: tuple[tuple[int, int], ...] = ((0, 1),)
 
     def source(self, lane: int, drawn: int) -> int:
-        """See Mix; never None."""
         if len(self.weights) == 1:
             return 0
         before = 0  # samples of all lanes under earlier sizes of the batch

@@ -98,7 +98,6 @@ class SourceOrder(Order):
     replacement: bool = True  # whether `resampled` may draw a shard again before the lane has seen all
 
     def group(self, lane: int, group: int) -> list[int]:
-        """See Order."""
         own = self._shards_of(lane)
         if self.mode == "resampled" and self.replacement:
             rng = SampleRNG(mix(self.seed, 1, self.source, lane, group))
@@ -119,12 +118,10 @@ class SourceOrder(Order):
         return [int(i) for i in dealt[part * self.group_size : (part + 1) * self.group_size]]
 
     def sizes(self, lane: int, group: int, found: Sequence[int]) -> list[int]:
-        """See Order."""
         first, step = self._stride(lane, group)
         return [len(range(first, size, step)) for size in found]
 
     def samples(self, lane: int, group: int, window: int, sizes: Sequence[int]) -> WindowSamples:
-        """See Order."""
         samples = super().samples(lane, group, window, sizes)
         first, step = self._stride(lane, group)
         samples[:, 1] = samples[:, 1] * step + first
