@@ -1,6 +1,6 @@
 """The cost of timing the stages of the data pipeline: the same batches with the stopwatch and without.
 
-    python benchmarks/stages.py
+    PYTHONPATH=. python benchmarks/stages.py
 
 Two loaders without workers fill the same batches of the same generated shards in turn: one times its stages as usual,
 the other has a stopwatch that does nothing. The cost is the median over the rounds of the ratio of their CPU times.
@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import webdataset as wds
@@ -32,28 +31,10 @@ from clipstream.data.loader.loader import Loader
 from clipstream.data.loader.stage_timing import Stopwatch
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
+from tests.support.pictures import ByteTokenizer
 
 SAMPLES, SHARDS = 500, 4
 BATCH = 64
-
-
-class Bytes:
-    """A tokenizer that costs next to nothing: UTF-8 bytes."""
-
-    context_length = 32
-    vocab_size = 256
-
-    def encode(self, texts: Sequence[str]) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """Ids int32 [n, 32]."""
-        ids = np.zeros((len(texts), self.context_length), dtype=np.int32)
-        for row, text in zip(ids, texts, strict=True):
-            data = text.encode()[: self.context_length]
-            row[: len(data)] = list(data)
-        return ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
-        return bytes(i for i in ids if i).decode(errors="replace")
 
 
 class Silent(Stopwatch):
@@ -86,7 +67,7 @@ def make_loader(shards: str, pixels: int, stopwatch: type[Stopwatch]) -> Loader:
         {"global_batch_size": BATCH, "lanes": 16, "workers": 0, "sources": {"train": {"shards": shards}}}
     )
     image = ImageSpec((min(pixels, 224),) * 2)
-    return build.training_loader(settings, world=World(), seed=0, tokenizer=Bytes(), image=image)
+    return build.training_loader(settings, world=World(), seed=0, tokenizer=ByteTokenizer(), image=image)
 
 
 def abba(one: Loader, other: Loader) -> tuple[float, float]:

@@ -1,18 +1,23 @@
-"""A server of small files on loopback that can damage, stall and end transfers."""
+"""A server of small files on loopback that can damage, hold and end transfers."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import http.server
+import random
 import threading
 from collections import Counter
 
 from tests.support.ranks import TIMEOUT
+from tests.support.tars import tar_bytes
+
+SIZE = 40_000
+HEADER = tar_bytes([{"__key__": "0", "bin": b"x"}])[:512]  # no transfer goes on that begins otherwise
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Serves a site's bytes, with ETags."""
+    """Serves a site's bytes, with ETags. The second half of a held file waits at its gate."""
 
     def __init__(self, site: Site, *args: object) -> None:
         self.site = site
@@ -32,11 +37,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(body[:3000])
+            half = len(body) // 2
+            self.wfile.write(body[:half])
             self.wfile.flush()
-            if name in self.site.stuck:
-                self.site.free.wait(TIMEOUT)
-            self.wfile.write(body[3000:])
+            if name in self.site.gates:
+                self.site.gates[name].wait(TIMEOUT)
+            self.wfile.write(body[half:])
 
     do_HEAD = do_GET
 
@@ -45,20 +51,37 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 class Site:
-    """A server on loopback: `bodies` by name, `damaged` so many times, `stuck` in the middle until `free` is set."""
+    """A running server: `bodies` by name, `damaged` so many times, `gates` of held files by name."""
 
     def __init__(self) -> None:
         self.bodies: dict[str, bytes] = {}
-        self.asked: Counter[str] = Counter()
+        self.asked: Counter[str] = Counter()  # by method and name
         self.damaged: Counter[str] = Counter()
-        self.stuck: set[str] = set()
-        self.free = threading.Event()
+        self.gates: dict[str, threading.Event] = {}
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, self))
         self.root = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
+    def put(self, name: str, body: bytes) -> str:
+        """Serve bytes under a name; its URL."""
+        self.bodies[name] = body
+        return f"{self.root}/{name}"
+
+    def put_slowly(self, name: str, body: bytes) -> tuple[str, threading.Event]:
+        """As `put`; the second half comes when the event is set."""
+        return self.put(name, body), self.hold(name)
+
+    def hold(self, name: str) -> threading.Event:
+        """Send the second half of a file when the event is set."""
+        return self.gates.setdefault(name, threading.Event())
+
     def close(self) -> None:
         """Stop; whoever asks then is refused."""
-        self.free.set()
+        for gate in self.gates.values():
+            gate.set()
         self.server.shutdown()
         self.server.server_close()
+
+
+def body(number: int) -> bytes:
+    return HEADER + random.Random(number).randbytes(SIZE - len(HEADER))

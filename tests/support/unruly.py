@@ -25,8 +25,8 @@ FAULTS = (
 
 
 @dataclass
-class Place:
-    """A path of the server.
+class FaultyFile:
+    """A file of the server, and what happens to requests for it.
 
     Attributes:
         versions: the bytes that it serves, one after the other as the file changes.
@@ -56,22 +56,22 @@ class Unruly:
         stall: seconds that a body stops for, before its connection ends.
 
     Attributes:
-        places: path -> what is there; any other path is 404.
+        files: by path; any other path is 404.
         stalled_at: time.monotonic() when a body last stopped to come.
     """
 
     def __init__(self, stall: float = STALL) -> None:
         self.stall = stall
         self.ended = threading.Event()
-        self.places: dict[str, Place] = {}
+        self.files: dict[str, FaultyFile] = {}
         self.stalled_at = 0.0
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"site": self}))
         self.server.daemon_threads = True
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
-    def put(self, name: str, place: Place) -> str:
-        """Serve a place under a name; its URL."""
-        self.places[f"/{name}"] = place
+    def put(self, name: str, file: FaultyFile) -> str:
+        """Serve a file under a name; its URL."""
+        self.files[f"/{name}"] = file
         return f"http://127.0.0.1:{self.server.server_port}/{name}"
 
     def close(self) -> None:
@@ -85,24 +85,24 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     site: Unruly
 
     def do_GET(self) -> None:
-        place = self.site.places.get(self.path)
-        if place is None:
+        file = self.site.files.get(self.path)
+        if file is None:
             self.send_error(404)
             return
-        draws = place.draws
-        kind = draws.choice(place.kinds) if draws.random() < place.share else "whole"
-        kind = place.script.pop(0) if place.script else kind
-        place.done[kind] += 1
+        draws = file.draws
+        kind = draws.choice(file.kinds) if draws.random() < file.share else "whole"
+        kind = file.script.pop(0) if file.script else kind
+        file.done[kind] += 1
         if "change" in kind:
-            place.version = min(place.version + 1, len(place.versions) - 1)
-        self._answer(place, kind)
+            file.version = min(file.version + 1, len(file.versions) - 1)
+        self._answer(file, kind)
 
     def do_HEAD(self) -> None:
         """What a GET of the present version would begin with."""
-        self._head(self.site.places[self.path], "whole")
+        self._head(self.site.files[self.path], "whole")
 
-    def _answer(self, place: Place, kind: str) -> None:
-        draws = place.draws
+    def _answer(self, file: FaultyFile, kind: str) -> None:
+        draws = file.draws
         if kind.isdigit():
             self.send_error(int(kind))
         elif kind == "not http":
@@ -112,41 +112,41 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         else:
             if kind == "delay":
                 time.sleep(draws.uniform(0.0, 0.1))
-            body = self._head(place, kind)
+            body = self._head(file, kind)
             if kind in ("cut", "change and cut", "no length and cut", "reset", "stall", "chunked and cut"):
                 body = body[: draws.randrange(len(body) + 1)]
             self._send(body, kind, draws)
 
-    def _head(self, place: Place, kind: str) -> bytes:
+    def _head(self, file: FaultyFile, kind: str) -> bytes:
         """Send the headers; the bytes that should follow."""
-        whole = place.versions[place.version]
+        whole = file.versions[file.version]
         asked = re.fullmatch(r"bytes=(\d+)-", self.headers["Range"] or "")
         start = 0 if asked is None or kind == "ignore range" else int(asked[1])
         if start >= len(whole):
             self.send_error(416)
             return b""
-        if start and self.headers["If-Range"] != self._tag(place) and not kind.startswith("other version"):
+        if start and self.headers["If-Range"] != self._tag(file) and not kind.startswith("other version"):
             start = 0
         told = start
         if start and kind == "other range":
-            start = told = place.draws.randrange(len(whole))
+            start = told = file.draws.randrange(len(whole))
         body = whole[start:]
         self.send_response(206 if asked is not None and (start or kind == "other range") else 200)
         if self._status == 206:
             self.send_header("Content-Range", f"bytes {told}-{len(whole) - 1}/{len(whole)}")
         length = len(body)
         if kind == "long":
-            length += place.draws.randrange(1, 2000)
+            length += file.draws.randrange(1, 2000)
         elif kind == "short":
-            length = place.draws.randrange(length)
+            length = file.draws.randrange(length)
         if kind == "chunked and cut":
             self.send_header("Transfer-Encoding", "chunked")
         elif not kind.startswith("no length"):
             self.send_header(
                 "Content-Length", kind.removeprefix("length ") if kind.startswith("length ") else str(length)
             )
-        if (tag := self._tag(place)) is not None:
-            self.send_header("Last-Modified" if place.tags == "date" else "ETag", tag)
+        if (tag := self._tag(file)) is not None:
+            self.send_header("Last-Modified" if file.tags == "date" else "ETag", tag)
         self.end_headers()
         return body
 
@@ -155,12 +155,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._status = code
         super().send_response(code, message)
 
-    def _tag(self, place: Place) -> str | None:
-        if place.tags == "none":
+    def _tag(self, file: FaultyFile) -> str | None:
+        if file.tags == "none":
             return None
-        if place.tags == "date":
-            return f"Mon, 0{place.version + 1} Jun 2026 10:00:00 GMT"
-        return f'{"W/" if place.tags == "weak" else ""}"{place.version}"'
+        if file.tags == "date":
+            return f"Mon, 0{file.version + 1} Jun 2026 10:00:00 GMT"
+        return f'{"W/" if file.tags == "weak" else ""}"{file.version}"'
 
     def _send(self, body: bytes, kind: str, draws: random.Random) -> None:
         if kind == "chunked and cut":

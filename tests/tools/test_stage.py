@@ -163,7 +163,7 @@ def test_a_second_call_copies_what_is_missing_damaged_or_changed(site: Site, tmp
 
 def test_a_killed_call_leaves_whole_shards_alone(site: Site, tmp_path: Path) -> None:
     argv = [str(tmp_path), "--train-data", f"{site.root}/{{00000..00005}}.tar", "--jobs", "2"]
-    site.stuck = {"00002.tar", "00004.tar"}
+    gates = [site.hold(name) for name in ("00002.tar", "00004.tar")]
     killed = process(*argv)
     wait_until(lambda: site.asked["GET 00004.tar"] and len(list((tmp_path / ".parts").glob("*"))) == 2)
     os.killpg(killed.pid, signal.SIGKILL)
@@ -171,7 +171,8 @@ def test_a_killed_call_leaves_whole_shards_alone(site: Site, tmp_path: Path) -> 
     done = tars(tmp_path)
     assert done == {name: body for name, body in copies(site).items() if name in done} and 2 <= len(done) < 6
     assert list((tmp_path / ".parts").iterdir()) and not (tmp_path / "staged.yaml").exists()
-    site.free.set()
+    for gate in gates:
+        gate.set()
     gets(site)
     assert main(argv) == 0
     assert gets(site) == {name: 1 for name in site.bodies if f"sources/train/{name}" not in done}
@@ -179,7 +180,7 @@ def test_a_killed_call_leaves_whole_shards_alone(site: Site, tmp_path: Path) -> 
 
 
 def test_an_interrupted_call_says_how_to_go_on(site: Site, tmp_path: Path) -> None:
-    site.stuck = {"00002.tar"}
+    site.hold("00002.tar")
     mark = f"sleep 987{os.getpid()}"
     stopped = process(str(tmp_path), "--train-data", f"{site.root}/{{00000..00005}}.tar::pipe:{mark}; cat x.tar")
     listed = tmp_path / "staged.jsonl"

@@ -20,7 +20,7 @@ from clipstream.errors import DataError
 from tests.support.loaders import IMAGE, data, loader
 from tests.support.pictures import ByteTokenizer, make_shards
 from tests.support.ranks import TIMEOUT
-from tests.support.unruly import Place, Unruly
+from tests.support.unruly import FaultyFile, Unruly
 
 IN_TIME = 5.0  # s beyond a time limit
 
@@ -39,7 +39,7 @@ def site() -> Iterator[Unruly]:
 
 def stalling(site: Unruly, shard: str) -> str:
     """The URL of a shard whose body never comes whole."""
-    return site.put("slow.tar", Place([Path(shard).read_bytes()], "etag", random.Random(2), 1.0, ("stall",)))
+    return site.put("slow.tar", FaultyFile([Path(shard).read_bytes()], "etag", random.Random(2), 1.0, ("stall",)))
 
 
 def test_a_body_that_stalls_ends_the_run_by_worker_and_url(site: Unruly, shards: list[str]) -> None:
@@ -65,7 +65,7 @@ def test_a_body_that_stalls_is_a_broken_shard_after_the_last_try(site: Unruly, s
             next(stream)
         (loss,) = stream.health.take_dropped()
     assert (loss.shard, loss.reason) == (url, "timeout") and "no byte in 0.5 s after " in loss.detail
-    assert site.places["/slow.tar"].done["stall"] >= 4, "it was tried again, and the next epoch may have begun"
+    assert site.files["/slow.tar"].done["stall"] >= 4, "it was tried again, and the next epoch may have begun"
 
 
 def test_evaluations_have_the_same_patience(site: Unruly, shards: list[str]) -> None:

@@ -15,7 +15,7 @@ from clipstream.data.transport.downloader import Fetcher
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.data.transport.transfer import ShardError
 from tests.support.tars import tar_bytes
-from tests.support.unruly import FAULTS, Place, Unruly
+from tests.support.unruly import FAULTS, FaultyFile, Unruly
 
 TRIES = 200
 REASONS = {
@@ -45,21 +45,21 @@ def one_try(site: Unruly, folder: Path, seed: int) -> str:
     """What a fetch came to: 'whole', or the reason of its failure."""
     draws = random.Random(seed)
     kinds = tuple(draws.sample(FAULTS, draws.randrange(1, 6)))
-    place = Place(versions(draws), draws.choice(["etag", "etag", "weak", "date", "none"]), draws, kinds=kinds)
-    url = site.put(f"{seed}.tar", place)
+    file = FaultyFile(versions(draws), draws.choice(["etag", "etag", "weak", "date", "none"]), draws, kinds=kinds)
+    url = site.put(f"{seed}.tar", file)
     kept = None if seed % 2 else str(folder / str(seed))
     store = ShardCache(kept, fetcher=Fetcher(timeout=0.6, retries=3, backoff=0.005))
     try:
         path = store.local(url)
-        if path.read_bytes() in place.versions:
+        if path.read_bytes() in file.versions:
             return "whole"
         fault, loaded = samples_of(path)
         wanted = []
-        for version in place.versions:
+        for version in file.versions:
             path.write_bytes(version)
             wanted.append(samples_of(path)[1])
         # A length that lies may leave out zeros behind the end of the tar: then nothing is missing.
-        assert loaded in ([w[: len(loaded)] for w in wanted] if fault else wanted), f"try {seed}, after {place.done}"
+        assert loaded in ([w[: len(loaded)] for w in wanted] if fault else wanted), f"try {seed}, after {file.done}"
         return fault or "whole"
     except ShardError as error:
         assert url in error.detail
@@ -81,7 +81,7 @@ def test_200_of_200_tries_give_the_file_or_a_reason(site: Unruly, tmp_path: Path
     with ThreadPoolExecutor(8) as pool:
         ends = Counter(pool.map(lambda seed: one_try(site, tmp_path, seed), range(TRIES)))
     assert ends.total() == TRIES and ends.keys() <= {"whole"} | REASONS | CUT, ends
-    done = sum((place.done for place in site.places.values()), Counter())
+    done = sum((file.done for file in site.files.values()), Counter())
     assert set(done) == {*FAULTS, "whole"}, "every kind of fault was tried"
     assert ends["whole"] > TRIES / 4 and len(ends) > 5, ends
 
@@ -91,18 +91,18 @@ def test_200_of_200_tries_give_the_file_or_a_reason(site: Unruly, tmp_path: Path
 def test_a_second_try_never_makes_a_mixture(site: Unruly, tags: str, kind: str) -> None:
     draws = random.Random(7)
     files = [tar_bytes([{"__key__": "0", "jpg": draws.randbytes(50_000), "txt": "x"}]) for _ in range(2)]
-    place = Place(files, tags, draws, share=0.0, script=["cut", kind])
+    file = FaultyFile(files, tags, draws, share=0.0, script=["cut", kind])
     store = ShardCache(None, fetcher=Fetcher(retries=3, backoff=0.005))
-    path = store.local(site.put("0.tar", place))
+    path = store.local(site.put("0.tar", file))
     assert path.read_bytes() == files[1 if "change" in kind else 0]
-    assert place.done["cut"] == place.done[kind] == 1
+    assert file.done["cut"] == file.done[kind] == 1
     store.close()
 
 
 @pytest.mark.parametrize("told", ["-1", "many", "12, 12"])
 def test_a_length_that_is_no_number_is_none(site: Unruly, told: str) -> None:
     body = tar_bytes([{"__key__": "0", "jpg": bytes(50_000), "txt": "x"}])
-    place = Place([body], "etag", random.Random(7), share=0.0, script=[f"length {told}"])
+    file = FaultyFile([body], "etag", random.Random(7), share=0.0, script=[f"length {told}"])
     store = ShardCache(None, fetcher=Fetcher(retries=0))
-    assert store.local(site.put("0.tar", place)).read_bytes() == body
+    assert store.local(site.put("0.tar", file)).read_bytes() == body
     store.close()
