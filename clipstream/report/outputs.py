@@ -77,13 +77,13 @@ class SinkGroup(Sink):
     """Hands everything to several sinks, and keeps a failing one from ending the run.
 
     Args:
-        sinks: by name, in the order in which they are called.
         plugins: names of users' own sinks, which may fail in any way. Of the others only pictures and a full disk may
             fail.
     """
 
-    def __init__(self, sinks: Mapping[str, Sink], plugins: Collection[str] = ()) -> None:
-        self.sinks, self._plugins = dict(sinks), plugins
+    def __init__(self, plugins: Collection[str]) -> None:
+        self.sinks: dict[str, Sink] = {}  # by name, in the order in which they are called
+        self._plugins = plugins
         self._failing: set[str] = set()  # sinks whose last call failed
 
     def write(self, record: Record) -> None:
@@ -136,7 +136,7 @@ class Outputs(SinkGroup):
     """
 
     def __init__(self, settings: LogSettings, world: World, run: RunInfo, *, subject: Record | None = None) -> None:
-        super().__init__({}, settings.sinks)
+        super().__init__(settings.sinks)
         self._world, self._pictures, self._run, self._subject = world, settings.pictures, run, subject or {}
         self.ending: Ending | None = None
         if not world.is_main:

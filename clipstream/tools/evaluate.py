@@ -21,7 +21,6 @@ from clipstream.config.error_messages import enumerate_words
 from clipstream.config.flags import own_flags
 from clipstream.config.settings import Settings, load, require_equal
 from clipstream.config.validate import validate_evals
-from clipstream.data.settings import SourceSettings
 from clipstream.data.shard_url import ShardURL
 from clipstream.data.sources.registry import expand
 from clipstream.distributed.failure import FailureWatch
@@ -98,7 +97,18 @@ class Suites:
         specs = " ".join(str(source.shards) for each in sources.values() for source in each)
         if f"${{{ROOT}}}" in specs and not {ROOT, f"WDS_{ROOT}"} & os.environ.keys():
             raise SettingsError(f"where are the suite's data sets? Give {FOLDER} FOLDER, or set {ROOT}")
-        gone = {name: text for name, each in sources.items() if (text := next(filter(None, map(_missing, each)), None))}
+        gone: dict[str, str] = {}  # remote shards are taken to be there, as only a download would show it
+        for name, each in sources.items():
+            for source in each:
+                try:
+                    shards = expand(source.shards)
+                except SettingsError as error:
+                    gone.setdefault(name, str(error))
+                    continue
+                local = [path for shard in shards if (path := ShardURL(shard).path) is not None]
+                if lost := [path for path in local if not os.path.exists(path)]:
+                    more = " …" * (len(lost) > 1)
+                    gone.setdefault(name, f"{len(lost)} of {len(shards)} shards are not there: {lost[0]}{more}")
         if gone and not self.skip:
             root, shown = os.environ.get(ROOT, ""), ""
             for name, text in gone.items():
@@ -132,17 +142,6 @@ def check_same(settings: Settings, world: World) -> None:
     names = world.gather_objects([*settings.evals])
     if other := [rank for rank, found in enumerate(names) if found != names[0]]:
         raise SettingsError(f"rank {other[0]} finds other data sets than rank 0: is their folder shared?")
-
-
-def _missing(source: SourceSettings) -> str | None:
-    """Which shards of a source are missing; None where none is, or where only a download would show it."""
-    try:
-        shards = expand(source.shards)
-    except SettingsError as error:
-        return str(error)
-    local = [path for shard in shards if (path := ShardURL(shard).path) is not None]
-    gone = [path for path in local if not os.path.exists(path)]
-    return f"{len(gone)} of {len(shards)} shards are not there: {gone[0]}{' …' * (len(gone) > 1)}" if gone else None
 
 
 OWN_FLAGS = {

@@ -11,10 +11,10 @@ import copy
 import io
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from PIL import ExifTags, Image
 
@@ -87,28 +87,23 @@ def recode(data: bytes, recipe: Recipe) -> Recoded:
         picture = eight_bits(picture, recipe.background if want in _WITHOUT_ALPHA else None)
         if picture.size != target:
             picture = picture.resize(target, Image.Resampling.LANCZOS)
-        profile = profile if _COLOURS[picture.mode] == colours else None
-        encoded = _written(picture, want, recipe.quality, orientation, profile)
-        return Recoded(encoded, "resized" if smaller else "reencoded")
+        # Always given: else Pillow writes the original profile, which may be of another colour space.
+        options: dict[str, object] = {"icc_profile": profile if _COLOURS[picture.mode] == colours else None}
+        if want in ("JPEG", "WEBP", "AVIF"):
+            options["quality"] = recipe.quality
+        if want == "JPEG":
+            options["subsampling"] = "4:4:4" if recipe.quality >= FINE else "4:2:0"
+        elif want == "TIFF":
+            options["compression"] = "tiff_lzw"
+        if orientation != 1:
+            exif = Image.Exif()
+            exif[ExifTags.Base.Orientation] = orientation
+            options["exif"] = exif.tobytes()
+        file = io.BytesIO()
+        picture.save(file, want, **options)
+        return Recoded(file.getvalue(), "resized" if smaller else "reencoded")
     except Exception:  # Dropped, or any exception of Pillow's readers and writers; training counts the picture
         return Recoded(data, "undecodable")
-
-
-def _written(picture: Image.Image, kind: str, quality: int, orientation: int, profile: bytes | None) -> bytes:
-    options: dict[str, Any] = {"quality": quality} if kind in ("JPEG", "WEBP", "AVIF") else {}
-    if kind == "JPEG":
-        options["subsampling"] = "4:4:4" if quality >= FINE else "4:2:0"
-    elif kind == "TIFF":
-        options["compression"] = "tiff_lzw"
-    if orientation != 1:
-        exif = Image.Exif()
-        exif[ExifTags.Base.Orientation] = orientation
-        options["exif"] = exif.tobytes()
-    # Always given: else Pillow writes the original profile, which may be of another colour space.
-    options["icc_profile"] = profile
-    file = io.BytesIO()
-    picture.save(file, kind, **options)
-    return file.getvalue()
 
 
 def rewrite(
@@ -133,7 +128,17 @@ def rewrite(
     Raises:
         OSError: one of the files cannot be read or written.
     """
-    pictures = dict(_pictures(index, image_keys, recipe))
+    keeping = replace(recipe, format="keep")
+    pictures: dict[int, tuple[str, str]] = {}  # offset of the data -> suffix before and after
+    for _, members in index.samples:
+        suffix = next((key for key in image_keys if key in members), None)
+        if suffix is None:
+            continue
+        renamed = recipe.suffix(suffix)
+        left = (members.keys() - {suffix}) | {renamed}
+        # Under its new suffix it must still be the one that training reads; else it keeps its format.
+        clash = renamed in members or next((key for key in image_keys if key in left), None) != renamed
+        pictures[members[suffix][0]] = suffix, suffix if renamed != suffix and clash else renamed
     done: Counter[str] = Counter()
     with (
         open(source, "rb") as file,
@@ -144,45 +149,21 @@ def rewrite(
             before.members, after.members = [], []  # type: ignore[attr-defined]  # else both keep all members
             tell(member.offset_data)
             file.seek(member.offset_data)
-            if member.offset_data in pictures:
-                done[_put(after, member, file.read(member.size), pictures[member.offset_data])] += 1
-            else:
+            if member.offset_data not in pictures:
                 has_data = member.isreg() or member.type not in tarfile.SUPPORTED_TYPES
                 after.addfile(member, file if has_data else None)
+                continue
+            suffix, renamed = pictures[member.offset_data]
+            kept = renamed == suffix and recipe.suffix(suffix) != suffix
+            data, what = recode(file.read(member.size), keeping if kept else recipe)
+            done[what] += 1
+            changed = copy.copy(member)
+            changed.size = len(data)
+            # Their old name and size would take precedence.
+            changed.pax_headers = {
+                key: value for key, value in member.pax_headers.items() if key not in ("path", "size")
+            }
+            if what in ("resized", "reencoded") and renamed != suffix:
+                changed.name = member.name[: len(member.name) - len(suffix)] + renamed
+            after.addfile(changed, io.BytesIO(data))
     return done
-
-
-class _Picture(NamedTuple):
-    """A member that is a picture: its suffix before and after, and its recipe."""
-
-    suffix: str
-    renamed: str
-    recipe: Recipe
-
-
-def _pictures(index: ShardIndex, image_keys: Sequence[str], recipe: Recipe) -> Iterator[tuple[int, _Picture]]:
-    """(offset of the data, picture) of each sample's picture that training reads."""
-    keeping = replace(recipe, format="keep")
-    for _, members in index.samples:
-        suffix = next((key for key in image_keys if key in members), None)
-        if suffix is None:
-            continue
-        renamed = recipe.suffix(suffix)
-        left = (members.keys() - {suffix}) | {renamed}
-        # Under its new suffix it must still be the one that training reads.
-        taken = next((key for key in image_keys if key in left), None)
-        clash = renamed != suffix and (renamed in members or taken != renamed)
-        yield members[suffix][0], _Picture(suffix, suffix if clash else renamed, keeping if clash else recipe)
-
-
-def _put(after: tarfile.TarFile, member: tarfile.TarInfo, data: bytes, picture: _Picture) -> str:
-    """Add a picture's member, re-encoded; returns `Recoded.what`."""
-    data, what = recode(data, picture.recipe)
-    changed = copy.copy(member)
-    changed.size = len(data)
-    # Their old name and size would take precedence.
-    changed.pax_headers = {key: value for key, value in member.pax_headers.items() if key not in ("path", "size")}
-    if what in ("resized", "reencoded") and picture.renamed != picture.suffix:
-        changed.name = member.name[: len(member.name) - len(picture.suffix)] + picture.renamed
-    after.addfile(changed, io.BytesIO(data))
-    return what

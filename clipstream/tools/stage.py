@@ -308,7 +308,15 @@ def _conclude(asked: Asked, sources: Sequence[StagedSource], copies: Copies, sec
         for under, counts in sizes.items():
             atomic_write.replace(asked.folder / under / SIZES, json.dumps(counts).encode())
         staged = [source for source in sources if source.shards]
-        words = _command(asked, staged)
+        # The same settings without the flags that name staged shards.
+        configs, given = split(asked.flags, [])
+        named = {asked.settings.places.place_of((*source.path, "shards")) for source in staged}
+        words = ["python", "-m", "clipstream.train"]
+        words += [word for file in configs for word in ("--config", file)]
+        for one in given:
+            if not {one.flag, one.flag.replace("_", "-")} & named:
+                words += [one.flag] if one.text is None else [one.flag, *one.text.split("\n")]
+        words += ["--config", str(asked.folder / SETTINGS_FILE)]
         command = shlex.join(redact(word) for word in words)
         tree: dict[str, Any] = {}
         for source in staged:
@@ -338,16 +346,3 @@ def _conclude(asked: Asked, sources: Sequence[StagedSource], copies: Copies, sec
         advice = "the same command tries them again; a run on what is here counts them as shards that are missing"
         told = f"{failed:,} of {len(copies.shards):,} shards could not be staged"
         raise DataError("\n".join([told, *reasons, *more, advice]))
-
-
-def _command(asked: Asked, staged: Sequence[StagedSource]) -> list[str]:
-    """The command that trains on the copies: the same settings without the flags that name staged shards."""
-    configs, given = split(asked.flags, [])
-    named = {asked.settings.places.place_of((*source.path, "shards")) for source in staged}
-    words = ["python", "-m", "clipstream.train"]
-    for file in configs:
-        words += ["--config", file]
-    for one in given:
-        if not {one.flag, one.flag.replace("_", "-")} & named:
-            words += [one.flag] if one.text is None else [one.flag, *one.text.split("\n")]
-    return [*words, "--config", str(asked.folder / SETTINGS_FILE)]

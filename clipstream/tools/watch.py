@@ -114,7 +114,7 @@ class _Watcher(SinkGroup):
     """The loop on all ranks: rank 0 selects checkpoints, all ranks evaluate them, and rank 0 writes RUN/watch."""
 
     def __init__(self, run: WatchedRun, settings: Settings, fits: bool, world: World) -> None:
-        super().__init__({}, settings.log.sinks)
+        super().__init__(settings.log.sinks)
         self.run, self.settings, self.fits, self.world = run, settings, fits, world
         self.folder = run.folder / WATCH_FOLDER
         self.failures: list[Failure] = []
