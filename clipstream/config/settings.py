@@ -252,11 +252,12 @@ def resolve(settings: Settings, world: World) -> Settings:
 
 def open_sources(settings: Settings) -> dict[str, Source]:
     """The sources of training by name, sorted."""
+    from clipstream.data.sources.protocol import SourceContext
     from clipstream.data.sources.registry import Source
 
     data = settings.data
     return {
-        name: Source(source, None, cache=data.cache, place=f"data.sources.{name}")
+        name: Source(source, SourceContext(cache=data.cache, key=f"data.sources.{name}"))
         for name, source in sorted(data.sources.items())
     }
 

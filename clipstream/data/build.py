@@ -21,6 +21,7 @@ from clipstream.data.order.rng import mix
 from clipstream.data.order_plan import TOKENIZER, differences, fingerprint_of, order_plan, source_order
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.shard_url import ShardURL, redact
+from clipstream.data.sources.protocol import SourceContext
 from clipstream.data.sources.registry import Source, expand
 from clipstream.data.transport.downloader import MOST, Fetcher
 from clipstream.data.transport.shard_cache import ShardCache
@@ -69,7 +70,7 @@ def training_loader(
     store = ShardCache(settings.cache, limit=limit, wanted=wanted, fetcher=fetcher)
     named = sorted(settings.sources.items())
     names = [name for name, _ in named]
-    sources = [Source(one, store, cache=settings.cache, place=f"data.sources.{name}") for name, one in named]
+    sources = [Source(one, SourceContext(store, settings.cache, f"data.sources.{name}")) for name, one in named]
     order = order_plan(settings, sources, seed)  # sets the counts of the sources, which the fingerprint needs
     fingerprint = fingerprint_of(settings, seed, tokenizer, sources)
     start = start or DataState(lanes_total=lanes, fingerprint=fingerprint)
@@ -216,7 +217,7 @@ def evaluation_loader(
     batch_size = max(batch_size, per_rank)
     lanes = world.size * per_rank
     store = ShardCache(cache, limit=_bytes(cache_gib), fetcher=Fetcher(timeout=transfer_timeout))
-    shards_of = Source(source, store, cache=cache, place=place)
+    shards_of = Source(source, SourceContext(store, cache, place))
     if absent := shards_of.missing:
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
         shards = f"of {len(shards_of.names)} shards, {absent[0]}{more} {'are' if more else 'is'} not there"

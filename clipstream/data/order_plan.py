@@ -106,10 +106,7 @@ def epoch_plan(settings: DataSettings, sources: Sequence[Source], seed: int = 0,
         SettingsError: samples cannot be counted, or there are too few for a batch.
     """
     named = sorted(settings.sources.items())
-    samples = [
-        sum(count_samples(source, section, f"data.sources.{name}"))
-        for (name, section), source in zip(named, sources, strict=True)
-    ]
+    samples = [sum(count_samples(source)) for source in sources]
     return EpochPlan(
         seed,
         tuple(name for name, _ in named),

@@ -21,6 +21,7 @@ from clipstream.data.decode.sample_profile import NO_TEXT, SHORT_FLAGS, Profile
 from clipstream.data.loader.health import Captions
 from clipstream.data.settings import AugmentSettings, SourceSettings, rgb
 from clipstream.data.shard_url import redact
+from clipstream.data.sources.protocol import SourceContext
 from clipstream.data.sources.registry import Source
 from clipstream.data.sources.tables import MISSING
 from clipstream.data.tar import SCATTERED
@@ -67,7 +68,7 @@ def look(source: SourceSettings, samples: int) -> View:
     extract = build_caption(source.caption)
     store = ShardCache(None)
     try:
-        shards = Source(source, store, place=SHORT_FLAGS)
+        shards = Source(source, SourceContext(store, key=SHORT_FLAGS))
         view = View(shards.summary(), shards.missing)
         gone = set(view.missing)
         there = [name for name in shards.names if name not in gone]

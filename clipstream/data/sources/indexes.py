@@ -43,7 +43,7 @@ from clipstream.data.settings import SourceSettings
 from clipstream.data.shard_url import ShardURL, redact
 from clipstream.data.sources.registry import Source
 from clipstream.data.tar import BLOCK, Fault, SampleTable, ShardIndex, scan
-from clipstream.data.transport.downloader import packing
+from clipstream.data.transport.downloader import compression_of
 from clipstream.errors import SettingsError
 from clipstream.utils import atomic_write
 
@@ -183,21 +183,18 @@ def _next(offset: int, size: int) -> int:
     return offset + -(-size // BLOCK) * BLOCK + BLOCK
 
 
-def count_samples(source: Source, settings: SourceSettings, place: str) -> list[int]:
+def count_samples(source: Source) -> list[int]:
     """Samples of each shard, in the order of `source.names`; also sets `source.counts` and `source.empty`.
-
-    Args:
-        settings: of the source.
-        place: dotted key of the source in the settings, for messages.
 
     Raises:
         SettingsError: the samples of some shards are unknown; the message has the command that makes their indexes.
     """
+    settings, key = source.settings, source.context.key
     names = list(dict.fromkeys(source.names))
     folder, wids = settings.index, Wids()
     if folder is not None and (folder.endswith(".json") or os.path.isfile(folder)):
         if isinstance(read_wids := _read_wids(Path(folder)), str):
-            raise SettingsError(f"{place}.index: {read_wids}")
+            raise SettingsError(f"{key}.index: {read_wids}")
         wids, folder = read_wids, None
     neighbours = _NeighbourIndexes()
 
@@ -206,7 +203,7 @@ def count_samples(source: Source, settings: SourceSettings, place: str) -> list[
         if (known := source.num_samples(name)) is not None:
             return known
         if not (kind := source.types[name]).tars:
-            raise SettingsError(f"{place}.type: {settings.type} does not know the samples of {kind.title(name)}")
+            raise SettingsError(f"{key}.type: {settings.type} does not know the samples of {kind.title(name)}")
         return _by_index(name, folder, wids, neighbours)
 
     with ThreadPoolExecutor(READERS) as threads:
@@ -217,16 +214,16 @@ def count_samples(source: Source, settings: SourceSettings, place: str) -> list[
             found |= {name: len(scan(str(ShardURL(name).path)).samples) for name in unknown}
         except OSError as error:
             first = error.filename or next(iter(unknown))
-            raise SettingsError(f"{place}.shards: {first} cannot be read: {error.strerror}") from error
+            raise SettingsError(f"{key}.shards: {first} cannot be read: {error.strerror}") from error
     elif unknown:
-        raise SettingsError(_advice(settings, place, unknown, len(names)))
+        raise SettingsError(_advice(settings, key, unknown, len(names)))
     source.counts = [count for name in source.names if isinstance(count := found[name], int)]
     for number, count in enumerate(source.counts):
         if not count:
             name = source.names[number]
             local = ShardURL(name).path if source.types[name].tars else None
             try:
-                fault = None if local is None or packing(Path(local)) is not None else scan(local).fault
+                fault = None if local is None or compression_of(Path(local)) is not None else scan(local).fault
                 source.empty[number] = str(fault or "empty: no sample in it")
             except OSError as error:
                 source.empty[number] = f"unreadable: {error.strerror}"
@@ -265,29 +262,33 @@ def _are_small(names: list[str]) -> bool:
     for name in names:  # up to the first one too many: asking for the sizes of all would take long
         local = ShardURL(name).path
         try:
-            if local is None or (total := total + os.path.getsize(local)) > SMALL or packing(Path(local)) is not None:
+            if (
+                local is None
+                or (total := total + os.path.getsize(local)) > SMALL
+                or compression_of(Path(local)) is not None
+            ):
                 return False
         except OSError:
             return False
     return True
 
 
-def _advice(settings: SourceSettings, place: str, unknown: dict[str, str], total: int) -> str:
+def _advice(settings: SourceSettings, key: str, unknown: dict[str, str], total: int) -> str:
     """Why the mode `indexed` cannot start, and the command that makes the indexes."""
     first, why = next(iter(unknown.items()))
     if gone := [name for name, why in unknown.items() if why == GONE]:
-        return f"{place}.shards: {len(gone):,} of {total:,} shards are not there, e.g. {redact(gone[0])}"
+        return f"{key}.shards: {len(gone):,} of {total:,} shards are not there, e.g. {redact(gone[0])}"
     shards = [settings.shards] if isinstance(settings.shards, str) else settings.shards
     words = ["python", "-m", "clipstream.index", *(redact(spec) for spec in shards)]
     folder = settings.index
     advice = ""
     if folder is None and any(ShardURL(name).path is None for name in unknown):
-        folder, advice = "FOLDER", f", and name that folder by --{place.replace('_', '-')}.index"
+        folder, advice = "FOLDER", f", and name that folder by --{key.replace('_', '-')}.index"
     words += [] if folder is None or folder.endswith(".json") else ["--into", folder]
     return (
-        f"{place}.shards: the mode 'indexed' needs an index of each shard, and {len(unknown):,} of {total:,} have none "
+        f"{key}.shards: the mode 'indexed' needs an index of each shard, and {len(unknown):,} of {total:,} have none "
         f"that can be used, e.g. {redact(first)}: {why}. Make them by\n  {shlex.join(words)}{advice}\n"
-        f"A shard that this command cannot index is broken: replace it, or leave it out of --{place}.shards. "
+        f"A shard that this command cannot index is broken: replace it, or leave it out of --{key}.shards. "
         f"Without an index: {', '.join(map(redact, list(unknown)[:NAMED]))}{', …' * (len(unknown) > NAMED)}"
     )
 

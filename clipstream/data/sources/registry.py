@@ -18,7 +18,6 @@ from clipstream.data.shard_url import ShardURL, parts_of, with_variables
 from clipstream.data.sources.patterns import expand_pattern, expand_pipe
 from clipstream.data.sources.protocol import OpenShard, SourceContext, SourceType
 from clipstream.data.tar import SampleRef, ShardIndex
-from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.data.transport.transfer import ShardError
 from clipstream.errors import ClipstreamError, Dropped, SettingsError
 from clipstream.utils.escape import printable
@@ -114,11 +113,6 @@ def expand(spec: str | list[str], type: str = AUTO, *, write: bool = True) -> li
 class Source:
     """The shards of a source.
 
-    Args:
-        store: downloads shards; None if shards are only listed.
-        cache: folder for the Arrow files of tables; in clipstream's cache folder unless given.
-        place: dotted key of the source in the settings, for messages.
-
     Attributes:
         names: the shards, in order.
         types: shard -> its type.
@@ -131,21 +125,14 @@ class Source:
         DataError: a table does not exist, cannot be read, or names no images.
     """
 
-    def __init__(
-        self,
-        settings: SourceSettings,
-        store: ShardCache | None,
-        *,
-        cache: str | None = None,
-        place: str = "data.sources",
-    ) -> None:
-        self.type = settings.type
-        self._key, self._is_plugin = place, ":" in settings.type
+    def __init__(self, settings: SourceSettings, context: SourceContext | None = None) -> None:
+        self.settings, self.context = settings, context or SourceContext()
+        self._is_plugin = ":" in settings.type
         listed = list(entries(settings.shards, settings.type))
         made: dict[str, SourceType] = {}
         for name in dict.fromkeys(name for name, _ in listed):
             own = settings.model_copy(update={"shards": [entry for other, entry in listed if other == name]})
-            made[name] = self._call(source_type(name), own, SourceContext(store, cache, place))
+            made[name] = self._call(source_type(name), own, self.context)
         self.names: list[str] = []
         self.types: dict[str, SourceType] = {}
         for name, entry in listed:
@@ -167,7 +154,7 @@ class Source:
         except Exception as error:
             if not self._is_plugin:
                 raise
-            raise SettingsError(f"{self._key}: {raised(self.type, error)}") from error
+            raise SettingsError(f"{self.context.key}: {raised(self.settings.type, error)}") from error
 
     def _list(self, kind: SourceType, entry: str) -> list[str]:
         found = kind.list_shards(entry)
@@ -178,7 +165,7 @@ class Source:
         if not names or not all(isinstance(name, str) for name in names):
             gave = printable(repr(names if in_order else found), 200)
             raise SettingsError(
-                f"{self._key}: {self.type}: list_shards({entry!r}) returned {gave}: return a list of the shards' "
+                f"{self.context.key}: {self.settings.type}: list_shards({entry!r}) returned {gave}: return a list of the shards' "
                 "names, at least one, each a str"
             )
         return names
@@ -192,11 +179,11 @@ class Source:
         if not self._is_plugin:
             return self.types[name].open(name)
         try:
-            return _PluginShard(self.types[name].open(name), self.type)
+            return _PluginShard(self.types[name].open(name), self.settings.type)
         except (ClipstreamError, ShardError, OSError):
             raise
         except Exception as error:
-            raise ShardError("source_error", raised(self.type, error)) from error
+            raise ShardError("source_error", raised(self.settings.type, error)) from error
 
     def num_samples(self, name: str) -> int | None:
         """Samples of a shard as its type knows them; None for a tar."""

@@ -6,7 +6,7 @@
     HASH-NAME.tar.X.part     a download in progress
     HASH-NAME.tar.failed     the reason of the last failed download
     HASH-NAME.tar.reserved   bytes reserved for a download in progress
-    room.lock                locked while bytes are reserved
+    quota.lock                locked while bytes are reserved
 
 All processes of a node share the folder. Locks are `flock` and not filelock's `FileLock`, which is exclusive: readers
 share a lock here, and file systems without locks still have to work.
@@ -70,7 +70,7 @@ class CacheQuota:
         entries: list[tuple[float, int, str]] = []  # time of last use, bytes, path
         reserved: dict[str, int] = {}
         others_ahead = False
-        with _locked(self._folder / "room.lock"):
+        with _locked(self._folder / "quota.lock"):
             with os.scandir(self._folder) as found:
                 for file in found:
                     match = ENTRY.fullmatch(file.name)
@@ -104,10 +104,10 @@ class CacheQuota:
             return False
         raise self._too_small(max(used + size, size * self._wanted))
 
-    def settle(self, target: Path) -> None:
+    def release(self, target: Path) -> None:
         """Release the reservation of an entry that is complete or has failed."""
         if self.limit is not None:
-            with _locked(self._folder / "room.lock"):  # so that no concurrent count misses both entry and reservation
+            with _locked(self._folder / "quota.lock"):  # so that no concurrent count misses both entry and reservation
                 beside(target, ".reserved").unlink(missing_ok=True)
 
     def _too_small(self, needed: int) -> SettingsError:

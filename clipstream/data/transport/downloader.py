@@ -57,7 +57,7 @@ class Guard:
                 head = file.read(BLOCK)
             if len(head) == BLOCK and (head != ZERO or size > PADDING):
                 self.tar = False
-                fault = None if packing(head) else fault_at_start(head)
+                fault = None if compression_of(head) else fault_at_start(head)
                 if head == ZERO or fault is not None:
                     detail = "it begins with zeros and goes on" if fault is None else fault.detail
                     raise ShardError("not_a_tar", f"{self.url}: {detail}")
@@ -129,7 +129,7 @@ class Fetcher:
             object_store.fetch(url, part, retries=retries, backoff=self.backoff, monitor=guard)
         else:
             _fetch_gopen(url, scheme, part, guard)
-        if packing(part) is not None:
+        if compression_of(part) is not None:
             unpacked = part.with_suffix(".unpacked.part")
             try:
                 self.unpack(url, part, unpacked, monitor, tar=tar, before=part.stat().st_size)
@@ -146,7 +146,7 @@ class Fetcher:
             ShardError: `bad_gzip` or `bad_zstd`, also for a truncated file; or as `fetch`.
             OSError: it cannot be read or written.
         """
-        kind = packing(packed)
+        kind = compression_of(packed)
         try:
             with gzip.open(packed) if kind == "gzip" else _open_zstd(packed) as source:
                 _save(_pieces(source), part, Guard(monitor, url, part, self.most, tar, before))
@@ -180,7 +180,7 @@ def file_info(url: ShardURL, timeout: float) -> FileInfo:
     return object_store.object_info(url) if object_store.knows(scheme) else FileInfo()
 
 
-def packing(file: Path | bytes) -> str | None:
+def compression_of(file: Path | bytes) -> str | None:
     """'gzip', 'zstd', or None for other files, by the path or the first bytes. Raises OSError."""
     if isinstance(file, Path):
         with open(file, "rb") as opened:

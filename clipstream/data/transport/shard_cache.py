@@ -27,7 +27,7 @@ from pathlib import Path
 from clipstream.data.shard_url import ShardURL, redact
 from clipstream.data.transport import cache_eviction
 from clipstream.data.transport.cache_eviction import CacheQuota, beside, remove_unused, stamp, total_size, unlock
-from clipstream.data.transport.downloader import Fetcher, packing
+from clipstream.data.transport.downloader import Fetcher, compression_of
 from clipstream.data.transport.transfer import Monitor, ShardError, disk_error, unreadable
 from clipstream.errors import SettingsError
 
@@ -151,7 +151,7 @@ class ShardCache:
             return self.get_or_make(name, name, fetch, version=str(path.stat().st_ino))
         try:
             stat = path.stat()
-            if packing(path) is None:
+            if compression_of(path) is None:
                 return path
         except OSError as error:
             raise unreadable(path, error) from error
@@ -352,7 +352,7 @@ class ShardCache:
             raise disk_error(self.folder, error) from error
         finally:
             part.unlink(missing_ok=True)
-            self.quota.settle(target)
+            self.quota.release(target)
 
     def report_progress(self, size: int) -> None:
         """Call `alive` if this is the main thread, which waits for the download; other threads prefetch."""

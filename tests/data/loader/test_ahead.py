@@ -15,6 +15,7 @@ import pytest
 
 from clipstream.data.build import evaluation_loader
 from clipstream.data.settings import SourceSettings
+from clipstream.data.sources.protocol import SourceContext
 from clipstream.data.sources.registry import Source
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.data.transport.transfer import GIB
@@ -123,16 +124,16 @@ def test_what_gave_no_sample_is_not_kept(shards: list[str], tmp_path: Path) -> N
 
 def test_a_shard_that_cannot_be_opened_is_not_held(tmp_path: Path, shards: list[str]) -> None:
     store = ShardCache(None)
-    opener = Source(SourceSettings(shards=f"pipe:cat '{shards[0]}'"), store)
-    (name,) = opener.names
-    assert opener.types[name].prefetch(name)
+    source = Source(SourceSettings(shards=f"pipe:cat '{shards[0]}'"), SourceContext(store))
+    (name,) = source.names
+    assert source.types[name].prefetch(name)
     local = store.local(name)
     store.release(name)
     local.unlink()
     with pytest.raises(FileNotFoundError):
-        opener.open(name)
-    opener.types[name].release(name)
-    opener.open(name).close()  # fetched anew, as nobody holds it
+        source.open(name)
+    source.types[name].release(name)
+    source.open(name).close()  # fetched anew, as nobody holds it
     store.close()
 
 

@@ -17,7 +17,7 @@ from clipstream.data.decode import train_transform
 from clipstream.data.loader import loader as loading
 from clipstream.data.loader import sampler
 from clipstream.data.loader.stage_timing import IDLE, StageTimes, Stopwatch, merged
-from clipstream.data.sources import registry as opening
+from clipstream.data.sources import registry
 from clipstream.report.data_stall import PATIENCE, DataStallWarning
 from clipstream.report.settings import LogSettings
 from clipstream.training.trainer import NEGLIGIBLE
@@ -101,7 +101,7 @@ def slow_transform(sample: Any) -> Any:
 
 
 PLACES = {
-    "open": (opening.Source, "open"),
+    "open": (registry.Source, "open"),
     "order": (sampler.WindowSampler, "take"),
     "read": (tar.Shard, "load"),
     "decode": (train_transform.TrainTransform, "__call__"),

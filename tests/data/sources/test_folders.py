@@ -33,10 +33,10 @@ def write_classes(root: Path, names: list[str], each: int = 2) -> Path:
 
 
 def labels(shards: str) -> list[tuple[str, str]]:
-    opener = Source(SourceSettings(shards=shards), None)
+    source = Source(SourceSettings(shards=shards))
     found = []
-    for name in opener.names:
-        shard = opener.open(name)
+    for name in source.names:
+        shard = source.open(name)
         for ref in shard.index.samples:
             members = shard.load(ref)
             assert set(members) == {"jpeg", "cls", "class"}
@@ -65,7 +65,7 @@ def test_folders_that_are_no_classes_are_refused(tmp_path: Path) -> None:
         (f"folder:{tmp_path / 'empty'}", "holds no folders"),
     ):
         with pytest.raises(SettingsError, match=said):
-            Source(SourceSettings(shards=shards), None)
+            Source(SourceSettings(shards=shards))
 
 
 def test_synthetic_pictures_need_no_disk() -> None:
@@ -79,9 +79,9 @@ def test_synthetic_pictures_need_no_disk() -> None:
         ) as loader:
             runs.append([next(loader).keys for _ in range(3)])
     assert runs[0] == runs[1] and len({key for keys in runs[0] for key in keys}) == 24
-    assert Source(SourceSettings(shards="synthetic:"), None).samples == 100_000
+    assert Source(SourceSettings(shards="synthetic:")).samples == 100_000
     with pytest.raises(SettingsError, match="8 to 4096 pixels"):
-        Source(SourceSettings(shards="synthetic:big"), None)
+        Source(SourceSettings(shards="synthetic:big"))
 
 
 def test_the_length_of_an_epoch_is_taken_from_the_data(tmp_path: Path) -> None:
@@ -104,8 +104,8 @@ def test_sizes_are_summed_over_the_named_tars(tmp_path: Path) -> None:
     run = ["--train-data", f"{tmp_path}/{{00000..00001}}.tar::{tmp_path}/00001.tar", "--epochs=1", "--batch-size=2"]
     assert with_known_epoch(load(run)).train.epoch_samples == 11
     assert with_known_epoch(load([*run, "--train-num-samples=5"])).train.epoch_samples == 5
-    opener = Source(SourceSettings(shards=f"{tmp_path}/00000.tar"), None)
-    assert opener.summary() == "1 shard, 3 samples"
+    source = Source(SourceSettings(shards=f"{tmp_path}/00000.tar"))
+    assert source.summary() == "1 shard, 3 samples"
 
 
 def test_flags_of_imagenet(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from clipstream.cli.main import main as clipstream
 from clipstream.config.settings import load, with_known_epoch
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources.indexes import count_samples, identity_of, opened_by, path_of, read, read_head, write
+from clipstream.data.sources.protocol import SourceContext
 from clipstream.data.sources.registry import Source
 from clipstream.data.tar import ShardIndex, scan
 from clipstream.data.transport.shard_cache import ShardCache
@@ -57,7 +58,7 @@ def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 def counts(shards: Any, index: Any = None) -> list[int]:
     """What a run would find."""
     source = SourceSettings(shards=shards, index=None if index is None else str(index))
-    return count_samples(Source(source, None), source, "data.sources.train")
+    return count_samples(Source(source, SourceContext(key="data.sources.train")))
 
 
 def indexes(folder: Path) -> dict[str, int]:
@@ -237,7 +238,7 @@ def test_a_shard_is_opened_by_its_index_alone(tmp_path: Path) -> None:
     found = scan(path)
     write(Path(f"{path}.index"), ShardIndex(found.samples[2:5], None), identity_of(path))
     store = ShardCache(None)
-    shard = Source(SourceSettings(shards=path), store).open(path)
+    shard = Source(SourceSettings(shards=path), SourceContext(store)).open(path)
     assert shard.index.samples == found.samples[2:5] and shard.load(shard.index.samples[0])["txt"] == b"picture 2"
     shard.close()
     store.close()
@@ -297,7 +298,7 @@ def test_what_is_no_tar_tells_its_samples_itself(tmp_path: Path) -> None:
     rows = "filepath,caption\n" + "a.jpg,x\n" * 7
     (tmp_path / "pairs.csv").write_text(rows)
     source = SourceSettings(shards=str(tmp_path / "pairs.csv"))
-    assert sum(count_samples(Source(source, None, cache=str(tmp_path)), source, "train")) == 7
+    assert sum(count_samples(Source(source, SourceContext(cache=str(tmp_path))))) == 7
     assert sum(counts("synthetic:64")) == 100_000
 
 

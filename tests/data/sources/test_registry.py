@@ -96,30 +96,30 @@ def test_names_choose_the_type_unless_it_is_set(tmp_path: Path) -> None:
     tar, other = make_shards(tmp_path, [2, 1])
     odd = Path(other).rename(tmp_path / "odd.csv")
     with pytest.raises(DataError, match=r"odd\.csv"):
-        Source(SourceSettings(shards=str(odd)), None)
-    assert Source(SourceSettings(type="tar", shards=f"{tar}::{odd}"), None).names == [tar, str(odd)]
+        Source(SourceSettings(shards=str(odd)))
+    assert Source(SourceSettings(type="tar", shards=f"{tar}::{odd}")).names == [tar, str(odd)]
     (tmp_path / "classes" / "cat").mkdir(parents=True)
-    named = Source(SourceSettings(type="folder", shards=str(tmp_path / "classes")), None).names
+    named = Source(SourceSettings(type="folder", shards=str(tmp_path / "classes"))).names
     assert named == expand(f"folder:{tmp_path}/classes") == [f"folder:{tmp_path}/classes/cat"]
     with pytest.raises(SettingsError, match=r"a table's name ends in \.csv"):
         expand(tar, "table")
 
 
 def test_a_type_of_ones_own_lists_and_opens_its_shards() -> None:
-    source = Source(settings("Letters"), None)
+    source = Source(settings("Letters"))
     assert source.names == ["a*0", "a*1", "a*2", "a*3", "b::c0", "b::c1", "b::c2", "b::c3"]
     assert source.samples == 24 and source.summary() == "8 shards, 24 samples" and source.missing == []
-    assert count_samples(source, settings("Letters"), "data.sources.a") == [3] * 8
+    assert count_samples(source) == [3] * 8
     assert source.open("a*0").load(SampleRef("1"))["txt"] == b"a letter"
     with pytest.raises(SettingsError, match=r"data\.sources\.a\.type: .*Uncounted does not know the samples of a\*0"):
-        count_samples(Source(settings("Uncounted"), None), settings("Uncounted"), "data.sources.a")
+        count_samples(Source(settings("Uncounted"), SourceContext(key="data.sources.a")))
 
 
 def test_a_type_that_cannot_be_used_is_named() -> None:
     with pytest.raises(SettingsError, match=r"KeyError.*no list.*test_registry\.py"):
-        Source(settings("NotListed"), None)
+        Source(settings("NotListed"))
     with pytest.raises(SettingsError, match=r"derive it from .*SourceType"):
-        Source(settings("OpenLetters"), None)
+        Source(settings("OpenLetters"))
     with pytest.raises(SettingsError, match="type 'zip' is not one of"):
         load(["--data.sources.train.type=zip", "--data.sources.train.shards=a"])
 

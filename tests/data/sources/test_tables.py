@@ -144,8 +144,8 @@ def test_each_row_once_in_evaluation(tmp_path: Path, rows: Rows) -> None:
     write_csv(tmp_path / "pairs.csv", rows)
     found, dropped = all_of(source(tmp_path / "pairs.csv"))
     assert found == {f"pairs.csv/{n}": f'a "big", red {n}'[:16] for n in range(COUNT)} and not dropped
-    opener = Source(SourceSettings.model_validate(source(tmp_path / "pairs.csv")), None)
-    assert (opener.samples, opener.summary()) == (COUNT, f"1 manifest, {COUNT} samples")
+    table = Source(SourceSettings.model_validate(source(tmp_path / "pairs.csv")))
+    assert (table.samples, table.summary()) == (COUNT, f"1 manifest, {COUNT} samples")
 
 
 def test_manifests_and_tars_are_one_source(tmp_path: Path, rows: Rows) -> None:
@@ -192,8 +192,8 @@ def test_nested_captions_and_pictures_inside_parquet(tmp_path: Path) -> None:
     caption = {"type": "json", "path": ["caption.de", "caption.en"]}
     found, dropped = all_of({"shards": str(tmp_path / "hub.parquet"), "caption": caption})
     assert found == {f"hub.parquet/{n}": f"nested {n}" for n in range(4)} and not dropped
-    opener = Source(SourceSettings(shards=str(tmp_path / "hub.parquet")), None)
-    shard = opener.open(opener.names[0])
+    table = Source(SourceSettings(shards=str(tmp_path / "hub.parquet")))
+    shard = table.open(table.names[0])
     assert shard.load(shard.index.samples[0])["cls"] == b"0"
 
 
@@ -374,13 +374,13 @@ def test_many_rows_cost_little_memory(tmp_path: Path) -> None:
             lines = open("/proc/self/smaps_rollup").read().splitlines()
             # Clean pages are the file's, and the system's to take back.
             return sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty")) / 1024
-        opener = Source(SourceSettings(shards=sys.argv[1]), None)
-        assert opener.samples == 2_000_000
+        table = Source(SourceSettings(shards=sys.argv[1]))
+        assert table.samples == 2_000_000
         before = private()
         for child in range(2):
             if (pid := os.fork()) == 0:
-                for name in opener.names:
-                    shard = opener.open(name)
+                for name in table.names:
+                    shard = table.open(name)
                     shard.load(shard.index.samples[len(name) % len(shard.index.samples)], ("title",))
                 os._exit(private() > 100)
             assert os.waitpid(pid, 0)[1] == 0

@@ -291,7 +291,7 @@ def test_processes_share_a_folder_within_its_limit(site: Site, tmp_path: Path) -
     most, end = 0, time.monotonic() + TIMEOUT
     while any(process.is_alive() for process in processes):
         assert time.monotonic() < end
-        with open(tmp_path / "room.lock", "a") as lock:
+        with open(tmp_path / "quota.lock", "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # or what goes is counted with what comes for it
             total = 0
             for path in [*tmp_path.glob("*.tar"), *tmp_path.glob("*.part")]:
