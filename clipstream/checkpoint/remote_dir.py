@@ -17,7 +17,7 @@ from clipstream.checkpoint import store
 from clipstream.checkpoint.store import BEST, LATEST, MARKER, NAME, Marker
 from clipstream.data.shard_url import ShardURL, redact, with_variables
 from clipstream.data.transport import object_store
-from clipstream.data.transport.transfer import ShardError, pause
+from clipstream.data.transport.transfer import Monitor, ShardError, pause
 from clipstream.errors import SettingsError
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
@@ -97,7 +97,7 @@ class RemoteDir:
         """
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
-        object_store.fetch(ShardURL(self._url), file, retries=RETRIES, backoff=BACKOFF, monitor=_Unwatched())
+        object_store.fetch(ShardURL(self._url), file, retries=RETRIES, backoff=BACKOFF, monitor=Monitor())
 
     def remove(self) -> None:
         """Delete a checkpoint; its marker first, so that a partly deleted one does not count."""
@@ -127,14 +127,6 @@ class RemoteDir:
         """Object stores have no folders, and making one may need permissions that the user lacks."""
         if "file" in self._system.protocol:
             Path(self._path).parent.mkdir(parents=True, exist_ok=True)
-
-
-class _Unwatched:
-    """A transfer.Monitor that does nothing."""
-
-    def expect(self, size: int) -> None: ...
-
-    def received(self, size: int) -> None: ...
 
 
 def with_retries(act: Callable[[], _Result]) -> _Result:

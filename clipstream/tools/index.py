@@ -15,7 +15,6 @@ from clipstream.data.shard_url import ShardURL, redact
 from clipstream.data.sources import indexes
 from clipstream.data.sources.registry import typed_shards
 from clipstream.data.tar import scan
-from clipstream.data.transport.downloader import file_info
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.data.transport.transfer import ShardError
 from clipstream.errors import DataError, SettingsError
@@ -100,7 +99,7 @@ def index_shard(url: str, store: ShardCache, folder: str | None, again: bool) ->
         if local is not None:
             identity = indexes.identity_of(local)
         else:  # before the download, so that a change in between makes the index stale
-            identity = indexes.Identity(version=file_info(ShardURL(url), store.fetcher.timeout).version)
+            identity = indexes.Identity(version=store.fetcher.info(ShardURL(url)).version)
         if not again:
             with contextlib.suppress(OSError, ValueError):
                 head = indexes.read_head(path)

@@ -30,7 +30,7 @@ from clipstream.data.sources import indexes
 from clipstream.data.tar import scan
 from clipstream.data.transport.cache_eviction import crc_of
 from clipstream.data.transport.downloader import Fetcher
-from clipstream.data.transport.transfer import FileInfo, ShardError
+from clipstream.data.transport.transfer import FileInfo, Monitor, ShardError
 from clipstream.errors import DataError
 from clipstream.report.terminal import duration
 from clipstream.tools.reencode import Recipe, rewrite
@@ -114,17 +114,13 @@ class Failure:
 
 
 @dataclass
-class _Monitor:
+class _ShareMonitor(Monitor):
     """Reports the progress of a transfer, which is `share` of the work."""
 
     report: Report
     share: float
 
-    def expect(self, size: int) -> None:
-        """See transfer.Monitor."""
-
     def received(self, size: int) -> None:
-        """See transfer.Monitor."""
         self.report(int(size * self.share))
 
 
@@ -163,7 +159,7 @@ class Copier:
         parts = self.folder / PARTS
         part, changed = parts / f"{number}.part", parts / f"{number}.changed.part"
         recipe = self._recipe(shard)
-        monitor = _Monitor(report, 0.5 if recipe else 1.0)
+        monitor = _ShareMonitor(report, 0.5 if recipe else 1.0)
         try:
             self._fetcher.fetch(ShardURL(shard.url), part, monitor)
             found = scan(part)

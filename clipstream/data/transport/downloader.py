@@ -34,7 +34,7 @@ MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
 @dataclass
-class Guard:
+class Guard(Monitor):
     """A Monitor that also ends a transfer that cannot become a shard: no tar, too large, or a full disk."""
 
     monitor: Monitor  # is called as well
@@ -45,12 +45,10 @@ class Guard:
     before: int = 0  # bytes received before this transfer, which `monitor` counts too
 
     def expect(self, size: int) -> None:
-        """See Monitor. Raises ShardError."""
         self._check_size(size)
         self.monitor.expect(self.before + size)
 
     def received(self, size: int) -> None:
-        """See Monitor. Raises ShardError."""
         self._check_size(size)
         if self.tar:
             with open(self.part, "rb") as file:
@@ -89,11 +87,23 @@ class Fetcher:
     _silent: set[str] = field(default_factory=set)  # hosts that never answered, which are not waited for again
 
     def info(self, url: ShardURL) -> FileInfo:
-        """As `file_info`, but empty if the host does not answer; a host that never did is asked once."""
-        if url.host in self._silent:
+        """What the source says about a shard, without a download; empty for commands and missing files.
+
+        Also empty if the host does not answer; a host that never did is asked once.
+        """
+        scheme = url.scheme or ""
+        if url.path is not None:
+            try:
+                stat = os.stat(url.path)
+            except OSError:
+                return FileInfo()
+            return FileInfo(f"{stat.st_mtime_ns}-{stat.st_size}", stat.st_size)
+        if url.host in self._silent or _has_own_handler(scheme):
             return FileInfo()
         try:
-            return file_info(url, self.timeout)
+            if scheme in ("http", "https"):
+                return http_info(url, self.timeout)
+            return object_store.object_info(url) if object_store.knows(scheme) else FileInfo()
         except ShardError:
             self._note_silence(url.host)
             return FileInfo()
@@ -158,26 +168,6 @@ class Fetcher:
     def _note_silence(self, host: str) -> None:
         if host not in self._answered:
             self._silent.add(host)
-
-
-def file_info(url: ShardURL, timeout: float) -> FileInfo:
-    """What the source says about a shard, without a download; empty for commands and missing files.
-
-    Raises:
-        ShardError: the host does not answer.
-    """
-    if url.path is not None:
-        try:
-            stat = os.stat(url.path)
-        except OSError:
-            return FileInfo()
-        return FileInfo(f"{stat.st_mtime_ns}-{stat.st_size}", stat.st_size)
-    scheme = url.scheme or ""
-    if _has_own_handler(scheme):
-        return FileInfo()
-    if scheme in ("http", "https"):
-        return http_info(url, timeout)
-    return object_store.object_info(url) if object_store.knows(scheme) else FileInfo()
 
 
 def compression_of(file: Path | bytes) -> str | None:

@@ -54,18 +54,16 @@ class _Use:
     count: int = 1
 
 
-class _Reservation:
+class _Reservation(Monitor):
     """Monitor that reserves space for a download as it grows."""
 
     def __init__(self, cache: ShardCache, target: Path) -> None:
         self._cache, self._target, self._reserved, self._size = cache, target, 0, 0
 
     def expect(self, size: int) -> None:
-        """See Monitor."""
         self._reserve(size, whole=True)
 
     def received(self, size: int) -> None:
-        """See Monitor."""
         self._size = size
         if size > self._reserved:
             self._reserve(size + GROWTH, whole=False)

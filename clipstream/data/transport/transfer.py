@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 CHUNK = 1 << 20
 GIB = 1 << 30
@@ -57,14 +57,14 @@ class FileInfo(NamedTuple):
     size: int | None = None
 
 
-class Monitor(Protocol):
-    """Receives the progress of a transfer."""
+class Monitor:
+    """Receives the progress of a transfer; what it raises ends the transfer."""
 
     def expect(self, size: int) -> None:
-        """The file has `size` bytes. Raises SettingsError if the cache cannot hold them."""
+        """The file has `size` bytes."""
 
     def received(self, size: int) -> None:
-        """`size` bytes have arrived so far. Raises SettingsError if the cache cannot hold them."""
+        """`size` bytes have arrived so far."""
 
 
 def pause(attempt: int, backoff: float) -> None:
