@@ -82,11 +82,9 @@ def scan(path: str | Path) -> ShardIndex:
     Raises:
         OSError: the file cannot be opened or read.
     """
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        return _scan(fd)
-    finally:
-        os.close(fd)
+    shard = Shard(path)
+    shard.close()
+    return shard.index
 
 
 def fault_at_start(head: bytes) -> Fault | None:
@@ -303,18 +301,9 @@ def _pax(data: bytes, position: int) -> dict[bytes, bytes]:
 
 
 class Shard:
-    """An open local tar. Forked processes may share it, as it reads by offset.
+    """An open local tar with its `index`, found by a scan if it is not given. Raises OSError.
 
-    Args:
-        path: the file.
-        index: the result of `scan`, if it is known.
-
-    Attributes:
-        path: the file.
-        index: its samples in file order, and its fault.
-
-    Raises:
-        OSError: the file cannot be opened or read.
+    Forked processes may share it, as it reads by offset.
     """
 
     def __init__(self, path: str | Path, index: ShardIndex | None = None) -> None:
@@ -347,7 +336,6 @@ class Shard:
         return {suffix: block[offset - start : offset - start + size] for suffix, (offset, size) in found.items()}
 
     def look(self, ref: SampleRef) -> dict[str, bytes]:
-        """All members."""
         return self.load(ref)
 
     def close(self) -> None:
@@ -370,15 +358,10 @@ class Shard:
 
 
 class SampleRef(NamedTuple):
-    """A sample of a shard.
+    """A sample of a shard."""
 
-    Attributes:
-        key: its name, unique in the shard.
-        members: in a tar, suffix in lower case -> (offset, size) in bytes.
-    """
-
-    key: str
-    members: Mapping[str, tuple[int, int]] = {}
+    key: str  # its name, unique in the shard
+    members: Mapping[str, tuple[int, int]] = {}  # in a tar, suffix in lower case -> (offset, size) in bytes
 
 
 class SampleTable(Sequence[SampleRef]):
