@@ -111,10 +111,8 @@ def texture_mask(texture: str, size: int, phase: int) -> Image.Image:
         on = (y % period) < period / 2
     elif texture == "checked":
         on = ((x // (period * 0.75)) + (y // (period * 0.75))) % 2 == 0
-    elif texture == "dotted":
+    else:  # dotted
         on = (x % period - period / 2) ** 2 + (y % period - period / 2) ** 2 < (0.32 * period) ** 2
-    else:
-        on = np.zeros_like(x, dtype=bool)
     return Image.fromarray((on * 255).astype(np.uint8)).reduce(FINE)
 
 
