@@ -165,8 +165,8 @@ class Source:
         if not names or not all(isinstance(name, str) for name in names):
             gave = printable(repr(names if in_order else found), 200)
             raise SettingsError(
-                f"{self.context.key}: {self.settings.type}: list_shards({entry!r}) returned {gave}: return a list of the shards' "
-                "names, at least one, each a str"
+                f"{self.context.key}: {self.settings.type}: list_shards({entry!r}) returned {gave}: return a list of "
+                "the shards' names, at least one, each a str"
             )
         return names
 
