@@ -11,39 +11,40 @@ import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from PIL import Image
+from torch import nn
+from torch.multiprocessing.spawn import start_processes
 
-from clipstream.data.decode.captions import CaptionExtractor
+from clipstream.data.batch import Batch
+from clipstream.data.decode.captions import CaptionExtractor, RawSample
 from clipstream.data.decode.images import PictureTransform
-from clipstream.data.decode.tokenizers import Tokenizer
+from clipstream.data.decode.tokenizers import Tokenizer, build_tokenizer
 from clipstream.data.order.rng import SampleRNG
+from clipstream.data.settings import SourceSettings, TokenizerSettings
 from clipstream.data.sources.protocol import OpenShard, ShardIndex, SourceContext, SourceType
 from clipstream.distributed.world import World
 from clipstream.errors import Dropped
-
-if TYPE_CHECKING:
-    import torch
-
-    from clipstream.data.batch import Batch
-    from clipstream.data.settings import SourceSettings
-    from clipstream.evals.context import EvalContext
-    from clipstream.losses.contrastive import ContrastiveLoss
-    from clipstream.models.towers import Features
-    from clipstream.report.sinks import RunInfo, Sink
-    from clipstream.training.optim import Optimizer, OptimSettings, Schedule
+from clipstream.evals.context import EvalContext, Example, Table
+from clipstream.losses.contrastive import ContrastiveLoss
+from clipstream.models.settings import ModelSettings
+from clipstream.models.towers import Features, build_towers
+from clipstream.report.sinks import Record, RunInfo, Sink
+from clipstream.training.optim import Optimizer, OptimSettings, Schedule
 
 ROWS, WIDTH = 5, 8  # of the random features
 RANKS = 2
-CLOSE = {"float64": 1e-9, "float32": 1e-5}  # tolerance for two computations of a loss, by dtype
+CLOSE = {torch.float64: 1e-9, torch.float32: 1e-5}  # tolerance for two computations of a loss, by dtype
 SMALL_MODEL = {
     "embed_dim": 32,
     "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16},
     "text_cfg": {"context_length": 24, "vocab_size": 49408, "layers": 1, "width": 32, "heads": 2},
 }
-SINK_RECORDS: tuple[dict[str, Any], ...] = (
+SINK_RECORDS: tuple[Record, ...] = (
     {"step": 10, "start": {"ranks": 1}},
     {"step": 20, "samples": 1280, "loss": 2.5, "lr": 1e-3, "samples_per_s": 100.0, "data_wait": 0.1, "seconds": 1.0},
     {"step": 20, "stages": {"decode": {"p50": 0.01, "p99": 0.02}}, "data_wait": 0.1, "seconds": 1.0},
@@ -114,7 +115,7 @@ def check_source(make: type[SourceType], settings: SourceSettings) -> None:
         again.close()
 
 
-def check_caption_extractor(extractor: CaptionExtractor, sample: Mapping[str, Any]) -> None:
+def check_caption_extractor(extractor: CaptionExtractor, sample: RawSample) -> None:
     """Check a caption extractor on a sample that has a caption.
 
     Args:
@@ -158,7 +159,7 @@ def check_caption_extractor(extractor: CaptionExtractor, sample: Mapping[str, An
         ) from error
 
 
-def check_transform(transform: Callable[[dict[str, Any]], Mapping[str, Any] | None], sample: Mapping[str, Any]) -> None:
+def check_transform(transform: Callable[[dict[str, Any]], RawSample | None], sample: RawSample) -> None:
     """Check a sample transform on a sample.
 
     Args:
@@ -172,9 +173,13 @@ def check_transform(transform: Callable[[dict[str, Any]], Mapping[str, Any] | No
     assert first is None or isinstance(first, Mapping), (
         f"it gave {type(first).__name__}: return the sample, or None to drop it"
     )
-    assert (first is None) == (second is None) and (first is None or _same(first, second or {})), (
-        "two calls with the same sample gave different results: a run could not be repeated"
-    )
+    same = first is second is None
+    if first is not None and second is not None:
+        same = list(first) == list(second) and all(
+            bool(np.array_equal(one, second[key]) if isinstance(one, np.ndarray) else one == second[key])
+            for key, one in first.items()
+        )
+    assert same, "two calls with the same sample gave different results: a run could not be repeated"
 
 
 def check_image_transform(transform: PictureTransform, size: tuple[int, int] = (32, 48)) -> None:
@@ -218,13 +223,6 @@ def check_image_transform(transform: PictureTransform, size: tuple[int, int] = (
         assert picture.tobytes() == before, "it changed the picture: make a copy of it"
 
 
-def _same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    return list(first) == list(second) and all(
-        np.array_equal(value, second[key]) if isinstance(value, np.ndarray) else bool(value == second[key])
-        for key, value in first.items()
-    )
-
-
 def check_tokenizer(tokenizer: Tokenizer, texts: Sequence[str] = TEXTS) -> None:
     """Check a tokenizer: shape, dtype and range of its ids, and that the ids of a text depend on that text only.
 
@@ -254,7 +252,7 @@ def check_tokenizer(tokenizer: Tokenizer, texts: Sequence[str] = TEXTS) -> None:
     assert isinstance(decoded, str), f"decode gave {type(decoded).__name__}: return a str"
 
 
-def _caption(extractor: CaptionExtractor, sample: Mapping[str, Any], rng: SampleRNG | None) -> str:
+def _caption(extractor: CaptionExtractor, sample: RawSample, rng: SampleRNG | None) -> str:
     try:
         caption = extractor(sample, rng)
     except Dropped as drop:
@@ -282,7 +280,6 @@ def check_loss(loss: ContrastiveLoss, *, logit_bias: bool = False) -> None:
     Raises:
         AssertionError: it breaks the protocol of `clipstream.losses.contrastive.ContrastiveLoss`.
     """
-    import torch
 
     limit = getattr(loss, "max_logit_scale", "absent")
     assert limit is None or (isinstance(limit, int | float) and limit > 0), (
@@ -292,125 +289,90 @@ def check_loss(loss: ContrastiveLoss, *, logit_bias: bool = False) -> None:
     assert lower is None or (isinstance(lower, int | float) and 0 < lower <= (limit or lower)), (
         f"`min_logit_scale` is {lower!r}: make it a positive number up to `max_logit_scale`, or None for no limit"
     )
-    parts = _on_ranks(loss, logit_bias)  # first, as a process cannot fork after autograd has used CUDA
-    ones = torch.ones(ROWS, dtype=torch.float64)
-    value, gradients = _one_pass(loss, _random_features(logit_bias), ones, World(), ROWS)
-    again, _ = _one_pass(loss, _random_features(logit_bias), ones, World(), ROWS)
+    parts = []
+    with tempfile.TemporaryDirectory() as folder:  # first, as a process cannot fork after autograd has used CUDA
+        method = "spawn" if torch.cuda.is_available() else "fork"
+        try:
+            start_processes(_on_rank, (loss, logit_bias, folder), RANKS, start_method=method)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            raise AssertionError(f"on {RANKS} ranks it failed: {str(error).strip().splitlines()[-1]}") from error
+        parts = [torch.load(Path(folder, str(rank))) for rank in range(RANKS)]
+    value, gradients = _share(loss, logit_bias, range(ROWS))
+    again, _ = _share(loss, logit_bias, range(ROWS))
     assert torch.equal(value, again), "the same features gave another loss the second time"
     for name in ("image", "text"):
         assert gradients[name].any(), f"the gradient of `{name}` is absent: training needs it"
     for name, gradient in gradients.items():
         assert torch.isfinite(gradient).all(), f"the gradient of `{name}` is not finite"
-    weights = torch.cat([ones[:-1], ones.new_zeros(1)])
-    without, _ = _one_pass(loss, _rows(_random_features(logit_bias), 0, ROWS - 1), ones[:-1], World(), ROWS - 1)
-    zeroed, _ = _one_pass(loss, _random_features(logit_bias), weights, World(), ROWS)
+    without, _ = _share(loss, logit_bias, range(ROWS - 1), global_size=ROWS - 1)
+    zeroed, _ = _share(loss, logit_bias, range(ROWS), last_weight=0.0)
     assert _close(zeroed, without), (
         f"a sample of weight 0 changed the loss from {without:.8f} to {zeroed:.8f}: it must be as if it were not there"
     )
-    total = sum(part["share"] for part in parts)
+    total = sum(share for share, _ in parts)
     assert _close(total, value), (
         f"the shares of {RANKS} ranks sum to {total:.8f}, and the loss of all rows on one rank is {value:.8f}: return "
         "this rank's share, and gather the others' rows with gradient"
     )
     for name, whole in gradients.items():
-        found = [part["gradients"][name] for part in parts]
+        found = [part[name] for _, part in parts]
         assert _close(torch.cat(found) if whole.ndim else torch.stack(found).sum(), whole, like=value), (
             f"the gradient of `{name}` on {RANKS} ranks is not that of one rank: gather with gradient, so that every "
             "rank's share tells all rows that it used"
         )
 
 
-def _close(one: Any, other: Any, like: Any = None) -> bool:
-    import torch
-
-    limit = CLOSE.get(str((other if like is None else like).dtype).removeprefix("torch."), 1e-2)
+def _close(one: torch.Tensor, other: torch.Tensor, like: torch.Tensor | None = None) -> bool:
+    limit = CLOSE.get((other if like is None else like).dtype, 1e-2)
     return torch.allclose(one.double(), other.double(), rtol=limit, atol=limit)
 
 
-def _on_ranks(loss: ContrastiveLoss, logit_bias: bool) -> list[dict[str, Any]]:
-    """Run the loss on RANKS processes; returns each rank's share and gradients."""
-    import torch
-    from torch.multiprocessing.spawn import start_processes
-
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            start_processes(  # type: ignore[no-untyped-call]
-                _on_rank,
-                args=(loss, logit_bias, folder),
-                nprocs=RANKS,
-                start_method="spawn" if torch.cuda.is_available() else "fork",
-            )
-        except Exception as error:
-            raise AssertionError(f"on {RANKS} ranks it failed: {str(error).strip().splitlines()[-1]}") from error
-        return [torch.load(Path(folder, str(rank))) for rank in range(RANKS)]
-
-
 def _on_rank(rank: int, loss: ContrastiveLoss, logit_bias: bool, folder: str) -> None:
-    import torch
-    import torch.distributed as dist
-
+    """Save this rank's share and gradients in `folder`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     try:
         cut = ROWS // 2 + 1
-        own = slice(0, cut) if rank == 0 else slice(cut, ROWS)
-        features = _rows(_random_features(logit_bias), own.start, own.stop)
-        weights = torch.ones(own.stop - own.start, dtype=torch.float64)
-        share, gradients = _one_pass(loss, features, weights, World(rank=rank, size=RANKS), ROWS, own.start)
-        torch.save({"share": share, "gradients": gradients}, Path(folder, str(rank)))
+        rows = range(cut) if rank == 0 else range(cut, ROWS)
+        torch.save(_share(loss, logit_bias, rows, World(rank=rank, size=RANKS)), Path(folder, str(rank)))
     finally:
         dist.destroy_process_group()
 
 
-def _random_features(logit_bias: bool) -> Features:
-    import torch
-
-    from clipstream.models.towers import Features
-
-    generator = torch.Generator().manual_seed(0)
-    image, text = torch.randn(2, ROWS, WIDTH, dtype=torch.float64, generator=generator)
-    unit = torch.nn.functional.normalize
-    bias = torch.tensor(-2.0, dtype=torch.float64) if logit_bias else None
-    return Features(unit(image), unit(text), torch.tensor(5.0, dtype=torch.float64), bias)
-
-
-def _rows(features: Features, start: int, stop: int) -> Features:
-    return features._replace(image=features.image[start:stop].clone(), text=features.text[start:stop].clone())
-
-
-def _one_pass(
-    loss: ContrastiveLoss, features: Features, weights: Any, world: World, global_size: int, start: int = 0
+def _share(
+    loss: ContrastiveLoss,
+    logit_bias: bool,
+    rows: range,
+    world: World | None = None,
+    global_size: int = ROWS,
+    last_weight: float = 1.0,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The share, and the gradients of features and scalars by name; zeros if unused."""
-    import torch
-
+    """The share of some rows of the random features, with distinct captions; its gradients by name, zeros if unused."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = nn.functional.normalize(torch.randn(2, ROWS, WIDTH, dtype=torch.float64, generator=generator), dim=-1)
+    image, text = drawn[:, rows.start : rows.stop].clone()
+    bias = torch.tensor(-2.0, dtype=torch.float64) if logit_bias else None
+    features = Features(image, text, torch.tensor(5.0, dtype=torch.float64), bias)
     leaves = {name: leaf.requires_grad_() for name, leaf in features._asdict().items() if leaf is not None}
-    share = loss(features, _captions(weights, start, global_size), world)
+    weights = torch.ones(len(rows), dtype=torch.float64)
+    weights[-1] = last_weight
+    batch = Batch(
+        pixels=None,
+        ids=torch.tensor(rows, dtype=torch.int32)[:, None],
+        weights=weights,
+        keys=tuple(f"0.tar/{number}" for number in rows),
+        sources=torch.zeros(len(rows), dtype=torch.uint8),
+        step=0,
+        global_size=global_size,
+        pictures=torch.tensor(rows, dtype=torch.int64),
+    )
+    share = loss(features, batch, world or World())
     assert isinstance(share, torch.Tensor) and share.ndim == 0, "it must return a tensor without dimensions"
     assert bool(torch.isfinite(share)), f"it gave {share.item()} on random features"
     assert share.requires_grad, "its result has no gradient: compute it of the features, without detach or no_grad"
     share.backward()  # type: ignore[no-untyped-call]
     gradients = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
     return share.detach(), gradients
-
-
-def _captions(weights: torch.Tensor, start: int, global_size: int) -> Batch:
-    """A batch without pixels, with distinct captions."""
-    import torch
-
-    from clipstream.data.batch import Batch
-
-    numbers = range(start, start + len(weights))
-    return Batch(
-        pixels=None,
-        ids=torch.tensor(numbers, dtype=torch.int32)[:, None],
-        weights=weights,
-        keys=tuple(f"0.tar/{number}" for number in numbers),
-        sources=torch.zeros(len(weights), dtype=torch.uint8),
-        step=0,
-        global_size=global_size,
-        pictures=torch.tensor(numbers, dtype=torch.int64),
-    )
 
 
 def check_optimizer(make: Callable[[Any], Optimizer], settings: OptimSettings, *, model: str = "ViT-B-32") -> None:
@@ -424,8 +386,6 @@ def check_optimizer(make: Callable[[Any], Optimizer], settings: OptimSettings, *
     Raises:
         AssertionError: it breaks the protocol of `clipstream.training.optim.Optimizer`.
     """
-    import torch
-    from torch import nn
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         generator = torch.Generator().manual_seed(0)
@@ -510,10 +470,6 @@ def check_sink(make: Callable[[Any, RunInfo], Sink], settings: Any) -> None:
     Raises:
         AssertionError: it breaks the protocol of `clipstream.report.sinks.Sink`.
     """
-    import torch
-
-    from clipstream.evals.context import Example, Table
-    from clipstream.report.sinks import RunInfo
 
     example = Example(torch.zeros((3, 8, 8), dtype=torch.uint8), "a text", key="0.tar/0", guesses=(("a text", 0.5),))
     table = Table("a table", ("class", "right"), (("a cat", "1 of 2"),))
@@ -549,11 +505,6 @@ def check_sink(make: Callable[[Any, RunInfo], Sink], settings: Any) -> None:
 
 def small_context() -> EvalContext:
     """The context of an evaluator, with a small CLIP of random weights on the CPU; for `check_evaluator`."""
-    from clipstream.data.decode.tokenizers import build_tokenizer
-    from clipstream.data.settings import TokenizerSettings
-    from clipstream.evals.context import EvalContext
-    from clipstream.models.settings import ModelSettings
-    from clipstream.models.towers import build_towers
 
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "small.json")

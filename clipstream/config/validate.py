@@ -7,8 +7,7 @@ one section are that section's `conflicts`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path as FilePath
 
 from clipstream.checkpoint.remote_dir import RemoteDir
@@ -20,15 +19,8 @@ from clipstream.data.shard_url import ShardURL
 from clipstream.data.sources.registry import expand
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.evals.classes import OF_OPEN_CLIP, class_names, class_spec, prompt_templates, repeated, template_spec
-from clipstream.evals.settings import (
-    EvalSettings,
-    LabelledSettings,
-    PromptedSettings,
-    ZeroShotSettings,
-    eval_name,
-    sources_of,
-)
+from clipstream.evals.classes import repeated, unreadable
+from clipstream.evals.settings import EvalSettings, LabelledSettings, PromptedSettings, eval_name, sources_of
 from clipstream.training.optim import ConstCooldown
 from clipstream.utils.escape import printable
 from clipstream.utils.logs import logger
@@ -44,15 +36,8 @@ def validate_run(settings: Settings, world: World) -> None:
     Raises:
         SettingsError: with one line for each mistake.
     """
-    _refuse(
-        settings,
-        *_length_problems(settings),
-        *_batch_problems(settings, world),
-        *_source_problems(settings),
-        *_eval_problems(settings),
-        *_checkpoint_problems(settings, world),
-    )
-    _warn_of_repeated_classes(settings, world)
+    parts = _length(settings), _batches(settings, world), _shards(settings), _evals(settings)
+    _conclude(settings, world, *parts, _checkpoints(settings), _folders(settings, world))
 
 
 def validate_evals(settings: Settings, *, shown: bool) -> None:
@@ -64,16 +49,19 @@ def validate_evals(settings: Settings, *, shown: bool) -> None:
     Raises:
         SettingsError: with one line for each mistake.
     """
-    _refuse(settings, *_eval_problems(settings, shown=shown))
-    _warn_of_repeated_classes(settings, World.from_env())
+    _conclude(settings, World.from_env(), _evals(settings, shown=shown))
 
 
-def _refuse(settings: Settings, *found: tuple[Path, str]) -> None:
-    if found:
-        raise SettingsError(enumerate_words(format_problem(settings.places, path, text) for path, text in found))
+def _conclude(settings: Settings, world: World, *parts: Problems) -> None:
+    """Raise all problems at once; without any, warn on rank 0 about class names that are given more than once."""
+    if found := [format_problem(settings.places, path, text) for problems in parts for path, text in problems]:
+        raise SettingsError(enumerate_words(found))
+    for name, section in settings.evals.items() if world.is_main else ():
+        if isinstance(section, LabelledSettings) and (text := repeated(section)):
+            logger.warning(format_problem(settings.places, ("evals", name, "classes"), text))
 
 
-def _length_problems(settings: Settings) -> Problems:
+def _length(settings: Settings) -> Problems:
     """The run's length, and the settings in steps or epochs that depend on it."""
     train, schedule, varies = settings.train, settings.schedule, bool(settings.data.batch_schedule)
     if train.steps is train.samples is train.epochs is None:
@@ -104,7 +92,7 @@ def _length_problems(settings: Settings) -> Problems:
         yield ("schedule", "min_lr"), text
 
 
-def _batch_problems(settings: Settings, world: World) -> Problems:
+def _batches(settings: Settings, world: World) -> Problems:
     """How batches and lanes are divided among ranks."""
     from clipstream.data.order.lanes import lanes_for  # imports numpy, which --help must not wait for
 
@@ -134,7 +122,7 @@ def _batch_problems(settings: Settings, world: World) -> Problems:
         yield ("run", "timeout"), text
 
 
-def _source_problems(settings: Settings) -> Problems:
+def _shards(settings: Settings) -> Problems:
     """Shards of training and evaluation that cannot be listed."""
     if not settings.data.sources:
         text = "there is no data: give --train-data SHARDS, or --config configs/quickstart.yaml for a first look"
@@ -150,7 +138,7 @@ def _source_problems(settings: Settings) -> Problems:
             yield (*path, "shards"), f"{error}{fetch}"
 
 
-def _eval_problems(settings: Settings, *, shown: bool = True) -> Problems:
+def _evals(settings: Settings, *, shown: bool = True) -> Problems:
     """Evaluators without data, and class names and templates that cannot be read."""
     for name, evaluator in settings.evals.items():
         if evaluator.data is None and evaluator.reads and evaluator.type in EvalSettings.builtin:
@@ -159,91 +147,61 @@ def _eval_problems(settings: Settings, *, shown: bool = True) -> Problems:
         if shown and isinstance(evaluator, PromptedSettings) and evaluator.prompts and not settings.log.pictures:
             text = "log.pictures is 0, so nothing is shown: raise it, or leave the prompts out"
             yield ("evals", name, "prompts"), text
-        if not isinstance(evaluator, LabelledSettings):
-            continue
-        zero_shot = isinstance(evaluator, ZeroShotSettings)
-        read: dict[str, tuple[Callable[[], str | list[str] | None], Callable[..., object]]] = {
-            "classes": (partial(class_spec, evaluator), class_names)
-        }
-        if isinstance(evaluator, ZeroShotSettings):
-            read["templates"] = partial(template_spec, evaluator), prompt_templates
-        said: set[str] = set()  # names and templates may lack the same folder
-        for key, (spec, make) in read.items():
-            try:
-                given = spec()
-                if given is None and zero_shot:
-                    raise SettingsError("missing: the class names: a list, a file with one a line, or imagenet")
-                if given is not None and given not in OF_OPEN_CLIP:  # reading these imports torch
-                    make(given)
-            except SettingsError as error:
-                text = str(error).removeprefix(f"{key}: ")
-                if text not in said:
-                    said.add(text)
-                    yield ("evals", name, key), text
+        if isinstance(evaluator, LabelledSettings):
+            yield from ((("evals", name, key), text) for key, text in unreadable(evaluator).items())
 
 
-def _warn_of_repeated_classes(settings: Settings, world: World) -> None:
-    """Warn on rank 0 about class names of the user's own that occur more than once."""
-    for name, evaluator in settings.evals.items() if world.is_main else ():
-        if not isinstance(evaluator, LabelledSettings) or evaluator.classes in (None, *OF_OPEN_CLIP):
-            continue
-        if twice := repeated(class_names(evaluator.classes or [])):
-            shown = ", ".join(printable(repr(one), 80) for one in twice[:5])
-            more = f" and {len(twice) - 5} more" if len(twice) > 5 else ""
-            text = f"given more than once: {shown}{more}; classes of one name cannot be told apart, give each its own"
-            problem = format_problem(settings.places, ("evals", name, "classes"), text)
-            logger.warning(f"{problem}")
-
-
-def _checkpoint_problems(settings: Settings, world: World) -> Problems:
-    """Metrics that no evaluator has, averaged weights that are not there, remote addresses, the run's folder."""
-    section, stop, name = settings.checkpoint, settings.train.early_stop, settings.run.name
+def _checkpoints(settings: Settings) -> Problems:
+    """Metrics that no evaluator has, averaged weights that are not there, and remote addresses."""
+    section, stop = settings.checkpoint, settings.train.early_stop
     evals = {eval_name(key, kind): key for key, evaluator in settings.evals.items() for kind in evaluator.kinds}
-    for path, metric in (
-        (("checkpoint", "keep_best"), section.best_by),
-        (("train", "early_stop", "metric"), stop.watched),
-    ):
+    stop_path = "train", "early_stop", "metric"
+    for path, metric in ((("checkpoint", "keep_best"), section.best_by), (stop_path, stop.watched)):
         if metric is not None and metric.evaluator not in evals:
             there = ", ".join(evals) or "none"
-            text = f"there is no evaluator {metric.evaluator!r} (there is {there}): name one of them, as NAME/METRIC"
-            yield path, text
+            yield (
+                path,
+                f"there is no evaluator {metric.evaluator!r} (there is {there}): name one of them, as NAME/METRIC",
+            )
     if stop.watched is not None and (watched := evals.get(stop.watched.evaluator)) is not None:
         evaluator = settings.evals[watched]
         if not evaluator.every and evaluator.every_epochs is None:
             text = f"{stop.watched.evaluator} is evaluated at the end only: give --evals.{watched}.every as well"
-            yield ("train", "early_stop", "metric"), text
+            yield stop_path, text
     for key in (key for key, evaluator in settings.evals.items() if "averaged" in evaluator.kinds):
         if settings.train.ema is None:
             yield ("evals", key, "weights"), "there are no averaged weights: give --train.ema as well, as 0.9999"
         if (called := eval_name(key, "averaged")) in settings.evals:
-            text = f"the evaluations of {key} with averaged weights are called so: take another name"
-            yield ("evals", called), text
-    resume = section.resume if section.resume not in ("latest", "auto") else None
-    for key, url in (("remote_sync", section.remote_sync), ("resume", resume)):
+            yield ("evals", called), f"the evaluations of {key} with averaged weights are called so: take another name"
+    for key, url in (("remote_sync", section.remote_sync), ("resume", section.resume)):
         if url is not None and (key == "remote_sync" or ShardURL(url).scheme is not None):
             try:
                 RemoteDir(url, "")
             except SettingsError as error:
                 yield ("checkpoint", key), str(error).removeprefix(": ")
-    # Rank 0 finds the checkpoint for all: others may have a disk of their own.
-    if resume is not None and ShardURL(resume).scheme is None and world.is_main and not FilePath(resume).exists():
+
+
+def _folders(settings: Settings, world: World) -> Problems:
+    """A local checkpoint, the folder of runs, and the run's own folder; rank 0 finds them for all ranks."""
+    name, resume, logs = settings.run.name, settings.checkpoint.resume, FilePath(settings.run.logs)
+    by_name = resume in ("latest", "auto")
+    local = resume is not None and not by_name and ShardURL(resume).scheme is None
+    if world.is_main and resume is not None and local and not FilePath(resume).exists():
         text = f"there is no {resume}: give a checkpoint's folder, latest (with --name) or auto"
         yield ("checkpoint", "resume"), text
-    elif world.is_main and (why := _unusable(FilePath(settings.run.logs))):
-        yield ("run", "logs"), why
-    elif name is None and section.resume in ("latest", "auto"):
-        yield ("checkpoint", "resume"), f"{section.resume} of which run? Give its --name"
-    elif name is not None and section.resume is None and holds_a_run(folder := settings.run_folder):
-        text = f"{folder} exists: go on with it by --resume auto, or start another run by another --name"
+        return
+    if world.is_main:
+        try:
+            there = next(path for path in (logs, *logs.absolute().parents) if path.exists())
+        except OSError as error:
+            yield ("run", "logs"), f"{printable(logs, 60)} cannot be a folder: {error.strerror}"
+            return
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            text = f"the folder {there} cannot be written by this user" if there.is_dir() else f"{there} is no folder"
+            yield ("run", "logs"), text
+            return
+    if name is None and by_name:
+        yield ("checkpoint", "resume"), f"{resume} of which run? Give its --name"
+    elif name is not None and resume is None and holds_a_run(settings.run_folder):
+        text = f"{settings.run_folder} exists: go on with it by --resume auto, or start another run by another --name"
         yield ("run", "name"), text
-
-
-def _unusable(folder: FilePath) -> str | None:
-    """Why nothing can be written into a folder, which need not exist yet; None where it can."""
-    try:
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    except OSError as error:
-        return f"{printable(folder, 60)} cannot be a folder: {error.strerror}"
-    if not there.is_dir():
-        return f"{there} is no folder"
-    return None if os.access(there, os.W_OK | os.X_OK) else f"the folder {there} cannot be written by this user"

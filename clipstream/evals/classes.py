@@ -6,7 +6,6 @@ open_clip's names and templates.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from clipstream.data.settings import SourceSettings
 from clipstream.data.sources.clip_benchmark import MULTILABEL, Benchmark, of_source
 from clipstream.errors import SettingsError
 from clipstream.evals.settings import LabelledSettings, ZeroShotSettings
+from clipstream.utils.escape import printable
 
 if TYPE_CHECKING:
     from clipstream.data.batch import Batch
@@ -73,11 +73,44 @@ def class_names(spec: str | Sequence[str]) -> list[str]:
     return names
 
 
-def repeated(names: Sequence[str]) -> list[str]:
-    """The names of more than one class, ignoring case as labels do; each once."""
-    counts = Counter(name.strip().casefold() for name in names)
-    first = {name.strip().casefold(): name for name in reversed(names)}
-    return [first[name] for name, count in counts.items() if count > 1]
+def repeated(settings: LabelledSettings) -> str | None:
+    """A warning about class names of the user's own that are given more than once, ignoring case as labels do."""
+    if settings.classes in (None, *OF_OPEN_CLIP):
+        return None
+    first: dict[str, str] = {}
+    twice: dict[str, str] = {}
+    for name in class_names(settings.classes or []):
+        word = name.strip().casefold()
+        if word in first:
+            twice[word] = printable(repr(first[word]), 80)
+        first.setdefault(word, name)
+    if not twice:
+        return None
+    shown = ", ".join([*twice.values()][:5]) + (f" and {len(twice) - 5} more" if len(twice) > 5 else "")
+    return f"given more than once: {shown}; classes of one name cannot be told apart, give each its own"
+
+
+def unreadable(settings: LabelledSettings) -> dict[str, str]:
+    """Key -> why the class names or templates cannot be read, found without an import of torch."""
+    found: dict[str, str] = {}
+    try:
+        names = class_spec(settings)
+        if names is None and isinstance(settings, ZeroShotSettings):
+            raise SettingsError("missing: the class names: a list, a file with one a line, or imagenet")
+        if names is not None and names not in OF_OPEN_CLIP:
+            class_names(names)
+    except SettingsError as error:
+        found["classes"] = str(error).removeprefix("classes: ")
+    if isinstance(settings, ZeroShotSettings):
+        try:
+            templates = template_spec(settings)
+            if templates not in OF_OPEN_CLIP:
+                prompt_templates(templates)
+        except SettingsError as error:
+            text = str(error).removeprefix("templates: ")
+            if text not in found.values():  # names and templates may lack the same folder
+                found["templates"] = text
+    return found
 
 
 def prompt_templates(spec: str | Sequence[str]) -> list[Template]:
