@@ -80,7 +80,7 @@ class Reading:
         self.pictures = (self.pictures + int(pictures.sum(dtype=np.uint64))) % (1 << 64)
         self.pairs = (self.pairs + int(pairs.sum(dtype=np.uint64))) % (1 << 64)
 
-    def with_others(self, parts: list[Reading]) -> dict[str, Any]:
+    def with_others(self, parts: list[Reading]) -> dict[str, object]:
         """The sum over the ranks' `parts`, for a record."""
         return {
             "shards": self.shards,

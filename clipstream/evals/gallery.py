@@ -52,12 +52,7 @@ class Kept:
 
 
 def show_retrieval(
-    context: EvalContext,
-    kept: Kept,
-    images: torch.Tensor,
-    texts: torch.Tensor,
-    owners: torch.Tensor,
-    ids: torch.Tensor,
+    context: EvalContext, kept: Kept, images: torch.Tensor, texts: torch.Tensor, owners: torch.Tensor, ids: torch.Tensor
 ) -> None:
     """Show the kept images whose own caption ranks best, and worst, among all captions. Collective.
 

@@ -333,7 +333,7 @@ def json_line(record: Record) -> str:
 
 def flat(tree: Record, prefix: str = "", separator: str = "/") -> Record:
     """Flatten nested mappings; keys are joined by the separator."""
-    leaves: dict[str, Any] = {}
+    leaves: dict[str, object] = {}
     for key, value in tree.items():
         path = f"{prefix}{separator}{key}" if prefix else str(key)
         leaves.update(flat(value, path, separator) if isinstance(value, Mapping) else {path: value})

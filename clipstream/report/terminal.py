@@ -33,13 +33,7 @@ from clipstream.utils.logs import Tee, below, log_displayed, logger
 RECENT = 10  # training lines whose mean speed gives the time left
 SHOWN_KEYS = 4  # samples shown of a skipped step
 OFF_TERMINAL = 120  # columns where there is no terminal
-BAR_WIDTHS = (
-    (30, 24),
-    (20, 16),
-    (10, 8),
-    (6, 8),
-    (4, 0),
-)  # columns of the bar and of the loss history beside it
+BAR_WIDTHS = ((30, 24), (20, 16), (10, 8), (6, 8), (4, 0))  # columns of the bar and of the loss history beside it
 BLOCKS = "▁▂▃▄▅▆▇█"
 LOG_FILE = "out.log"
 _URL = re.compile(r"\S+://\S+")

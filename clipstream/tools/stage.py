@@ -27,7 +27,7 @@ from clipstream.checkpoint.run_lock import held
 from clipstream.config.config_sources import to_yaml
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.flags import own_flags, split
-from clipstream.config.section import with_home
+from clipstream.config.section import Tree, with_home
 from clipstream.config.settings import Settings, load
 from clipstream.data.decode.captions import split_keys
 from clipstream.data.settings import SourceSettings
@@ -318,7 +318,7 @@ def _conclude(asked: Asked, sources: Sequence[StagedSource], copies: Copies, sec
                 words += [one.flag] if one.text is None else [one.flag, *one.text.split("\n")]
         words += ["--config", str(asked.folder / SETTINGS_FILE)]
         command = shlex.join(redact(word) for word in words)
-        tree: dict[str, Any] = {}
+        tree: Tree = {}
         for source in staged:
             # --val-data also copies settings from training's source.
             by_flag = asked.settings.places.place_of((*source.path, "shards")) == "--val-data"

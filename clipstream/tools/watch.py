@@ -96,10 +96,7 @@ def follow(argv: Sequence[str]) -> int:
             busy = f"{run.folder} is being followed by {{}}: one follower is enough"
             lock = locked(run.folder / WATCH_FOLDER, "--watch: the folder", busy.format)
             try:
-                with (
-                    lock if world.is_main else nullcontext(),
-                    closing(_Watcher(run, settings, fits, world)) as watcher,
-                ):
+                with lock if world.is_main else nullcontext(), closing(_Watcher(run, settings, fits, world)) as watcher:
                     watcher.loop(signals, idle)
             except OSError as error:
                 if not atomic_write.is_full(error):
