@@ -17,7 +17,6 @@ from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.images import (
     FACTORS,
     FILTERS,
-    Colour,
     Header,
     Pixels,
     check_shape,
@@ -134,7 +133,20 @@ class TrainTransform:
         scale = min(box.width / size[1], box.height / size[0])
         factor = next((factor for factor in FACTORS if header.scales and scale >= SPARE * factor), 1)
         pixels = decode(data, header, factor, self.background)
-        pixels = _resized(pixels, box, factor, size, name, self.background, out if header.orientation == 1 else None)
+        rows, columns = (slice(at // factor, -(-(at + n) // factor)) for at, n in ((top, height), (left, width)))
+        part = pixels[rows, columns]
+        if part.shape[2] == 4:
+            part = np.asarray(opaque(Image.fromarray(part), self.background))
+        if not part.flags.writeable:
+            part = part.copy()  # else torch warns, although it only reads
+        target = out if header.orientation == 1 and part.shape[2] == 3 else None
+        if factor > 1:
+            pixels = _resized_between(part, box, factor, size, name, target)
+        else:
+            pixels = np.empty((*size, part.shape[2]), dtype=np.uint8) if target is None else target
+            _RESIZES[name](_planes(part), size, False, size[0] / height, size[1] / width, out=_planes(pixels))
+            if part.shape[2] == 1:
+                pixels = np.repeat(pixels, 3, axis=2)
         if header.orientation == 1:
             return pixels
         # Turned last, when there are fewest pixels.
@@ -166,28 +178,11 @@ def crop_box(size: tuple[int, int], augment: AugmentSettings, rng: SampleRNG) ->
     return Box((full_width - width) // 2, (full_height - height) // 2, width, height)
 
 
-def _resized(
-    pixels: Pixels, box: Box, factor: int, size: tuple[int, int], name: str, background: Colour, out: Pixels | None
-) -> Pixels:
-    """The crop resized to `size` (height, width), of pixels decoded at 1 / factor; uint8 [height, width, 3]."""
-    column, row = box.left // factor, box.top // factor
-    part = pixels[row : -(-(box.top + box.height) // factor), column : -(-(box.left + box.width) // factor)]
-    if part.shape[2] == 4:
-        part = np.asarray(opaque(Image.fromarray(part), background))
-    if not part.flags.writeable:
-        part = part.copy()  # else torch warns, although it only reads
-    if factor > 1:
-        return _resized_between(part, box, factor, size, name, out)
-    channels = part.shape[2]
-    into = out if out is not None and channels == 3 else np.empty((*size, channels), dtype=np.uint8)
-    _RESIZES[name](_planes(part), size, False, size[0] / box.height, size[1] / box.width, out=_planes(into))
-    return into if channels == 3 else np.repeat(into, 3, axis=2)
-
-
 def _resized_between(
     part: Pixels, box: Box, factor: int, size: tuple[int, int], name: str, out: Pixels | None
 ) -> Pixels:
-    """As `_resized`, of RGB pixels at 1 / factor, where the crop may begin between two pixels.
+    """The crop, of RGB pixels decoded at 1 / factor, resized to `size` (height, width), where the crop may begin
+    between two pixels.
 
     torch's operator begins at whole pixels, so the results for the pixels on both sides are interpolated.
     Interpolation, and the decoder, which gives about the mean of factor x factor pixels, soften the picture.

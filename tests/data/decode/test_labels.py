@@ -131,7 +131,7 @@ def test_several_labels_become_zeros_and_ones() -> None:
         ({"type": "json", "path": "t", "fallback": "txt"}, {"json": b"{}", "txt": b"a\nb"}, "a\nb"),
         ({"type": "json", "path": "t"}, {"json": b'{"t": []}'}, "no_caption"),
         ({"type": "json", "path": "t"}, {"json": b'{"t": ["a", "\\ud800"]}'}, "caption_not_utf8"),
-        ({"type": "tests.data.decode.test_targets:Own"}, {"txt": b"x"}, "one\ntwo"),
+        ({"type": "tests.data.decode.test_labels:Own"}, {"txt": b"x"}, "one\ntwo"),
     ],
 )
 def test_all_captions(settings: dict[str, Any], members: dict[str, Any], expected: str) -> None:
