@@ -9,6 +9,7 @@ and constant equal open_clip's; const-cooldown equals it for every `min_lr`.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -255,7 +256,41 @@ def build_optimizer(towers: nn.Module, settings: OptimSettings, model: str) -> t
     optimizer = _build("optim.type", OPTIMIZERS, settings)(towers, model)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise SettingsError(f"optim.type: {settings.type} gave {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    if settings.type not in OPTIMIZERS:
+        _check_parameters(towers, optimizer, settings.type)
+        _check_state(optimizer, settings.type)
     return optimizer
+
+
+def _check_parameters(towers: nn.Module, optimizer: torch.optim.Optimizer, type: str) -> None:
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if left := [name for name, p in towers.named_parameters() if p.requires_grad and id(p) not in held]:
+        raise SettingsError(
+            f"optim.type: {type} leaves out {len(left)} of the trainable parameters, such as {left[0]}: use "
+            "parameter_groups(towers, wd), and the settings model.lock_image and model.lock_text to train less"
+        )
+
+
+def _check_state(optimizer: torch.optim.Optimizer, type: str) -> None:
+    """Raise at the step that makes a state which no checkpoint can store, not at the first save."""
+    import torch
+
+    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for name, value in (item for state in optimizer.state.values() for item in state.items()):
+            if not isinstance(value, torch.Tensor):
+                raise SettingsError(
+                    f"optim.type: the state {name!r} of {type} is {value.__class__.__name__}, and checkpoints store "
+                    "tensors only: do without it, or make it a tensor"
+                )
+        try:
+            for group in optimizer.param_groups:
+                json.dumps({key: value for key, value in group.items() if key != "params"})
+        except (TypeError, ValueError) as error:
+            raise SettingsError(
+                f"optim.type: the parameter groups of {type} cannot be stored in a checkpoint, as JSON: {error}"
+            ) from error
+
+    optimizer.register_step_post_hook(check)
 
 
 def build_schedule(settings: ScheduleSettings, *, peak: float, total_steps: int) -> Callable[[int], float]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import open_clip
 import pytest
@@ -13,7 +15,14 @@ from torch import nn
 
 from clipstream.errors import SettingsError
 from clipstream.models.model_config import builtin
-from clipstream.training.optim import AdamW, ScheduleSettings, build_optimizer, build_schedule, parameter_groups
+from clipstream.training.optim import (
+    AdamW,
+    OptimSettings,
+    ScheduleSettings,
+    build_optimizer,
+    build_schedule,
+    parameter_groups,
+)
 from clipstream.training.settings import TrainSettings
 from clipstream.training.step import clip_gradients, gradient_norm
 
@@ -176,3 +185,76 @@ def test_length_of_a_run() -> None:
     assert TrainSettings(epochs=2, epoch_samples=55).total_steps(steps_for) == 11
     with pytest.raises(SettingsError, match="--steps"):
         TrainSettings(epochs=2).total_steps(steps_for)
+
+
+class Kept(torch.optim.SGD):
+    """Keeps a value in its state, beside a tensor."""
+
+    def __init__(self, groups: Any, kept: Any) -> None:
+        super().__init__(groups, lr=0.1)
+        self.kept = kept
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["kept"] = self.kept
+
+
+class Own:
+    """A user's optimizer; `made` makes it."""
+
+    made: Callable[[nn.Module], Any]
+
+    def __init__(self, settings: Any) -> None:
+        pass
+
+    def __call__(self, towers: nn.Module, model: str) -> Any:
+        return Own.made(towers)
+
+
+def own(monkeypatch: pytest.MonkeyPatch, made: Callable[[nn.Module], Any]) -> torch.optim.Optimizer:
+    monkeypatch.setattr(Own, "made", staticmethod(made), raising=False)
+    model = Small()
+    optimizer = build_optimizer(model, OptimSettings.model_validate({"type": f"{__name__}:Own"}), "ViT")
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        ([1, 2], "the state 'kept' of .*:Own is list"),
+        ("x", "is str"),
+        (lambda: 0, "is function"),
+        (None, "is NoneType"),
+    ],
+)
+def test_a_state_that_no_checkpoint_can_store_is_told_at_the_first_step(
+    kept: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = own(monkeypatch, lambda towers: Kept(parameter_groups(towers, 0.1), kept))
+    with pytest.raises(SettingsError, match=message):
+        optimizer.step()
+
+
+def test_parameter_groups_that_no_checkpoint_can_store_are_told_at_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    optimizer = own(
+        monkeypatch, lambda towers: torch.optim.SGD([{"params": list(towers.parameters()), "scale": torch.ones(2)}])
+    )
+    with pytest.raises(SettingsError, match=r"parameter groups of .*:Own cannot be stored .*Tensor"):
+        optimizer.step()
+
+
+def test_a_state_of_tensors_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = own(monkeypatch, lambda towers: Kept(parameter_groups(towers, 0.1), torch.zeros(3)))
+    optimizer.step()
+    optimizer.step()
+
+
+def test_parameters_that_are_left_out_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingsError, match=r":Own leaves out \d+ of the trainable parameters, such as \w+"):
+        own(monkeypatch, lambda towers: torch.optim.SGD(list(towers.parameters())[:1]))
