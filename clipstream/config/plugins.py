@@ -33,7 +33,7 @@ def raised(part: str, error: BaseException) -> str:
     if isinstance(error, SyntaxError):  # it has no frame of its own
         return f"{type(error).__name__}: {error}"
     frames = traceback.extract_tb(error.__traceback__)
-    what = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else repr(error)
+    what = f"{type(error).__name__}: {error}" if isinstance(error, OSError) and error.filename else repr(error)
     theirs = [frame for frame in frames if not _is_library(frame.filename)]
     if not theirs:
         return what

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,11 +89,15 @@ class SinkGroup(Sink):
 
     def write(self, record: Record) -> None:
         for name, sink in self.sinks.items():
-            self.call(name, partial(sink.write, record))
+            own = deepcopy(record) if name in self._plugins else record  # which a user's sink may change
+            self.call(name, partial(sink.write, own))
 
     def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
         """Hand over pictures and tables. Any failure is reported, and never raised."""
-        for sink in self.sinks.values():
+        for key, sink in self.sinks.items():
+            if key in self._plugins:
+                self.call(key, partial(sink.show, step, name, examples, tables))
+                continue
             try:
                 sink.show(step, name, examples, tables)
             except Exception as error:

@@ -146,3 +146,35 @@ def test_the_check_names_what_is_wrong() -> None:
     ):
         with pytest.raises(AssertionError, match=said):
             testing.check_sink(sink, JsonLinesSettings(file="other"))
+
+
+class NoShow(Changing):
+    """Cannot take images."""
+
+    def show(self) -> None:  # type: ignore[override]
+        raise AssertionError
+
+
+def test_a_sink_that_cannot_show_is_named_with_its_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = outputs(tmp_path, f"--log.sinks.mine.type={__name__}:NoShow")
+    for step in (1, 2):
+        out.show(step, "val", [], [Table("t", ("a",), ())])
+    out.close()
+    said = capfd.readouterr().err
+    assert said.count("log.sinks.mine failed, and the run goes on: TypeError(") == 1, said
+
+
+def test_a_sink_that_changes_a_record_changes_it_for_itself(tmp_path: Path) -> None:
+    record = {"step": 3, "nonfinite": {"loss": "nan", "grad_norm": "nan", "keys": ["a"]}}
+    out = outputs(
+        tmp_path,
+        f"--log.sinks.mine.type={__name__}:Changing",
+        "--log.sinks.more.type=jsonl",
+        f"--log.sinks.more.file={tmp_path}/more.jsonl",
+    )
+    out.write(record)
+    out.close()
+    assert record["step"] == 3
+    for name in ("more.jsonl", "nonfinite.jsonl"):
+        (line,) = (tmp_path / name).read_text().splitlines()
+        assert json.loads(line)["step"] == 3
