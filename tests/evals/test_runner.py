@@ -28,7 +28,7 @@ class Clumsy:
     """Fails on one rank, in the middle of the collectives of the others."""
 
     class Settings(EvalSettings):
-        type: str = "tests.evals.test_failing_evaluators:Clumsy"
+        type: str = "tests.evals.test_runner:Clumsy"
         rank: int = 0
         after: int = 1
 
@@ -51,7 +51,7 @@ class Careless:
     """Yields what is no plain number."""
 
     class Settings(EvalSettings):
-        type: str = "tests.evals.test_failing_evaluators:Careless"
+        type: str = "tests.evals.test_runner:Careless"
         number: int = 0
 
     def __init__(self, settings: Settings) -> None:
@@ -158,7 +158,7 @@ def test_a_run_goes_on_and_says_what_failed(tmp_path: Path) -> None:
     make_shards(tmp_path / "pairs", [21, 17, 19, 5])
     make_shards(tmp_path / "val", [11])
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
-    given = {"type": "tests.evals.test_failing_evaluators:Clumsy", "rank": 1, "every": 2}
+    given = {"type": "tests.evals.test_runner:Clumsy", "rank": 1, "every": 2}
     more = ["--evals.mine", json.dumps(given), "--val-data", f"{tmp_path}/val/*.tar"]
     ends = end_ranks(2, train_on, flags(tmp_path, "on", *more, steps=4))
     assert [end.code for end in ends] == [0, 0], ends[0].stderr

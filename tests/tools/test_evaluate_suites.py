@@ -187,7 +187,7 @@ class Given:
 
 
 def given(**values: float) -> dict[str, Any]:
-    return {name: {"type": "tests.evals.test_suites:Given", "value": value} for name, value in values.items()}
+    return {name: {"type": "tests.tools.test_evaluate_suites:Given", "value": value} for name, value in values.items()}
 
 
 def runner_of(sections: dict[str, Any]) -> EvalRunner:
