@@ -54,7 +54,7 @@ def run_ranks(run: RunSettings, body: Callable[[World, FailureWatch], None]) -> 
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     watch = FailureWatch(world, debug=run.debug)
     try:
-        with announce_waiting(world), early_signals.unguarded():
+        with announce_waiting(world), early_signals.watched():
             world.start(timedelta(seconds=run.timeout))
         watch.start()
         body(world, watch)

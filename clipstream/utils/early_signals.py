@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
+import threading
 from collections.abc import Iterator
 from types import FrameType
 
@@ -59,14 +61,31 @@ def end(code: int) -> None:
 
 
 @contextlib.contextmanager
-def unguarded() -> Iterator[None]:
-    """Use the system's signal handlers while native code blocks, which Python's handlers cannot interrupt."""
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in _guarded}
+def watched() -> Iterator[None]:
+    """Let signals end the process also while native code blocks the main thread, in which alone Python's handlers run.
+
+    A thread reads the signals from the wake-up file descriptor, so the native code has to release the interpreter's
+    lock, as torch's rendezvous does.
+    """
+    if not _guarded:
+        yield
+        return
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+
+    def listen() -> None:
+        while numbers := ours.recv(64):
+            for number in numbers:
+                if number in _guarded:
+                    _end(number, None)
+
+    threading.Thread(target=listen, name="early-signals", daemon=True).start()
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.set_wakeup_fd(before)
+        theirs.close()  # ends the thread
 
 
 def _verb() -> str | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -86,6 +88,35 @@ def test_a_signal_while_training_is_set_up(place: Path, number: signal.Signals, 
     assert process.returncode == 75, said
     assert "Traceback" not in said
     assert said.endswith(f"stopped by {number.name} before the first step: start the same command again\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_while_ranks_connect(place: Path, number: signal.Signals, rank: int) -> None:
+    """Rank 0 waits for a rank that never comes; rank 1 waits in torch for a rank 0 that does not answer."""
+    with contextlib.ExitStack() as opened:
+        server = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+        server.settimeout(TIMEOUT)
+        port = server.getsockname()[1]
+        if rank == 0:
+            server.close()
+        env = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        argv = flags(place, f"connecting{rank}", steps=100_000)
+        process = begin(place, sys.executable, "-m", "clipstream.train", *argv, **env)
+        if rank == 1:
+            opened.enter_context(server.accept()[0])
+        limit = time.monotonic() + TIMEOUT
+        while rank == 0 and process.poll() is None and time.monotonic() < limit:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.05)
+        time.sleep(0.2)  # from the connection to the wait
+        process.send_signal(number)
+        said = end(process)
+    assert process.returncode == 75, said
+    line = f"stopped by {number.name} before the first step: start the same command again\n"
+    assert "Traceback" not in said and said.endswith(line if rank == 0 else ""), said
 
 
 @pytest.mark.parametrize("seconds", [0.2, 0.5, 1.0])
