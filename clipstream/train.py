@@ -122,8 +122,8 @@ def run(
     from clipstream.tools.run_summary import print_best, print_summary
 
     # Settings: a resumed run keeps what was resolved when it began.
-    mirror = resume.build_remote_sync(settings, world)
-    found = resume.find(settings, world, mirror)
+    remote_sync = resume.build_remote_sync(settings, world)
+    found = resume.find(settings, world, remote_sync)
     meta = None if found is None else read_meta(found)
     state = None if meta is None else meta.train
     settings = resume.carried_over(settings, state, world, own_lanes=own_lanes)
@@ -137,7 +137,7 @@ def run(
         watch.on_exit(loader.close)
 
         # Optimizer, step, loop.
-        fit(settings, world, towers, tokenizer, loader, watch, signals, ending, found, mirror)
+        fit(settings, world, towers, tokenizer, loader, watch, signals, ending, found, remote_sync)
         if world.is_main:
             print_best(settings)
 
@@ -152,7 +152,7 @@ def fit(
     signals: StopSignals,
     ending: Ending | None,
     found: Path | None,
-    mirror: RemoteSync | None,
+    remote_sync: RemoteSync | None,
 ) -> None:
     """Optimizer, step and loop, resumed from the checkpoint `found`, if any."""
     from clipstream.data.decode.tokenizers import readable
@@ -179,7 +179,7 @@ def fit(
     outputs = Outputs(log, world, info, subject={"run": settings.run.name, "model": settings.model.label})
     run_evals = build_evals(settings, world, layout, step, tokenizer, outputs)
     run_evals.context.interrupt = lambda: signals.received is not None
-    writer = build_writer(settings, world, towers, step, mirror)
+    writer = build_writer(settings, world, towers, step, remote_sync)
     metrics = run_evals.dry_run()
     early_stop.expect(metrics)
     writer.expect(metrics)
@@ -358,7 +358,7 @@ def build_evals(
 
 
 def build_writer(
-    settings: Settings, world: World, towers: Towers, step: TrainStep, mirror: RemoteSync | None
+    settings: Settings, world: World, towers: Towers, step: TrainStep, remote_sync: RemoteSync | None
 ) -> AsyncWriter:
     """The writer of checkpoints, with averaged weights as a further file."""
     from clipstream.checkpoint.async_writer import AsyncWriter
@@ -374,7 +374,7 @@ def build_writer(
         optimizer=step.optimizer,
         recorded=noted(settings),
         tensors=None if averages is None else {AVERAGED_FILE: lambda: averages.among(towers.clip.state_dict())},
-        sync=mirror,
+        sync=remote_sync,
     )
 
 

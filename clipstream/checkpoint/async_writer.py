@@ -16,22 +16,32 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from clipstream.checkpoint import state as checkpoint
 from clipstream.checkpoint import store
 from clipstream.checkpoint.remote_sync import RemoteSync
-from clipstream.checkpoint.state import OPTIMIZER, RANDOM, STATE, WEIGHTS, CheckpointMeta, SavedTowers, Tensors
-from clipstream.checkpoint.tensor_file import Snapshot
+from clipstream.checkpoint.state import (
+    OPTIMIZER,
+    RANDOM,
+    STATE,
+    WEIGHTS,
+    CheckpointMeta,
+    SavedTowers,
+    TensorFile,
+    Tensors,
+)
 from clipstream.data.order.lanes import DataState
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
-from clipstream.training.parallel import reshard
+from clipstream.training.early_stop import EvalRecord
+from clipstream.training.parallel import full_tensor, reshard
 from clipstream.training.precision import random_state
 from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState
@@ -39,17 +49,6 @@ from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
 
 NOTICEABLE = 1.0  # s that a save waits for the previous one before it says so
-
-
-@dataclass(frozen=True)
-class _Job:
-    """A save in progress: the thread's input besides the snapshot."""
-
-    step: int
-    groups: dict[str, str]
-    state: bytes
-    random: list[Any]
-    evaluated: tuple[int, float] | None
 
 
 class AsyncWriter:
@@ -74,7 +73,7 @@ class AsyncWriter:
         *,
         towers: SavedTowers,
         optimizer: torch.optim.Optimizer,
-        recorded: Mapping[str, Any] | None = None,
+        recorded: Mapping[str, object] | None = None,
         tensors: Mapping[str, Callable[[], Tensors]] | None = None,
         sync: RemoteSync | None = None,
     ) -> None:
@@ -110,7 +109,7 @@ class AsyncWriter:
         if self._metric is not None:
             self._metric.expect("checkpoint.keep_best", metrics)
 
-    def on_eval(self, records: Iterable[Mapping[str, Any]]) -> None:
+    def on_eval(self, records: Iterable[EvalRecord]) -> None:
         """Record evaluations (step, eval, metrics) before the save of their step; the same on all ranks."""
         metric = self._metric
         for record in records:
@@ -155,8 +154,9 @@ class AsyncWriter:
         state = replace(state, data=DataState.merge([part for part, _ in parts]))
         meta = CheckpointMeta(state, self._recorded)
         text = (json.dumps(meta.to_json(), indent=1, allow_nan=False) + "\n").encode()
-        job = _Job(step, checkpoint.groups(self._optimizer), text, [random for _, random in parts], self._evaluated)
-        self._thread = threading.Thread(target=self._run, args=(job,), name="save", daemon=True)
+        random = checkpoint.serialize([random for _, random in parts])
+        job = (step, checkpoint.groups(self._optimizer), {RANDOM: random, STATE: text}, self._evaluated)
+        self._thread = threading.Thread(target=self._run, args=job, name="save", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
@@ -241,17 +241,19 @@ class AsyncWriter:
             self._thread.join()
         self.check()
 
-    def _run(self, job: _Job) -> None:
+    def _run(
+        self, step: int, groups: dict[str, str], others: dict[str, bytes], evaluated: tuple[int, float] | None
+    ) -> None:
         """The thread."""
         self._written = False
         try:
             self._snapshot.wait()
-            others = {**self._description, RANDOM: checkpoint.serialize(job.random), STATE: job.state}
-            headers = {name: {"format": "pt"} for name in (WEIGHTS, *self._more)} | {OPTIMIZER: job.groups}
+            headers = {name: {"format": "pt"} for name in (WEIGHTS, *self._more)} | {OPTIMIZER: groups}
             after = 0 if self._sync is None else self._sync.last_serial
-            checkpoint.write(self.folder, job.step, self._snapshot.files, headers, others, after=after)
-            if job.evaluated is not None:
-                self.update_best(*job.evaluated)
+            files, others = self._snapshot.files, {**self._description, **others}
+            checkpoint.write(self.folder, step, files, headers, others, after=after)
+            if evaluated is not None:
+                self.update_best(*evaluated)
             self._prune()
             if self._sync is not None:
                 self._sync.wake()
@@ -265,7 +267,7 @@ class AsyncWriter:
             left = "there is no checkpoint yet: free some space"
             if found := store.whole(self.folder):
                 left = f"the newest checkpoint is {found[0].name}: free some space, or lower checkpoint.keep_last"
-            self._warn(f"the disk of {self.folder} is full: step {job.step} is not saved; {left}")
+            self._warn(f"the disk of {self.folder} is full: step {step} is not saved; {left}")
 
     def update_best(self, step: int, value: float) -> None:
         """Point `best` to a step's checkpoint, if that exists and is better than the present one."""
@@ -283,3 +285,62 @@ class AsyncWriter:
     def _warn(self, text: str) -> None:
         if self.world.is_main:
             logger.warning(text)
+
+
+class Snapshot:
+    """The contents of files, copied from tensors.
+
+    Args:
+        device: of this rank.
+        optimizer: the only code that changes its parameters and moments.
+        kept: whether this rank keeps the copies; other ranks only take part in gathering sharded tensors.
+
+    Attributes:
+        files: the last copy, by file name.
+    """
+
+    def __init__(self, device: str, optimizer: torch.optim.Optimizer, *, kept: bool) -> None:
+        self.files: dict[str, TensorFile] = {}
+        self._device, self._optimizer, self._kept = device, optimizer, kept
+        self._stream: Any = None
+        self._copied: list[Any] = []  # CUDA events to wait for
+        if kept and device.startswith("cuda"):
+            stream: Any = torch.cuda.Stream  # untyped in torch
+            self._stream = stream(device)
+            optimizer.register_step_pre_hook(lambda *_: self._delay_update())
+
+    def take(self, files: Mapping[str, Tensors]) -> None:
+        """Copy the tensors of files over the last copy. Collective if tensors are sharded."""
+        if self._kept:
+            for name in [name for name in self.files if name not in files or not self.files[name].fits(files[name])]:
+                del self.files[name]
+            for name, tensors in files.items():
+                if name not in self.files:
+                    self.files[name] = TensorFile(tensors, pin=self._stream is not None)
+        stable: set[int] = set()  # addresses that only the optimizer's update writes to
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            parameters = (p for group in self._optimizer.param_groups for p in group["params"])
+            moments = (v for state in self._optimizer.state.values() for v in state.values() if torch.is_tensor(v))
+            stable = {t.data_ptr() for t in (*parameters, *moments) if t.is_cuda and not isinstance(t, DTensor)}
+        with torch.no_grad():
+            for name, tensors in files.items():
+                for key, tensor in tensors.items():
+                    whole = full_tensor(tensor)
+                    if self._kept:
+                        aside = whole is tensor and tensor.data_ptr() in stable
+                        with torch.cuda.stream(self._stream) if aside else nullcontext():
+                            target = self.files[name].views[key]
+                            target.copy_(whole, non_blocking=self._stream is not None)
+        if self._stream is not None:
+            self._copied = [self._stream.record_event(), torch.cuda.current_stream(self._device).record_event()]
+
+    def wait(self) -> None:
+        """Wait until the copies are complete; from any thread."""
+        for event in self._copied:
+            event.synchronize()
+
+    def _delay_update(self) -> None:
+        """Let the GPU finish the copies before the optimizer's update, without blocking this thread."""
+        for event in self._copied:
+            torch.cuda.current_stream(self._device).wait_event(event)

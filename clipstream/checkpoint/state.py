@@ -10,20 +10,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import math
 import pickle
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from clipstream.checkpoint import store
-from clipstream.checkpoint.tensor_file import TensorFile, metadata, read
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.towers import finite
@@ -31,6 +33,7 @@ from clipstream.training.parallel import shard_like
 from clipstream.training.precision import set_random_state
 from clipstream.training.state import TrainState
 from clipstream.utils import atomic_write
+from clipstream.utils.atomic_write import BLOCK
 from clipstream.utils.versions import versions
 
 WEIGHTS, OPTIMIZER, RANDOM, STATE = "open_clip_model.safetensors", "optimizer.safetensors", "rng.pt", "state.json"
@@ -39,6 +42,19 @@ GROUPS = "groups"
 MISMATCH_SHOWN = 300  # characters of a mismatch that a message repeats
 
 Tensors = Mapping[str, torch.Tensor]
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -52,10 +68,10 @@ class CheckpointMeta:
     """
 
     train: TrainState
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, object] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=versions)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """As nested dictionaries, the format version included."""
         return {"version": VERSION, **asdict(self)}
 
@@ -94,6 +110,85 @@ class SavedTowers(Protocol):
 
     def description(self) -> dict[str, bytes]:
         """The files beside the weights, by name: configuration and tokenizer."""
+
+
+class TensorFile:
+    """The content of a file: memory for tensors of these names, types and shapes.
+
+    Args:
+        tensors: names, types and shapes, without their values; of sharded tensors the full shape.
+        pin: whether to use page-locked memory, if available, so that a GPU can copy into it asynchronously. torch
+            allocates it in powers of two: up to twice the size.
+
+    Attributes:
+        views: name -> a tensor in the file's body, to be filled.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, pin: bool = False) -> None:
+        self._layout = _layout(tensors)
+        # Wide types first, as in safetensors: every tensor is aligned to its item size.
+        order = sorted(self._layout, key=lambda name: (-self._layout[name][0].itemsize, name))
+        self._offsets: dict[str, tuple[int, int]] = {}
+        end = 0
+        for name in order:
+            dtype, shape = self._layout[name]
+            start, end = end, end + math.prod(shape) * dtype.itemsize
+            self._offsets[name] = (start, end)
+        memory = torch.empty(0, dtype=torch.uint8)
+        if pin:
+            with contextlib.suppress(RuntimeError):  # not enough page-locked memory
+                memory = torch.empty(end + BLOCK, dtype=torch.uint8, pin_memory=True)
+        if not len(memory):
+            memory = torch.empty(end + BLOCK, dtype=torch.uint8)
+        begin = -memory.data_ptr() % BLOCK  # direct I/O needs memory aligned to the disk's blocks
+        self._body = memory[begin : begin + end]
+        self.views: dict[str, torch.Tensor] = {}
+        for name, (start, stop) in self._offsets.items():
+            dtype, shape = self._layout[name]
+            self.views[name] = self._body[start:stop].view(dtype).view(shape)
+
+    def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether these have the same names, types and shapes."""
+        return self._layout == _layout(tensors)
+
+    def parts(self, metadata: Mapping[str, str]) -> list[Any]:
+        """Header and body of the file, as buffers; the body is no copy.
+
+        Args:
+            metadata: texts for the header.
+        """
+        header: dict[str, object] = {"__metadata__": dict(metadata)}
+        for name, (start, end) in self._offsets.items():
+            dtype, shape = self._layout[name]
+            header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-(len(text) + 8) % BLOCK)  # so that the body is aligned in the file
+        return [struct.pack("<Q", len(text)) + text, self._body.numpy()]
+
+    def nbytes(self) -> int:
+        """Size of the body in bytes."""
+        return self._body.numel()
+
+
+def read(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a file with their names, on the CPU, one at a time.
+
+    Raises:
+        OSError, SafetensorError: the file does not exist, or is no safetensors file.
+    """
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 (not a mapping)
+            yield name, file.get_tensor(name)
+
+
+def metadata(path: Path) -> dict[str, str]:
+    """The metadata in a file's header."""
+    with safe_open(path, framework="pt") as file:
+        return dict(file.metadata() or {})
+
+
+def _layout(tensors: Mapping[str, torch.Tensor]) -> _Layout:
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def moments(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

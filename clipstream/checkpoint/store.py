@@ -136,10 +136,15 @@ def candidates(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if NAME.fullmatch(path.name)] if folder.is_dir() else []
 
 
+def markers(folder: Path) -> dict[str, Marker]:
+    """The markers of the checkpoints whose files have the right sizes, by name, newest first."""
+    found = [(path.name, marker) for path in candidates(folder) if (marker := marker_of(path)) is not None]
+    return dict(sorted(found, key=lambda item: item[1].serial, reverse=True))
+
+
 def whole(folder: Path) -> list[Path]:
     """The checkpoints whose files have the right sizes, newest first."""
-    found = [(marker.serial, path) for path in candidates(folder) if (marker := marker_of(path)) is not None]
-    return [path for _, path in sorted(found, reverse=True)]
+    return [folder / name for name in markers(folder)]
 
 
 def pointed(pointer: Path) -> Path | None:
@@ -249,7 +254,7 @@ def begin(folder: Path, name: str, size: int) -> Path:
 
 def next_serial(folder: Path, after: int = 0) -> int:
     """The number of the next save: larger than those in the folder, and than `after`."""
-    return max((after, *(marker.serial for path in candidates(folder) if (marker := marker_of(path))))) + 1
+    return max((after, *(marker.serial for marker in markers(folder).values()))) + 1
 
 
 def commit(draft: Path, marker: Marker) -> Path:
@@ -282,29 +287,28 @@ def best_of(folder: Path) -> Best | None:
     return None if best is None or (marker is not None and marker.serial != best.serial) else best
 
 
-def retained(serials: Mapping[str, int], *, last: int, every: int | None, best: str | None) -> set[str]:
-    """The names of the checkpoints to keep.
+def retained(folder: Path, markers: Mapping[str, Marker], *, last: int, every: int | None) -> set[str]:
+    """The names of the checkpoints to keep, the best one of `folder` included.
 
     Args:
-        serials: number of the save by name, of the whole checkpoints.
+        markers: of the whole checkpoints, here or in the remote copy.
         last: number of the newest ones to keep.
         every: keep the multiples of this step.
-        best: name of the best one, which is kept.
     """
-    newest_first = sorted(serials, key=lambda name: serials[name], reverse=True)
-    stay = set(newest_first[:last])
-    for name in newest_first:
-        match = NAME.fullmatch(name)
-        if name == best or (every and match and int(match[1]) > 0 and int(match[1]) % every == 0):
-            stay.add(name)
-    return stay
+    best = best_of(folder)
+    newest_first = sorted(markers, key=lambda name: markers[name].serial, reverse=True)
+    return {
+        name
+        for newer, name in enumerate(newest_first)
+        if newer < last
+        or (best is not None and name == best.name)
+        or (every and markers[name].step > 0 and markers[name].step % every == 0)
+    }
 
 
 def prune(folder: Path, *, last: int, every: int | None, spared: Collection[str] = ()) -> None:
     """Remove all but the `retained` checkpoints and those in `spared`; incomplete ones go as well."""
-    serials = {path.name: marker.serial for path in candidates(folder) if (marker := marker_of(path)) is not None}
-    best = best_of(folder)
-    stay = retained(serials, last=last, every=every, best=None if best is None else best.name)
+    stay = retained(folder, markers(folder), last=last, every=every)
     for path in candidates(folder):
         if path.name not in stay and path.name not in spared:
             remove(path)

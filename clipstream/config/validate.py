@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path as FilePath
 
-from clipstream.checkpoint.remote_dir import RemoteDir
+from clipstream.checkpoint.remote_sync import RemoteDir
 from clipstream.checkpoint.run_lock import holds_a_run
 from clipstream.config.error_messages import enumerate_words, format_problem
 from clipstream.config.section import Path

@@ -11,9 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from clipstream.checkpoint import remote_dir, store
-from clipstream.checkpoint.remote_dir import CHECKPOINTS, METRICS, RemoteDir, with_retries
-from clipstream.checkpoint.remote_sync import RemoteSync
+from clipstream.checkpoint import store
+from clipstream.checkpoint.remote_sync import (
+    CHECKPOINTS,
+    METRICS,
+    RemoteDir,
+    RemoteSync,
+    download,
+    message_of,
+    with_retries,
+)
 from clipstream.config.dump import portable
 from clipstream.config.settings import Settings, by_key, shown
 from clipstream.data.shard_url import ShardURL, redact_value
@@ -55,7 +62,7 @@ def find(settings: Settings, world: World, remote_sync: RemoteSync | None) -> Pa
             try:
                 whole = with_retries((remote / CHECKPOINTS).whole)
             except Exception as error:  # every backend has errors of its own
-                text = f"--remote-sync: {remote.shown} cannot be read: {remote_dir.message_of(error)}"
+                text = f"--remote-sync: {remote.shown} cannot be read: {message_of(error)}"
                 raise SettingsError(text) from error
             if whole and resume is None:
                 raise SettingsError(
@@ -64,7 +71,7 @@ def find(settings: Settings, world: World, remote_sync: RemoteSync | None) -> Pa
                 )
             remote_sync.last_serial = max((marker.serial for marker in whole.values()), default=0)
         if resume is not None and ShardURL(resume).scheme is not None:
-            found = remote_dir.find(RemoteDir(resume, "--resume"), folder)
+            found = download(RemoteDir(resume, "--resume"), folder)
             if found is None:
                 raise SettingsError(f"--resume: there is no whole checkpoint in {RemoteDir(resume, '').shown}")
             return found
@@ -94,9 +101,9 @@ def download_newer(remote_sync: RemoteSync, run_folder: Path) -> None:
                 if (content := with_retries((remote / name).read)) is not None:
                     atomic_write.replace(run_folder / name, content)
             except Exception as error:  # every backend has errors of its own
-                text = f"--remote-sync: {remote.shown} cannot be copied: {remote_dir.message_of(error)}"
+                text = f"--remote-sync: {remote.shown} cannot be copied: {message_of(error)}"
                 raise SettingsError(text) from error
-        remote_dir.find(remote, folder)
+        download(remote, folder)
     except SettingsError as error:
         if found is None:
             raise

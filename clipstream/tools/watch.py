@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from clipstream.checkpoint import store
-from clipstream.checkpoint.remote_dir import CHECKPOINTS
+from clipstream.checkpoint.remote_sync import CHECKPOINTS
 from clipstream.checkpoint.run_lock import held as locked
 from clipstream.checkpoint.store import MARKER, Marker
 from clipstream.config.dump import print_config, take_flag

@@ -12,10 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from clipstream.checkpoint.async_writer import AsyncWriter
-from clipstream.checkpoint.state import OPTIMIZER, WEIGHTS, load, read_meta
+from clipstream.checkpoint.async_writer import AsyncWriter, Snapshot
+from clipstream.checkpoint.state import OPTIMIZER, WEIGHTS, TensorFile, load, metadata, read, read_meta
 from clipstream.checkpoint.store import BEST, find, marker_of
-from clipstream.checkpoint.tensor_file import Snapshot, TensorFile, metadata, read
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.training.optim import AdamW, build_optimizer

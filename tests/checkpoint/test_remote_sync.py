@@ -12,10 +12,9 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from clipstream.checkpoint import remote_dir as places
+from clipstream.checkpoint import remote_sync
 from clipstream.checkpoint.async_writer import AsyncWriter
-from clipstream.checkpoint.remote_dir import RemoteDir, find
-from clipstream.checkpoint.remote_sync import RemoteSync
+from clipstream.checkpoint.remote_sync import RemoteDir, RemoteSync, download
 from clipstream.checkpoint.store import BEST, MARKER, fault, marker_of
 from clipstream.config.settings import load
 from clipstream.distributed.world import World
@@ -49,7 +48,7 @@ class Weak(MemoryFileSystem):  # type: ignore[misc]
 @pytest.fixture(autouse=True)
 def _places(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fsspec.register_implementation("weak", Weak, clobber=True)
-    monkeypatch.setattr(places, "BACKOFF", 0.001)
+    monkeypatch.setattr(remote_sync, "BACKOFF", 0.001)
     Weak.failures = 0
     Weak.gate.set()
     Weak.begun.clear()
@@ -59,11 +58,11 @@ def _places(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         system.pseudo_dirs[:] = [""]
 
 
-def mirrored(folder: Path, url: str, **settings: Any) -> AsyncWriter:
+def synced(folder: Path, url: str, **settings: Any) -> AsyncWriter:
     """What saves in FOLDER/checkpoints, with a copy at the URL."""
-    mirror = RemoteSync(RemoteDir(url, "--remote-sync"), folder, CheckpointSettings(**settings))
+    sync = RemoteSync(RemoteDir(url, "--remote-sync"), folder, CheckpointSettings(**settings))
     folder.mkdir(exist_ok=True)
-    return saver_of(folder / "checkpoints", mirror=mirror, **settings)
+    return saver_of(folder / "checkpoints", sync=sync, **settings)
 
 
 def save(saver: AsyncWriter, *steps: int, **metrics: float) -> None:
@@ -79,7 +78,7 @@ def save(saver: AsyncWriter, *steps: int, **metrics: float) -> None:
 def test_what_stays_there_is_what_stays_here(kind: str, tmp_path: Path) -> None:
     url = {"file": f"file://{tmp_path}/far", "memory": "memory://far", "path": f"{tmp_path}/far"}[kind]
     folder = tmp_path / "run"
-    saver = mirrored(folder, url, keep_last=2, keep_every=20, keep_best="val/top1")
+    saver = synced(folder, url, keep_last=2, keep_every=20, keep_best="val/top1")
     (folder / "config.yaml").write_text("run: {}\n")
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     save(saver, 10, top1=0.5)
@@ -94,7 +93,7 @@ def test_what_stays_there_is_what_stays_here(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_failing_place_is_a_warning_and_tried_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saver = mirrored(tmp_path / "run", "weak://user:secret@far", keep_last=2)
+    saver = synced(tmp_path / "run", "weak://user:secret@far", keep_last=2)
     Weak.failures = 2
     save(saver, 1)
     assert capsys.readouterr().err == "", "two failures are overcome at once"
@@ -110,7 +109,7 @@ def test_a_failing_place_is_a_warning_and_tried_again(tmp_path: Path, capsys: py
 
 
 def test_what_is_being_copied_stays_and_what_is_overtaken_is_left_out(tmp_path: Path) -> None:
-    saver = mirrored(tmp_path / "run", "weak://far", keep_last=1)
+    saver = synced(tmp_path / "run", "weak://far", keep_last=1)
     Weak.gate.clear()
     saver.save(TrainState(1))
     assert Weak.begun.wait(60)
@@ -134,15 +133,16 @@ def far_run(tmp_path: Path, steps: tuple[int, ...] = (1, 2, 3)) -> Path:
 
 def test_the_newest_whole_one_is_fetched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     far, here = far_run(tmp_path), tmp_path / "here"
-    assert find(RemoteDir(f"file://{far}", "--resume"), here) == here / "step_00000003"
+    assert download(RemoteDir(f"file://{far}", "--resume"), here) == here / "step_00000003"
     assert fault(here / "step_00000003") is None and names(here) == ["latest", "step_00000003"]
     assert "fetching file://" in capsys.readouterr().err
-    assert find(RemoteDir(f"file://{far}/checkpoints/step_00000003", "--resume"), here) == here / "step_00000003"
+    assert download(RemoteDir(f"file://{far}/checkpoints/step_00000003", "--resume"), here) == here / "step_00000003"
     assert capsys.readouterr().err == "", "what is here already is not fetched again"
     (far / "checkpoints" / "step_00000003" / MARKER).unlink()
     damage(far / "checkpoints" / "step_00000002" / "optimizer.safetensors")
     assert (
-        find(RemoteDir(f"file://{far}/checkpoints", "--resume"), tmp_path / "other") == tmp_path / "other/step_00000001"
+        download(RemoteDir(f"file://{far}/checkpoints", "--resume"), tmp_path / "other")
+        == tmp_path / "other/step_00000001"
     )
     said = capsys.readouterr().err
     assert "step_00000002 is damaged (optimizer.safetensors is not what was written)" in said
@@ -152,19 +152,19 @@ def test_the_newest_whole_one_is_fetched(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_checkpoint_is_named_by_its_address_or_a_pointer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     far, here = far_run(tmp_path), tmp_path / "here"
     (far / "checkpoints" / BEST).write_text("step_00000001\n{}\n")
-    assert find(RemoteDir(f"file://{far}/checkpoints/step_00000002/", "--resume"), here) == here / "step_00000002"
-    assert find(RemoteDir(f"file://{far}/checkpoints/best", "--resume"), here) == here / "step_00000001"
+    assert download(RemoteDir(f"file://{far}/checkpoints/step_00000002/", "--resume"), here) == here / "step_00000002"
+    assert download(RemoteDir(f"file://{far}/checkpoints/best", "--resume"), here) == here / "step_00000001"
     monkeypatch.setenv("FAR", str(far))
-    assert find(RemoteDir("file://${FAR}", "--resume"), here) == here / "step_00000003"
+    assert download(RemoteDir("file://${FAR}", "--resume"), here) == here / "step_00000003"
 
 
 def test_where_there_is_nothing(tmp_path: Path) -> None:
     for url in (f"file://{tmp_path}/none", "memory://none", "memory://none/checkpoints/step_00000001"):
-        assert find(RemoteDir(url, "--resume"), tmp_path / "here") is None
+        assert download(RemoteDir(url, "--resume"), tmp_path / "here") is None
     far = far_run(tmp_path, (1,))
     damage(far / "checkpoints" / "step_00000001" / "rng.pt")
     with pytest.raises(SettingsError, match=r"none of the checkpoints in file://.* is whole \(step_00000001\)"):
-        find(RemoteDir(f"file://{far}", "--resume"), tmp_path / "here")
+        download(RemoteDir(f"file://{far}", "--resume"), tmp_path / "here")
 
 
 def test_a_place_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def test_a_place_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(Weak, "ls", refuse)
     with pytest.raises(SettingsError, match=r"--resume: weak://far cannot be copied to .*: key=\*\*\* denied"):
-        find(RemoteDir("weak://far", "--resume"), tmp_path / "here")
+        download(RemoteDir("weak://far", "--resume"), tmp_path / "here")
     with pytest.raises(SettingsError, match=r"nosuch://x.*not known"):
         RemoteDir("nosuch://x", "--remote-sync")
 

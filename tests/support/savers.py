@@ -33,7 +33,7 @@ def saver_of(
     world: World | None = None,
     *,
     model: tuple[TinyTowers, torch.optim.Optimizer] | None = None,
-    mirror: RemoteSync | None = None,
+    sync: RemoteSync | None = None,
     recorded: dict[str, Any] | None = None,
     **settings: Any,
 ) -> AsyncWriter:
@@ -41,7 +41,7 @@ def saver_of(
     towers, optimizer = model or parts()
     section = CheckpointSettings(**settings)
     return AsyncWriter(
-        folder, world or World(), section, towers=towers, optimizer=optimizer, sync=mirror, recorded=recorded
+        folder, world or World(), section, towers=towers, optimizer=optimizer, sync=sync, recorded=recorded
     )
 
 
