@@ -1,7 +1,7 @@
 """Signals that ask a run to stop: recorded at once on every rank, acted on between two steps.
 
 SIGTERM, SIGINT and SIGUSR1 of this process, and those of other ranks, enter; `received` leaves, which the training loop
-and waits for data and evaluations check. A thread reads the signals from a wake-up file descriptor, so that they are
+and waits for data and evaluations check. A thread hears the signals (`early_signals.listening`), so that they are
 acknowledged and passed on while the main thread is inside a collective.
 """
 
@@ -10,20 +10,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
 from clipstream.errors import Interrupted, Stopped
+from clipstream.utils import early_signals
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SETUP_GRACE = 5.0  # s that the main thread has to end before training, where it may be inside a call that waits
-
-_active = False  # whether this process reads its signals from the wake-up descriptor
-# A forked child must not report its signals to the parent's thread.
-os.register_at_fork(after_in_child=lambda: _active and signal.set_wakeup_fd(-1))
 
 
 class StopSignals:
@@ -59,23 +55,16 @@ class StopSignals:
         self._over, self._announced = threading.Event(), threading.Event()
 
     def __enter__(self) -> StopSignals:
-        global _active
-        self._ours, self._theirs = socket.socketpair()
-        self._theirs.setblocking(False)
-        self._fd_before = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
+        self._listening = early_signals.listening(self._hear)
+        self._listening.__enter__()
         self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
-        _active = True
-        threading.Thread(target=self._listen, name="stop-signals", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        global _active
-        _active = False
         self._over.set()
-        signal.set_wakeup_fd(self._fd_before)
-        self._theirs.close()  # ends the thread
+        self._listening.__exit__(None, None, None)
         for number, handler in self._before.items():
             # After a failure the launcher's SIGTERM still has to find a process that ends with its own code.
             if error is None or number != signal.SIGTERM:
@@ -94,15 +83,12 @@ class StopSignals:
             if not self.deferring:  # the handler raises in the main thread
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
-    def _listen(self) -> None:
-        """The thread: read signal numbers until the other end of the socket is closed."""
-        while numbers := self._ours.recv(64):
-            for number in numbers:
-                if number in SIGNALS and not self._noted:
-                    name = signal.Signals(number).name
-                    self._note(name)
-                    self._broadcast(name)
-        self._ours.close()
+    def _hear(self, number: int) -> None:
+        """In the thread."""
+        if number in SIGNALS and not self._noted:
+            name = signal.Signals(number).name
+            self._note(name)
+            self._broadcast(name)
 
     def _note(self, name: str) -> None:
         self._noted, self.received = True, self.received or name

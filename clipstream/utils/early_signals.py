@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 INTERRUPTED = 130  # exit code of Ctrl-C, as shells have it
@@ -22,6 +22,9 @@ BEFORE_TRAINING = "stopped by {} before the first step: start the same command a
 _training = False
 _guarded: list[signal.Signals] = []  # empty where the process is not a command of ours
 _code, _line = INTERRUPTED, "interrupted"
+_listening = False
+# A forked child must not report its signals to the parent's thread.
+os.register_at_fork(after_in_child=lambda: _listening and signal.set_wakeup_fd(-1))
 
 
 def guard() -> None:
@@ -61,31 +64,41 @@ def end(code: int) -> None:
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[None]:
-    """Let signals end the process also while native code blocks the main thread, in which alone Python's handlers run.
+def listening(heard: Callable[[int], None]) -> Iterator[None]:
+    """Call `heard` in a thread with the number of each signal that has a handler.
 
-    A thread reads the signals from the wake-up file descriptor, so the native code has to release the interpreter's
-    lock, as torch's rendezvous does.
+    Native code that blocks the main thread does not delay it, if it releases the interpreter's lock, as torch's
+    collectives do. Python's own handlers run in the main thread alone, when such code returns.
     """
-    if not _guarded:
-        yield
-        return
+    global _listening
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    _listening = True
 
     def listen() -> None:
         while numbers := ours.recv(64):
             for number in numbers:
-                if number in _guarded:
-                    _end(number, None)
+                heard(number)
+        ours.close()
 
-    threading.Thread(target=listen, name="early-signals", daemon=True).start()
+    threading.Thread(target=listen, name="signals", daemon=True).start()
     try:
         yield
     finally:
+        _listening = False
         signal.set_wakeup_fd(before)
         theirs.close()  # ends the thread
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Let signals end the process also while native code blocks the main thread, as torch's rendezvous does."""
+    if not _guarded:
+        yield
+        return
+    with listening(lambda number: _end(number, None) if number in _guarded else None):
+        yield
 
 
 def _verb() -> str | None:
@@ -101,8 +114,10 @@ def _verb() -> str | None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
+    global _line
+    line, _line = _line, ""  # the main thread and the one of `listening` may both come here
     first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
-    if _line and first:
+    if line and first:
         with contextlib.suppress(OSError):
-            os.write(2, f"{_line.format(signal.Signals(number).name)}\n".encode())
+            os.write(2, f"{line.format(signal.Signals(number).name)}\n".encode())
     os._exit(_code)

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore, TCPStore
 
-from clipstream.distributed.rendezvous import FIRST_PORT, PORTS, TRIED, first_node, meet, step_store
-from clipstream.distributed.world import World
+from clipstream.distributed.world import FIRST_PORT, PORTS, TRIED, World, first_node, meet, step_store
 from clipstream.errors import SettingsError
 from tests.support.ranks import end_ranks, reserved_port
 
