@@ -11,6 +11,7 @@ A thread suffices, without a process: it writes and checksums memory in calls th
 from __future__ import annotations
 
 import atexit
+import io
 import json
 import threading
 import time
@@ -24,22 +25,24 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from clipstream.checkpoint import state as checkpoint
 from clipstream.checkpoint import store
 from clipstream.checkpoint.remote_sync import RemoteSync
 from clipstream.checkpoint.state import (
+    GROUPS,
     OPTIMIZER,
     RANDOM,
     STATE,
     WEIGHTS,
     CheckpointMeta,
-    SavedTowers,
     TensorFile,
     Tensors,
+    moments,
+    write,
 )
 from clipstream.data.order.lanes import DataState
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
+from clipstream.models.towers import Towers
 from clipstream.training.early_stop import EvalRecord
 from clipstream.training.parallel import full_tensor, reshard
 from clipstream.training.precision import random_state
@@ -71,7 +74,7 @@ class AsyncWriter:
         world: World,
         settings: CheckpointSettings,
         *,
-        towers: SavedTowers,
+        towers: Towers,
         optimizer: torch.optim.Optimizer,
         recorded: Mapping[str, object] | None = None,
         tensors: Mapping[str, Callable[[], Tensors]] | None = None,
@@ -145,7 +148,7 @@ class AsyncWriter:
         self._snapshot.take(
             {
                 WEIGHTS: self._towers.clip.state_dict(),
-                OPTIMIZER: checkpoint.moments(self._optimizer),
+                OPTIMIZER: moments(self._optimizer),
                 **{name: tensors() for name, tensors in self._more.items()},
             }
         )
@@ -154,8 +157,10 @@ class AsyncWriter:
         state = replace(state, data=DataState.merge([part for part, _ in parts]))
         meta = CheckpointMeta(state, self._recorded)
         text = (json.dumps(meta.to_json(), indent=1, allow_nan=False) + "\n").encode()
-        random = checkpoint.serialize([random for _, random in parts])
-        job = (step, checkpoint.groups(self._optimizer), {RANDOM: random, STATE: text}, self._evaluated)
+        random = io.BytesIO()
+        torch.save([state for _, state in parts], random)
+        groups = {GROUPS: json.dumps(self._optimizer.state_dict()["param_groups"])}
+        job = (step, groups, {RANDOM: random.getvalue(), STATE: text}, self._evaluated)
         self._thread = threading.Thread(target=self._run, args=job, name="save", daemon=True)
         self._thread.start()
 
@@ -251,7 +256,7 @@ class AsyncWriter:
             headers = {name: {"format": "pt"} for name in (WEIGHTS, *self._more)} | {OPTIMIZER: groups}
             after = 0 if self._sync is None else self._sync.last_serial
             files, others = self._snapshot.files, {**self._description, **others}
-            checkpoint.write(self.folder, step, files, headers, others, after=after)
+            write(self.folder, step, files, headers, others, after=after)
             if evaluated is not None:
                 self.update_best(*evaluated)
             self._prune()

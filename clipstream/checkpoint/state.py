@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
 import pickle
@@ -19,16 +18,15 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 
 from clipstream.checkpoint import store
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.models.towers import finite
+from clipstream.models.towers import Towers, finite
 from clipstream.training.parallel import shard_like
 from clipstream.training.precision import set_random_state
 from clipstream.training.state import TrainState
@@ -98,18 +96,6 @@ class CheckpointMeta:
             raise SettingsError(
                 f"{path / STATE} is not what clipstream wrote: {' '.join(str(error).split())}"
             ) from error
-
-
-class SavedTowers(Protocol):
-    """The part of the towers that a checkpoint uses."""
-
-    clip: Any
-
-    def modules(self) -> Iterator[nn.Module]:
-        """As nn.Module.modules."""
-
-    def description(self) -> dict[str, bytes]:
-        """The files beside the weights, by name: configuration and tokenizer."""
 
 
 class TensorFile:
@@ -197,18 +183,6 @@ def moments(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     return {f"{index}.{name}": value for index, values in state.items() for name, value in values.items()}
 
 
-def groups(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """The optimizer's parameter groups, as metadata for a safetensors header."""
-    return {GROUPS: json.dumps(optimizer.state_dict()["param_groups"])}
-
-
-def serialize(value: Any) -> bytes:
-    """The bytes that torch.save writes for a value."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
 def write(
     folder: Path,
     step: int,
@@ -250,7 +224,7 @@ def read_meta(checkpoint: Path) -> CheckpointMeta:
     return CheckpointMeta.from_json(json.loads((checkpoint / STATE).read_text(encoding="utf-8")), checkpoint)
 
 
-def load(checkpoint: Path, *, towers: SavedTowers, optimizer: torch.optim.Optimizer, world: World) -> TrainState:
+def load(checkpoint: Path, *, towers: Towers, optimizer: torch.optim.Optimizer, world: World) -> TrainState:
     """Load weights, optimizer and random states, on every rank; return the position of the run.
 
     The optimizer's hyperparameters (betas, weight decay, …) stay those of the present settings. Random states are set

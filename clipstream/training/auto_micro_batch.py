@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -29,22 +30,17 @@ FINENESS = 8  # the size found is at most 1/8 below the largest that fits
 FIRST = 8  # samples of the first trial: with huge batches, some libraries fail with errors other than out of memory
 
 
+@dataclass(eq=False)
 class AutoMicroBatch(GradCache):
     """GradCache with as many samples per pass as fit.
 
-    Args:
-        reserved: returns the memory that the optimizer has still to allocate, in bytes.
-        more: see GradCache.
-
     Attributes:
-        size: samples per pass; None if all of `tried_for` fit.
-        tried_for: global batch size of the last search; 0 before the first.
+        reserved: returns the memory that the optimizer has still to allocate, in bytes.
+        tried_for: global batch size of the last search, whose samples all fit if `size` is None; 0 before the first.
     """
 
-    def __init__(self, *args: Any, reserved: Callable[[], int] = lambda: 0, **more: Any) -> None:
-        super().__init__(*args, micro_batch_size=None, **more)
-        self.tried_for = 0
-        self.reserved = reserved
+    reserved: Callable[[], int] = lambda: 0
+    tried_for: int = 0
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """See GradCache; all ranks repeat a step together.

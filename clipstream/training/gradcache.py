@@ -13,6 +13,7 @@ in the last chunk of each. Scale and bias take part in the last chunk only, so t
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,37 +33,27 @@ if TYPE_CHECKING:
 Forward = Callable[[Any, Any], Any]  # pixels, ids -> features
 
 
+@dataclass(eq=False)
 class GradCache:
     """Callable that adds the gradients of the global batch to the parameters.
 
-    Args:
+    Attributes:
         towers: the model, not wrapped; `image.size`, `context_length` and `has_batch_norm` are read.
         model: the same, wrapped in DDP or sharded.
         loss: returns this rank's share of the global loss.
         world: this rank among the others.
         precision: of the forward pass.
-        micro_batch_size: samples per forward pass on this rank; None for all.
         scaled: applied to a share before its backward pass (GradScaler.scale).
-
-    Attributes:
-        size: samples per forward pass; None for all.
+        size: samples per forward pass on this rank; None for all.
     """
 
-    def __init__(
-        self,
-        towers: Any,
-        model: nn.Module,
-        loss: ContrastiveLoss,
-        world: World,
-        *,
-        precision: Precision,
-        micro_batch_size: int | None,
-        scaled: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
-        self.towers = towers
-        self.model, self.loss, self.world, self.precision = model, loss, world, precision
-        self.size = micro_batch_size
-        self.scaled = scaled
+    towers: Any
+    model: nn.Module
+    loss: ContrastiveLoss
+    world: World
+    precision: Precision
+    scaled: Callable[[torch.Tensor], torch.Tensor]
+    size: int | None = None
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's share of the loss, and exp(logit_scale) as it was used.

@@ -24,7 +24,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -99,14 +99,6 @@ def warm_up_buckets(module: nn.Module, forward: Callable[[], None], world: World
         for buffer, before in buffers:
             buffer.copy_(before)
     module.zero_grad(set_to_none=True)
-
-
-class Modules(Protocol):
-    """nn.Module, or anything with its `modules`."""
-
-    def modules(self) -> Iterator[nn.Module]:
-        """All of them."""
-        ...
 
 
 class FullTowers:
@@ -206,7 +198,7 @@ def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def reshard(module: Modules) -> None:
+def reshard(module: nn.Module) -> None:
     """Free gathered parameters, so that `state_dict` returns the shards."""
     for part in module.modules():
         if isinstance(part, FSDPModule):

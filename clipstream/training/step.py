@@ -112,18 +112,16 @@ class TrainStep:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._statistics = batch_statistics(model)
         wrapped = wrap(model, world)
-        parts = (model, wrapped, loss, world)
+        parts = (model, wrapped, loss, world, precision, self.scaler.scale)
         self.gradcache: GradCache
         if isinstance(micro_batch_size, str):
 
             def reserved() -> int:  # by AdamW for its moments, before its first step
                 return 0 if optimizer.state else 2 * sum(p.numel() * p.element_size() for p in self.parameters)
 
-            self.gradcache = AutoMicroBatch(*parts, precision=precision, scaled=self.scaler.scale, reserved=reserved)
+            self.gradcache = AutoMicroBatch(*parts, reserved=reserved)
         else:
-            self.gradcache = GradCache(
-                *parts, precision=precision, micro_batch_size=micro_batch_size, scaled=self.scaler.scale
-            )
+            self.gradcache = GradCache(*parts, micro_batch_size)
         warm_up_buckets(wrapped, self.gradcache.warm_up, world)
 
     def __call__(self, batch: Batch, lr: float) -> StepResult:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from clipstream.data.batch import Batch
@@ -51,11 +52,12 @@ class CheckpointWriter(Protocol):
         """Wait for the save in progress; whether the last one was written."""
 
 
+@dataclass(eq=False)
 class Trainer:
     """The run on one rank.
 
-    Args:
-        step: trains on a batch.
+    Attributes:
+        train_step: trains on a batch.
         loader: yields batches, starting at the position of `state`.
         lr: learning rate of a step (from 0).
         world: this rank among the others.
@@ -70,45 +72,36 @@ class Trainer:
         epoch_samples: samples of an epoch; adds `epoch` to the training lines.
         show: called as show(step, batch) before the first step and then every `show_every` steps.
         early_stop: may end the run before its last step.
-
-    Attributes:
         step: steps done.
         samples: samples trained on, over all ranks.
     """
 
-    def __init__(
-        self,
-        step: TrainStep,
-        loader: Loader,
-        *,
-        lr: Callable[[int], float],
-        world: World,
-        total_steps: int,
-        log_every: int,
-        write: Callable[[Record], object],
-        evaluate: Callable[[int, bool], object],
-        writer: CheckpointWriter,
-        signals: StopSignals,
-        rollback: Rollback,
-        state: TrainState | None = None,
-        epoch_samples: int | None = None,
-        show: Callable[[int, Batch], None] | None = None,
-        show_every: int = 1000,
-        early_stop: EarlyStop | None = None,
-    ) -> None:
-        self.train_step, self.loader, self.lr, self.world = step, loader, lr, world
-        self.total_steps, self.log_every = total_steps, log_every
-        self.write, self.evaluate, self.writer, self.signals = write, evaluate, writer, signals
-        self.rollback, self.epoch_samples, self.show, self.show_every = rollback, epoch_samples, show, show_every
-        self.early_stop = early_stop or EarlyStop(EarlyStopSettings())
+    train_step: TrainStep
+    loader: Loader
+    _: KW_ONLY
+    lr: Callable[[int], float]
+    world: World
+    total_steps: int
+    log_every: int
+    write: Callable[[Record], object]
+    evaluate: Callable[[int, bool], object]
+    writer: CheckpointWriter
+    signals: StopSignals
+    rollback: Rollback
+    state: InitVar[TrainState | None] = None
+    epoch_samples: int | None = None
+    show: Callable[[int, Batch], None] | None = None
+    show_every: int = 1000
+    early_stop: EarlyStop = field(default_factory=lambda: EarlyStop(EarlyStopSettings()))
+
+    def __post_init__(self, state: TrainState | None) -> None:
         self._saved_step = -1
         if state is not None:
             self._saved_step = state.step
-            rollback.on_save(state.step)
+            self.rollback.on_save(state.step)
         start = state or TrainState()
         self.step, self.samples = start.step, start.samples
-        self._interval = start.interval
-        self._evaluation_pending = start.evaluation_pending
+        self._interval, self._evaluation_pending = start.interval, start.evaluation_pending
         self._health_before = [start.health] if start.health else []
         self._health_step = -1
         self._clock = _Clock()
@@ -319,11 +312,11 @@ class _Clock:
 
     def __init__(self, wait_seconds: float = 0.0) -> None:
         self.samples = 0
-        self._began, self._wait_began, self._paused = time.perf_counter(), wait_seconds, 0.0
+        self._began, self._wait_began = time.perf_counter(), wait_seconds
 
     def read(self, wait_seconds: float) -> tuple[float, float]:
         """Seconds of training, and how many of them this rank waited for data."""
-        return time.perf_counter() - self._began - self._paused, wait_seconds - self._wait_began
+        return time.perf_counter() - self._began, wait_seconds - self._wait_began
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -332,7 +325,7 @@ class _Clock:
         try:
             yield
         finally:
-            self._paused += time.perf_counter() - began
+            self._began += time.perf_counter() - began
 
 
 def _sum_counts(trees: list[Any]) -> Any:
