@@ -45,12 +45,13 @@ from clipstream.errors import ClipstreamError
 from clipstream.models.towers import Towers
 from clipstream.training.early_stop import EvalRecord
 from clipstream.training.parallel import full_tensor, reshard
-from clipstream.training.precision import random_state
+from clipstream.training.precision import RandomState, random_state
 from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
 
+_Evaluated = tuple[int, float] | None  # step and value of the last evaluation of `keep_best`
 NOTICEABLE = 1.0  # s that a save waits for the previous one before it says so
 
 
@@ -93,7 +94,7 @@ class AsyncWriter:
         same = best is not None and best.metric == settings.keep_best
         self._best: float | None = world.broadcast_object(best.value if best is not None and same else None)
         self._record: int | None = None  # step of the best evaluation in this process
-        self._evaluated: tuple[int, float] | None = None
+        self._evaluated: _Evaluated = None
 
     def due(self, step: int) -> bool:
         """Whether to save after `step` steps; the same on all ranks."""
@@ -155,12 +156,8 @@ class AsyncWriter:
         if not self.world.is_main:
             return
         state = replace(state, data=DataState.merge([part for part, _ in parts]))
-        meta = CheckpointMeta(state, self._recorded)
-        text = (json.dumps(meta.to_json(), indent=1, allow_nan=False) + "\n").encode()
-        random = io.BytesIO()
-        torch.save([state for _, state in parts], random)
-        groups = {GROUPS: json.dumps(self._optimizer.state_dict()["param_groups"])}
-        job = (step, groups, {RANDOM: random.getvalue(), STATE: text}, self._evaluated)
+        groups = json.dumps(self._optimizer.state_dict()["param_groups"])
+        job = (CheckpointMeta(state, self._recorded), groups, [random for _, random in parts], self._evaluated)
         self._thread = threading.Thread(target=self._run, args=job, name="save", daemon=True)
         self._thread.start()
 
@@ -246,17 +243,18 @@ class AsyncWriter:
             self._thread.join()
         self.check()
 
-    def _run(
-        self, step: int, groups: dict[str, str], others: dict[str, bytes], evaluated: tuple[int, float] | None
-    ) -> None:
+    def _run(self, meta: CheckpointMeta, groups: str, random: list[RandomState], evaluated: _Evaluated) -> None:
         """The thread."""
+        step = meta.train.step
         self._written = False
         try:
             self._snapshot.wait()
-            headers = {name: {"format": "pt"} for name in (WEIGHTS, *self._more)} | {OPTIMIZER: groups}
+            headers = {name: {"format": "pt"} for name in (WEIGHTS, *self._more)} | {OPTIMIZER: {GROUPS: groups}}
             after = 0 if self._sync is None else self._sync.last_serial
-            files, others = self._snapshot.files, {**self._description, **others}
-            write(self.folder, step, files, headers, others, after=after)
+            torch.save(random, pickled := io.BytesIO())
+            text = json.dumps(meta.to_json(), indent=1, allow_nan=False) + "\n"
+            others = {**self._description, RANDOM: pickled.getvalue(), STATE: text.encode()}
+            write(self.folder, step, self._snapshot.files, headers, others, after=after)
             if evaluated is not None:
                 self.update_best(*evaluated)
             self._prune()

@@ -64,16 +64,10 @@ class AutoMicroBatch(GradCache):
 
     def _attempt(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor] | None:
         """One try of the step; None on all ranks if one ran out of memory while no rank waited for it."""
-        count = self.chunk_count(batch)
-        whole = count == 1
-
-        def forward() -> Any:
-            return self._unsummed(batch.pixels, batch.ids) if whole else self.without_graph(batch, count)
-
-        made = self._try(forward)
+        made = self._try(lambda: self.forward(batch, self._unsummed))
         if not all(self.world.gather_objects(made is not None)):
             return None
-        features = made if whole else made[2]
+        features, backward = made
         found = self._try(lambda: self._loss(features, batch))
         if found is None:
             if self.world.size == 1:
@@ -83,20 +77,12 @@ class AutoMicroBatch(GradCache):
                 "number, so that more is left for it, or take a smaller batch"
             )
         leaves, share = found
-
-        def backward() -> bool:
-            if whole:
-                propagate(features, leaves)
-            else:
-                self.with_graph(batch, made[0], made[1], leaves, self._unsummed)
-            return True
-
-        if not all(self.world.gather_objects(self._try(backward) is not None)):
+        if not all(self.world.gather_objects(self._try(lambda: (backward(leaves),)) is not None)):
             return None
         if self.world.size > 1:
             assert batch.pixels is not None
             with same_randomness(self.world.device):
-                one = self._features(self.model, batch.pixels[:1], batch.ids[:1])
+                one = self._features(batch.pixels[:1], batch.ids[:1])
                 propagate(one, detached(one))
         return share, leaves.logit_scale.detach()
 

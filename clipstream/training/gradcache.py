@@ -61,16 +61,10 @@ class GradCache:
         Raises:
             SettingsError: memory runs out.
         """
-        count = self.chunk_count(batch)
         try:
-            if count == 1:
-                features = self._features(self.model, batch.pixels, batch.ids)
-                leaves, share = self._loss(features, batch)
-                propagate(features, leaves)
-            else:
-                chunks, states, features = self.without_graph(batch, count)
-                leaves, share = self._loss(features, batch)
-                self.with_graph(batch, chunks, states, leaves, partial(self._features, self.model))
+            features, backward = self.forward(batch, self._features)
+            leaves, share = self._loss(features, batch)
+            backward(leaves)
             return share, leaves.logit_scale.detach()
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -90,49 +84,53 @@ class GradCache:
         device = self.world.device
         pixels = torch.zeros(2, 3, *self.towers.image.size, dtype=torch.uint8, device=device)
         ids = torch.zeros(2, self.towers.context_length, dtype=torch.int32, device=device)
-        features = self._features(self.model, pixels, ids)
+        features = self._features(pixels, ids)
         propagate(features, detached(features))
 
-    def chunk_count(self, batch: Batch) -> int:
-        """Number of chunks; the same on all ranks if a pass is collective."""
-        count = -(-len(batch) // (self.size or len(batch)))
-        alike = self.size is not None and is_sharded(self.model)
-        return max(self.world.gather_objects(count)) if alike else count
+    def forward(self, batch: Batch, last: Forward) -> tuple[Features, Callable[[Features], None]]:
+        """The features of all samples, and the function that propagates gradients of their leaves to the weights.
 
-    def without_graph(self, batch: Batch, count: int) -> tuple[list[slice], list[Any], Features]:
-        """The chunks, the random state before each, and the features of all samples."""
-        n = len(batch)
+        Args:
+            last: the forward pass of the last chunk; it decides whether gradients are summed over the ranks.
+        """
+        n, device = len(batch), self.world.device
+        count = -(-n // (self.size or n))
+        if self.size is not None and is_sharded(self.model):
+            count = max(self.world.gather_objects(count))  # every pass is collective
+        if count == 1:
+            features = last(batch.pixels, batch.ids)
+            return features, partial(propagate, features)
         # Chunks of equal size, as a small last one would cost a whole pass; with n < count, some are empty.
         chunks = [slice(n * number // count, n * (number + 1) // count) for number in range(count)]
         states, parts = [], []
         with torch.no_grad():
             for chunk in chunks:
-                states.append(torch_state(self.world.device))
-                found = self._features(self.towers, *_samples(batch, chunk))
+                states.append(torch_state(device))
+                found = self._features(*_samples(batch, chunk), self.towers)
                 parts.append((found, _length(chunk)))
         images, texts = zip(*((part.image[:size], part.text[:size]) for part, size in parts), strict=True)
-        return chunks, states, parts[0][0]._replace(image=torch.cat(images), text=torch.cat(texts))
 
-    def with_graph(self, batch: Batch, chunks: list[slice], states: list[Any], leaves: Features, last: Forward) -> None:
-        """Propagate the leaves' gradients to the weights, chunk by chunk; `last` is the last chunk's forward pass."""
-        after = torch_state(self.world.device)
-        for chunk, state in zip(chunks, states, strict=True):
-            set_torch_state(state, self.world.device)
-            if chunk is not chunks[-1]:
-                with no_sync(self.model):
-                    propagate(self._features(self.model, *_samples(batch, chunk)), _rows(leaves, chunk), scalars=False)
-            else:
-                propagate(last(*_samples(batch, chunk)), _rows(leaves, chunk))
-        set_torch_state(after, self.world.device)
+        def backward(leaves: Features) -> None:
+            after = torch_state(device)
+            for chunk, state in zip(chunks, states, strict=True):
+                set_torch_state(state, device)
+                if chunk is not chunks[-1]:
+                    with no_sync(self.model):
+                        propagate(self._features(*_samples(batch, chunk)), _rows(leaves, chunk), scalars=False)
+                else:
+                    propagate(last(*_samples(batch, chunk)), _rows(leaves, chunk))
+            set_torch_state(after, device)
+
+        return parts[0][0]._replace(image=torch.cat(images), text=torch.cat(texts)), backward
 
     def _unsummed(self, pixels: torch.Tensor | None, ids: torch.Tensor) -> Features:
         """Features whose backward pass does not sum gradients over the ranks."""
         with no_sync(self.model):
-            return self._features(self.model, pixels, ids)
+            return self._features(pixels, ids)
 
-    def _features(self, module: nn.Module, pixels: torch.Tensor | None, ids: torch.Tensor) -> Features:
+    def _features(self, pixels: torch.Tensor | None, ids: torch.Tensor, module: nn.Module | None = None) -> Features:
         with autocast(self.world.device, self.precision):
-            features: Features = module(pixels, ids)
+            features: Features = (module or self.model)(pixels, ids)
         return features
 
     def _loss(self, features: Features, batch: Batch) -> tuple[Features, torch.Tensor]:
