@@ -35,6 +35,7 @@ SILENCE = 2.0  # s without a heartbeat after which a rank counts as dead, once a
 PATIENCE = 15.0  # s at most that a rank waits for the others to read the cause
 
 _CAUSE, _NOTED, _DONE, _STOP = "clipstream/cause", "clipstream/noted", "clipstream/done", "clipstream/stop"
+_BEAT = "clipstream/beat/{}"
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,8 @@ class Cause:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Cause:
-        """The cause that `to_json` wrote."""
+        """The cause of which `json.dumps(asdict(cause))` is in the store."""
         return cls(**json.loads(text))
-
-    def to_json(self) -> str:
-        """For the store."""
-        return json.dumps(asdict(self))
 
 
 class FailureWatch:
@@ -194,7 +191,7 @@ class FailureWatch:
         """The thread: beat, look for a cause; when there is one, end the process if the main thread does not."""
         while not self._stopped.is_set():
             try:
-                self._store.add(_heartbeat(self.world.rank), 1)
+                self._store.add(_BEAT.format(self.world.rank), 1)
                 if self._store.check([_CAUSE]):
                     self._cause = Cause.from_json(self._store.get(_CAUSE))
                     break
@@ -228,18 +225,23 @@ class FailureWatch:
 
         A broken connection is no cause itself: either a rank is dead, or one publishes its cause within SILENCE.
         """
-        broken = _is_broken_connection(error)
+        from torch.distributed import DistBackendError, DistNetworkError
+
+        # A peer is gone; torch has no single type for it.
+        words = ("Connection closed by peer", "Connection reset", "Broken pipe", "Connection refused")
+        broken = isinstance(error, DistBackendError | DistNetworkError)
+        broken = broken or (isinstance(error, RuntimeError) and any(word in str(error) for word in words))
         try:
             if broken:
                 others = [rank for rank in range(self.world.size) if rank != self.world.rank]
-                before = [self._store.add(_heartbeat(rank), 0) for rank in others]
+                before = [self._store.add(_BEAT.format(rank), 0) for rank in others]
                 limit = time.monotonic() + SILENCE
                 while time.monotonic() < limit and not self._store.check([_CAUSE]):
                     time.sleep(POLL)
-                silent = [r for r, b in zip(others, before, strict=True) if self._store.add(_heartbeat(r), 0) == b]
+                silent = [r for r, b in zip(others, before, strict=True) if self._store.add(_BEAT.format(r), 0) == b]
                 message = f"the connection to another rank broke: {_first_line(str(error))}"
                 cause = Cause.of_dead(silent) if silent else replace(cause, code=1, message=message)
-            text = cause.to_json()
+            text = json.dumps(asdict(cause))
             return Cause.from_json(self._store.compare_set(_CAUSE, "", text) or text)
         except RuntimeError:
             return self._lost_store() if broken else cause
@@ -293,23 +295,9 @@ class FailureWatch:
         return cause.code
 
 
-def _heartbeat(rank: int) -> str:
-    return f"clipstream/beat/{rank}"
-
-
 def _first_line(text: str) -> str:
     return text.partition("\n")[0]
 
 
 def _launcher_holds_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _is_broken_connection(error: BaseException) -> bool:
-    """Whether a collective failed because a peer is gone; torch has no single type for it."""
-    from torch.distributed import DistBackendError, DistNetworkError
-
-    words = ("Connection closed by peer", "Connection reset", "Broken pipe", "Connection refused")
-    return isinstance(error, RuntimeError) and (
-        isinstance(error, DistBackendError | DistNetworkError) or any(word in str(error) for word in words)
-    )

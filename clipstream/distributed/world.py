@@ -79,17 +79,18 @@ class World:
         if "RANK" not in given and "WORLD_SIZE" not in given:
             world = slurm_world(env) or cls()
             alone = len(env.get("CUDA_VISIBLE_DEVICES", ",").split(",")) == 1  # srun --gpus-per-task 1
-            return replace(world, device=_numbered(device, 0 if alone else world.local_rank))
-        try:
-            rank, size = int(given["RANK"]), int(given["WORLD_SIZE"])
-            local_rank = int(given.get("LOCAL_RANK", given["RANK"]))
-            local_size = int(given.get("LOCAL_WORLD_SIZE", given["WORLD_SIZE"]))
-        except (KeyError, ValueError) as error:
-            raise SettingsError(
-                f"the environment has {given}, which is not what a launcher sets: start the run with torchrun, "
-                "or unset RANK and WORLD_SIZE"
-            ) from error
-        return cls(rank, size, local_rank, local_size, _numbered(device, local_rank))
+            gpu = 0 if alone else world.local_rank
+        else:
+            try:
+                rank, size = int(given["RANK"]), int(given["WORLD_SIZE"])
+                world = cls(rank, size, int(given.get("LOCAL_RANK", rank)), int(given.get("LOCAL_WORLD_SIZE", size)))
+            except (KeyError, ValueError) as error:
+                raise SettingsError(
+                    f"the environment has {given}, which is not what a launcher sets: start the run with torchrun, "
+                    "or unset RANK and WORLD_SIZE"
+                ) from error
+            gpu = world.local_rank
+        return replace(world, device=f"cuda:{gpu}" if device == "cuda" else device)
 
     def start(self, timeout: timedelta = timedelta(minutes=30)) -> None:
         """Make the process group (nccl with gloo beside it on CUDA, gloo on the CPU); nothing with one rank.
@@ -223,10 +224,6 @@ class World:
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
-
-
-def _numbered(device: str, gpu: int) -> str:
-    return f"cuda:{gpu}" if device == "cuda" else device
 
 
 def slurm_world(env: Mapping[str, str]) -> World | None:
