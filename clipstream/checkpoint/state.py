@@ -57,17 +57,11 @@ _Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class CheckpointMeta:
-    """Content of state.json.
+    """Content of state.json."""
 
-    Attributes:
-        train: position of the run.
-        settings: the settings that the weights depend on, by dotted key.
-        versions: installed version by package.
-    """
-
-    train: TrainState
-    settings: dict[str, object] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=versions)
+    train: TrainState  # position of the run
+    settings: dict[str, object] = field(default_factory=dict)  # the settings that the weights depend on, by dotted key
+    versions: dict[str, str] = field(default_factory=versions)  # installed version by package
 
     def to_json(self) -> dict[str, object]:
         """As nested dictionaries, the format version included."""

@@ -31,20 +31,14 @@ DRAFT, ASIDE = ".tmp", ".old"
 
 @dataclass(frozen=True)
 class Marker:
-    """Content of COMPLETE.
+    """Content of COMPLETE."""
 
-    Attributes:
-        serial: number of the save in its folder, which orders checkpoints: after a resume from an older one, the same
-            steps are saved again.
-        step: steps done.
-        sizes: bytes by file.
-        checksums: checksum by file.
-    """
-
+    # number of the save in its folder, which orders checkpoints: after a resume from an older one, the same steps are
+    # saved again
     serial: int
-    step: int
-    sizes: Mapping[str, int]
-    checksums: Mapping[str, str]
+    step: int  # steps done
+    sizes: Mapping[str, int]  # bytes by file
+    checksums: Mapping[str, str]  # checksum by file
 
     @classmethod
     def from_json(cls, text: bytes) -> Marker | None:
@@ -64,19 +58,12 @@ class Marker:
 
 @dataclass(frozen=True)
 class Best:
-    """Content of the file `best`: the checkpoint of the best evaluation so far.
+    """Content of the file `best`: the checkpoint of the best evaluation so far."""
 
-    Attributes:
-        name: of its folder.
-        metric: EVALUATOR/METRIC.
-        value: of the metric.
-        serial: of the checkpoint, because the same step may be saved again.
-    """
-
-    name: str
-    metric: str
-    value: float
-    serial: int
+    name: str  # of its folder
+    metric: str  # EVALUATOR/METRIC
+    value: float  # of the metric
+    serial: int  # of the checkpoint, because the same step may be saved again
 
     @classmethod
     def from_text(cls, text: str) -> Best | None:

@@ -40,21 +40,13 @@ _BEAT = "clipstream/beat/{}"
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a run ends.
+    """Why a run ends."""
 
-    Attributes:
-        rank: where the error was raised.
-        code: the exit code.
-        message: for the user.
-        dead: ranks that ended without an error.
-        stuck: whether another rank may be stuck, and should print its stack.
-    """
-
-    rank: int
-    code: int
-    message: str
-    dead: list[int] = field(default_factory=list)
-    stuck: bool = False
+    rank: int  # where the error was raised
+    code: int  # the exit code
+    message: str  # for the user
+    dead: list[int] = field(default_factory=list)  # ranks that ended without an error
+    stuck: bool = False  # whether another rank may be stuck, and should print its stack
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Cause:

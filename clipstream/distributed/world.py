@@ -37,25 +37,15 @@ _PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 
 @dataclass(frozen=True)
 class World:
-    """One process among `size`.
+    """One process among `size`."""
 
-    Attributes:
-        rank: 0 to size - 1.
-        size: number of processes of the run.
-        local_rank: rank among the processes of this node.
-        local_size: processes of this node.
-        device: torch's name of this rank's device: 'cpu' or 'cuda:N'.
-        address: 'HOST:PORT' of the rendezvous; '' if MASTER_ADDR and MASTER_PORT name it.
-        step: Slurm's step, whose ranks meet on the first free port from `address` on; '' if the port is fixed.
-    """
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    device: str = "cpu"
-    address: str = ""
-    step: str = ""
+    rank: int = 0  # 0 to size - 1
+    size: int = 1  # number of processes of the run
+    local_rank: int = 0  # rank among the processes of this node
+    local_size: int = 1  # processes of this node
+    device: str = "cpu"  # torch's name of this rank's device: 'cpu' or 'cuda:N'
+    address: str = ""  # 'HOST:PORT' of the rendezvous; '' if MASTER_ADDR and MASTER_PORT name it
+    step: str = ""  # Slurm's step, whose ranks meet on the first free port from `address` on; '' if the port is fixed
 
     @property
     def is_main(self) -> bool:

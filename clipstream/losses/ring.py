@@ -20,15 +20,10 @@ Work = Callable[[int, torch.Tensor], torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Ring:
-    """The ranks in a ring.
+    """The ranks in a ring."""
 
-    Attributes:
-        world: this rank among the others.
-        counts: number of rows of each rank.
-    """
-
-    world: World
-    counts: tuple[int, ...]
+    world: World  # this rank among the others
+    counts: tuple[int, ...]  # number of rows of each rank
 
     @classmethod
     def of(cls, count: int, world: World, device: torch.device) -> Ring:

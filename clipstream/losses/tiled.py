@@ -45,27 +45,16 @@ EXACT = 40.0  # above it softplus(s) is s, to the last bit of a float64
 
 @dataclass(frozen=True)
 class Pairs:
-    """The inputs of a rank's logits, all of one dtype, float32 or float64.
+    """The inputs of a rank's logits, all of one dtype, float32 or float64."""
 
-    Attributes:
-        images: x, [n, D], of this rank.
-        texts: y, [n, D], of this rank.
-        scale: scalar.
-        bias: scalar; None for none.
-        weights: w of all ranks' samples, [B].
-        ring: the ranks.
-        labels: int64 [B], equal for duplicates; None if duplicates are negatives.
-        duplicates: how a pair of two samples with the same label counts.
-    """
-
-    images: torch.Tensor
-    texts: torch.Tensor
-    scale: torch.Tensor
-    bias: torch.Tensor | None
-    weights: torch.Tensor
-    ring: Ring
-    labels: torch.Tensor | None = None
-    duplicates: Duplicates = "negatives"
+    images: torch.Tensor  # x, [n, D], of this rank
+    texts: torch.Tensor  # y, [n, D], of this rank
+    scale: torch.Tensor  # scalar
+    bias: torch.Tensor | None  # scalar; None for none
+    weights: torch.Tensor  # w of all ranks' samples, [B]
+    ring: Ring  # the ranks
+    labels: torch.Tensor | None = None  # int64 [B], equal for duplicates; None if duplicates are negatives
+    duplicates: Duplicates = "negatives"  # how a pair of two samples with the same label counts
 
 
 class Found(NamedTuple):
@@ -82,19 +71,12 @@ class Found(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A tile of the logits.
+    """A tile of the logits."""
 
-    Attributes:
-        s: the logits, [a, b]; far below all others if a sample is absent or the pair masked.
-        rows: its rows among this rank's images.
-        block: its columns among the texts of the current rank.
-        columns: its columns among all samples.
-    """
-
-    s: torch.Tensor
-    rows: slice
-    block: slice
-    columns: slice
+    s: torch.Tensor  # the logits, [a, b]; far below all others if a sample is absent or the pair masked
+    rows: slice  # its rows among this rank's images
+    block: slice  # its columns among the texts of the current rank
+    columns: slice  # its columns among all samples
 
 
 def softmax(pairs: Pairs, *, gradients: bool) -> Found:

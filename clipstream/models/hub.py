@@ -27,17 +27,11 @@ from clipstream.errors import SettingsError
 
 @dataclass(frozen=True)
 class Need:
-    """Files that a model needs from one repository.
+    """Files that a model needs from one repository."""
 
-    Attributes:
-        repo: 'ORG/NAME' or 'ORG/NAME@REVISION'.
-        files: for each file, its alternative names in order of preference.
-        extras: files that are downloaded as well if the repository has them.
-    """
-
-    repo: str
-    files: tuple[tuple[str, ...], ...]
-    extras: tuple[str, ...] = ()
+    repo: str  # 'ORG/NAME' or 'ORG/NAME@REVISION'
+    files: tuple[tuple[str, ...], ...]  # for each file, its alternative names in order of preference
+    extras: tuple[str, ...] = ()  # files that are downloaded as well if the repository has them
 
 
 def cache_folder(cache_dir: str | None) -> Path:

@@ -27,15 +27,10 @@ Config = dict[str, Any]  # JSON, with open_clip's keys
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The content of an open_clip_config.json.
+    """The content of an open_clip_config.json."""
 
-    Attributes:
-        model_cfg: towers and embedding; arguments of open_clip's model.
-        preprocess_cfg: mean, std, interpolation, ...; open_clip's defaults where it lacks a key.
-    """
-
-    model_cfg: Config
-    preprocess_cfg: Config
+    model_cfg: Config  # towers and embedding; arguments of open_clip's model
+    preprocess_cfg: Config  # mean, std, interpolation, ...; open_clip's defaults where it lacks a key
 
     @classmethod
     def of(cls, content: object, where: str) -> ModelConfig:

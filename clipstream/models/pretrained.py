@@ -52,23 +52,14 @@ class TokenizerChoice(Protocol):
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The files to build a model from, on this machine's disk.
+    """The files to build a model from, on this machine's disk."""
 
-    Attributes:
-        label: its name in messages.
-        model_cfg: open_clip's model configuration.
-        preprocess_cfg: mean, std, interpolation, …, where they differ from open_clip's defaults.
-        weights: file of the weights; None for a fresh model.
-        tokenizer: folder of a Hugging Face tokenizer; None for open_clip's own BPE.
-        text_model: folder with config.json (and base weights) of a Hugging Face text tower.
-    """
-
-    label: str
-    model_cfg: Config
-    preprocess_cfg: Config
-    weights: Path | None
-    tokenizer: Path | None
-    text_model: Path | None
+    label: str  # its name in messages
+    model_cfg: Config  # open_clip's model configuration
+    preprocess_cfg: Config  # mean, std, interpolation, …, where they differ from open_clip's defaults
+    weights: Path | None  # file of the weights; None for a fresh model
+    tokenizer: Path | None  # folder of a Hugging Face tokenizer; None for open_clip's own BPE
+    text_model: Path | None  # folder with config.json (and base weights) of a Hugging Face text tower
 
 
 @dataclass(frozen=True)

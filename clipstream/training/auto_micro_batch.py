@@ -32,14 +32,10 @@ FIRST = 8  # samples of the first trial: with huge batches, some libraries fail 
 
 @dataclass(eq=False)
 class AutoMicroBatch(GradCache):
-    """GradCache with as many samples per pass as fit.
+    """GradCache with as many samples per pass as fit."""
 
-    Attributes:
-        reserved: returns the memory that the optimizer has still to allocate, in bytes.
-        tried_for: global batch size of the last search, whose samples all fit if `size` is None; 0 before the first.
-    """
-
-    reserved: Callable[[], int] = lambda: 0
+    reserved: Callable[[], int] = lambda: 0  # returns the memory that the optimizer has still to allocate, in bytes
+    # global batch size of the last search, whose samples all fit if `size` is None; 0 before the first
     tried_for: int = 0
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

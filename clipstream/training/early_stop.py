@@ -37,17 +37,11 @@ def checked_metric(text: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of an evaluator.
+    """A metric of an evaluator."""
 
-    Attributes:
-        evaluator: name of the evaluation, NAME or NAME_averaged.
-        name: of the metric.
-        lower: whether smaller values are better.
-    """
-
-    evaluator: str
-    name: str
-    lower: bool
+    evaluator: str  # name of the evaluation, NAME or NAME_averaged
+    name: str  # of the metric
+    lower: bool  # whether smaller values are better
 
     @classmethod
     def of(cls, text: str | None, by: By) -> Metric | None:
@@ -113,21 +107,13 @@ class EarlyStopSettings(Section):
 
 @dataclass
 class EarlyStopState:
-    """Owned by `EarlyStop`.
+    """Owned by `EarlyStop`."""
 
-    Attributes:
-        metric: EVALUATOR/METRIC that the other values belong to.
-        stale: evaluations since the best one.
-        best: best value; None before the first finite one.
-        best_step: its step.
-        last_step: step of the last evaluation that was counted; -1 for none.
-    """
-
-    metric: str | None = None
-    stale: int = 0
-    best: float | None = None
-    best_step: int | None = None
-    last_step: int = -1
+    metric: str | None = None  # EVALUATOR/METRIC that the other values belong to
+    stale: int = 0  # evaluations since the best one
+    best: float | None = None  # best value; None before the first finite one
+    best_step: int | None = None  # its step
+    last_step: int = -1  # step of the last evaluation that was counted; -1 for none
 
 
 class EarlyStop:

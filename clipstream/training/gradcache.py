@@ -35,25 +35,15 @@ Forward = Callable[[Any, Any], Any]  # pixels, ids -> features
 
 @dataclass(eq=False)
 class GradCache:
-    """Callable that adds the gradients of the global batch to the parameters.
+    """Callable that adds the gradients of the global batch to the parameters."""
 
-    Attributes:
-        towers: the model, not wrapped; `image.size`, `context_length` and `has_batch_norm` are read.
-        model: the same, wrapped in DDP or sharded.
-        loss: returns this rank's share of the global loss.
-        world: this rank among the others.
-        precision: of the forward pass.
-        scaled: applied to a share before its backward pass (GradScaler.scale).
-        size: samples per forward pass on this rank; None for all.
-    """
-
-    towers: Any
-    model: nn.Module
-    loss: ContrastiveLoss
-    world: World
-    precision: Precision
-    scaled: Callable[[torch.Tensor], torch.Tensor]
-    size: int | None = None
+    towers: Any  # the model, not wrapped; `image.size`, `context_length` and `has_batch_norm` are read
+    model: nn.Module  # the same, wrapped in DDP or sharded
+    loss: ContrastiveLoss  # returns this rank's share of the global loss
+    world: World  # this rank among the others
+    precision: Precision  # of the forward pass
+    scaled: Callable[[torch.Tensor], torch.Tensor]  # applied to a share before its backward pass (GradScaler.scale)
+    size: int | None = None  # samples per forward pass on this rank; None for all
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's share of the loss, and exp(logit_scale) as it was used.

@@ -18,78 +18,49 @@ SourceHealth = dict[str, int | dict[str, int | str]]  # as clipstream.data.loade
 
 @dataclass
 class IntervalState:
-    """Sums since the last training line, owned by `Trainer`.
+    """Sums since the last training line, owned by `Trainer`."""
 
-    Attributes:
-        loss: over steps that were not skipped.
-        grad_norm: over steps that changed the weights.
-        steps: all steps.
-        overflows: fp16 steps whose loss scale was too large.
-        skipped: steps without a finite loss or gradient.
-    """
-
-    loss: float = 0.0
-    grad_norm: float = 0.0
-    steps: int = 0
-    overflows: int = 0
-    skipped: int = 0
+    loss: float = 0.0  # over steps that were not skipped
+    grad_norm: float = 0.0  # over steps that changed the weights
+    steps: int = 0  # all steps
+    overflows: int = 0  # fp16 steps whose loss scale was too large
+    skipped: int = 0  # steps without a finite loss or gradient
 
 
 @dataclass
 class RollbackState:
-    """Owned by `Rollback`.
+    """Owned by `Rollback`."""
 
-    Attributes:
-        nonfinite: steps skipped in a row, up to now.
-        last_finite: steps done before this row began.
-        applied: whether any step of the run changed the weights.
-        saves: steps of checkpoints that were saved, newest last.
-        rollbacks: rollbacks since the last checkpoint that proved good.
-        rolled_back_at: step of the last rollback; -1 for none.
-    """
-
-    nonfinite: int = 0
-    last_finite: int = 0
-    applied: bool = False
-    saves: list[int] = field(default_factory=list)
-    rollbacks: int = 0
-    rolled_back_at: int = -1
+    nonfinite: int = 0  # steps skipped in a row, up to now
+    last_finite: int = 0  # steps done before this row began
+    applied: bool = False  # whether any step of the run changed the weights
+    saves: list[int] = field(default_factory=list)  # steps of checkpoints that were saved, newest last
+    rollbacks: int = 0  # rollbacks since the last checkpoint that proved good
+    rolled_back_at: int = -1  # step of the last rollback; -1 for none
 
 
 @dataclass
 class StepState:
-    """Owned by `TrainStep`.
+    """Owned by `TrainStep`."""
 
-    Attributes:
-        precision: of the forward pass, after `auto` was resolved.
-        scaler: state of torch's GradScaler; empty without fp16.
-        micro_batch: micro-batch size that `auto` found; it decides the last bits. None if all samples fit, or not auto.
-        ema_updates: updates of the averaged weights; None without averaging.
-    """
-
-    precision: str = "auto"
-    scaler: dict[str, int | float] = field(default_factory=dict)
+    precision: str = "auto"  # of the forward pass, after `auto` was resolved
+    scaler: dict[str, int | float] = field(default_factory=dict)  # state of torch's GradScaler; empty without fp16
+    # micro-batch size that `auto` found; it decides the last bits. None if all samples fit, or not auto
     micro_batch: int | None = None
-    ema_updates: int | None = None
+    ema_updates: int | None = None  # updates of the averaged weights; None without averaging
 
 
 @dataclass
 class TrainState:
-    """Position of a run between two steps.
+    """Position of a run between two steps."""
 
-    Attributes:
-        step: steps done.
-        samples: samples trained on, over all ranks.
-        data: position in the data after the last batch trained on: one rank's part; in a checkpoint, all merged.
-        health: data counters of all ranks since the run began, by source.
-        evaluation_pending: whether the evaluation of this step was interrupted and has to be repeated.
-    """
-
-    step: int = 0
-    samples: int = 0
+    step: int = 0  # steps done
+    samples: int = 0  # samples trained on, over all ranks
+    # position in the data after the last batch trained on: one rank's part; in a checkpoint, all merged
     data: DataState = field(default_factory=DataState)
+    # data counters of all ranks since the run began, by source
     health: dict[str, SourceHealth] = field(default_factory=dict)
-    evaluation_pending: bool = False
+    evaluation_pending: bool = False  # whether the evaluation of this step was interrupted and has to be repeated
     interval: IntervalState = field(default_factory=IntervalState)
     rollback: RollbackState = field(default_factory=RollbackState)
     early_stop: EarlyStopState = field(default_factory=EarlyStopState)

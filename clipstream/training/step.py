@@ -43,25 +43,16 @@ SMALLEST_SCALE = 2.0**-10  # of fp16: gradients that are not finite at this scal
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step, the same on all ranks.
+    """Result of a step, the same on all ranks."""
 
-    Attributes:
-        loss: of the global batch, before the update.
-        grad_norm: L2 norm of the global gradient, before clipping.
-        logit_scale: exp of the parameter as the loss used it.
-        n: samples of the global batch.
-        loss_scale: loss scale of fp16 after the step; None for other precisions.
-        overflow: whether the loss scale was too large, and no weight changed; `grad_norm` is not finite then.
-        skipped: whether loss or gradient was not finite for another reason, and nothing changed.
-    """
-
-    loss: float
-    grad_norm: float
-    logit_scale: float
-    n: int
-    loss_scale: float | None = None
+    loss: float  # of the global batch, before the update
+    grad_norm: float  # L2 norm of the global gradient, before clipping
+    logit_scale: float  # exp of the parameter as the loss used it
+    n: int  # samples of the global batch
+    loss_scale: float | None = None  # loss scale of fp16 after the step; None for other precisions
+    # whether the loss scale was too large, and no weight changed; `grad_norm` is not finite then
     overflow: bool = False
-    skipped: bool = False
+    skipped: bool = False  # whether loss or gradient was not finite for another reason, and nothing changed
 
 
 class TrainStep:

@@ -57,41 +57,29 @@ class Trainer:
     """The run on one rank.
 
     Attributes:
-        train_step: trains on a batch.
-        loader: yields batches, starting at the position of `state`.
-        lr: learning rate of a step (from 0).
-        world: this rank among the others.
-        total_steps: of the whole run.
-        log_every: steps between training lines.
-        write: takes the records, on rank 0.
-        evaluate: called as evaluate(steps_done, last) on all ranks after each step; runs the evaluators that are due.
-        writer: saves checkpoints when they are due and at the end.
-        signals: entered by the caller.
-        rollback: handles non-finite steps.
-        state: of a resumed run.
-        epoch_samples: samples of an epoch; adds `epoch` to the training lines.
-        show: called as show(step, batch) before the first step and then every `show_every` steps.
-        early_stop: may end the run before its last step.
         step: steps done.
         samples: samples trained on, over all ranks.
     """
 
-    train_step: TrainStep
-    loader: Loader
+    train_step: TrainStep  # trains on a batch
+    loader: Loader  # yields batches, starting at the position of `state`
     _: KW_ONLY
-    lr: Callable[[int], float]
-    world: World
-    total_steps: int
-    log_every: int
-    write: Callable[[Record], object]
+    lr: Callable[[int], float]  # learning rate of a step (from 0)
+    world: World  # this rank among the others
+    total_steps: int  # of the whole run
+    log_every: int  # steps between training lines
+    write: Callable[[Record], object]  # takes the records, on rank 0
+    # called as evaluate(steps_done, last) on all ranks after each step; runs the evaluators that are due
     evaluate: Callable[[int, bool], object]
-    writer: CheckpointWriter
-    signals: StopSignals
-    rollback: Rollback
-    state: InitVar[TrainState | None] = None
-    epoch_samples: int | None = None
+    writer: CheckpointWriter  # saves checkpoints when they are due and at the end
+    signals: StopSignals  # entered by the caller
+    rollback: Rollback  # handles non-finite steps
+    state: InitVar[TrainState | None] = None  # of a resumed run
+    epoch_samples: int | None = None  # samples of an epoch; adds `epoch` to the training lines
+    # called as show(step, batch) before the first step and then every `show_every` steps
     show: Callable[[int, Batch], None] | None = None
     show_every: int = 1000
+    # may end the run before its last step
     early_stop: EarlyStop = field(default_factory=lambda: EarlyStop(EarlyStopSettings()))
 
     def __post_init__(self, state: TrainState | None) -> None:
