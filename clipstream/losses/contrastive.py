@@ -65,7 +65,23 @@ class ContrastiveLoss(Protocol):
         """
 
 
-class ClipLoss:
+class _BuiltinLoss:
+    def __init__(self, settings: ClipLossSettings | SiglipLossSettings) -> None:
+        self.max_logit_scale, self.min_logit_scale = settings.max_logit_scale, settings.min_logit_scale
+        self._settings = settings
+
+    def _share(self, kind: str, features: Features, batch: Batch, world: World) -> torch.Tensor:
+        device, duplicates = features.image.device, self._settings.duplicates
+        with torch.autocast(device.type, enabled=False):
+            ring = Ring.of(len(features.image), world, device)
+            negatives = duplicates == "negatives"
+            labels = None if negatives else ring.gather(_labels(batch, self._settings.duplicates_by))
+            weights = ring.gather(batch.weights)
+            share: torch.Tensor = _Tiled.apply(*features, weights, labels, ring, kind, duplicates)
+        return share
+
+
+class ClipLoss(_BuiltinLoss):
     """Softmax over the rows and columns of the B x B logits (CLIP, arXiv:2103.00020, figure 3).
 
     With logits s_ij = scale * <x_i, y_j> (+ bias), over the samples j that are present:
@@ -77,16 +93,12 @@ class ClipLoss:
     vectors of B. Arithmetic: 4 n B D multiply-adds. Memory: see `tiled`.
     """
 
-    def __init__(self, settings: ClipLossSettings) -> None:
-        self.max_logit_scale, self.min_logit_scale = settings.max_logit_scale, settings.min_logit_scale
-        self._settings = settings
-
     def __call__(self, features: Features, batch: Batch, world: World) -> torch.Tensor:
         """See ContrastiveLoss."""
-        return _share("softmax", self._settings, features, batch, world)
+        return self._share("softmax", features, batch, world)
 
 
-class SiglipLoss:
+class SiglipLoss(_BuiltinLoss):
     """A sigmoid on every pair of the global batch (SigLIP, arXiv:2303.15343, algorithm 1).
 
     With logits s_ij = scale * <x_i, y_j> + bias, z_ij = 1 where i = j and -1 elsewhere, over the samples j present:
@@ -98,10 +110,6 @@ class SiglipLoss:
     numbers, and a vector of B. Arithmetic: 3 n B D multiply-adds. Memory: see `tiled`.
     """
 
-    def __init__(self, settings: SiglipLossSettings) -> None:
-        self.max_logit_scale, self.min_logit_scale = settings.max_logit_scale, settings.min_logit_scale
-        self._settings = settings
-
     def __call__(self, features: Features, batch: Batch, world: World) -> torch.Tensor:
         """See ContrastiveLoss.
 
@@ -110,7 +118,7 @@ class SiglipLoss:
         """
         if features.logit_bias is None:
             raise SettingsError("the sigmoid loss needs a model with a logit bias: build it with loss_type='siglip'")
-        return _share("sigmoid", self._settings, features, batch, world)
+        return self._share("sigmoid", features, batch, world)
 
 
 def build_loss(settings: LossSettings, towers_loss_type: str) -> ContrastiveLoss:
@@ -137,18 +145,6 @@ def build_loss(settings: LossSettings, towers_loss_type: str) -> ContrastiveLoss
             f"loss.type: {settings.type} needs __call__ and max_logit_scale, as ContrastiveLoss has them"
         )
     return cast(ContrastiveLoss, loss)
-
-
-def _share(
-    kind: str, settings: ClipLossSettings | SiglipLossSettings, features: Features, batch: Batch, world: World
-) -> torch.Tensor:
-    device = features.image.device
-    with torch.autocast(device.type, enabled=False):
-        ring = Ring.of(len(features.image), world, device)
-        labels = None if settings.duplicates == "negatives" else ring.gather(_labels(batch, settings.duplicates_by))
-        weights = ring.gather(batch.weights)
-        share: torch.Tensor = _Tiled.apply(*features, weights, labels, ring, kind, settings.duplicates)
-    return share
 
 
 def _labels(batch: Batch, by: str | None) -> torch.Tensor:

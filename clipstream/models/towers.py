@@ -30,7 +30,7 @@ from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from open_clip.transform import PreprocessCfg, merge_preprocess_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from timm.layers.pos_embed import resample_abs_pos_embed
+from timm.layers import resample_abs_pos_embed, to_2tuple
 from torch import nn
 
 from clipstream.config.plugins import not_trusted
@@ -92,7 +92,7 @@ class Towers(nn.Module):
         preprocess, text_cfg = config.preprocess_cfg, config.model_cfg["text_cfg"]
         size = preprocess["size"]
         self.image = ImageSpec(
-            size=_pair(size),
+            size=to_2tuple(size),
             interpolation=preprocess["interpolation"],
             resize_mode=preprocess["resize_mode"],
             fill=preprocess["fill_color"],
@@ -241,11 +241,7 @@ class Towers(nn.Module):
 
 
 def build_towers(
-    settings: ModelSettings,
-    *,
-    seed: int,
-    loss_type: str | None = None,
-    tokenizer: TokenizerChoice | None = None,
+    settings: ModelSettings, *, seed: int, loss_type: str | None = None, tokenizer: TokenizerChoice | None = None
 ) -> Towers:
     """The model that the settings name, in float32 on the CPU, from files that are on this machine already.
 
@@ -274,12 +270,7 @@ def build_towers(
     if state is not None:
         load_weights(clip, state, source)
     preprocess = merge_preprocess_dict(asdict(PreprocessCfg()), source.preprocess_cfg)
-    own = {
-        "mean": settings.image_mean,
-        "std": settings.image_std,
-        "interpolation": settings.image_interpolation,
-        "resize_mode": settings.image_resize_mode,
-    }
+    own = {name: getattr(settings, f"image_{name}") for name in ("mean", "std", "interpolation", "resize_mode")}
     preprocess |= {name: value for name, value in own.items() if value is not None}
     preprocess["size"] = clip.visual.image_size
     open_clip.model.set_model_preprocess_cfg(clip, preprocess)
@@ -383,7 +374,7 @@ def _create(source: ModelFiles, model_cfg: Config, seed: int, size: int | None) 
         return clip
     try:  # whether the image tower takes pictures of a size that it was not made for
         with torch.no_grad():
-            clip.eval().encode_image(torch.zeros(1, 3, *_pair(clip.visual.image_size)))
+            clip.eval().encode_image(torch.zeros(1, 3, *to_2tuple(clip.visual.image_size)))
     except (RuntimeError, ValueError, AssertionError) as error:
         raise SettingsError(
             f"model.image_size {size}: {source.label} takes no pictures of this size (a ResNet takes multiples of 32): "
@@ -392,22 +383,12 @@ def _create(source: ModelFiles, model_cfg: Config, seed: int, size: int | None) 
     return clip.train()
 
 
-def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
-
-
-def refuse_nonfinite(tensors: Iterable[tuple[str, torch.Tensor]], where: Path | None) -> None:
-    """Check all tensors.
+def finite(tensors: Iterable[tuple[str, torch.Tensor]], where: Path | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors, and check each.
 
     Raises:
-        SettingsError: some are NaN or infinite; names the first of them.
+        SettingsError: after the last one, if some are NaN or infinite; names the first of them.
     """
-    for _ in finite(tensors, where):
-        pass
-
-
-def finite(tensors: Iterable[tuple[str, torch.Tensor]], where: Path | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors, and check each; raises as `refuse_nonfinite` after the last one."""
     broken = []
     for name, tensor in tensors:
         if not tensor.isfinite().all():
@@ -497,5 +478,4 @@ def load_weights(clip: Any, state: dict[str, torch.Tensor], source: ModelFiles) 
         raise SettingsError(
             f"{source.weights} does not hold the weights of {source.label}:\n  " + "\n  ".join(problems[:SHOWN]) + more
         )
-    refuse_nonfinite(state.items(), source.weights)
-    clip.load_state_dict(state)
+    clip.load_state_dict(dict(finite(state.items(), source.weights)))

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from clipstream.errors import SettingsError
-from clipstream.models.towers import refuse_nonfinite
+from clipstream.models.towers import finite
 from clipstream.training.parallel import local_tensor, shard_like
 
 WARMUP_POWER = 2 / 3
@@ -92,8 +92,7 @@ class WeightAverages:
                 local_tensor(average).copy_(local_tensor(parameter))
             return
         try:
-            saved = load_file(file)
-            refuse_nonfinite(saved.items(), file)
+            saved = dict(finite(load_file(file).items(), file))
             for name, average in self.tensors.items():
                 local_tensor(average).copy_(local_tensor(shard_like(saved[name.removeprefix(_PREFIX)], average)))
         except (OSError, SafetensorError, KeyError, RuntimeError) as error:
