@@ -34,7 +34,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses import tiled
 from clipstream.losses.ring import Ring
-from clipstream.losses.settings import ClipLossSettings, Duplicates, LossSettings, SiglipLossSettings
+from clipstream.losses.settings import ClipLossSettings, LossSettings, SiglipLossSettings
 from clipstream.utils.logs import logger
 
 if TYPE_CHECKING:
@@ -181,33 +181,17 @@ class _Tiled(torch.autograd.Function):
     """A rank's share, whose gradients are computed with it: the backward pass only returns them, once."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        image: torch.Tensor,
-        text: torch.Tensor,
-        scale: torch.Tensor,
-        bias: torch.Tensor | None,
-        weights: torch.Tensor,
-        labels: torch.Tensor | None,
-        ring: Ring,
-        kind: str,
-        duplicates: Duplicates,
-    ) -> torch.Tensor:
-        dtype = torch.promote_types(image.dtype, torch.float32)
-        pairs = tiled.Pairs(
-            image.to(dtype).contiguous(),
-            text.to(dtype).contiguous(),
-            scale.to(dtype),
-            None if bias is None else bias.to(dtype),
-            weights.to(dtype),
-            ring,
-            labels,
-            duplicates,
-        )
+    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+        """Args: image, text, scale and bias of the features, then weights, labels, ring, kind, duplicates."""
+        features, (weights, labels, ring, kind, duplicates) = inputs[:4], inputs[4:]
+        dtype = torch.promote_types(features[0].dtype, torch.float32)
+        wide: Any = [None if like is None else like.to(dtype).contiguous() for like in features]
+        image, text, scale, bias = wide
+        pairs = tiled.Pairs(image, text, scale, bias, weights.to(dtype), ring, labels, duplicates)
         compute = tiled.softmax if kind == "softmax" else tiled.sigmoid
         found = compute(pairs, gradients=any(ctx.needs_input_grad))
-        ctx.found = [*found[1:4], None if bias is None else found.bias]
-        ctx.dtypes = [None if like is None else like.dtype for like in (image, text, scale, bias)]
+        ctx.found = [*found[1:4], None if pairs.bias is None else found.bias]
+        ctx.dtypes = [None if like is None else like.dtype for like in features]
         return found.share
 
     @staticmethod
