@@ -107,8 +107,7 @@ class AsyncWriter:
         Args:
             metrics: names of the metrics by evaluator, as far as they are known.
 
-        Raises:
-            SettingsError: as `Metric.expect`.
+        Raises SettingsError: as `Metric.expect`.
         """
         if self._metric is not None:
             self._metric.expect("checkpoint.keep_best", metrics)
@@ -134,8 +133,7 @@ class AsyncWriter:
             state: position of the run; `data` is this rank's part, and the parts are saved merged. The rest is taken
                 from rank 0.
 
-        Raises:
-            ClipstreamError: the previous save failed, other than by a full disk.
+        Raises ClipstreamError: the previous save failed, other than by a full disk.
         """
         step, began = state.step, time.monotonic()
         self.world.on_main(self._join)
@@ -164,8 +162,7 @@ class AsyncWriter:
     def check(self) -> None:
         """Raise the error of the writing thread, if any; cheap enough to call at each step.
 
-        Raises:
-            ClipstreamError: a file could not be written, other than for a full disk. On rank 0 only.
+        Raises ClipstreamError: a file could not be written, other than for a full disk. On rank 0 only.
         """
         if self._error is not None:
             error, self._error = self._error, None
@@ -179,8 +176,7 @@ class AsyncWriter:
         Args:
             instead: path of a checkpoint in another folder, which replaces the one of its name.
 
-        Raises:
-            ClipstreamError: as `check`.
+        Raises ClipstreamError: as `check`.
         """
         paths = [self.folder / store.folder_of(step) for step in steps]
         if instead is not None:
@@ -199,8 +195,7 @@ class AsyncWriter:
         Returns:
             Whether the last save was written: False if the disk was full.
 
-        Raises:
-            ClipstreamError: as `check`.
+        Raises ClipstreamError: as `check`.
         """
 
         def wait() -> bool:

@@ -45,8 +45,7 @@ class RemoteDir:
     Attributes:
         shown: the URL for messages.
 
-    Raises:
-        SettingsError: fsspec does not know the scheme, its backend is not installed, or it cannot be reached.
+    Raises SettingsError: fsspec does not know the scheme, its backend is not installed, or it cannot be reached.
     """
 
     def __init__(self, url: str, setting: str) -> None:
@@ -98,11 +97,7 @@ class RemoteDir:
         self._system.put_file(str(file), self._path)
 
     def download(self, file: Path) -> None:
-        """Copy it to a local file.
-
-        Raises:
-            ShardError: it is missing or unreachable.
-        """
+        """Copy it to a local file. Raises ShardError: it is missing or unreachable."""
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
         object_store.fetch(ShardURL(self._url), file, retries=RETRIES, backoff=BACKOFF, monitor=Monitor())
@@ -161,8 +156,7 @@ def download(remote: RemoteDir, folder: Path) -> Path | None:
         remote: a checkpoint, a file `latest` or `best`, or a run's folder (its newest checkpoint).
         folder: of the run's local checkpoints.
 
-    Raises:
-        SettingsError: the remote folder cannot be read or copied, or all checkpoints in it are damaged.
+    Raises SettingsError: the remote folder cannot be read or copied, or all checkpoints in it are damaged.
     """
     try:
         found = with_retries(partial(_candidates, remote))

@@ -56,8 +56,7 @@ def is_occupied(folder: Path) -> bool:
 def occupied(folder: Path) -> Iterator[None]:
     """Make the folder, and keep other processes from training in it while the context is open.
 
-    Raises:
-        SettingsError: it cannot be made, or another process trains in it.
+    Raises SettingsError: it cannot be made, or another process trains in it.
     """
     advice = "wait for its end, or end it, or take another --name"
     with held(folder, "--logs: the folder", lambda holder: f"{folder} is being trained by {holder}: {advice}"):
@@ -72,8 +71,7 @@ def held(folder: Path, called: str, busy: Callable[[str], str]) -> Iterator[None
         called: describes the folder, for messages.
         busy: makes the message if another process, which is its argument, holds the lock.
 
-    Raises:
-        SettingsError: the folder cannot be made, or another process holds the lock.
+    Raises SettingsError: the folder cannot be made, or another process holds the lock.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

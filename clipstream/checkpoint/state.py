@@ -74,8 +74,7 @@ class CheckpointMeta:
         Args:
             path: of the checkpoint, for messages.
 
-        Raises:
-            SettingsError: it has another format version, or a value of another type.
+        Raises SettingsError: it has another format version, or a value of another type.
         """
         version = values.get("version", 0)
         if version != VERSION:
@@ -195,8 +194,7 @@ def write(
         others: content by file.
         after: a serial used in a remote copy; this save's is larger.
 
-    Raises:
-        OSError: a file could not be written; the existing checkpoints are unchanged.
+    Raises OSError: a file could not be written; the existing checkpoints are unchanged.
     """
     draft = store.begin(folder, store.folder_of(step), sum(file.nbytes() for file in tensors.values()))
     content = {name: file.parts(headers.get(name, {})) for name, file in tensors.items()}
@@ -210,11 +208,7 @@ def write(
 
 
 def read_meta(checkpoint: Path) -> CheckpointMeta:
-    """The checkpoint's state.json.
-
-    Raises:
-        SettingsError: it has another format version.
-    """
+    """The checkpoint's state.json. Raises SettingsError: it has another format version."""
     return CheckpointMeta.from_json(json.loads((checkpoint / STATE).read_text(encoding="utf-8")), checkpoint)
 
 

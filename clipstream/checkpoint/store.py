@@ -171,8 +171,7 @@ def find(folder: Path, resume: str | None, files: Collection[str] | None = None)
             `best`, or of a run's folder (its newest), or None.
         files: the files to be read, which must be intact; all by default.
 
-    Raises:
-        SettingsError: there is none, or the named one is incomplete or damaged.
+    Raises SettingsError: there is none, or the named one is incomplete or damaged.
     """
     if resume is None:
         return None
@@ -205,8 +204,7 @@ def find(folder: Path, resume: str | None, files: Collection[str] | None = None)
 def agree(find: Callable[[], Path | None], world: World) -> Path | None:
     """The checkpoint that rank 0 finds, checked to be visible on every rank; every rank calls this.
 
-    Raises:
-        SettingsError: as `find`, or a rank does not see rank 0's checkpoint.
+    Raises SettingsError: as `find`, or a rank does not see rank 0's checkpoint.
     """
     found: Path | None = world.on_main(find)
     sees = world.gather_objects(found is None or marker_of(found) is not None)
@@ -224,8 +222,7 @@ def begin(folder: Path, name: str, size: int) -> Path:
     Args:
         size: approximate bytes that will be written.
 
-    Raises:
-        OSError: the folder cannot be made, or the disk has less space: other files of the run would fail as well.
+    Raises OSError: the folder cannot be made, or the disk has less space: other files of the run would fail as well.
     """
     folder.mkdir(parents=True, exist_ok=True)
     clear(folder)

@@ -30,8 +30,7 @@ def run_ranks(run: RunSettings, body: Callable[[World, FailureWatch], None]) -> 
 
     An error on any rank ends all ranks with the code of the first cause.
 
-    Raises:
-        SettingsError: `run.device` does not exist.
+    Raises SettingsError: `run.device` does not exist.
     """
     import torch
 

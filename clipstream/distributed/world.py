@@ -60,8 +60,7 @@ class World:
             device: 'cpu', 'cuda' (GPU `local_rank` of this node, or the only one that srun shows to the task), or
                 'cuda:N' with one rank.
 
-        Raises:
-            SettingsError: the variables are incomplete or not numbers.
+        Raises SettingsError: the variables are incomplete or not numbers.
         """
         env = os.environ if env is None else env
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -88,8 +87,7 @@ class World:
         Args:
             timeout: how long a rank waits for the others, here and in every collective.
 
-        Raises:
-            SettingsError: some ranks did not arrive.
+        Raises SettingsError: some ranks did not arrive.
         """
         if self.size == 1:
             return
@@ -222,8 +220,7 @@ def slurm_world(env: Mapping[str, str]) -> World | None:
     srun sets the variables of its step (`SLURM_STEP_…`) in every task; if one is missing, that of the job is used.
     MASTER_ADDR and MASTER_PORT override the address derived from the list of nodes and the job's number.
 
-    Raises:
-        SettingsError: a variable is not what Slurm sets.
+    Raises SettingsError: a variable is not what Slurm sets.
     """
     if "SLURM_PROCID" not in env:
         return None
@@ -280,8 +277,7 @@ def step_store(address: str, step: str, rank: int, timeout: timedelta) -> Any:
         address: 'HOST:PORT' of rank 0's node and the first of the ports.
         step: the step's name, the same on all ranks and different in every other step.
 
-    Raises:
-        TimeoutError: no port was free, or rank 0 was not found.
+    Raises TimeoutError: no port was free, or rank 0 was not found.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -327,8 +323,7 @@ def meet(store: Any, rank: int, size: int, timeout: timedelta) -> str:
         size: number of ranks.
         timeout: how long to wait for the other ranks.
 
-    Raises:
-        TimeoutError: some ranks did not arrive.
+    Raises TimeoutError: some ranks did not arrive.
     """
     if rank > 0:
         mine = secrets.token_hex(8)

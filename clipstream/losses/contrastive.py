@@ -111,11 +111,7 @@ class SiglipLoss(_BuiltinLoss):
     """
 
     def __call__(self, features: Features, batch: Batch, world: World) -> torch.Tensor:
-        """See ContrastiveLoss.
-
-        Raises:
-            SettingsError: the model has no logit bias.
-        """
+        """See ContrastiveLoss. Raises SettingsError: the model has no logit bias."""
         if features.logit_bias is None:
             raise SettingsError("the sigmoid loss needs a model with a logit bias: build it with loss_type='siglip'")
         return self._share("sigmoid", features, batch, world)
@@ -124,8 +120,7 @@ class SiglipLoss(_BuiltinLoss):
 def build_loss(settings: LossSettings, towers_loss_type: str) -> ContrastiveLoss:
     """The loss that the settings name; with 'auto', the one that the towers were made for (`Towers.loss_type`).
 
-    Raises:
-        SettingsError: the towers were made for another loss, or a user's class is not a ContrastiveLoss.
+    Raises SettingsError: the towers were made for another loss, or a user's class is not a ContrastiveLoss.
     """
     if settings.type == "auto":
         kind = SiglipLossSettings if towers_loss_type == "siglip" else ClipLossSettings

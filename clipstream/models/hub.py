@@ -42,8 +42,7 @@ def cache_folder(cache_dir: str | None) -> Path:
 def repository(name: str) -> str:
     """The 'ORG/NAME' of an 'hf-hub:ORG/NAME'; a revision (branch, tag or commit) may follow: 'ORG/NAME@REVISION'.
 
-    Raises:
-        SettingsError: the name is empty.
+    Raises SettingsError: the name is empty.
     """
     scheme, _, repo = name.partition(":")
     if not repo:
@@ -60,8 +59,7 @@ def _parts(repo: str) -> tuple[str, str | None]:
 def cached(repo: str, names: Iterable[str], cache_dir: str | None) -> Path | None:
     """The first of `names` that the cache holds for the repository's revision.
 
-    Raises:
-        SettingsError: `repo` is not a valid name of a repository.
+    Raises SettingsError: `repo` is not a valid name of a repository.
     """
     repo_id, revision = _parts(repo)
     for name in names:
@@ -133,8 +131,7 @@ def explain(needs: Iterable[Need], cache_dir: str | None, label: str, reason: st
 def download(needs: Iterable[Need], cache_dir: str | None) -> None:
     """Download files into the cache, each under the first of its names that the repository has.
 
-    Raises:
-        SettingsError: there is no such repository or file, access is denied, or the network failed.
+    Raises SettingsError: there is no such repository or file, access is denied, or the network failed.
     """
     for need in needs:
         for names in need.files:

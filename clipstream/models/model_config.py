@@ -36,8 +36,7 @@ class ModelConfig:
     def of(cls, content: object, where: str) -> ModelConfig:
         """The configuration in a JSON file's content, which may be a bare model_cfg; `where` names it in errors.
 
-        Raises:
-            SettingsError: it is no configuration of open_clip.
+        Raises SettingsError: it is no configuration of open_clip.
         """
         model_cfg = content.get("model_cfg", content) if isinstance(content, dict) else None
         needed = {"embed_dim", "vision_cfg", "text_cfg"}
@@ -53,11 +52,7 @@ class ModelConfig:
 
     @classmethod
     def read(cls, path: Path) -> ModelConfig:
-        """The configuration in a file.
-
-        Raises:
-            SettingsError: there is none, or it is no configuration of open_clip.
-        """
+        """The configuration in a file. Raises SettingsError: there is none, or it is no configuration of open_clip."""
         try:
             content = json.loads(path.read_text(encoding="utf-8-sig"))
         except FileNotFoundError as error:
@@ -97,11 +92,7 @@ def pretrained_tags() -> Any:
 
 
 def builtin(name: str) -> Config:
-    """open_clip's configuration of that name.
-
-    Raises:
-        SettingsError: there is none; similar names are suggested.
-    """
+    """open_clip's configuration of that name. Raises SettingsError: there is none; similar names are suggested."""
     factory = sys.modules.get("open_clip.factory")
     if factory is not None:
         known = factory.list_models()

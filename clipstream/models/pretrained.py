@@ -103,8 +103,7 @@ def preflight(
 def fetch(settings: ModelSettings, tokenizer: TokenizerChoice | None, world: World) -> None:
     """Download the model's files into the Hub's cache, by one rank per node. Collective; errors are raised on all.
 
-    Raises:
-        SettingsError: as `preflight`, or a download failed.
+    Raises SettingsError: as `preflight`, or a download failed.
     """
     problem = None
     if world.local_rank == 0:
@@ -126,8 +125,7 @@ def needs(
 ) -> list[Need]:
     """The files that a model needs from the Hub. Those named by a configuration are unknown until it is in the cache.
 
-    Raises:
-        SettingsError: a name, tag or local file does not exist; or tokenizer or loss belong to another model.
+    Raises SettingsError: a name, tag or local file does not exist; or tokenizer or loss belong to another model.
     """
     found = []
     if settings.name.startswith(HUB):
@@ -167,8 +165,7 @@ def needs(
 def resolve(settings: ModelSettings, tokenizer: TokenizerChoice | None = None) -> ModelFiles:
     """The paths of all files on this machine; uses no network.
 
-    Raises:
-        SettingsError: as `preflight`, and for files that are not downloaded yet (`fetch`).
+    Raises SettingsError: as `preflight`, and for files that are not downloaded yet (`fetch`).
     """
     cache, label = settings.cache_dir, _label(settings)
     if missing := hub.missing(needs(settings, tokenizer), cache):
@@ -268,8 +265,7 @@ def _parent(path: Path | None) -> Path | None:
 def _weights(settings: ModelSettings) -> _Weights:
     """The source of the weights of `settings`.
 
-    Raises:
-        SettingsError: an unknown tag, a folder without weights, a missing file.
+    Raises SettingsError: an unknown tag, a folder without weights, a missing file.
     """
     name, chosen = settings.name, settings.pretrained
     if chosen is None:
@@ -321,8 +317,7 @@ def resolve_loss(settings: ModelSettings, wanted: str | None, model_cfg: Config,
         model_cfg: open_clip's configuration; init_logit_bias marks a siglip model.
         weights_for: the loss that the weights were trained with; None for a fresh model, which may become either.
 
-    Raises:
-        SettingsError: weights or configuration are made for another loss, and `allow_mismatch` is not set.
+    Raises SettingsError: weights or configuration are made for another loss, and `allow_mismatch` is not set.
     """
     by_config = "siglip" if model_cfg.get("init_logit_bias") is not None else None
     chosen = wanted or by_config or weights_for or "clip"

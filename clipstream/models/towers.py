@@ -148,8 +148,7 @@ class Towers(nn.Module):
     def lock_image(self, unlocked_groups: int = 0) -> None:
         """Freeze the image tower and its projection (LiT, arXiv:2111.07991), except its last groups.
 
-        Raises:
-            SettingsError: the tower has no groups to leave unlocked.
+        Raises SettingsError: the tower has no groups to leave unlocked.
         """
         if unlocked_groups:
             try:
@@ -168,8 +167,7 @@ class Towers(nn.Module):
             unlocked_layers: last layers that stay trainable.
             keep_projection: leave the projection trainable, as it is new on top of a Hugging Face base model.
 
-        Raises:
-            SettingsError: the tower has no layers to leave unlocked.
+        Raises SettingsError: the tower has no layers to leave unlocked.
         """
         custom = hasattr(self.clip, "text")
         if unlocked_layers:
@@ -193,8 +191,7 @@ class Towers(nn.Module):
 
         Read once, as the folder may be gone when a checkpoint is written hours later.
 
-        Raises:
-            SettingsError: the tokenizer's files cannot be read.
+        Raises SettingsError: the tokenizer's files cannot be read.
         """
         if self._tokenizer is not None:
             return self._tokenizer
@@ -386,8 +383,7 @@ def _create(source: ModelFiles, model_cfg: Config, seed: int, size: int | None) 
 def finite(tensors: Iterable[tuple[str, torch.Tensor]], where: Path | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors, and check each.
 
-    Raises:
-        SettingsError: after the last one, if some are NaN or infinite; names the first of them.
+    Raises SettingsError: after the last one, if some are NaN or infinite; names the first of them.
     """
     broken = []
     for name, tensor in tensors:
@@ -404,8 +400,7 @@ def finite(tensors: Iterable[tuple[str, torch.Tensor]], where: Path | None) -> I
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
     """A checkpoint's tensors by name, without the prefix of DDP.
 
-    Raises:
-        SettingsError: the file is not a checkpoint of a model.
+    Raises SettingsError: the file is not a checkpoint of a model.
     """
     try:
         found: Any = load_file(path) if path.suffix == ".safetensors" else _unpickled(path)
@@ -440,8 +435,7 @@ def _unpickled(path: Path) -> Any:
 def load_weights(clip: Any, state: dict[str, torch.Tensor], source: ModelFiles) -> None:
     """Load a checkpoint's tensors into the model; position embeddings are resampled to its picture and text size.
 
-    Raises:
-        SettingsError: names or shapes differ; names the first of them.
+    Raises SettingsError: names or shapes differ; names the first of them.
     """
     state = convert_state_dict(clip, state)
     own = clip.state_dict()

@@ -39,11 +39,7 @@ class AutoMicroBatch(GradCache):
     tried_for: int = 0
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """See GradCache; all ranks repeat a step together.
-
-        Raises:
-            SettingsError: not even one sample fits.
-        """
+        """See GradCache; all ranks repeat a step together. Raises SettingsError: not even one sample fits."""
         if self.size is None and batch.global_size > self.tried_for:
             self._search(batch)
         while True:
@@ -85,8 +81,7 @@ class AutoMicroBatch(GradCache):
     def _search(self, batch: Batch, most: int | None = None) -> None:
         """Find `size`, at most `most` samples if given. Collective.
 
-        Raises:
-            SettingsError: on all ranks, if on one of them not even one sample fits.
+        Raises SettingsError: on all ranks, if on one of them not even one sample fits.
         """
         n, pixels = len(batch), batch.pixels
         assert pixels is not None, "a batch of precomputed features has no pixels to cut"

@@ -25,11 +25,7 @@ METRIC_BY = "whether larger or smaller values are better; auto: losses, errors a
 
 
 def checked_metric(text: str | None) -> str | None:
-    """The value of a setting that names a metric.
-
-    Raises:
-        ValueError: it is not EVALUATOR/METRIC.
-    """
+    """The value of a setting that names a metric. Raises ValueError: it is not EVALUATOR/METRIC."""
     if text is not None and not all(text.partition("/")):
         raise ValueError("write EVALUATOR/METRIC as in metrics.jsonl, e.g. val/image_to_text_R@1")
     return text
@@ -72,8 +68,7 @@ class Metric:
             key: setting that names the metric.
             metrics: names of metrics by evaluator, if known.
 
-        Raises:
-            SettingsError: its evaluator has no such metric.
+        Raises SettingsError: its evaluator has no such metric.
         """
         known = metrics.get(self.evaluator, [self.name])
         if self.name not in known:

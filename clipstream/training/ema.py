@@ -83,8 +83,7 @@ class WeightAverages:
             file: the averaged weights.
             updates: how often they were updated; None if the checkpoint has no averages.
 
-        Raises:
-            SettingsError: the file cannot be read, is of another model, or holds weights that are not finite.
+        Raises SettingsError: the file cannot be read, is of another model, or holds weights that are not finite.
         """
         if updates is None:
             self.updates = 0

@@ -46,11 +46,7 @@ class GradCache:
     size: int | None = None  # samples per forward pass on this rank; None for all
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's share of the loss, and exp(logit_scale) as it was used.
-
-        Raises:
-            SettingsError: memory runs out.
-        """
+        """This rank's share of the loss, and exp(logit_scale) as it was used. Raises SettingsError: memory runs out."""
         try:
             features, backward = self.forward(batch, self._features)
             leaves, share = self._loss(features, batch)

@@ -246,8 +246,7 @@ ScheduleSettings.builtin = {name: cls.Settings for name, cls in SCHEDULES.items(
 def build_optimizer(towers: nn.Module, settings: OptimSettings, model: str) -> torch.optim.Optimizer:
     """The optimizer that the settings name; see `Optimizer`.
 
-    Raises:
-        SettingsError: nothing is trainable, or a user's optimizer failed.
+    Raises SettingsError: nothing is trainable, or a user's optimizer failed.
     """
     import torch
 
@@ -296,8 +295,7 @@ def _check_state(optimizer: torch.optim.Optimizer, type: str) -> None:
 def build_schedule(settings: ScheduleSettings, *, peak: float, total_steps: int) -> Callable[[int], float]:
     """The learning rate of a step (from 0): peak * (step + 1) / warmup during the warm-up, then as `Schedule`.
 
-    Raises:
-        SettingsError: a user's schedule failed.
+    Raises SettingsError: a user's schedule failed.
     """
     after_warmup = _build("schedule.type", SCHEDULES, settings)
 

@@ -132,8 +132,7 @@ class ShardedTowers:
     Attributes:
         full: an unsharded copy, whose tensors have content only within the context of `full_weights`.
 
-    Raises:
-        SettingsError: batch norm or fp16, which are not supported.
+    Raises SettingsError: batch norm or fp16, which are not supported.
     """
 
     def __init__(self, towers: Any, world: World, precision: Precision) -> None:
@@ -177,8 +176,7 @@ class ShardedTowers:
 def parallelize(towers: Any, world: World, *, parallel: str, precision: Precision) -> FullTowers | ShardedTowers:
     """The towers on this rank's device, sharded in place with 'fsdp' on several ranks.
 
-    Raises:
-        SettingsError: as ShardedTowers.
+    Raises SettingsError: as ShardedTowers.
     """
     if parallel == "fsdp" and world.size > 1:
         return ShardedTowers(towers, world, precision)
@@ -251,8 +249,7 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 def synchronize_batch_norm(module: nn.Module, world: World) -> None:
     """Make batch norm use statistics over all ranks, in place, so that features do not depend on their number.
 
-    Raises:
-        SettingsError: on the CPU, for a batch norm class other than torch's (some of timm's).
+    Raises SettingsError: on the CPU, for a batch norm class other than torch's (some of timm's).
     """
     if world.size == 1:
         return

@@ -67,11 +67,7 @@ def _computes_bf16(device: str) -> bool:
 
 
 def check_device(device: str | torch.device, precision: Precision) -> None:
-    """Refuse a precision that the device only emulates.
-
-    Raises:
-        SettingsError: bfloat16 on a GPU without support.
-    """
+    """Refuse a precision that the device only emulates. Raises SettingsError: bfloat16 on a GPU without support."""
     if "bf16" in precision and str(device).startswith("cuda") and not _computes_bf16(str(device)):
         name = torch.cuda.get_device_name(device)
         raise SettingsError(f"train.precision: {name} computes no bfloat16: use --precision fp16, or fp32")

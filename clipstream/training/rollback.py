@@ -60,8 +60,7 @@ class Rollback:
         Returns:
             The step of the checkpoint that was restored, or None.
 
-        Raises:
-            DivergedError: a rollback is due and impossible, or did not help before.
+        Raises DivergedError: a rollback is due and impossible, or did not help before.
         """
         state = self.state
         if result.overflow:  # says something about fp16's loss scale, nothing about the weights
@@ -91,11 +90,7 @@ class Rollback:
         return restored
 
     def on_end(self, step: int) -> None:
-        """Check a run that ended after `step` steps.
-
-        Raises:
-            DivergedError: no step of the run changed the weights.
-        """
+        """Check a run that ended after `step` steps. Raises DivergedError: no step of the run changed the weights."""
         if step and not self.state.applied:
             raise DivergedError(f"none of {step} step{'s' * (step > 1)} gave finite gradients, so {_NEVER}")
 

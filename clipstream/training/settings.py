@@ -77,8 +77,7 @@ class TrainSettings(Section):
         Args:
             steps_for: number of steps of a number of samples.
 
-        Raises:
-            SettingsError: no length is set.
+        Raises SettingsError: no length is set.
         """
         if self.steps is not None:
             return self.steps

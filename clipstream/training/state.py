@@ -72,9 +72,5 @@ class TrainState:
 
     @classmethod
     def from_json(cls, values: object) -> TrainState:
-        """The state that `to_json` wrote.
-
-        Raises:
-            ValueError: a value has another type.
-        """
+        """The state that `to_json` wrote. Raises ValueError: a value has another type."""
         return TypeAdapter(cls).validate_python(values)

@@ -72,8 +72,7 @@ class TrainStep:
         min_logit_scale: lower limit of exp(logit_scale), likewise.
         averages: updated after each step that changed the weights.
 
-    Raises:
-        SettingsError: micro-batches with batch norm, whose features would depend on the cut.
+    Raises SettingsError: micro-batches with batch norm, whose features would depend on the cut.
     """
 
     def __init__(

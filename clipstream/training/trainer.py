@@ -269,8 +269,7 @@ class Trainer:
         Args:
             data: position in the data, if a batch was taken that is not trained on.
 
-        Raises:
-            DivergedError: the weights are not finite and no step follows (`must`).
+        Raises DivergedError: the weights are not finite and no step follows (`must`).
         """
         if self._saved_step == self.step:
             return
