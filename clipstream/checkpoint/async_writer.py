@@ -59,11 +59,7 @@ class AsyncWriter:
     """Writes a run's checkpoints. Context manager: its exit waits for the save in progress.
 
     Args:
-        folder: LOGS/NAME/checkpoints.
-        world: this rank among the others.
-        settings: when to save, and which checkpoints are kept.
         towers: the model, without wrappers; it may be sharded.
-        optimizer: of its parameters.
         recorded: settings to record in state.json, by dotted key.
         tensors: further files of tensors: name -> function that returns them; called at each save, on all ranks.
         sync: copies the checkpoints to remote storage, on rank 0.
@@ -103,9 +99,6 @@ class AsyncWriter:
 
     def expect(self, metrics: Mapping[str, Sequence[str]]) -> None:
         """Check that `keep_best` names a metric that the evaluators return.
-
-        Args:
-            metrics: names of the metrics by evaluator, as far as they are known.
 
         Raises SettingsError: as `Metric.expect`.
         """
@@ -289,7 +282,6 @@ class Snapshot:
     """The contents of files, copied from tensors.
 
     Args:
-        device: of this rank.
         optimizer: the only code that changes its parameters and moments.
         kept: whether this rank keeps the copies; other ranks only take part in gathering sharded tensors.
 

@@ -203,11 +203,6 @@ def _candidates(remote: RemoteDir) -> list[tuple[RemoteDir, Marker]]:
 class RemoteSync:
     """The remote copy of a run's folder.
 
-    Args:
-        remote: the remote folder.
-        folder: the local folder.
-        settings: which checkpoints are kept.
-
     Attributes:
         last_serial: the largest serial of a checkpoint in the remote folder before this run.
     """

@@ -71,9 +71,6 @@ class CheckpointMeta:
     def from_json(cls, values: dict[str, Any], path: Path) -> CheckpointMeta:
         """The content that `to_json` wrote.
 
-        Args:
-            path: of the checkpoint, for messages.
-
         Raises SettingsError: it has another format version, or a value of another type.
         """
         version = values.get("version", 0)
@@ -131,11 +128,7 @@ class TensorFile:
         return self._layout == _layout(tensors)
 
     def parts(self, metadata: Mapping[str, str]) -> list[Any]:
-        """Header and body of the file, as buffers; the body is no copy.
-
-        Args:
-            metadata: texts for the header.
-        """
+        """Header and body of the file, as buffers; the body is no copy."""
         header: dict[str, object] = {"__metadata__": dict(metadata)}
         for name, (start, end) in self._offsets.items():
             dtype, shape = self._layout[name]
@@ -187,8 +180,6 @@ def write(
     """Write a checkpoint as a draft, flush it, and rename it; return its path.
 
     Args:
-        folder: of checkpoints.
-        step: steps done.
         tensors: tensors by file.
         headers: metadata of the header by file.
         others: content by file.

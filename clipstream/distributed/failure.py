@@ -82,7 +82,6 @@ class FailureWatch:
     `stop()` before `world.stop()`.
 
     Args:
-        world: this rank among the others.
         debug: print the traceback of a user's error too; that of a bug is always printed.
 
     Attributes:

@@ -317,12 +317,6 @@ def meet(store: Any, rank: int, size: int, timeout: timedelta) -> str:
     The store may hold keys of an earlier attempt, so each rank sends a random number, and rank 0 answers with that
     number and the word.
 
-    Args:
-        store: a torch.distributed.Store.
-        rank: of this process.
-        size: number of ranks.
-        timeout: how long to wait for the other ranks.
-
     Raises TimeoutError: some ranks did not arrive.
     """
     if rank > 0:

@@ -61,7 +61,6 @@ class ContrastiveLoss(Protocol):
         Args:
             features: of this rank's n samples, and the scalars of the logits.
             batch: the samples: their weights, ids, keys, and how many there are over all ranks.
-            world: this rank among the others.
         """
 
 

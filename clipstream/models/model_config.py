@@ -115,7 +115,6 @@ def check_sizes(label: str, model_cfg: Config, image_size: int | None) -> None:
     """Raise for sizes that do not fit together, in open_clip's own towers. timm and transformers check theirs.
 
     Args:
-        label: the model's name in messages.
         image_size: pixels per side that replace the configuration's.
     """
     vision, text = dict(_VISION, **model_cfg["vision_cfg"]), dict(_TEXT, **model_cfg["text_cfg"])

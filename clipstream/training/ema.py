@@ -80,7 +80,6 @@ class WeightAverages:
         """Continue from a checkpoint's averages, or start from the present weights if it has none.
 
         Args:
-            file: the averaged weights.
             updates: how often they were updated; None if the checkpoint has no averages.
 
         Raises SettingsError: the file cannot be read, is of another model, or holds weights that are not finite.

@@ -86,7 +86,6 @@ def warm_up_buckets(module: nn.Module, forward: Callable[[], None], world: World
     of its first step. Therefore every run, new or resumed, rebuilds them first.
 
     Args:
-        module: the result of `wrap`.
         forward: a forward and backward pass over all trainable parameters with gradients of zero.
     """
     if not isinstance(module, DistributedDataParallel):

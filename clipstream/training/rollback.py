@@ -37,10 +37,8 @@ class Rollback:
     """Counts non-finite steps and restores a checkpoint when there are too many.
 
     Args:
-        settings: `max_nonfinite` and `max_rollbacks`.
         restore: loads the newest of the checkpoints with the given steps that still exists; returns its step, or None
             if there is none. Collective.
-        state: of a resumed run.
     """
 
     def __init__(self, settings: TrainSettings, restore: Restore, state: RollbackState | None = None) -> None:

@@ -74,9 +74,6 @@ class TrainSettings(Section):
     def total_steps(self, steps_for: Callable[[int], int]) -> int:
         """Steps of the whole run.
 
-        Args:
-            steps_for: number of steps of a number of samples.
-
         Raises SettingsError: no length is set.
         """
         if self.steps is not None:

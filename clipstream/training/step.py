@@ -61,10 +61,6 @@ class TrainStep:
     Args:
         model: the towers on this rank's device, in their final dtype; `image.size`, `context_length`,
             `has_batch_norm` and `clip.logit_scale` are read. Not wrapped in DDP; may be sharded.
-        loss: returns this rank's share of the global loss.
-        optimizer: over the model's trainable parameters.
-        world: this rank among the others.
-        precision: of the forward pass.
         micro_batch_size: samples per forward pass on this rank; None for all, 'auto' for as many as fit.
         clip_norm: gradients with a larger norm are scaled down to it; None for no limit.
         max_logit_scale: upper limit of exp(logit_scale), or None. A step never raises the scale above it; a scale that
@@ -115,12 +111,7 @@ class TrainStep:
         warm_up_buckets(wrapped, self.gradcache.warm_up, world)
 
     def __call__(self, batch: Batch, lr: float) -> StepResult:
-        """One step.
-
-        Args:
-            batch: this rank's part, at least one sample.
-            lr: learning rate.
-        """
+        """One step on this rank's part of a batch, at least one sample."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         batch = batch.to(self.world.device)
