@@ -297,7 +297,13 @@ class Snapshot:
         if kept and device.startswith("cuda"):
             stream: Any = torch.cuda.Stream  # untyped in torch
             self._stream = stream(device)
-            optimizer.register_step_pre_hook(lambda *_: self._delay_update())
+
+            def delay_update(*_: Any) -> None:
+                """Let the GPU finish the copies before the optimizer's update, without blocking this thread."""
+                for event in self._copied:
+                    torch.cuda.current_stream(device).wait_event(event)
+
+            optimizer.register_step_pre_hook(delay_update)
 
     def take(self, files: Mapping[str, Tensors]) -> None:
         """Copy the tensors of files over the last copy. Collective if tensors are sharded."""
@@ -329,8 +335,3 @@ class Snapshot:
         """Wait until the copies are complete; from any thread."""
         for event in self._copied:
             event.synchronize()
-
-    def _delay_update(self) -> None:
-        """Let the GPU finish the copies before the optimizer's update, without blocking this thread."""
-        for event in self._copied:
-            torch.cuda.current_stream(self._device).wait_event(event)

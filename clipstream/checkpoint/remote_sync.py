@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -105,10 +105,8 @@ class RemoteDir:
     def remove(self) -> None:
         """Delete a checkpoint; its marker first, so that a partly deleted one does not count."""
         for path, folder in ((f"{self._path}/{MARKER}", False), (self._path, True)):
-            try:
+            with suppress(FileNotFoundError):
                 self._system.rm(path, recursive=folder)
-            except FileNotFoundError:
-                continue
 
     def marker(self) -> Marker | None:
         """The marker of a checkpoint whose files have the right sizes; None for anything else."""
@@ -158,8 +156,23 @@ def download(remote: RemoteDir, folder: Path) -> Path | None:
 
     Raises SettingsError: the remote folder cannot be read or copied, or all checkpoints in it are damaged.
     """
+
+    def candidates() -> list[tuple[RemoteDir, Marker]]:
+        """The whole checkpoints that the URL may name, newest first."""
+        named = remote
+        if remote.name in (LATEST, BEST):
+            name = (remote.read() or b"").decode(errors="replace").partition("\n")[0].strip()
+            named = remote.parent / name
+        if NAME.fullmatch(named.name):
+            marker = named.marker()
+            return [] if marker is None else [(named, marker)]
+        for part in (named / CHECKPOINTS, named):
+            if whole := part.whole():
+                return [(part / name, marker) for name, marker in whole.items()]
+        return []
+
     try:
-        found = with_retries(partial(_candidates, remote))
+        found = with_retries(candidates)
         for candidate, marker in found:
             here = folder / candidate.name
             if store.marker_of(here) == marker and store.fault(here) is None:
@@ -184,20 +197,6 @@ def download(remote: RemoteDir, folder: Path) -> Path | None:
         names = ", ".join(candidate.name for candidate, _ in found)
         raise SettingsError(f"{remote.setting}: none of the checkpoints in {remote.shown} is whole ({names})")
     return None
-
-
-def _candidates(remote: RemoteDir) -> list[tuple[RemoteDir, Marker]]:
-    """The whole checkpoints that a URL may name, newest first."""
-    if remote.name in (LATEST, BEST):
-        name = (remote.read() or b"").decode(errors="replace").partition("\n")[0].strip()
-        remote = remote.parent / name
-    if NAME.fullmatch(remote.name):
-        marker = remote.marker()
-        return [] if marker is None else [(remote, marker)]
-    for checkpoints in (remote / CHECKPOINTS, remote):
-        if whole := checkpoints.whole():
-            return [(checkpoints / name, marker) for name, marker in whole.items()]
-    return []
 
 
 class RemoteSync:

@@ -240,7 +240,7 @@ def load(checkpoint: Path, *, towers: Towers, optimizer: torch.optim.Optimizer, 
     return state
 
 
-def _saved_moments(checkpoint: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _saved_moments(checkpoint: Path, optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """The saved state of the optimizer, sharded as its parameters are."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, torch.Tensor]] = {}

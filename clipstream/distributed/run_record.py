@@ -29,7 +29,7 @@ def now() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def end_record(step: int, code: int, error: str | None, **more: Any) -> dict[str, Any]:
+def end_record(step: int, code: int, error: str | None, **more: Any) -> dict[str, object]:
     """How a process of a run ended.
 
     Args:
@@ -42,7 +42,7 @@ def end_record(step: int, code: int, error: str | None, **more: Any) -> dict[str
     return {"step": step, "time": now(), "end": end}
 
 
-def start_record(step: int, ranks: int, device: str, command: list[str]) -> dict[str, Any]:
+def start_record(step: int, ranks: int, device: str, command: list[str]) -> dict[str, object]:
     """How a process of a run began, on rank 0's machine.
 
     Args:
@@ -69,7 +69,7 @@ def start_record(step: int, ranks: int, device: str, command: list[str]) -> dict
     }
 
 
-def git_state(folder: Path) -> dict[str, Any] | None:
+def git_state(folder: Path) -> dict[str, str | bool | None] | None:
     """Commit of the git work tree around `folder`, and whether tracked files differ from it; None without one."""
 
     def git(*arguments: str) -> str | None:
@@ -89,7 +89,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     return {"commit": commit, "dirty": None if changes is None else bool(changes)}
 
 
-def hardware() -> dict[str, Any]:
+def hardware() -> dict[str, object]:
     """Host, processor, cores that this process may use, memory in GiB, and the GPUs that torch sees."""
     import torch
 

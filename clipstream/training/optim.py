@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -152,7 +152,6 @@ class AdamW:
         self.settings = settings
 
     def __call__(self, towers: nn.Module, model: str) -> torch.optim.Optimizer:
-        """See `Optimizer`."""
         from torch.optim import AdamW as TorchAdamW
 
         betas, eps = self.settings.defaults(model)
@@ -172,7 +171,6 @@ class Constant:
         self.warmup, self.min_lr = settings.warmup, settings.min_lr
 
     def __call__(self, step: int, *, peak: float, total_steps: int) -> float:
-        """See `Schedule`."""
         return peak
 
 
@@ -185,7 +183,6 @@ class Cosine(Constant):
         type: Literal["cosine"] = "cosine"
 
     def __call__(self, step: int, *, peak: float, total_steps: int) -> float:
-        """See `Schedule`."""
         done = (step - self.warmup) / max(1, total_steps - self.warmup)
         return self.min_lr + (peak - self.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
 
@@ -199,7 +196,6 @@ class Linear(Constant):
         type: Literal["linear"] = "linear"
 
     def __call__(self, step: int, *, peak: float, total_steps: int) -> float:
-        """See `Schedule`."""
         done = (step - self.warmup) / max(1, total_steps - self.warmup)
         return self.min_lr + (peak - self.min_lr) * (1 - done)
 
@@ -229,7 +225,6 @@ class ConstCooldown:
         self.cooldown, self.power, self.min_lr = settings.cooldown, settings.cooldown_power, settings.min_lr
 
     def __call__(self, step: int, *, peak: float, total_steps: int) -> float:
-        """See `Schedule`."""
         start = total_steps - self.cooldown
         if step < start:
             return peak
@@ -307,7 +302,9 @@ def build_schedule(settings: ScheduleSettings, *, peak: float, total_steps: int)
     return lr
 
 
-def _build(key: str, builtin: dict[str, Any], settings: OptimSettings | ScheduleSettings) -> Callable[..., Any]:
+def _build(
+    key: str, builtin: Mapping[str, Callable[..., Any]], settings: OptimSettings | ScheduleSettings
+) -> Callable[..., Any]:
     """The part that `settings.type` names, whose own errors are raised as SettingsError."""
     if settings.type in builtin:
         part = builtin[settings.type](settings)
