@@ -66,8 +66,7 @@ def check_source(make: type[SourceType], settings: SourceSettings) -> None:
         make: the user's own class.
         settings: its settings, which name at least one shard.
 
-    Raises:
-        AssertionError: it breaks the protocol of `clipstream.data.sources.protocol.SourceType`.
+    Raises AssertionError: it breaks the protocol of `clipstream.data.sources.protocol.SourceType`.
     """
     assert SourceType in make.__mro__, "derive it from clipstream.data.sources.protocol.SourceType"
     specs = [settings.shards] if isinstance(settings.shards, str) else settings.shards
@@ -122,8 +121,7 @@ def check_caption_extractor(extractor: CaptionExtractor, sample: RawSample) -> N
         extractor: the user's own, already constructed.
         sample: `__key__`, `__url__`, and members as bytes by suffix in lower case.
 
-    Raises:
-        AssertionError: it breaks the protocol of `clipstream.data.decode.captions.CaptionExtractor`.
+    Raises AssertionError: it breaks the protocol of `clipstream.data.decode.captions.CaptionExtractor`.
     """
     assert hasattr(extractor, "members"), "give it an attribute `members`: the suffixes that it reads, or None for all"
     members = extractor.members
@@ -166,8 +164,7 @@ def check_transform(transform: Callable[[dict[str, Any]], RawSample | None], sam
         transform: the function that a source's `transform` names; None as its result drops the sample.
         sample: `__key__`, `__url__`, and members as bytes by suffix in lower case.
 
-    Raises:
-        AssertionError: it gives no mapping, or not the same one twice.
+    Raises AssertionError: it gives no mapping, or not the same one twice.
     """
     first, second = transform(dict(sample)), transform(dict(sample))
     assert first is None or isinstance(first, Mapping), (
@@ -189,8 +186,7 @@ def check_image_transform(transform: PictureTransform, size: tuple[int, int] = (
         transform: the user's own, already constructed.
         size: (height, width) of the model that it is to work with.
 
-    Raises:
-        AssertionError: it breaks the protocol of `clipstream.data.decode.images.PictureTransform`.
+    Raises AssertionError: it breaks the protocol of `clipstream.data.decode.images.PictureTransform`.
     """
     noise = np.random.default_rng(0)
     for height, width in ((480, 640), (100, 20), (5, 7), (1, 1)):
@@ -226,8 +222,7 @@ def check_image_transform(transform: PictureTransform, size: tuple[int, int] = (
 def check_tokenizer(tokenizer: Tokenizer, texts: Sequence[str] = TEXTS) -> None:
     """Check a tokenizer: shape, dtype and range of its ids, and that the ids of a text depend on that text only.
 
-    Raises:
-        AssertionError: it breaks the protocol of `clipstream.data.decode.tokenizers.Tokenizer`.
+    Raises AssertionError: it breaks the protocol of `clipstream.data.decode.tokenizers.Tokenizer`.
     """
     for name in ("context_length", "vocab_size"):
         value = getattr(tokenizer, name, None)
@@ -277,8 +272,7 @@ def check_loss(loss: ContrastiveLoss, *, logit_bias: bool = False) -> None:
         loss: the user's own, already constructed.
         logit_bias: whether the loss is for models with a logit bias.
 
-    Raises:
-        AssertionError: it breaks the protocol of `clipstream.losses.contrastive.ContrastiveLoss`.
+    Raises AssertionError: it breaks the protocol of `clipstream.losses.contrastive.ContrastiveLoss`.
     """
 
     limit = getattr(loss, "max_logit_scale", "absent")
@@ -383,8 +377,7 @@ def check_optimizer(make: Callable[[Any], Optimizer], settings: OptimSettings, *
         settings: its settings.
         model: the model's name that it is called with.
 
-    Raises:
-        AssertionError: it breaks the protocol of `clipstream.training.optim.Optimizer`.
+    Raises AssertionError: it breaks the protocol of `clipstream.training.optim.Optimizer`.
     """
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -446,8 +439,7 @@ def check_schedule(schedule: Schedule, *, warmup: int = 0, peak: float = 1e-3, t
         warmup: `settings.warmup`; earlier steps are not asked for.
         peak: `optim.lr`.
 
-    Raises:
-        AssertionError: it breaks the protocol of `clipstream.training.optim.Schedule`.
+    Raises AssertionError: it breaks the protocol of `clipstream.training.optim.Schedule`.
     """
     steps = range(warmup, total_steps)
     rates = {step: schedule(step, peak=peak, total_steps=total_steps) for step in steps}
@@ -467,8 +459,7 @@ def check_sink(make: Callable[[Any, RunInfo], Sink], settings: Any) -> None:
         make: the user's own class; called as make(settings, run).
         settings: its settings.
 
-    Raises:
-        AssertionError: it breaks the protocol of `clipstream.report.sinks.Sink`.
+    Raises AssertionError: it breaks the protocol of `clipstream.report.sinks.Sink`.
     """
 
     example = Example(torch.zeros((3, 8, 8), dtype=torch.uint8), "a text", key="0.tar/0", guesses=(("a text", 0.5),))
@@ -524,8 +515,7 @@ def check_evaluator(
         evaluator: the user's own, already constructed with its settings.
         context: the model; `small_context()` unless given.
 
-    Raises:
-        AssertionError: it breaks the protocol of `clipstream.evals.runner.Evaluator`.
+    Raises AssertionError: it breaks the protocol of `clipstream.evals.runner.Evaluator`.
     """
     context = context or small_context()
     first = _metrics(evaluator, context)

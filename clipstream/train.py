@@ -69,8 +69,7 @@ def _main(argv: list[str]) -> int:
 def train(settings: Settings, world: World, watch: FailureWatch) -> None:
     """A whole run on this rank.
 
-    Raises:
-        ClipstreamError: settings, data or training failed, or a signal stopped the run.
+    Raises ClipstreamError: settings, data or training failed, or a signal stopped the run.
     """
     from clipstream.distributed.signals import StopSignals
     from clipstream.report.outputs import Ending
@@ -226,8 +225,7 @@ def fit(
 def build_model(settings: Settings, world: World) -> tuple[Towers, Tokenizer]:
     """The towers, on the CPU and in the dtype they train in, and the tokenizer.
 
-    Raises:
-        SettingsError: the tokenizer has more tokens than the model.
+    Raises SettingsError: the tokenizer has more tokens than the model.
     """
     from clipstream.data.decode.tokenizers import build_tokenizer
     from clipstream.models.pretrained import fetch
@@ -273,8 +271,7 @@ def build_loader(
 ) -> Loader:
     """The loader of this rank's batches, at the position of `state`. Collective.
 
-    Raises:
-        SettingsError: the ranks find different shards.
+    Raises SettingsError: the ranks find different shards.
     """
     from clipstream.data.build import training_loader
 
@@ -298,8 +295,7 @@ def build_loader(
 def build_step(settings: Settings, world: World, towers: Towers) -> tuple[FullTowers | ShardedTowers, TrainStep]:
     """The towers on this rank's device, sharded with fsdp, and the step that trains them.
 
-    Raises:
-        SettingsError: micro_batch_size is auto on the CPU.
+    Raises SettingsError: micro_batch_size is auto on the CPU.
     """
     from clipstream.losses.contrastive import build_loss
     from clipstream.training.ema import WeightAverages

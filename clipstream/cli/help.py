@@ -56,17 +56,11 @@ THEMES = {
 
 @dataclass(frozen=True)
 class Verb:
-    """The help of a verb.
-
-    Attributes:
-        about: its purpose.
-        themes: keys of `THEMES` whose flags it uses.
-        arguments: positional arguments in its usage line.
-    """
+    """The help of a verb."""
 
     about: str
-    themes: tuple[str, ...]
-    arguments: str = ""
+    themes: tuple[str, ...]  # keys of `THEMES` whose flags it uses
+    arguments: str = ""  # positional arguments in its usage line
 
 
 _READING = ("Training data", "Captions and pictures")
@@ -103,8 +97,7 @@ def help_text(
         own: the verb's own flags -> their meanings.
         width: columns; by default the terminal's, or 120.
 
-    Raises:
-        SettingsError: there is no such topic.
+    Raises SettingsError: there is no such topic.
     """
     width = width or (min(shutil.get_terminal_size().columns, 140) if sys.stdout.isatty() else 120)
     page = _Page(root, width)
@@ -120,17 +113,11 @@ def help_text(
 
 @dataclass
 class _Page:
-    """Lines of help.
+    """Lines of help."""
 
-    Attributes:
-        root: the class of the whole tree.
-        width: columns.
-        homes: class of settings -> prefix of the flags where it is described first.
-    """
-
-    root: type[Section]
+    root: type[Section]  # the class of the whole tree
     width: int
-    homes: dict[type[Section], str] = field(default_factory=dict)
+    homes: dict[type[Section], str] = field(default_factory=dict)  # class -> prefix of the flags that describe it
 
     def __post_init__(self) -> None:
         self._find_homes(self.root, "--")
@@ -177,8 +164,7 @@ class _Page:
             path: dotted.
             shorts: whether to list the short flags of its keys.
 
-        Raises:
-            SettingsError: nothing has this path.
+        Raises SettingsError: nothing has this path.
         """
         flag = f"--{path.replace('_', '-')}"
         if path not in self.root.model_fields and flag in BY_FLAG:

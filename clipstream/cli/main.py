@@ -41,8 +41,7 @@ VERBS = {
 def load_or_help(verb: str, argv: Sequence[str]) -> Settings | None:
     """The settings of a verb, or None for --help or --print-config, which have been handled.
 
-    Raises:
-        SettingsError: as `load`, or as `show_help`.
+    Raises SettingsError: as `load`, or as `show_help`.
     """
     if show_help(verb, argv):
         return None
@@ -61,8 +60,7 @@ def show_help(verb: str, argv: Sequence[str], own: Mapping[str, str] | None = No
     Args:
         own: the verb's own flags -> their meanings.
 
-    Raises:
-        SettingsError: there is no such section.
+    Raises SettingsError: there is no such section.
     """
     for flag, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
         name, equals, topic = flag.partition("=")

@@ -73,22 +73,14 @@ def to_yaml(tree: object) -> str:
 
 @dataclass
 class Node:
-    """One setting as it was written.
+    """One setting as it was written. Excluded from comparison: settings are equal if their values are."""
 
-    Attributes:
-        value: a scalar, a list of nodes, or a mapping of keys to nodes.
-        place: 'FILE:LINE' or the flag; of a mapping that only flags of its keys imply, the first of these flags.
-        written: as `place`, but empty for such a mapping.
-        text: a plain scalar as it was written.
-        bare: whether it was set by a flag without a value.
-    """
-
-    # Places are excluded from comparison: settings are equal if their values are.
-    value: Any = field(default_factory=dict, compare=False)
+    value: Any = field(default_factory=dict, compare=False)  # a scalar, a list of nodes, or nodes by key
+    # 'FILE:LINE' or the flag; of a mapping that only flags of its keys imply, the first of these flags.
     place: str = field(default="", compare=False)
-    written: str = field(default="", compare=False)
-    text: str | None = field(default=None, compare=False)
-    bare: bool = field(default=False, compare=False)
+    written: str = field(default="", compare=False)  # as `place`, but empty for such a mapping
+    text: str | None = field(default=None, compare=False)  # a plain scalar as it was written
+    bare: bool = field(default=False, compare=False)  # set by a flag without a value
 
     @classmethod
     def of(cls, value: object, place: str) -> Node:
@@ -170,8 +162,7 @@ class _Reader:
     def node(self, node: yaml.Node, path: Path, place: str = "") -> Node:
         """The node at `path`, with the place of its key, if any.
 
-        Raises:
-            yaml.MarkedYAMLError: an unknown tag, a key that is no scalar, or nesting and aliases beyond the limits.
+        Raises yaml.MarkedYAMLError: an unknown tag, a key that is no scalar, or nesting and aliases beyond the limits.
         """
         self.copies += id(node) in self.seen
         self.seen.add(id(node))

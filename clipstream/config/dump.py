@@ -61,8 +61,7 @@ def secrets(settings: Settings) -> list[str]:
 def portable(section: S) -> S:
     """A copy of the settings with absolute paths and the content of the model's JSON config.
 
-    Raises:
-        SettingsError: the model's config cannot be read.
+    Raises SettingsError: the model's config cannot be read.
     """
     changed: dict[str, Any] = {}
     for key in type(section).model_fields:
@@ -144,20 +143,17 @@ _RULES: list[tuple[type[Section], str, Callable[[Any], Any]]] = [
 def take_flag(argv: Sequence[str]) -> tuple[bool | None, list[str]]:
     """(True for `--print-config all`, False for `--print-config`, None without it; the rest of the command line).
 
-    Raises:
-        SettingsError: the flag has another value than `all`.
+    Raises SettingsError: the flag has another value than `all`.
     """
     rest = list(argv)
     places = [place for place, token in enumerate(rest) if token.partition("=")[0] == FLAG]
     if not places:
         return None, rest
-    (place, *again), value = places, rest[places[0]].partition("=")[2]
-    if again or value not in ("", ALL):
+    value = rest.pop(places[0]).partition("=")[2]
+    if len(places) > 1 or value not in ("", ALL):
         raise SettingsError(f"{FLAG}: give it once, alone or as {FLAG} {ALL}")
-    del rest[place]
-    if rest[place : place + 1] == [ALL]:
-        del rest[place]
-        value = ALL
+    if rest[places[0] : places[0] + 1] == [ALL]:
+        value = rest.pop(places[0])
     return value == ALL, rest
 
 

@@ -30,32 +30,22 @@ TOGETHER = ("--caption-json", *MEMBERS, "--batch-size", "--accum-freq", "--beta1
 
 @dataclass(frozen=True)
 class FlagAlias:
-    """A short flag.
+    """A short flag."""
 
-    Attributes:
-        flag: its name, with dashes.
-        keys: the dotted keys that it sets.
-        value: placeholder for its value in the help.
-        meaning: for the help.
-        convert: text -> the values to set, unless it is the text for the one key; raises ValueError.
-        switch: whether the flag alone means true.
-        many: whether several values may follow; `convert` gets them separated by line ends.
-    """
-
-    flag: str
-    keys: tuple[str, ...]
-    value: str
-    meaning: str
+    flag: str  # its name, with dashes
+    keys: tuple[str, ...]  # the dotted keys that it sets
+    value: str  # placeholder for its value in the help
+    meaning: str  # for the help
+    # Text -> the values to set, unless it is the text for the one key; raises ValueError.
     convert: Callable[[str], Sets] | None = None
-    switch: bool = False
-    many: bool = False
+    switch: bool = False  # the flag alone means true
+    many: bool = False  # several values may follow; `convert` gets them separated by line ends
 
 
 def caption_sets(given: Mapping[str, str]) -> Iterator[tuple[str, Path, Any]]:
     """The caption in a text member, or of JSON paths (separated by ';') with the member as fallback.
 
-    Raises:
-        ValueError: two members are named.
+    Raises ValueError: two members are named.
     """
     members = {flag: given[flag] for flag in MEMBERS if flag in given}
     csv, paths = given.get("--dataset-type") == "csv", given.get("--caption-json")
@@ -74,8 +64,7 @@ def caption_sets(given: Mapping[str, str]) -> Iterator[tuple[str, Path, Any]]:
 def batch_sets(given: Mapping[str, str], ranks: int) -> Iterator[tuple[str, Path, Any]]:
     """open_clip's arithmetic: b samples a rank, k times, on N ranks, make a global batch of b k N.
 
-    Raises:
-        ValueError: a count is not a whole number, or --batch-size is missing.
+    Raises ValueError: a count is not a whole number, or --batch-size is missing.
     """
     counts: dict[str, int] = {}
     for flag in ("--batch-size", "--accum-freq"):
@@ -95,8 +84,7 @@ def batch_sets(given: Mapping[str, str], ranks: int) -> Iterator[tuple[str, Path
 def beta_sets(given: Mapping[str, str]) -> Iterator[tuple[str, Path, Any]]:
     """Both betas of AdamW; None, the model's own, for one that is not given.
 
-    Raises:
-        ValueError: one of them is not a number.
+    Raises ValueError: one of them is not a number.
     """
     betas: dict[str, float | None] = {"--beta1": None, "--beta2": None}
     named = [flag for flag in betas if flag in given]
@@ -112,8 +100,7 @@ def beta_sets(given: Mapping[str, str]) -> Iterator[tuple[str, Path, Any]]:
 def zero_shot_sets(given: Mapping[str, str], evaluators: set[str]) -> Iterator[tuple[str, Path, Any]]:
     """The interval of ImageNet's evaluators that flags or files name; 0 means at the end only.
 
-    Raises:
-        ValueError: there is none.
+    Raises ValueError: there is none.
     """
     if (epochs := given.get(flag := "--zeroshot-frequency", "0")) != "0":
         named = [name for one, name in IMAGENETS.items() if one in given or name in evaluators]

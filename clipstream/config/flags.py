@@ -181,8 +181,7 @@ def own_flags(
         meanings: flag -> its help.
         many: flags whose values are joined by line ends when they are given again; of other flags the last is used.
 
-    Raises:
-        SettingsError: a flag has no value.
+    Raises SettingsError: a flag has no value.
     """
     own: dict[str, str] = {}
     rest: list[str] = []

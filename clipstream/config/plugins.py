@@ -55,8 +55,7 @@ def is_plugin(text: str) -> bool:
 def load_plugin(path: str) -> Any:
     """Import the object that `package.module:Name` names, also from the current folder.
 
-    Raises:
-        ValueError: the path has no colon, the module does not import, or has no such name.
+    Raises ValueError: the path has no colon, the module does not import, or has no such name.
     """
     module_name, colon, name = path.partition(":")
     if not colon or not module_name or not name:
@@ -107,11 +106,7 @@ def not_trusted(folder: object, error: Exception) -> str | None:
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """As `load_plugin`, for a function.
-
-    Raises:
-        ValueError: also where the object is not callable.
-    """
+    """As `load_plugin`, for a function. Raises ValueError: also where the object is not callable."""
     found: Any = load_plugin(path)
     if not callable(found):
         raise ValueError(f"{path} is no function")

@@ -33,8 +33,7 @@ Tree = dict[str, Any]  # settings as YAML has them, not validated
 def with_home(text: str) -> str:
     """Expand a leading `~` or `~user`, also after a prefix such as `local-dir:`.
 
-    Raises:
-        ValueError: the path contains a null character.
+    Raises ValueError: the path contains a null character.
     """
     if "\0" in text:
         raise ValueError("no path has a null character")
@@ -90,8 +89,7 @@ class PluginSection(Section):
 def class_for(family: type[PluginSection], value: Any) -> type[PluginSection]:
     """The class that validates `value`: the one that its `type` names, if it is a mapping with such a key.
 
-    Raises:
-        ValueError: there is no such type, or the user's module does not import.
+    Raises ValueError: there is no such type, or the user's module does not import.
     """
     kind = value.get("type", family.model_fields["type"].default) if isinstance(value, Mapping) else None
     if not isinstance(kind, str):

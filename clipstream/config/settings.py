@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from datetime import datetime
+from itertools import count
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -75,20 +76,12 @@ class Settings(Section):
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run, from steps, samples or epochs.
-
-        Raises:
-            SettingsError: none of them is set.
-        """
+        """Steps of the whole run, from steps, samples or epochs. Raises SettingsError: none of them is set."""
         return self.train.total_steps(self.data.steps_for)
 
     @property
     def run_folder(self) -> FilePath:
-        """LOGS/NAME, once the name is known.
-
-        Raises:
-            SettingsError: the run has no name yet (see `resolve`).
-        """
+        """LOGS/NAME, once the name is known. Raises SettingsError: the run has no name yet (see `resolve`)."""
         if self.run.name is None:
             raise SettingsError("run.name: the run has no name yet: give --name")
         return FilePath(self.run.logs) / self.run.name
@@ -102,8 +95,7 @@ def load(argv: Sequence[str], *, ranks: int | None = None, trains: bool = True) 
         ranks: processes of the run, for `--batch-size`; the launcher's unless given.
         trains: whether there is a source to train on; if not, flags such as `--caption-json` describe --val-data.
 
-    Raises:
-        SettingsError: with one line for each mistake, which starts with file and line or the flag.
+    Raises SettingsError: with one line for each mistake, which starts with file and line or the flag.
     """
     problems: list[str] = []
     configs, given = split(argv, problems)
@@ -179,8 +171,7 @@ def require_equal(settings: Settings, world: World) -> None:
 
     The paths of shards may differ; their names are compared when the data order is known.
 
-    Raises:
-        SettingsError: they differ; names the keys and both values.
+    Raises SettingsError: they differ; names the keys and both values.
     """
     own = {key: value for key, value in by_key(settings).items() if not OF_A_NODE.fullmatch(key)}
     digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
@@ -225,8 +216,14 @@ def resolve(settings: Settings, world: World) -> Settings:
     Collective where the run has no name: the ranks agree on the one that rank 0 gives.
     """
     name, lanes, train = settings.run.name, settings.data.lanes, settings.train
-    if name is None:
-        name = world.broadcast_object(_dated_name(settings) if world.is_main else None)
+    if name is None:  # as 2026_11_21-10_30_00-model_ViT-B-32-b_512, with a number added if that folder exists
+        model = settings.model.name
+        model = FilePath(model).stem if model.endswith(".json") else re.sub(r"^[a-z-]+:", "", model)
+        model = re.sub(r"[^\w.-]+", "-", model).strip("-")
+        dated = f"{datetime.now():%Y_%m_%d-%H_%M_%S}-model_{model}-b_{settings.data.global_batch_size}"
+        names = (dated if number == 1 else f"{dated}-{number}" for number in count(1))
+        free = (one for one in names if not (FilePath(settings.run.logs) / one).exists())
+        name = world.broadcast_object(next(free) if world.is_main else None)
     if lanes == "auto":
         from clipstream.data.order.lanes import lanes_for
 
@@ -260,16 +257,3 @@ def open_sources(settings: Settings) -> dict[str, Source]:
         name: Source(source, SourceContext(cache=data.cache, key=f"data.sources.{name}"))
         for name, source in sorted(data.sources.items())
     }
-
-
-def _dated_name(settings: Settings) -> str:
-    """A name such as `2026_11_21-10_30_00-model_ViT-B-32-b_512`, with a number added if that folder exists."""
-    model = settings.model.name
-    model = FilePath(model).stem if model.endswith(".json") else re.sub(r"^[a-z-]+:", "", model)
-    model = re.sub(r"[^\w.-]+", "-", model).strip("-")
-    name = f"{datetime.now():%Y_%m_%d-%H_%M_%S}-model_{model}-b_{settings.data.global_batch_size}"
-    taken, number = name, 1
-    while (FilePath(settings.run.logs) / name).exists():
-        number += 1
-        name = f"{taken}-{number}"
-    return name

@@ -33,8 +33,7 @@ def validate_run(settings: Settings, world: World) -> None:
 
     Every rank looks for an existing run folder: rank 0 must not make it before all of them have been here.
 
-    Raises:
-        SettingsError: with one line for each mistake.
+    Raises SettingsError: with one line for each mistake.
     """
     parts = _length(settings), _batches(settings, world), _shards(settings), _evals(settings)
     _conclude(settings, world, *parts, _checkpoints(settings), _folders(settings, world))
@@ -46,8 +45,7 @@ def validate_evals(settings: Settings, *, shown: bool) -> None:
     Args:
         shown: whether a page shows pictures.
 
-    Raises:
-        SettingsError: with one line for each mistake.
+    Raises SettingsError: with one line for each mistake.
     """
     _conclude(settings, World.from_env(), _evals(settings, shown=shown))
 

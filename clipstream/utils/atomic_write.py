@@ -22,8 +22,7 @@ def replace(path: Path, content: bytes, *, private: bool = False) -> None:
     Args:
         private: only the owner can read the file (mode 0600), from the beginning.
 
-    Raises:
-        OSError: the disk is full, or the folder does not exist; `path` is unchanged.
+    Raises OSError: the disk is full, or the folder does not exist; `path` is unchanged.
     """
     draft = path.with_name(f"{path.name}.tmp")
     if private:
@@ -37,8 +36,7 @@ def replace(path: Path, content: bytes, *, private: bool = False) -> None:
 def probe(path: Path) -> None:
     """Check that a file can be created or appended to, without changing or leaving anything.
 
-    Raises:
-        OSError: it cannot.
+    Raises OSError: it cannot.
     """
     new = not path.exists()
     path.open("ab").close()
@@ -49,8 +47,7 @@ def probe(path: Path) -> None:
 def require_space(folder: Path, size: int) -> None:
     """Check that `size` bytes can be written into a folder, without leaving anything.
 
-    Raises:
-        OSError: they cannot; its file name is the folder's.
+    Raises OSError: they cannot; its file name is the folder's.
     """
     path = folder / ".space.tmp"
     try:
@@ -72,8 +69,7 @@ def write(path: Path, parts: Iterable[Any]) -> tuple[int, str]:
     Returns:
         (size in bytes, checksum of the buffers as from `checksum`).
 
-    Raises:
-        OSError: the disk is full, or the folder does not exist.
+    Raises OSError: the disk is full, or the folder does not exist.
     """
     size = sum_ = 0
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)

@@ -50,11 +50,7 @@ def listen() -> None:
 
 
 def end_with(parent: int) -> None:
-    """In the child: request `END` for the time when the process `parent` dies.
-
-    Raises:
-        Ended: it has died already.
-    """
+    """In the child: request `END` for the time when the process `parent` dies. Raises Ended: it has died already."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -117,8 +113,7 @@ def run(
     Args:
         do: called in a process with a task's number, from 0, and a function that reports its progress.
 
-    Raises:
-        RuntimeError: `do` raised, which is a bug.
+    Raises RuntimeError: `do` raised, which is a bug.
     """
     waiting = deque(range(count))
     idle: list[_Worker] = []
