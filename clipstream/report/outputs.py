@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from clipstream.data.batch import Batch
     from clipstream.evals.context import Example, Table
 
+SINK_METHODS = ("write", "show", "status", "close")
 BUILTIN: dict[str, Callable[[Any, RunInfo], Sink]] = {
     "jsonl": lambda settings, run: MetricsFile(
         run.folder, run.resume_step, file=settings.file, ended=run.repeats_end, owed=run.repeats_evals
@@ -64,7 +65,12 @@ def build_sinks(settings: Mapping[str, SinkSettings], run: RunInfo) -> dict[str,
     for name, section in settings.items():
         make = BUILTIN.get(section.type) or partial(make_plugin, section.type)
         try:
-            sinks[name] = make(section, run)
+            made = make(section, run)
+            if lacks := [method for method in SINK_METHODS if not callable(getattr(made, method, None))]:
+                raise SettingsError(
+                    f"{section.type} has no {', '.join(lacks)}: derive it from clipstream.report.sinks.Sink"
+                )
+            sinks[name] = made
         except BaseException as error:
             for sink in sinks.values():
                 sink.close()

@@ -165,16 +165,31 @@ def test_a_sink_that_cannot_show_is_named_with_its_line(tmp_path: Path, capfd: p
 
 
 def test_a_sink_that_changes_a_record_changes_it_for_itself(tmp_path: Path) -> None:
-    record = {"step": 3, "nonfinite": {"loss": "nan", "grad_norm": "nan", "keys": ["a"]}}
+    records = [{"step": 3, "loss": 1.5}, {"step": 3, "nonfinite": {"loss": "nan", "grad_norm": "nan", "keys": ["a"]}}]
     out = outputs(
         tmp_path,
         f"--log.sinks.mine.type={__name__}:Changing",
         "--log.sinks.more.type=jsonl",
         f"--log.sinks.more.file={tmp_path}/more.jsonl",
     )
-    out.write(record)
+    for record in records:
+        out.write(record)
     out.close()
-    assert record["step"] == 3
-    for name in ("more.jsonl", "nonfinite.jsonl"):
+    assert [record["step"] for record in records] == [3, 3]
+    for name in ("metrics.jsonl", "more.jsonl", "nonfinite.jsonl"):
         (line,) = (tmp_path / name).read_text().splitlines()
         assert json.loads(line)["step"] == 3
+
+
+class NoWrite:
+    """Has no method of a sink."""
+
+    def __init__(self, settings: SinkSettings, run: RunInfo) -> None:
+        pass
+
+
+def test_what_is_no_sink_ends_the_start(tmp_path: Path) -> None:
+    with pytest.raises(
+        SettingsError, match=r"log\.sinks\.mine: .*:NoWrite has no write, show, status, close: derive it"
+    ):
+        outputs(tmp_path, f"--log.sinks.mine.type={__name__}:NoWrite")
