@@ -145,8 +145,7 @@ class TensorFile:
 def read(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a file with their names, on the CPU, one at a time.
 
-    Raises:
-        OSError, SafetensorError: the file does not exist, or is no safetensors file.
+    Raises OSError, SafetensorError: the file does not exist, or is no safetensors file.
     """
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 (not a mapping)
@@ -209,9 +208,8 @@ def load(checkpoint: Path, *, towers: Towers, optimizer: torch.optim.Optimizer, 
     The optimizer's hyperparameters (betas, weight decay, …) stay those of the present settings. Random states are set
     on ranks that the saving run had. No random numbers may be drawn between this and the first step.
 
-    Raises:
-        SettingsError: the checkpoint has another model, other trainable parameters, weights that are not finite, or
-            another format version.
+    Raises SettingsError: the checkpoint has another model, other trainable parameters, weights that are not finite, or
+    another format version.
     """
     state = read_meta(checkpoint).train
     try:

@@ -91,9 +91,8 @@ def preflight(
         loss_type: 'clip' or 'siglip' where the user chose one.
         ask: whether to check that the Hub can be reached; one process per node is enough.
 
-    Raises:
-        SettingsError: a name, tag or file is unknown; tokenizer or loss are not those that the weights were made
-            with; or files are not in the Hub's cache and the Hub cannot be reached.
+    Raises SettingsError: a name, tag or file is unknown; tokenizer or loss are not those that the weights were made
+    with; or files are not in the Hub's cache and the Hub cannot be reached.
     """
     missing = hub.missing(needs(settings, tokenizer, loss_type), settings.cache_dir)
     if ask and missing and (reason := hub.why_unreachable()):

@@ -249,9 +249,8 @@ def build_towers(
         loss_type: 'clip' or 'siglip' where the user chose one; None for the loss that the model was made for.
         tokenizer: the tokenizer's settings, which are saved with the model.
 
-    Raises:
-        SettingsError: there is no such model, the weights do not fit it, or they were trained with another loss and
-            `allow_mismatch` is not set.
+    Raises SettingsError: there is no such model, the weights do not fit it, or they were trained with another loss and
+    `allow_mismatch` is not set.
     """
     source = resolve(settings, tokenizer)
     cfg = deepcopy(source.model_cfg)
