@@ -295,12 +295,12 @@ class RankedBatchNorm(nn.modules.batchnorm._BatchNorm):
             dims = [0, *range(2, x.ndim)]
             shape = [1, -1, *[1] * (x.ndim - 2)]
             count = x.new_full((1,), x.numel() // x.shape[1])
-            sums = _sum_over_ranks(torch.cat([x.sum(dims), count]))
+            sums: torch.Tensor = _Sum.apply(torch.cat([x.sum(dims), count]))
             total = sums[-1]
             mean = sums[:-1] / total
             centred = x - mean.view(shape)
             # Summed apart: the mean of squares minus the squared mean would lose most digits.
-            variance = _sum_over_ranks(centred.square().sum(dims)) / total
+            variance: torch.Tensor = _Sum.apply(centred.square().sum(dims)) / total
             self._track(mean.detach(), variance.detach() * total / (total - 1))
             out = centred * (variance + self.eps).rsqrt().view(shape)
             if self.affine:
@@ -336,8 +336,3 @@ def batch_statistics(module: nn.Module) -> list[torch.Tensor]:
     """The tensors that a training forward pass changes: running means, variances and their counts."""
     norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
     return [tensor for norm in norms for tensor in norm.buffers()]
-
-
-def _sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    summed: torch.Tensor = _Sum.apply(tensor)
-    return summed
