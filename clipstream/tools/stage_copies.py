@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import TypeVar
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -327,20 +327,19 @@ class Bar:
         sizes: bytes of each shard; None if unknown.
     """
 
-    def __init__(self, label: str, sizes: Sequence[int | None], stream: TextIO | None = None) -> None:
+    def __init__(self, label: str, sizes: Sequence[int | None]) -> None:
         self.label, self.sizes = label, sizes
         known = [size for size in sizes if size is not None]
         # The output of a command has an unknown size: the mean of the others is assumed.
         self.size = sum(known) * len(sizes) // len(known) if known else None
         self._about = "" if len(known) == len(sizes) else "about "
-        self.stream = sys.stdout if stream is None else stream
         self._done = self._failed = self._bytes = 0
         self._coming: dict[int, int] = {}
         self._began = self._said = time.monotonic()
         self._bar: RichProgress | None = None
-        if self.stream.isatty():
+        if sys.stdout.isatty():
             columns = TextColumn(label), BarColumn(), TextColumn("{task.description}")
-            console = Console(file=self.stream, force_terminal=True)
+            console = Console(force_terminal=True)
             # Without a refreshing thread, as processes are forked while the bar is shown.
             self._bar = RichProgress(*columns, console=console, auto_refresh=False)
             self._task = self._bar.add_task("", total=1.0)
@@ -371,7 +370,7 @@ class Bar:
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
-            print(text, file=self.stream, flush=True)
+            print(text, flush=True)
 
     def close(self) -> None:
         if self._bar is not None:

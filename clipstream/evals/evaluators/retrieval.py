@@ -6,7 +6,7 @@ of different images are different answers. For ties and memory see `evals.metric
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -70,22 +70,14 @@ class Retrieval:
 
 
 def recalls(
-    images: torch.Tensor,
-    texts: torch.Tensor,
-    world: World,
-    ks: Sequence[int] = KS,
-    *,
-    owners: torch.Tensor | None = None,
+    images: torch.Tensor, texts: torch.Tensor, world: World, *, owners: torch.Tensor | None = None
 ) -> Iterator[tuple[str, float]]:
-    """Recalls over all ranks' images and captions. Collective.
+    """Yields (name, value) as `Retrieval`, over all ranks' images and captions. Collective.
 
     Args:
         images: [n, D], L2-normalised, of this rank.
         texts: [m, D], L2-normalised, of this rank.
         owners: int64 [m], the row of `images` for each caption; by default caption i belongs to image i.
-
-    Yields:
-        (name, value) as `Retrieval`.
     """
     if owners is None:
         owners = torch.arange(len(texts), device=texts.device)
@@ -93,8 +85,8 @@ def recalls(
     of_images, of_texts = place_pairs(images, texts, owners, world)
     ways = (("image_to_text", of_images, pictures, captions), ("text_to_image", of_texts, captions, pictures))
     for way, places, queries, _ in ways:
-        found = world.all_reduce_sum(torch.stack([places.hits(k).sum() for k in ks]))
-        for k, value in zip(ks, found.tolist(), strict=True):
+        found = world.all_reduce_sum(torch.stack([places.hits(k).sum() for k in KS]))
+        for k, value in zip(KS, found.tolist(), strict=True):
             yield f"{way}_R@{k}", value / queries
     for way, places, _, answers in ways:
         yield f"{way}_median_rank", median(places, answers, world)
