@@ -23,15 +23,8 @@ from clipstream.utils.versions import versions
 FIGURES_FILE = "evaluations.jsonl"
 TABLE_FILE = "evaluations.csv"
 WATCH_FOLDER = "watch"  # in a run's folder: the same files, written by `clipstream evaluate --watch`
-NO_PART = (
-    "every",
-    "every_epochs",
-    "fetch",
-    "on_error",
-    "weights",
-    "batch_size",
-    "prompts",
-)  # settings that do not affect metrics
+# Settings that do not affect metrics.
+NO_PART = ("every", "every_epochs", "fetch", "on_error", "weights", "batch_size", "prompts")
 NO_METRIC = ("step", "eval", "error")
 TABLE = (
     "step", "eval", "metric", "value", "run", "checkpoint", "model", "pretrained", "weights", "shards", "samples",
@@ -80,8 +73,7 @@ def add(path: Path, *evaluations: Record) -> None:
     with path.open("ab", buffering=0) as file:
         before = file.tell()
         if path.suffix.lower() == ".csv":
-            text = "".join(_row(row) for one in evaluations for row in _figures(one))
-            text = text if before else _HEAD + text
+            text = table_lines(*evaluations, head=not before)
         else:
             text = "".join(map(json_line, evaluations))
         left = text.encode()
@@ -115,7 +107,7 @@ class FiguresFile:
 
     def add(self, evaluation: Record) -> None:
         self._lines.append(evaluation)
-        self._table.add(("" if self._headed else _HEAD) + "".join(map(_row, _figures(evaluation))))
+        self._table.add(table_lines(evaluation, head=not self._headed))
         self._headed = True
 
     def close(self) -> None:
@@ -123,26 +115,23 @@ class FiguresFile:
             file.close()
 
 
-def _figures(one: Record) -> list[Record]:
-    """A row per metric of a traced evaluation."""
-    data, model, packages = one.get("data", []), one.get("model", {}), one.get("versions", {})
-    rest = {
-        **{
-            key: one.get(key)
-            for key in ("step", "eval", "run", "checkpoint", "weights", "precision", "ranks", "time", "texts")
-        },
-        "model": model.get("name"),
-        "pretrained": model.get("pretrained"),
-        **{key: " + ".join(str(part[key]) for part in data) for key in ("shards", "samples", "pictures", "pairs")},
-        **{package: packages.get(package) for package in ("clipstream", "torch", "open_clip_torch")},
-        "settings": json.dumps(one.get("settings")),
-    }
-    return [{**rest, "metric": name, "value": one[name]} for name in one.get("metrics", [])]
-
-
-def _row(values: Record) -> str:
+def table_lines(*evaluations: Record, head: bool) -> str:
+    """A line of CSV per metric of traced evaluations, after the names of the columns if `head`."""
     out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerow([values.get(name) for name in TABLE])
+    writer = csv.DictWriter(out, TABLE, extrasaction="ignore", lineterminator="\n")
+    if head:
+        writer.writeheader()
+    for one in evaluations:
+        data, model = one.get("data", []), one.get("model", {})
+        rest = {
+            **one,
+            **one.get("versions", {}),
+            "model": model.get("name"),
+            "pretrained": model.get("pretrained"),
+            **{key: " + ".join(str(part[key]) for part in data) for key in ("shards", "samples", "pictures", "pairs")},
+            "settings": json.dumps(one.get("settings")),
+        }
+        writer.writerows({**rest, "metric": name, "value": one[name]} for name in one.get("metrics", []))
     return out.getvalue()
 
 
@@ -160,8 +149,6 @@ def _without_credentials(tree: Any) -> Any:
 def _is_source(value: Any) -> bool:
     return isinstance(value, dict) and "shards" in value
 
-
-_HEAD = _row(dict(zip(TABLE, TABLE, strict=True)))
 
 PIXELS = ("transform", "background", "orientation")  # settings of a source that change the pixels of the same files
 
