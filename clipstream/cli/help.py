@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from clipstream.config.flag_aliases import ALIASES, BY_FLAG, TOGETHER, FlagAlias
-from clipstream.config.section import PluginSection, Section, entries_of, kinds, section_of
+from clipstream.config.section import Section, all_fields, entries_of, kinds, section_of, types_of
 from clipstream.errors import SettingsError, did_you_mean
 
 _NAMES = {str: "TEXT", int: "INT", float: "NUMBER", bool: "true|false"}
@@ -123,7 +123,7 @@ class _Page:
         self._find_homes(self.root, "--")
 
     def _find_homes(self, section: type[Section], prefix: str) -> None:
-        for name, info in _all_fields(section).items():
+        for name, info in all_fields(section).items():
             inner, below, _ = _inner(info, prefix + name.replace("_", "-"))
             if inner is not None and inner not in self.homes:
                 self.homes[inner] = below
@@ -174,7 +174,7 @@ class _Page:
         if section is None:
             yield from self.place(place)
             return
-        kind = next((name for name, cls in _types(section).items() if cls is section), None)
+        kind = next((name for name, cls in types_of(section).items() if cls is section), None)
         given = f" with {prefix}type {kind}" if kind else ""
         yield from self.wrapped(f"{place}{given}: {_summary(section)}")
         yield from self.fields({k: v for k, v in section.model_fields.items() if not (kind and k == "type")}, prefix)
@@ -191,7 +191,7 @@ class _Page:
         for part in path.split("."):
             if section is None:
                 raise SettingsError(f"--help {path}: {place} is a setting, and has no parts")
-            types, fields = _types(section), _all_fields(section)
+            types, fields = types_of(section), all_fields(section)
             if part in types:
                 section, named = types[part], False
             elif named and (part == "NAME" or not types):
@@ -212,7 +212,7 @@ class _Page:
         above, _, name = path.rpartition(".")
         _, section, prefix = self._found(above)
         assert section is not None
-        yield from self.fields({name: _all_fields(section)[name]}, prefix)
+        yield from self.fields({name: all_fields(section)[name]}, prefix)
 
     def short(self, short: FlagAlias, *, default: bool = False) -> list[str]:
         """A short flag with the keys that it sets, or with the default of the only key that it sets."""
@@ -221,7 +221,7 @@ class _Page:
             same = short.convert is None and not short.switch and short.flag not in TOGETHER
             place, _, name = _generic(short.keys[0]).rpartition(".")
             section = self._found(place)[1] if same and place else None
-            note = "" if section is None else _default(_all_fields(section)[name])
+            note = "" if section is None else _default(all_fields(section)[name])
             note = note if note.startswith(" [default") and len(note) < SHORT_DEFAULT else ""
         return self.row(f"{short.flag} {short.value}".rstrip(), f"{short.meaning}{note}")
 
@@ -243,7 +243,7 @@ class _Page:
     def types(self, section: type[Section], prefix: str) -> Iterator[str]:
         """The keys that only some types of a part have."""
         described: dict[str, str | None] = {}
-        for kind, cls in _types(section).items():
+        for kind, cls in types_of(section).items():
             own = {name: info for name, info in cls.model_fields.items() if name not in section.model_fields}
             again = [name for name, info in own.items() if described.get(name) == (info.description or "")]
             also = f" Also {', '.join(again)}." if again else ""
@@ -269,20 +269,6 @@ def _inner(info: FieldInfo, flag: str) -> tuple[type[Section] | None, str, bool]
     """(class of the settings in a field or None, prefix of their flags, whether the field is a mapping of names)."""
     section, entries = section_of(info.annotation), section_of(entries_of(info.annotation))
     return section or entries, f"{flag}." if section else f"{flag}.NAME.", section is None and entries is not None
-
-
-def _types(section: type[Section]) -> dict[str, type[PluginSection]]:
-    if not issubclass(section, PluginSection):
-        return {}
-    return {} if set(section.builtin.values()) == {section} else section.builtin
-
-
-def _all_fields(section: type[Section]) -> dict[str, FieldInfo]:
-    """The fields of a class and of its types."""
-    found: dict[str, FieldInfo] = {}
-    for cls in (*reversed(_types(section).values()), section):
-        found |= cls.model_fields
-    return {**section.model_fields, **found}
 
 
 def _generic(key: str) -> str:

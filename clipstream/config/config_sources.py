@@ -21,7 +21,6 @@ from clipstream.config.section import (
     Section,
     below,
     child,
-    chosen,
     entries_of,
     items_of,
     kinds,
@@ -297,15 +296,14 @@ def plain(annotation: Any, node: Node, problems: list[str]) -> Any:
     if node.text is not None and not wanted.get(type(value), optional) and accepts_text(annotation, node.text):
         return node.text
     if isinstance(value, dict):
-        if section is not None:
-            given = {"type": value["type"].value} if "type" in value else {}
-            fields = chosen(section, given).model_fields
-            of = {key: fields[key].annotation if key in fields else None for key in value}
-            kept = {key: part for key, part in value.items() if part.value is not None or not required_section(of[key])}
-        else:
-            of = dict.fromkeys(value, entries)
-            kept = {key: part for key, part in value.items() if entries in (None, Any) or part.value is not None}
-        return {key: plain(of[key], part, problems) for key, part in kept.items()}
+        typed = {"type": value["type"].value} if section is not None and "type" in value else {}
+        found = {}
+        for key, part in value.items():
+            inner = child(annotation, typed, key)
+            removed = required_section(inner) if section is not None else entries not in (None, Any)
+            if part.value is not None or not removed:
+                found[key] = plain(inner, part, problems)
+        return found
     if isinstance(value, list):
         return [plain(items, item, problems) for item in value]
     return {} if value is None and entries not in (None, Any) else value

@@ -165,12 +165,24 @@ def below(value: Any, part: str | int) -> Any:
     return value[part] if isinstance(value, list) and isinstance(part, int) and 0 <= part < len(value) else None
 
 
+def types_of(section: type[Section]) -> dict[str, type[PluginSection]]:
+    """The built-in types of a family whose types have classes of their own."""
+    builtin = section.builtin if issubclass(section, PluginSection) else {}
+    return {} if set(builtin.values()) == {section} else builtin
+
+
+def all_fields(section: type[Section]) -> dict[str, FieldInfo]:
+    """The fields of a class and of its types; of a field of several classes, the first."""
+    found: dict[str, FieldInfo] = {}
+    for cls in (section, *types_of(section).values()):
+        found = {**found, **{name: field for name, field in cls.model_fields.items() if name not in found}}
+    return found
+
+
 def leaves(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Every key below `section` as `a.b.NAME.c` with its field; a plug-in's keys are those of all its built-ins."""
-    families = (section, *section.builtin.values()) if issubclass(section, PluginSection) else (section,)
-    fields = {name: field for cls in reversed(families) for name, field in cls.model_fields.items()}
-    for name in dict.fromkeys(name for cls in families for name in cls.model_fields):
-        field, key = fields[name], f"{prefix}{name}"
+    for name, field in all_fields(section).items():
+        key = f"{prefix}{name}"
         entry = section_of(entries_of(field.annotation))
         if (inner := section_of(field.annotation) or entry) is None:
             yield key, field

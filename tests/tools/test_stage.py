@@ -27,7 +27,6 @@ from clipstream.data.sources.registry import expand
 from clipstream.data.tar import Shard, scan
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.stage import main
-from clipstream.utils.processes import Crashed, Done, Progress, run
 from tests.support.loaders import data, digests, loader
 from tests.support.pictures import make_shards, picture
 from tests.support.ranks import ROOT, TIMEOUT, command_runs
@@ -359,22 +358,6 @@ def _read(terminal: int) -> bytes:
         return os.read(terminal, 4096)
     except OSError:  # the other end is closed
         return b""
-
-
-def test_a_process_that_is_killed_costs_its_piece_alone() -> None:
-    def do(number: int, tell: object) -> int:
-        tell(number + 100)  # type: ignore[operator]
-        if number == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return number * number
-
-    events = list(run(do, 7, 2))
-    assert {event.number: event.result for event in events if isinstance(event, Done)} == {
-        number: number * number for number in (0, 1, 2, 4, 5, 6)
-    }
-    (died,) = (event for event in events if isinstance(event, Crashed))
-    assert died.number == 3 and "memory" in died.how
-    assert {event.amount - event.number for event in events if isinstance(event, Progress)} == {100}
 
 
 def test_copies_are_plain_and_have_an_index(shards: list[str], tmp_path: Path) -> None:
