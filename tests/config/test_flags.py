@@ -59,6 +59,8 @@ def test_without_training_the_captions_flags_are_the_validations() -> None:
     assert source.caption == JsonCaption(path="en")
     with pytest.raises(SettingsError, match=r"--caption-json: .*--val-data"):
         load(["--caption-json=en"], trains=False)
+    with pytest.raises(SettingsError, match=r"--data.sources: expected a mapping of names, not 3"):
+        load(["--val-data=v", "--caption-json=en", "--data.sources=3"], trains=False)
     assert "--train-data" in problems(["--val-data=v", "--caption-json=en"])[0]
 
 
