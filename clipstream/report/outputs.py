@@ -155,8 +155,8 @@ class Outputs(SinkGroup):
         folder, done = run.folder, run.resume_step
         self.sinks = {
             **build_sinks(settings.all_sinks, run),
-            QUARANTINE_FILE: QuarantineFile(folder, done),
-            NONFINITE_FILE: NonfiniteFile(folder, done),
+            QUARANTINE_FILE: QuarantineFile(folder / QUARANTINE_FILE, done),
+            NONFINITE_FILE: NonfiniteFile(folder / NONFINITE_FILE, done),
             "pictures": PictureFiles(folder),
             "data_stall_warning": DataStallWarning(settings.data_stall_warning, world.size, settings.alert),
         }

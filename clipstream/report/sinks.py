@@ -168,10 +168,7 @@ class MetricsFile(JsonLines, Sink):
 
 
 class QuarantineFile(JsonLines, Sink):
-    """FOLDER/quarantine.jsonl: samples and shards that could not be used, with reason. Arguments as for JsonLines."""
-
-    def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
-        super().__init__(Path(folder) / QUARANTINE_FILE, resume_step)
+    """The file quarantine.jsonl: samples and shards that could not be used, with reason."""
 
     def write(self, record: Record) -> None:
         """Append the record's dropped samples; once the list is full, a last line that says so."""
@@ -184,10 +181,7 @@ class QuarantineFile(JsonLines, Sink):
 
 
 class NonfiniteFile(JsonLines, Sink):
-    """FOLDER/nonfinite.jsonl: skipped steps with their samples. Arguments as for JsonLines."""
-
-    def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
-        super().__init__(Path(folder) / NONFINITE_FILE, resume_step)
+    """The file nonfinite.jsonl: skipped steps with their samples."""
 
     def write(self, record: Record) -> None:
         if "nonfinite" in record:

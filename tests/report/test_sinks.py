@@ -232,7 +232,7 @@ def test_percent(share: float, said: str) -> None:
 
 
 def test_what_could_not_be_used_has_a_file_of_its_own(tmp_path: Path) -> None:
-    metrics, quarantine = MetricsFile(tmp_path), QuarantineFile(tmp_path)
+    metrics, quarantine = MetricsFile(tmp_path), QuarantineFile(tmp_path / QUARANTINE_FILE)
     loss = {"source": "train", "shard": "a/00.tar", "key": "k1", "reason": "no_caption", "detail": "no txt"}
     for record in (train_line(1), {"step": 1, "quarantine": [loss, {**loss, "key": None}]}, train_line(2)):
         assert (tmp_path / QUARANTINE_FILE).exists() == (record["step"] == 2)
@@ -242,14 +242,14 @@ def test_what_could_not_be_used_has_a_file_of_its_own(tmp_path: Path) -> None:
     found = [json.loads(line) for line in (tmp_path / QUARANTINE_FILE).read_text().splitlines()]
     assert found == [{"step": 1, **loss}, {"step": 1, **loss, "key": None}]
     assert not list(scalars({"step": 1, "quarantine": [loss]}))
-    QuarantineFile(tmp_path, resume_step=0).close()
+    QuarantineFile(tmp_path / QUARANTINE_FILE, resume_step=0).close()
     assert not (tmp_path / QUARANTINE_FILE).read_text()
 
 
 def test_the_list_of_losses_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sinks, "LISTED", 5)
     for first, done in ((1, None), (4, 3)):
-        quarantine = QuarantineFile(tmp_path, done)
+        quarantine = QuarantineFile(tmp_path / QUARANTINE_FILE, done)
         for step in range(first, first + 3):
             quarantine.write({"step": step, "quarantine": [{"key": f"{step}a"}, {"key": f"{step}b"}]})
         quarantine.close()
