@@ -9,7 +9,7 @@ each rank; `run` and `fit` are the recipe: settings, model, data, optimizer, ste
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -178,7 +178,7 @@ def fit(
     outputs = Outputs(log, world, info, subject={"run": settings.run.name, "model": settings.model.label})
     run_evals = build_evals(settings, world, layout, step, tokenizer, outputs)
     run_evals.context.interrupt = lambda: signals.received is not None
-    writer = build_writer(settings, world, towers, step, remote_sync)
+    writer = build_writer(settings, world, towers, step, remote_sync, outputs.status)
     metrics = run_evals.dry_run()
     early_stop.expect(metrics)
     writer.expect(metrics)
@@ -354,7 +354,12 @@ def build_evals(
 
 
 def build_writer(
-    settings: Settings, world: World, towers: Towers, step: TrainStep, remote_sync: RemoteSync | None
+    settings: Settings,
+    world: World,
+    towers: Towers,
+    step: TrainStep,
+    remote_sync: RemoteSync | None,
+    status: Callable[[str], None],
 ) -> AsyncWriter:
     """The writer of checkpoints, with averaged weights as a further file."""
     from clipstream.checkpoint.async_writer import AsyncWriter
@@ -371,6 +376,7 @@ def build_writer(
         recorded=noted(settings),
         tensors=None if averages is None else {AVERAGED_FILE: lambda: averages.among(towers.clip.state_dict())},
         sync=remote_sync,
+        status=status,
     )
 
 

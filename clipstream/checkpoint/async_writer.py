@@ -63,6 +63,7 @@ class AsyncWriter:
         recorded: settings to record in state.json, by dotted key.
         tensors: further files of tensors: name -> function that returns them; called at each save, on all ranks.
         sync: copies the checkpoints to remote storage, on rank 0.
+        status: called on rank 0 with 'saving' when a save begins, and with '' at the next step after it is written.
     """
 
     def __init__(
@@ -76,13 +77,14 @@ class AsyncWriter:
         recorded: Mapping[str, object] | None = None,
         tensors: Mapping[str, Callable[[], Tensors]] | None = None,
         sync: RemoteSync | None = None,
+        status: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.folder, self.world, self.settings, self._metric = folder, world, settings, settings.best_by
         self._towers, self._optimizer, self._more = towers, optimizer, tensors or {}
         self._recorded = dict(recorded or {})
         self._snapshot = Snapshot(world.device, optimizer, kept=world.is_main)
         self._description = towers.description() if world.is_main else {}
-        self._sync = sync
+        self._sync, self._status = sync, status
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._written = True  # whether the last save succeeded
@@ -135,6 +137,8 @@ class AsyncWriter:
                 f"the save of step {step} waited {waited:.0f} s for the one before: raise checkpoint.every, or save "
                 "to a faster disk"
             )
+        if self.world.is_main:
+            self._status("saving")
         parts = self.world.gather_objects((state.data, random_state(self.world.device)))
         reshard(self._towers)
         self._snapshot.take(
@@ -157,6 +161,9 @@ class AsyncWriter:
 
         Raises ClipstreamError: a file could not be written, other than for a full disk. On rank 0 only.
         """
+        if self._thread is not None and not self._thread.is_alive():
+            self._thread = None
+            self._status("")
         if self._error is not None:
             error, self._error = self._error, None
             if isinstance(error, OSError):

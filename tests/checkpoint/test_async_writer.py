@@ -83,6 +83,23 @@ def test_one_save_at_a_time(gate: Gate, tmp_path: Path, capsys: pytest.CaptureFi
         assert read_meta(tmp_path / f"step_{step:08d}").train.samples == samples
 
 
+def test_the_status_says_saving_until_the_checkpoint_is_written(gate: Gate, tmp_path: Path) -> None:
+    model, optimizer = parts()
+    told: list[str] = []
+    saver = AsyncWriter(tmp_path, World(), CheckpointSettings(), towers=model, optimizer=optimizer, status=told.append)
+    saver.save(TrainState(1))
+    assert gate.reached.wait(60)
+    saver.check()
+    assert told == ["saving"]
+    gate.open.set()
+    limit = time.monotonic() + 60
+    while len(told) == 1 and time.monotonic() < limit:
+        saver.check()  # as training does at each step
+        time.sleep(0.01)
+    assert told == ["saving", ""]
+    assert saver.finish() and told == ["saving", ""]
+
+
 def test_a_failure_in_the_background_ends_the_run_at_its_next_step(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file")
     saver = saver_of(tmp_path / "checkpoints")

@@ -16,6 +16,8 @@ from clipstream.evals.context import Table
 from clipstream.report.outputs import Outputs
 from clipstream.report.settings import JsonLinesSettings, SinkSettings, TerminalSettings
 from clipstream.report.sinks import Record, RunInfo, Sink
+from clipstream.train import main
+from tests.support.runs import flags, furnish
 
 
 class Recorder(Sink):
@@ -82,6 +84,12 @@ def test_a_sink_gets_records_pictures_and_status(tmp_path: Path) -> None:
     out.close()
     assert Recorder.made.calls == [record, ("show", 10, "val", [table]), ("status", "saving"), "close"]
     assert Recorder.made.run.folder == tmp_path and Recorder.made.run.total_steps == 20
+
+
+def test_training_tells_a_sink_that_it_saves(tmp_path: Path) -> None:
+    assert main(flags(furnish(tmp_path), "saves", f"--log.sinks.mine.type={__name__}:Recorder", steps=4)) == 0
+    told = [call[1] for call in Recorder.made.calls if isinstance(call, tuple) and call[0] == "status"]
+    assert told == ["saving", ""] * 2  # --checkpoint.every 2
 
 
 def test_a_second_file_of_lines(tmp_path: Path) -> None:
