@@ -59,6 +59,7 @@ class Stream:
     """A process that measures when it is asked."""
 
     def __init__(self, name: str, options: Options) -> None:
+        self.name = name
         path = str(PEERS.get(name, ""))
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))}
         command = [sys.executable, str(Path(__file__).with_name("streams.py")), name, json.dumps(vars(options))]
@@ -72,7 +73,7 @@ class Stream:
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
         if not answer:
-            raise SystemExit(f"{' '.join(self.process.args[1:3])} ended: see above")  # type: ignore[index]
+            raise SystemExit(f"the stream {self.name} ended: see above")
         return dict(json.loads(answer))
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ def clipstream(kind: str) -> Pass:
     def both(image: torch.Tensor, text: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> None:
         n = len(image)
         batch = Batch(None, torch.zeros(n, 1), torch.ones(n), ("",) * n, torch.zeros(n), step=0, global_size=n)
-        loss(Features(image, text, scale, bias if kind == "siglip" else None), batch, World()).backward()
+        torch.autograd.backward(loss(Features(image, text, scale, bias if kind == "siglip" else None), batch, World()))
 
     return both
 
@@ -71,11 +71,11 @@ def by_hand(kind: str) -> Pass:
             if kind == "clip":
                 for mine, others in ((image, text), (text, image)):
                     loss = F.cross_entropy(scale * mine[rows] @ others.T, rows, reduction="sum") / (2 * n)
-                    loss.backward()
+                    torch.autograd.backward(loss)
             else:
                 signs = torch.full((len(rows), n), -1.0)
                 signs.diagonal(start).fill_(1.0)
-                (-F.logsigmoid(signs * (scale * image[rows] @ text.T + bias)).sum() / n).backward()
+                torch.autograd.backward(-F.logsigmoid(signs * (scale * image[rows] @ text.T + bias)).sum() / n)
 
     return both
 

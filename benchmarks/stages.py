@@ -62,7 +62,7 @@ def make(folder: Path, pixels: int) -> str:
 
 def make_loader(shards: str, pixels: int, stopwatch: type[Stopwatch]) -> Loader:
     """A loader whose stages are taken by this stopwatch."""
-    loader.Stopwatch = stopwatch  # type: ignore[misc]
+    setattr(loader, "Stopwatch", stopwatch)  # noqa: B010
     settings = DataSettings.model_validate(
         {"global_batch_size": BATCH, "lanes": 16, "workers": 0, "sources": {"train": {"shards": shards}}}
     )

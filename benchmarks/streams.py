@@ -81,7 +81,7 @@ def clipstream(options: Options) -> Iterator[Batch]:
     image = ImageSpec((options.size, options.size))
     with training_loader(settings, world=World(), seed=0, tokenizer=tokenizer, image=image, views=True) as loader:
         for batch in loader:
-            yield Batch(len(batch), sum(plane.nbytes for plane in batch.moving()))
+            yield Batch(len(batch), sum(plane.nbytes for plane in batch.tensors()))
 
 
 def open_clip_train(options: Options) -> Iterator[Batch]:

@@ -1,0 +1,36 @@
+"""The benchmarks run, on small inputs: their figures are not looked at."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.ranks import ROOT, TIMEOUT
+from tests.support.runs import furnish
+
+
+def output_of(benchmark: str, *flags: str) -> str:
+    """The output of a benchmark."""
+    command = [sys.executable, str(Path(ROOT) / "benchmarks" / f"{benchmark}.py"), *flags]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_input_path(tmp_path: Path) -> None:
+    shards = sorted(str(path) for path in (furnish(tmp_path) / "pairs").glob("*.tar"))
+    more = ("--size", "16", "--batch-size", "4", "--workers", "1", "--rounds", "1", "--seconds", "0.1")
+    assert "clipstream" in output_of("input", *shards, "--streams", "clipstream", *more)
+
+
+def test_the_loss() -> None:
+    table = output_of("loss", "--sizes", "16", "--width", "8", "--rounds", "1")
+    assert "clip" in table and "siglip" in table
+
+
+def test_saving(tmp_path: Path) -> None:
+    model = ("--model", str(furnish(tmp_path) / "model.json"), "--folder", str(tmp_path))
+    assert "s a save" in output_of("saving", *model, "--batch", "4", "--rounds", "2")
