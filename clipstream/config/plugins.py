@@ -15,8 +15,9 @@ from clipstream.errors import ClipstreamError
 from clipstream.utils.escape import printable_lines
 from clipstream.utils.logs import logger
 
-_OURS = os.path.dirname(os.path.dirname(__file__))
-_PYTHON = os.path.dirname(os.__file__)
+# Folders, with the separator: a user's folder beside ours may begin with the same name.
+_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_PYTHON = os.path.join(os.path.dirname(os.__file__), "")
 _printed = mmap.mmap(-1, 1)  # shared with forked workers: whether a traceback was printed
 
 

@@ -120,3 +120,13 @@ def test_a_module_that_is_not_there_needs_no_traceback(capfd: pytest.CaptureFixt
     ):
         plugins.load_plugin("own_lost.part:Name")
     assert capfd.readouterr().err == ""
+
+
+def test_a_folder_beside_the_package_whose_name_begins_alike_is_the_users_own() -> None:
+    file = f"{Path(plugins.__file__).parents[1]}_mine/part.py"
+    with pytest.raises(ZeroDivisionError) as caught:
+        exec(compile("\n1 / 0", file, "exec"))
+    error = caught.value
+    assert error.__traceback__ is not None
+    error.__traceback__ = error.__traceback__.tb_next  # without this test's own frame
+    assert plugins.raised("part:Name", error).endswith(" at part.py:2")
