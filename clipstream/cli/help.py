@@ -155,14 +155,14 @@ class _Page:
         for short in ALIASES:
             yield from self.short(short)
         for name in self.root.model_fields:
-            yield from ("", *self.topic(name, shorts=False))
+            yield from ("", *self.topic(name, aliases=False))
 
-    def topic(self, path: str, *, shorts: bool = True) -> Iterator[str]:
+    def topic(self, path: str, *, aliases: bool = True) -> Iterator[str]:
         """A section, a part of it, a type of a part, or a key.
 
         Args:
             path: dotted.
-            shorts: whether to list the short flags of its keys.
+            aliases: whether to list the short flags of its keys.
 
         Raises SettingsError: nothing has this path.
         """
@@ -181,7 +181,7 @@ class _Page:
         if kind is None:
             yield from self.types(section, prefix)
         setting = [short for short in ALIASES if any(f"{_generic(key)}.".startswith(f"{place}.") for key in short.keys)]
-        if shorts and setting:
+        if aliases and setting:
             yield from ("", "Short flags", *(line for short in setting for line in self.short(short)))
 
     def _found(self, path: str) -> tuple[str, type[Section] | None, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, field_validator
+from pydantic import Field, field_validator
 
 from clipstream.config.section import PathText, PluginSection
 from clipstream.data.json_path import parse_path
@@ -185,5 +185,3 @@ EvalSettings.builtin = {
     "knn": NeighboursSettings,
     "mean": MeanSettings,
 }
-
-EvalField = SerializeAsAny[EvalSettings]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, SerializeAsAny
+from pydantic import Field
 
 from clipstream.config.section import PluginSection
 
@@ -64,5 +64,3 @@ def chosen_loss_type(settings: LossSettings) -> str | None:
 
 
 LossSettings.builtin = {"auto": AutoLoss, "clip": ClipLossSettings, "siglip": SiglipLossSettings}
-
-LossField = SerializeAsAny[LossSettings]

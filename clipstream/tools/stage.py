@@ -245,7 +245,7 @@ def plan(settings: Settings, folder: Path, records: Mapping[str, Record]) -> lis
 
 
 def _identity(url: str) -> str:
-    """See Shard."""
+    """See PlannedShard."""
     if (local := ShardURL(url).path) is not None:
         name = os.path.abspath(local)
     else:

@@ -1,4 +1,4 @@
-"""Settings: layers, places of errors, short flags, rules across sections, resolving and writing."""
+"""Settings: sources, places of errors, short flags, rules across sections, resolving and writing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def at(settings: Settings, key: str) -> Any:
     return found
 
 
-def test_later_layers_win(tmp_path: Path) -> None:
+def test_later_sources_win(tmp_path: Path) -> None:
     one = write(tmp_path / "1.yaml", "optim: {lr: 1e-3, wd: 0.1}\ntrain: {steps: 5}\nschedule: {warmup: 1}")
     two = write(tmp_path / "2.yaml", "optim:\n  lr: 2e-3\nschedule:\n")
     settings = load(["--config", one, "--optim.wd=0.3", "--config", two])
@@ -41,7 +41,7 @@ def test_later_layers_win(tmp_path: Path) -> None:
     assert settings.data.workers == Settings().data.workers
 
 
-def test_environment_is_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_is_no_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODEL", '{"name": "RN50"}')
     monkeypatch.setenv("RUN__SEED", "3")
     assert load([]) == Settings()

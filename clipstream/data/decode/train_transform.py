@@ -93,7 +93,7 @@ class TrainTransform:
 
     def __call__(self, data: bytes, rng: SampleRNG | None, out: Pixels | None = None) -> Pixels:
         """See ImageTransform. Raises Dropped: `undecodable_image`, `image_too_large` or `image_too_thin`."""
-        assert rng is not None, "training rng its crops"
+        assert rng is not None, "training draws its crops"
         header = read_header(data, self.upright)
         check_shape(header.size, self.augment.max_aspect)
         full = header.size[::-1] if _TURNS[header.orientation][2] else header.size
