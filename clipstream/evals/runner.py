@@ -246,8 +246,8 @@ class EvalRunner:
                     raise
                 if not isinstance(error, ClipstreamError):
                     traceback.print_exception(error)
-                self.agreeing.settle(Failure.of(error, self.world.rank))
-            self.agreeing.settle()
+                self.agreeing.exchange(Failure.of(error, self.world.rank))
+            self.agreeing.exchange()
             return metrics
         except Torn as torn:
             raise torn.__cause__ or torn from None
@@ -312,7 +312,7 @@ class AgreeingWorld(World):
     def of(cls, world: World) -> AgreeingWorld:
         return cls(**{field.name: getattr(world, field.name) for field in fields(World)})
 
-    def settle(self, failure: Failure | None = None) -> None:
+    def exchange(self, failure: Failure | None = None) -> None:
         """Exchange this rank's status with the others. Collective; any other collective matches it.
 
         Raises Failed: some rank failed; has the failure of the first one.
@@ -342,7 +342,7 @@ class AgreeingWorld(World):
     def _together(self, collective: Callable[..., Any], *args: Any) -> Any:
         if self.size == 1:
             return collective(*args)
-        self.settle()
+        self.exchange()
         try:
             return collective(*args)
         except Torn:

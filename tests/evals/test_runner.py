@@ -135,9 +135,9 @@ def test_data_that_one_rank_cannot_read(pairs: Path) -> None:
 def test_one_rank_agrees_with_itself() -> None:
     world = AgreeingWorld.of(World())
     assert world.gather_objects(3) == [3]
-    world.settle()
+    world.exchange()
     with pytest.raises(Failed, match="out"):
-        world.settle(Failure.of(DataError("out"), 0))
+        world.exchange(Failure.of(DataError("out"), 0))
     assert Failure.of(DataError("out"), 0).kind is DataError and Failure.of(OSError("x"), 0).message == "OSError: x"
 
 
