@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.support.ranks import ROOT, TIMEOUT
+from tests.support.ranks import ROOT, run_python
 from tests.support.runs import furnish
 
 
 def output_of(benchmark: str, *flags: str) -> str:
     """The output of a benchmark."""
-    command = [sys.executable, str(Path(ROOT) / "benchmarks" / f"{benchmark}.py"), *flags]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_python(f"benchmarks/{benchmark}.py", *flags, PYTHONPATH=str(ROOT))
 
 
 def test_the_input_path(tmp_path: Path) -> None:

@@ -128,7 +128,10 @@ class Running:
         """The last step of which a line was written."""
         return max(int(str(line["step"])) for line in self.lines() if "loss" in line)
 
-    def kill(self) -> None:
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         """End everything that was started."""
         for process in self.processes:
             if process.poll() is None:
@@ -144,14 +147,12 @@ def test_a_signal_while_data_are_waited_for_saves_and_ends(place: Path, tmp_path
         place, f"signal{workers}", 1, "--data.sources.train.transform", "own_parts:change", "--workers", str(workers),
         HANG=str(hang),
     )  # fmt: skip
-    try:
+    with run:
         run.wait_for_step(3)
         hang.touch()
         time.sleep(2)
         run.processes[0].send_signal(signal.SIGTERM)
         code, output = run.end()
-    finally:
-        run.kill()
     assert code == [75], output
     assert "SIGTERM: saving the last completed step" in output
     assert f"step {run.last()} is saved" in output and weights(place, f"signal{workers}", run.last())
@@ -159,15 +160,12 @@ def test_a_signal_while_data_are_waited_for_saves_and_ends(place: Path, tmp_path
 
 def test_a_rank_that_is_signalled_ends_another_that_waits_for_data(place: Path, tmp_path: Path) -> None:
     hang = tmp_path / "hang"
-    run = Running(place, "signal2", 2, "--data.sources.train.transform", "own_parts:change", HANG=str(hang))
-    try:
+    with Running(place, "signal2", 2, "--data.sources.train.transform", "own_parts:change", HANG=str(hang)) as run:
         run.wait_for_step(3)
         hang.touch()  # rank 1 hangs, and rank 0 waits for it in a collective
         time.sleep(2)
         run.processes[0].send_signal(signal.SIGTERM)
         code, output = run.end()
-    finally:
-        run.kill()
     assert code == [75, 75], output
     assert output.count("SIGTERM: saving the last completed step") == 1
     assert weights(place, "signal2", run.last())
@@ -177,13 +175,10 @@ def test_a_rank_that_is_signalled_ends_another_that_waits_for_data(place: Path, 
 def test_a_failure_of_the_data_saves_the_last_step(place: Path, tmp_path: Path, ranks: int) -> None:
     fail, name = tmp_path / "fail", f"failure{ranks}"
     more = ("--data.sources.train.transform", "own_parts:change", "--data.max-sample-failures", "0.01")
-    run = Running(place, name, ranks, *more, FAIL=str(fail))
-    try:
+    with Running(place, name, ranks, *more, FAIL=str(fail)) as run:
         run.wait_for_step(3)
         fail.touch()
         code, output = run.end()
-    finally:
-        run.kill()
     assert code == [3] * ranks, output
     assert f"step {run.last()} is saved" in output and weights(place, name, run.last())
     assert f"error: {f'rank {ranks - 1}: ' if ranks > 1 else ''}" in output
@@ -196,21 +191,15 @@ def test_an_evaluation_that_a_signal_breaks_off_is_made_up_after_the_resume(plac
         "--evals.slow.type", "own_parts:Slow", "--evals.slow.every", "2", "--evals.slow.data.shards", shards,
         "--checkpoint.keep-best", "fast/image_to_text_R@1",
     ]  # fmt: skip
-    run = Running(place, "evaluation", 1, *more, EVALUATING=str(mark), ENDLESS="1")
-    try:
+    with Running(place, "evaluation", 1, *more, EVALUATING=str(mark), ENDLESS="1") as run:
         run.wait_until(mark.exists)
         run.processes[0].send_signal(signal.SIGINT)
         code, output = run.end()
-    finally:
-        run.kill()
     assert code == [75], output
     assert "step 2 is saved" in output and weights(place, "evaluation", 2)
     assert [line["eval"] for line in run.lines() if "eval" in line] == ["fast"]
-    again = Running(place, "evaluation", 1, *more, "--resume", "latest", "--steps", "3")
-    try:
+    with Running(place, "evaluation", 1, *more, "--resume", "latest", "--steps", "3") as again:
         code, output = again.end()
-    finally:
-        again.kill()
     assert code == [0], output
     evaluated = [(line["step"], line["eval"]) for line in again.lines() if "eval" in line]
     assert evaluated == [(2, "fast"), (2, "slow"), (3, "fast"), (3, "slow")]
@@ -225,13 +214,10 @@ def test_an_evaluation_that_a_signal_breaks_off_is_made_up_after_the_resume(plac
 
 def test_a_signal_before_the_first_step_ends_with_the_code_of_a_stop(place: Path, tmp_path: Path) -> None:
     mark = tmp_path / "setting-up"
-    run = Running(place, "setup", 1, "--tokenizer.type", "own_parts:Tokens", SETTING_UP=str(mark))
-    try:
+    with Running(place, "setup", 1, "--tokenizer.type", "own_parts:Tokens", SETTING_UP=str(mark)) as run:
         run.wait_until(mark.exists)
         run.processes[0].send_signal(signal.SIGTERM)
         code, output = run.end()
-    finally:
-        run.kill()
     assert code == [75], output
     assert "before the first step" in output
 

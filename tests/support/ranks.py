@@ -82,9 +82,14 @@ def end_ranks(size: int, function: Callable[..., int], *args: Any, timeout: floa
 
 def python(code: str, *arguments: str, **env: str) -> str:
     """What code prints in a fresh process, where the Hub's settings are read from the environment as users set them."""
+    return run_python("-c", code, *arguments, **env)
+
+
+def run_python(*arguments: str, **env: str) -> str:
+    """What Python prints when it is called with these arguments in the repository's folder, as `python` calls it."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
+        [sys.executable, *arguments],
         env={**clean, **env}, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
