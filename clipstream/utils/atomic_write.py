@@ -16,10 +16,11 @@ _DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux only
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def replace(path: Path, content: bytes, *, private: bool = False) -> None:
+def replace(path: Path, content: bytes | list[Any], *, private: bool = False) -> None:
     """Write `content` to `path.tmp`, flush it to the disk, and rename it to `path`.
 
     Args:
+        content: bytes, or a list of buffers.
         private: only the owner can read the file (mode 0600), from the beginning.
 
     Raises OSError: the disk is full, or the folder does not exist; `path` is unchanged.
@@ -28,7 +29,7 @@ def replace(path: Path, content: bytes, *, private: bool = False) -> None:
     if private:
         draft.unlink(missing_ok=True)
         os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-    write(draft, [content])
+    write(draft, content if isinstance(content, list) else [content])
     draft.replace(path)
     flush(path.parent)
 

@@ -1,0 +1,242 @@
+"""store.json: what a store holds, and the names of its files.
+
+    store.json                                the manifest of a complete store
+    draft.json                                the manifest of what is being written
+    PART/SOURCE/00003-0001.safetensors        kind 'mapped': samples [1 * chunk_rows, 2 * chunk_rows) of shard 3
+    SOURCE/00003.tar                          kind 'tar': all parts of shard 3
+    model/                                    the model whose towers made the parts `image` and `text`
+
+Samples of a shard keep the shard's order, those that were dropped included. Zstd adds `.zst` to the names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import quote
+
+import numpy as np
+
+from clipstream.errors import SettingsError
+from clipstream.features.codec import DTYPES, row_bytes
+
+VERSION = 1
+STORE, DRAFT, MODEL = "store.json", "draft.json", "model"
+SAMPLES, TEXTS, IDS, IMAGE, TEXT = "samples", "texts", "ids", "image", "text"
+CHUNK_ROWS = 8192  # default samples of a chunk
+ROWS_MULTIPLE = 4096  # of chunk_rows: rows of any width then fill whole pages
+RERUN = "run the same `clipstream precompute` command again, which makes only what is missing"
+
+Kind = Literal["mapped", "tar"]
+RowsPer = Literal["sample", "view", "caption"]
+
+
+@dataclass(frozen=True)
+class PartInfo:
+    """A part with rows of features or token ids."""
+
+    width: int  # features, or token ids, of a row
+    dtype: str  # a key of codec.DTYPES
+    rows_per: RowsPer
+    fingerprint: dict[str, object] = field(default_factory=dict)  # of what made the rows
+    logit_scale: float | None = None  # of a teacher
+    zstd: bool = False
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a stored row."""
+        return row_bytes(self.width, self.dtype)
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """A shard of a source; without its counts in a draft."""
+
+    name: str
+    samples: int = 0  # dropped ones included
+    keys: str = ""  # digest of the samples' keys, as `keys_digest` gives it
+    captions: tuple[int, ...] = ()  # caption rows of each chunk
+    reason: str = ""  # why the shard could not be opened, and has no samples
+    size: int = 0  # of the tar in bytes
+
+    def chunks(self, chunk_rows: int) -> int:
+        """Number of chunks of each part."""
+        return -(-self.samples // chunk_rows)
+
+
+@dataclass(frozen=True)
+class SourceInfo:
+    """A source: its shards in order, and how its captions and pictures were read."""
+
+    shards: tuple[ShardInfo, ...]
+    weights: tuple[float, ...] | None = None  # of the caption paths, as in the caption setting
+    settings: dict[str, object] = field(default_factory=dict)  # those that captions and pictures depend on
+    paths: int = 1  # caption paths
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Content of store.json."""
+
+    kind: Kind
+    sources: dict[str, SourceInfo]
+    parts: dict[str, PartInfo]  # parts with rows; `samples` and `texts` are in every store
+    chunk_rows: int = CHUNK_ROWS
+    views: int = 0  # augmented views of each picture, K; 0: the picture as evaluations preprocess it
+    complete: bool = False
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        if self.chunk_rows < 1 or self.chunk_rows % ROWS_MULTIPLE:
+            raise SettingsError(
+                f"a feature store's chunk rows are a multiple of {ROWS_MULTIPLE}, not {self.chunk_rows}"
+            )
+        for name, part in self.parts.items():
+            if part.dtype not in DTYPES:
+                raise SettingsError(f"part {name} has dtype {part.dtype!r}, which is none of {', '.join(DTYPES)}")
+
+    def rows_of(self, part: str) -> int:
+        """Rows of a sample in a part that has a fixed number: K or 1."""
+        return max(self.views, 1) if part in self.parts and self.parts[part].rows_per == "view" else 1
+
+    def per_caption(self, part: str) -> bool:
+        """Whether the part has a row for each caption."""
+        return part in self.parts and self.parts[part].rows_per == "caption"
+
+    def chunk_samples(self, samples: int, chunk: int) -> int:
+        """Samples of a chunk of a shard that has `samples`."""
+        return min(self.chunk_rows, samples - chunk * self.chunk_rows)
+
+    def row_bytes(self, part: str, source: str) -> int:
+        """Bytes of a row of a part, of `samples` too."""
+        if part == SAMPLES:
+            return sample_dtype(self.views, self.sources[source].paths).itemsize
+        return self.parts[part].row_bytes
+
+    def zstd(self, part: str) -> bool:
+        """Whether the part's chunk files are compressed."""
+        return self.kind == "mapped" and part in self.parts and self.parts[part].zstd
+
+    def chunk_path(self, part: str, source: str, shard: int, chunk: int) -> str:
+        """Path of a chunk's file below the store."""
+        suffix = ".zst" if self.zstd(part) else ""
+        return f"{part_folder(part, source)}/{shard:05d}-{chunk:04d}.safetensors{suffix}"
+
+    def tar_path(self, source: str, shard: int) -> str:
+        """Path of a shard's tar below the store."""
+        suffix = ".zst" if any(part.zstd for part in self.parts.values()) else ""
+        return f"{quote(source, safe='')}/{shard:05d}.tar{suffix}"
+
+    def to_json(self) -> dict[str, object]:
+        """As nested dictionaries and lists."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], path: str) -> Manifest:
+        """What `to_json` gave.
+
+        Args:
+            path: where the values are from, for messages.
+
+        Raises SettingsError: they have another format version, or are no manifest.
+        """
+        version = values.get("version") if isinstance(values, dict) else None
+        if isinstance(version, int) and version != VERSION:
+            raise SettingsError(
+                f"{path} has feature store format {version}, and this clipstream reads format {VERSION}: read it with "
+                "the clipstream that wrote it, or precompute the features again into another folder"
+            )
+        try:
+            sources = {name: _source(source) for name, source in values["sources"].items()}
+            parts = {name: PartInfo(**part) for name, part in values["parts"].items()}
+            return cls(**{**values, "sources": sources, "parts": parts})
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            detail = " ".join(str(error).split())
+            raise SettingsError(f"{path} is not what clipstream wrote ({detail}): {RERUN}") from error
+
+    def to_bytes(self) -> bytes:
+        """The content of the file."""
+        return json.dumps(self.to_json(), separators=(",", ":")).encode()
+
+    @classmethod
+    def read(cls, path: Path, shown: str = "") -> Manifest:
+        """The manifest in a file. Raises OSError, SettingsError."""
+        try:
+            values = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise SettingsError(f"{shown or path} is not what clipstream wrote ({error}): {RERUN}") from error
+        return cls.from_json(values, shown or str(path))
+
+    def without_counts(self) -> Manifest:
+        """The draft of this store: shards by name alone."""
+        sources = {
+            name: replace(source, shards=tuple(ShardInfo(shard.name) for shard in source.shards))
+            for name, source in self.sources.items()
+        }
+        return replace(self, sources=sources, complete=False)
+
+
+def _source(values: dict[str, Any]) -> SourceInfo:
+    shards = tuple(ShardInfo(**{**shard, "captions": tuple(shard["captions"])}) for shard in values["shards"])
+    weights = None if values["weights"] is None else tuple(values["weights"])
+    return SourceInfo(**{**values, "shards": shards, "weights": weights})
+
+
+def part_folder(part: str, source: str) -> str:
+    """Folder of a part's chunks of a source, below the store."""
+    return f"{quote(part, safe='')}/{quote(source, safe='')}"
+
+
+def sample_dtype(views: int, paths: int) -> np.dtype[np.void]:
+    """The row of a sample in the part `samples`, packed.
+
+    Fields: `used` (0: the sample was dropped), `pictures` (checksum, as in Batch.pictures), `start` (the sample's first
+    caption row in the chunk), `counts` [paths] (texts of each caption path; rows follow each other in this order), and
+    `views` [K] (key of the SampleRNG of each augmented view).
+    """
+    counts, keys = ("counts", "<i4", (paths,)), ("views", "<u8", (views,))
+    return np.dtype([("used", "u1"), ("pictures", "<i8"), ("start", "<i8"), counts, keys])
+
+
+def keys_digest(keys: Iterable[str], chunk_rows: int) -> str:
+    """Digest of the keys of a shard's samples, in order; that of the empty list is ''."""
+    found = list(keys)
+    return joined_digest(chunk_digest(found[at : at + chunk_rows]) for at in range(0, len(found), chunk_rows))
+
+
+def chunk_digest(keys: Iterable[str]) -> str:
+    """Digest of the keys of a chunk."""
+    text = "".join(f"{len(key)}:{key}" for key in keys)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def joined_digest(digests: Iterable[str]) -> str:
+    """Digest of a shard, of those of its chunks."""
+    text = "".join(digests)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest() if text else ""
+
+
+def differences(stored: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """`NAME: OLD -> NEW` for each name whose value differs or is missing; nested names are joined by dots."""
+    found = []
+    for name in sorted({*stored, *now}):
+        old, new = stored.get(name), now.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found += [f"{name}.{text}" for text in differences(old, new)]
+        elif _plain(old) != _plain(new):
+            found.append(f"{name}: {_shown(old)} -> {_shown(new)}")
+    return found
+
+
+def _plain(value: object) -> object:
+    """As JSON has it: tuples are lists."""
+    return json.loads(json.dumps(value))
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,428 @@
+"""Writing of a feature store: chunks enter one at a time, in any order and from any rank; a store can be continued.
+
+Every file is complete or absent (utils.atomic_write), so that a killed process loses only the chunks that it had not
+written. What is being written is described by draft.json, and store.json appears once all of it is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from clipstream.data.shard_url import ShardURL
+from clipstream.data.transport.downloader import Fetcher
+from clipstream.data.transport.transfer import Monitor, ShardError
+from clipstream.errors import DataError, SettingsError
+from clipstream.features import chunks, tar_store
+from clipstream.features.chunks import ROWS, ChunkID, DamagedChunk, Header
+from clipstream.features.codec import DTYPES, FEATURE_DTYPES, is_finite, stored_width
+from clipstream.features.manifest import (
+    DRAFT,
+    RERUN,
+    SAMPLES,
+    STORE,
+    TEXTS,
+    Manifest,
+    ShardInfo,
+    chunk_digest,
+    differences,
+    joined_digest,
+    part_folder,
+    sample_dtype,
+)
+from clipstream.features.tar_store import KEYS
+from clipstream.utils import atomic_write
+
+REASON = "reason"  # metadata of the chunk of a shard that could not be opened
+LOCK = ".lock"
+
+
+class StoreWriter:
+    """Creates a store or continues one; parts may be added to a complete store.
+
+    Args:
+        draft: what the store will hold: shards by name alone, parts, and settings.
+        rank: all ranks make a writer of the same draft, rank 0 first. Rank 0 writes draft.json and store.json, and
+            locks the store against other processes.
+        verify: whether `missing` checks the CRC-32 of the chunks that it finds, and removes damaged ones.
+
+    Attributes:
+        manifest: the draft, with the parts that the store has already.
+
+    Raises SettingsError: the folder holds a store of something else (the message names the differences), is used by
+        another process, or cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], draft: Manifest, *, rank: int = 0, verify: bool = True) -> None:
+        self.path, self._verify = Path(path), verify
+        self._headers: dict[Path, Header] = {}  # of files that are known to be whole
+        self._tars: dict[Path, dict[str, Any]] = {}  # likewise
+        self._own = tuple(draft.parts)
+        self._lock = -1
+        with self._full_disk(self.path):
+            if rank == 0:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._lock_store()
+            found = self._existing()
+            self.manifest = draft if found is None else _merged(found, draft, self.path)
+            self.manifest = self.manifest.without_counts()
+            if rank == 0:
+                atomic_write.replace(self.path / DRAFT, self.manifest.to_bytes())
+
+    def missing(self, source: str, shard: int, chunk: int, part: str, *, shard_samples: int | None = None) -> bool:
+        """Whether a chunk has to be written; one that is truncated, damaged, or of another shard length is removed.
+
+        Args:
+            shard_samples: samples of the shard, if they are known.
+        """
+        meta = self._tar_meta(source, shard, shard_samples)
+        if meta is not None and part in _parts_of(meta):
+            return False
+        return self._header(part, source, shard, chunk, shard_samples) is None
+
+    def shard_samples(self, source: str, shard: int) -> int | None:
+        """Samples of a shard of which something was written; None for others and for one that could not be opened."""
+        meta = self._tar_meta(source, shard)
+        if meta is not None:
+            return int(meta["samples"])
+        header = self._header(TEXTS, source, shard, 0)
+        return None if header is None or header.meta.get(REASON) else header.id.shard_samples
+
+    def is_done(self, source: str, shard: int) -> bool:
+        """Whether all chunks of this writer's parts of a shard are there."""
+        samples = self.shard_samples(source, shard)
+        if samples is None:
+            return False
+        count = ShardInfo("", samples).chunks(self.manifest.chunk_rows)
+        parts = (TEXTS, SAMPLES, *self._own)
+        return not any(self.missing(source, shard, chunk, part) for chunk in range(count) for part in parts)
+
+    def write(
+        self, part: str, source: str, shard: int, chunk: int, rows: torch.Tensor | np.ndarray[Any, Any],
+        *, shard_samples: int,
+    ) -> None:  # fmt: skip
+        """Write a chunk of a part with rows.
+
+        Args:
+            rows: stored rows [n, W] on the CPU as from `codec.encode_rows`, or token ids; of the part `samples` a
+                structured array [n] of `manifest.sample_dtype`.
+            shard_samples: samples of the whole shard, dropped ones included.
+
+        Raises:
+            ValueError: shape or type do not fit the part.
+            DataError: features are not finite.
+            SettingsError: the disk is full.
+        """
+        tensor = self._rows(part, source, rows)
+        samples = self.manifest.chunk_samples(shard_samples, chunk)
+        count = samples * self.manifest.rows_of(part)
+        if not self.manifest.per_caption(part) and len(tensor) != count:
+            raise ValueError(f"chunk {chunk} of {part} of a shard of {shard_samples} samples has {count} rows")
+        if part in self.manifest.parts and self.manifest.parts[part].dtype in FEATURE_DTYPES and not is_finite(tensor):
+            raise DataError(f"features of part {part} are not finite: chunk {chunk} of shard {shard} of {source}")
+        self._write(ChunkID(part, source, shard, chunk, shard_samples), {ROWS: tensor})
+
+    def write_texts(
+        self, source: str, shard: int, chunk: int,
+        keys: Sequence[str], captions: Sequence[Sequence[str]], reasons: Sequence[str],
+        *, shard_samples: int,
+    ) -> None:  # fmt: skip
+        """Write a chunk of the part `texts`: for each sample its key, its captions in the order of their rows, and why
+        it was dropped ('' for those in use).
+
+        Raises SettingsError: the disk is full.
+        """
+        samples = self.manifest.chunk_samples(shard_samples, chunk)
+        if not len(keys) == len(captions) == len(reasons) == samples:
+            raise ValueError(f"chunk {chunk} of a shard of {shard_samples} samples has {samples} samples")
+        tensors = chunks.texts_tensors(keys, captions, reasons)
+        self._write(ChunkID(TEXTS, source, shard, chunk, shard_samples), tensors, {KEYS: chunk_digest(keys)})
+
+    def write_empty(self, source: str, shard: int, reason: str = "") -> None:
+        """Note that a shard has no samples; with a reason, that it could not be opened, and is missing until it can."""
+        more = {KEYS: "", **({REASON: reason} if reason else {})}
+        self._write(ChunkID(TEXTS, source, shard, 0, 0), chunks.texts_tensors([], [], []), more)
+
+    def pack(self, source: str, shard: int) -> None:
+        """Kind 'tar': write the tar of a shard whose chunks are all there, and remove them. Other kinds: nothing.
+
+        Raises SettingsError: the disk is full.
+        """
+        samples = self.shard_samples(source, shard) if self.manifest.kind == "tar" else None
+        if not samples or not self.is_done(source, shard):
+            return
+        target = self.path / self.manifest.tar_path(source, shard)
+        meta = self._tar_meta(source, shard)
+        packed = set() if meta is None else _parts_of(meta)
+        if not {TEXTS, SAMPLES, *self._own} <= packed:
+            if meta is not None:
+                self._split(target)
+            count = range(ShardInfo("", samples).chunks(self.manifest.chunk_rows))
+            have = {SAMPLES, TEXTS, *packed, *self._own}
+            paths = {
+                part: [self._chunk(part, source, shard, chunk) for chunk in count]
+                for part in (SAMPLES, TEXTS, *self.manifest.parts)
+                if part in have
+            }
+            with self._full_disk(target):
+                self._pack(target, source, shard, samples, paths)
+            packed = set(paths)
+        for part in packed:
+            for path in (self.path / part_folder(part, source)).glob(f"{shard:05d}-*"):
+                path.unlink()
+
+    def finish(self) -> Manifest:
+        """Write store.json with the counts of all shards, in rank 0, after all chunks are written; return its content.
+
+        Raises:
+            SettingsError: chunks are missing, all shards are empty, or the disk is full.
+        """
+        sources = {}
+        for name, source in self.manifest.sources.items():
+            for shard in range(len(source.shards)):
+                self.pack(name, shard)
+            shards = tuple(self._shard_info(name, number) for number in range(len(source.shards)))
+            sources[name] = replace(source, shards=shards)
+        full = replace(self.manifest, sources=sources, complete=True)
+        parts = {name: part for name, part in full.parts.items() if name in self._own or self._has_all(full, name)}
+        full = replace(full, parts=parts)
+        with self._full_disk(self.path / STORE):
+            atomic_write.replace(self.path / STORE, full.to_bytes())
+            if set(parts) == set(self.manifest.parts):
+                (self.path / DRAFT).unlink(missing_ok=True)
+        return full
+
+    def close(self) -> None:
+        """Unlock the store; a second call does nothing."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _lock_store(self) -> None:
+        self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise SettingsError(
+                f"another process writes the feature store {self.path}: wait until it has ended"
+            ) from None
+        except OSError:  # a file system without locks
+            return
+
+    def _existing(self) -> Manifest | None:
+        for name in (DRAFT, STORE):
+            with contextlib.suppress(FileNotFoundError):
+                return Manifest.read(self.path / name)
+        return None
+
+    def _chunk(self, part: str, source: str, shard: int, chunk: int) -> Path:
+        return self.path / self.manifest.chunk_path(part, source, shard, chunk)
+
+    def _header(
+        self, part: str, source: str, shard: int, chunk: int, shard_samples: int | None = None
+    ) -> Header | None:
+        """The header of a chunk that is there and whole; one that is not is removed."""
+        path = self._chunk(part, source, shard, chunk)
+        if not path.exists():
+            return None
+        try:
+            header = self._headers.get(path) or self._read_header(path)
+            chunks.expect(header, path, part, source, shard, chunk, None)
+            if shard_samples not in (None, header.id.shard_samples):
+                raise DamagedChunk(path, "is of a shard with another number of samples")
+        except DamagedChunk:
+            path.unlink(missing_ok=True)
+            self._headers.pop(path, None)
+            return None
+        self._headers[path] = header
+        return header
+
+    def _read_header(self, path: Path) -> Header:
+        if path.suffix == ".zst":
+            with self._plain(path) as plain:
+                return chunks.verify_file(plain, path)
+        return chunks.verify_file(path) if self._verify else chunks.header_of(path)
+
+    def _rows(self, part: str, source: str, rows: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor:
+        if part == SAMPLES:
+            dtype = sample_dtype(self.manifest.views, self.manifest.sources[source].paths)
+            if not isinstance(rows, np.ndarray) or rows.dtype != dtype:
+                raise ValueError(f"rows of part {part} are a structured array of type {dtype}")
+            return torch.from_numpy(np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), dtype.itemsize))
+        info = self.manifest.parts[part]
+        wanted = DTYPES[info.dtype], stored_width(info.width, info.dtype)
+        if not isinstance(rows, torch.Tensor) or (rows.dtype, *rows.shape[1:]) != wanted:
+            raise ValueError(f"rows of part {part} are a tensor [n, {wanted[1]}] of type {wanted[0]}")
+        return rows.detach()
+
+    def _write(self, chunk: ChunkID, tensors: dict[str, torch.Tensor], more: dict[str, str] | None = None) -> None:
+        path = self._chunk(chunk.part, chunk.source, chunk.shard, chunk.chunk)
+        content = chunks.render(chunk, tensors, more)
+        header = content[0]
+        if path.suffix == ".zst":
+            import pyarrow as pa  # on use, as its import takes long
+
+            content = [pa.compress(b"".join(content), codec="zstd", asbytes=True)]
+        with self._full_disk(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write.replace(path, content)
+        self._headers[path] = chunks.parse_header(header, path)
+
+    @contextlib.contextmanager
+    def _full_disk(self, path: Path) -> Iterator[None]:
+        """Turn a failed write into a SettingsError that names the file."""
+        try:
+            yield
+        except OSError as error:
+            path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
+            self.close()
+            full = atomic_write.is_full(error)
+            advice = "free space on its disk" if full else "make it writable"
+            raise SettingsError(
+                f"feature store: {path} cannot be written ({error.strerror or error}): {advice} and run the same "
+                "`clipstream precompute` command again, which keeps what is there"
+            ) from error
+
+    def _has_all(self, manifest: Manifest, part: str) -> bool:
+        """Whether all chunks of a part are there."""
+        return not any(
+            self.missing(name, number, chunk, part)
+            for name, source in manifest.sources.items()
+            for number, shard in enumerate(source.shards)
+            for chunk in range(shard.chunks(manifest.chunk_rows))
+        )
+
+    def _shard_info(self, source: str, number: int) -> ShardInfo:
+        """Counts of a shard. Raises SettingsError: a chunk is missing."""
+        name, manifest = self.manifest.sources[source].shards[number].name, self.manifest
+        meta = self._tar_meta(source, number)
+        if meta is not None:
+            size = (self.path / manifest.tar_path(source, number)).stat().st_size
+            return ShardInfo(name, meta["samples"], joined_digest(meta["keys"]), tuple(meta["captions"]), size=size)
+        first = self._header(TEXTS, source, number, 0)
+        if first is None:
+            raise self._incomplete(TEXTS, source, number, 0)
+        info = ShardInfo(name, first.id.shard_samples, reason=first.meta.get(REASON, ""))
+        digests, captions = [], []
+        for chunk in range(info.chunks(manifest.chunk_rows)):
+            for part in (SAMPLES, *self._own):
+                if self.missing(source, number, chunk, part, shard_samples=info.samples):
+                    raise self._incomplete(part, source, number, chunk)
+            texts = self._header(TEXTS, source, number, chunk, info.samples)
+            if texts is None:
+                raise self._incomplete(TEXTS, source, number, chunk)
+            digests.append(texts.meta[KEYS])
+            captions.append(texts.layout["text_ends"][1][0])
+        return replace(info, keys=joined_digest(digests), captions=tuple(captions))
+
+    def _incomplete(self, part: str, source: str, shard: int, chunk: int) -> SettingsError:
+        path = self._chunk(part, source, shard, chunk)
+        return SettingsError(f"the feature store {self.path} is incomplete ({path} is missing): {RERUN}")
+
+    def _tar_meta(self, source: str, shard: int, shard_samples: int | None = None) -> dict[str, Any] | None:
+        """What a whole tar says about a shard; one that is damaged is removed."""
+        path = self.path / self.manifest.tar_path(source, shard)
+        if self.manifest.kind != "tar" or not path.exists():
+            return None
+        try:
+            meta = self._tars.get(path) or self._read_tar(path)
+            if (meta["source"], meta["shard"]) != (source, shard) or shard_samples not in (None, meta["samples"]):
+                raise DamagedChunk(path, f"is shard {meta['shard']} of {meta['source']}, or has another length")
+        except (DamagedChunk, KeyError):
+            path.unlink()
+            self._tars.pop(path, None)
+            return None
+        self._tars[path] = meta
+        return meta
+
+    def _read_tar(self, path: Path) -> dict[str, Any]:
+        with self._plain(path) as plain:
+            if self._verify:
+                draft = path.with_name(f"{path.name}.tmp")
+                with self._full_disk(path):
+                    try:
+                        tar_store.unpack(plain, draft, str(path))
+                    finally:
+                        draft.unlink(missing_ok=True)
+            with open(plain, "rb") as stream:
+                return tar_store.read_meta(stream, path)
+
+    def _split(self, tar: Path) -> None:
+        """Write the chunks of a tar as files again."""
+        draft = tar.with_name(f"{tar.name}.tmp")
+        with self._full_disk(tar), self._plain(tar) as plain:
+            try:
+                tar_store.unpack(plain, draft, str(tar))
+                unpacked = tar_store.Unpacked(draft, str(tar))
+                with open(draft, "rb") as file:
+                    for offset in unpacked.offsets(file.fileno()).values():
+                        header = chunks.read_header(file.fileno(), tar, offset)
+                        self._write(header.id, chunks.read_tensors(file.fileno(), header, offset), header.more)
+            finally:
+                draft.unlink(missing_ok=True)
+
+    def _pack(self, target: Path, source: str, shard: int, samples: int, paths: dict[str, list[Path]]) -> None:
+        """Write a tar, compressed if its name says so, and flush it to the disk."""
+        draft = target.with_name(f"{target.name}.tmp")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(draft, "wb") as file:
+            if target.suffix == ".zst":
+                import pyarrow as pa
+
+                with pa.CompressedOutputStream(pa.PythonFile(file, "w"), "zstd") as out:
+                    tar_store.pack(out, self.manifest, source, shard, samples, paths)
+            else:
+                tar_store.pack(file, self.manifest, source, shard, samples, paths)
+        atomic_write.flush(draft)
+        draft.replace(target)
+        atomic_write.flush(target.parent)
+        self._tars.pop(target, None)
+
+    @contextlib.contextmanager
+    def _plain(self, path: Path) -> Iterator[Path]:
+        """A file of the store, uncompressed. Raises DamagedChunk."""
+        if path.suffix != ".zst":
+            yield path
+            return
+        plain = path.with_name(f"{path.name}.plain.tmp")
+        try:
+            with self._full_disk(path):
+                try:
+                    Fetcher().unpack(ShardURL(str(path)), path, plain, Monitor(), tar=False)
+                except ShardError as error:
+                    raise DamagedChunk(path, f"is damaged ({error})") from error
+            yield plain
+        finally:
+            plain.unlink(missing_ok=True)
+
+
+def _parts_of(meta: dict[str, Any]) -> set[str]:
+    """Parts in a tar."""
+    return {SAMPLES, TEXTS, *meta["parts"]}
+
+
+def _merged(found: Manifest, draft: Manifest, path: Path) -> Manifest:
+    """The parts of an existing store and of a draft. Raises SettingsError: they do not go together."""
+    old, new = found.without_counts().to_json(), draft.without_counts().to_json()
+    known: Any = old.pop("parts")
+    wanted: Any = new.pop("parts")
+    both = known.keys() & wanted.keys()
+    changed = differences(old, new)
+    changed += differences({"parts": {name: known[name] for name in both}}, {"parts": {n: wanted[n] for n in both}})
+    if found.kind == "tar" and len({part.zstd for part in (*found.parts.values(), *draft.parts.values())}) > 1:
+        changed.append("zstd: the parts of a tar are compressed together")
+    if changed:
+        raise SettingsError(
+            f"{path} holds features of something else: {'; '.join(changed)}. Give another folder, or the settings that "
+            "the store was begun with"
+        )
+    return replace(draft, parts={**found.parts, **draft.parts})

@@ -1,0 +1,105 @@
+"""A small feature store with made-up content."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from clipstream.features.codec import ID_DTYPES, encode_rows
+from clipstream.features.manifest import Manifest, PartInfo, ShardInfo, SourceInfo, sample_dtype
+from clipstream.features.writer import StoreWriter
+
+PARTS = {
+    "image": PartInfo(12, "float16", "view", {"model": "a"}),
+    "text": PartInfo(12, "int8", "caption", {"model": "a"}),
+    "ids": PartInfo(5, "uint16", "caption"),
+    "t.image": PartInfo(8, "bfloat16", "view", {"model": "t"}, logit_scale=100.0),
+}
+
+
+@dataclass
+class Content:
+    """What a store is made of, a function of `seed`: each sample has 0 to 3 captions; some are dropped.
+
+    Attributes:
+        sizes: samples of each shard by source.
+    """
+
+    sizes: dict[str, list[int]] = field(default_factory=lambda: {"train": [5000, 0, 7], "more": [3]})
+    parts: dict[str, PartInfo] = field(default_factory=lambda: dict(PARTS))
+    kind: Any = "mapped"
+    views: int = 2
+    chunk_rows: int = 4096
+    seed: int = 0
+
+    def draft(self) -> Manifest:
+        """The draft that a writer takes."""
+        sources = {
+            name: SourceInfo(tuple(ShardInfo(f"{n:05d}.tar") for n in range(len(sizes))), (1.0, 2.0), {"path": "a"}, 2)
+            for name, sizes in self.sizes.items()
+        }
+        return Manifest(self.kind, sources, self.parts, self.chunk_rows, self.views)
+
+    def chunks(self) -> list[tuple[str, int, int]]:
+        """(source, shard, chunk) of all chunks."""
+        return [
+            (source, shard, chunk)
+            for source, sizes in self.sizes.items()
+            for shard, size in enumerate(sizes)
+            for chunk in range(-(-size // self.chunk_rows))
+        ]
+
+    def write(self, writer: StoreWriter, source: str, shard: int, chunk: int) -> None:
+        """Write what is missing of a chunk."""
+        made = self.rows(source, shard, chunk)
+        total = self.sizes[source][shard]
+        for part in ("samples", *self.parts):
+            if writer.missing(source, shard, chunk, part):
+                writer.write(part, source, shard, chunk, made[part], shard_samples=total)
+        if writer.missing(source, shard, chunk, "texts"):
+            writer.write_texts(source, shard, chunk, *made["texts"], shard_samples=total)
+
+    def rows(self, source: str, shard: int, chunk: int) -> dict[str, Any]:
+        """Content of a chunk by part."""
+        count = min(self.chunk_rows, self.sizes[source][shard] - chunk * self.chunk_rows)
+        key = [self.seed, len(source), shard, chunk]
+        rng = np.random.default_rng(key)
+        samples = np.zeros(count, sample_dtype(self.views, 2))
+        samples["used"] = rng.random(count) < 0.9
+        samples["pictures"] = rng.integers(-(2**62), 2**62, count)
+        samples["counts"] = rng.integers(0, 3, (count, 2)) * samples["used"][:, None]
+        counts = samples["counts"].sum(axis=1)
+        samples["start"] = np.cumsum(counts) - counts
+        samples["views"] = rng.integers(0, 2**64, (count, self.views), dtype=np.uint64)
+        first = chunk * self.chunk_rows
+        keys = [f"{shard}/{'é.' * (i == 1)}{first + i:06d}" for i in range(count)]
+        captions = [[f"text {i} {j}" for j in range(c)] for i, c in enumerate(counts.tolist())]
+        reasons = ["" if used else "no_caption" for used in samples["used"]]
+        made: dict[str, Any] = {"samples": samples, "texts": (keys, captions, reasons)}
+        for number, (name, part) in enumerate(self.parts.items()):
+            generator = torch.Generator().manual_seed(hash((*key, number)))
+            n = int(counts.sum()) if part.rows_per == "caption" else count * max(self.views, 1)
+            if part.dtype in ID_DTYPES:
+                made[name] = torch.randint(0, 40000, (n, part.width), generator=generator).to(ID_DTYPES[part.dtype])
+            else:
+                features = torch.randn((n, part.width), generator=generator)
+                made[name] = encode_rows(torch.nn.functional.normalize(features, dim=1), part.dtype)
+        return made
+
+    def make(self, path: Path) -> Manifest:
+        """Write the whole store."""
+        writer = StoreWriter(path, self.draft())
+        for source, shard, chunk in self.chunks():
+            self.write(writer, source, shard, chunk)
+        for source, sizes in self.sizes.items():
+            for shard, size in enumerate(sizes):
+                if not size:
+                    writer.write_empty(source, shard, "missing")
+                writer.pack(source, shard)
+        manifest = writer.finish()
+        writer.close()
+        return manifest
