@@ -143,7 +143,7 @@ class AsyncWriter:
         reshard(self._towers)
         self._snapshot.take(
             {
-                WEIGHTS: self._towers.clip.state_dict(),
+                WEIGHTS: self._towers.saved_tensors(),
                 OPTIMIZER: moments(self._optimizer),
                 **{name: tensors() for name, tensors in self._more.items()},
             }

@@ -215,7 +215,7 @@ def load(checkpoint: Path, *, towers: Towers, optimizer: torch.optim.Optimizer, 
     try:
         present = towers.clip.state_dict()
         # Each rank keeps only its part of sharded weights.
-        saved = finite(read(checkpoint / WEIGHTS), checkpoint / WEIGHTS)
+        saved = towers.not_stored(finite(read(checkpoint / WEIGHTS), checkpoint / WEIGHTS))
         weights = {name: shard_like(weight, present.get(name)) for name, weight in saved}
         towers.clip.load_state_dict(weights)
         numbers = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]

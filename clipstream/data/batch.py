@@ -26,7 +26,8 @@ class Batch:
         sources: uint8 or int tensor [n], position of each sample's source in the sorted list of source names.
         step: number of this batch in its run, from 0.
         global_size: samples of the global batch over all ranks, B.
-        features: precomputed features of frozen towers by name, [n, D] each; empty for pixels.
+        features: rows of a feature store by part, [n, W] each, encoded as stored (see `features.codec`): 'image' and
+            'text' in place of pictures and texts, 'TEACHER.image' and 'TEACHER.text' beside them.
         pictures: int64 [n], checksums of the picture files, equal for the same picture; None if none were read.
     """
 
@@ -42,6 +43,18 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    @property
+    def images(self) -> torch.Tensor:
+        """Input of the image tower: `pixels`, or stored features in their place."""
+        found = self.features.get("image", self.pixels)
+        assert found is not None, "a batch has pixels or features of images"
+        return found
+
+    @property
+    def texts(self) -> torch.Tensor:
+        """Input of the text tower: `ids`, or stored features in their place."""
+        return self.features.get("text", self.ids)
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on a device, copied asynchronously if its memory is pinned."""

@@ -10,7 +10,8 @@ import math
 import re
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -36,9 +37,11 @@ from torch import nn
 from clipstream.config.plugins import not_trusted
 from clipstream.data.batch import ImageSpec
 from clipstream.errors import SettingsError
+from clipstream.features.codec import decode_rows
 from clipstream.models.model_config import Config, ModelConfig
 from clipstream.models.pretrained import CONFIG_FILE, WEIGHT_FILES, ModelFiles, TokenizerChoice, resolve, resolve_loss
 from clipstream.models.settings import ModelSettings
+from clipstream.models.stored import StoredTower, Tower
 
 SHOWN = 4  # names in a message
 TIMM_POSITIONS = "visual.trunk.pos_embed"
@@ -71,6 +74,7 @@ class Towers(nn.Module):
         loss_type: 'clip' or 'siglip', the loss that the model has parameters for (siglip: a logit bias).
         config: open_clip's configuration of exactly this model.
         tokenizer_folder: folder of a Hugging Face tokenizer; None for open_clip's own BPE.
+        stored: towers that are absent, as their features come from a store.
     """
 
     clip: Any
@@ -101,13 +105,31 @@ class Towers(nn.Module):
         self.vocab_size = int(self.clip.vocab_size)
         for name in ("mean", "std"):
             self.register_buffer(name, torch.tensor(preprocess[name]).view(1, 3, 1, 1), persistent=False)
+        self.stored: dict[Tower, StoredTower] = {}
         self._frozen: list[nn.Module] = []
         self._tokenizer: Any = None
         self._trust_remote_code = trust_remote_code
 
-    def forward(self, pixels: torch.Tensor, ids: torch.Tensor) -> Features:
-        """uint8 [n, 3, H, W] and int [n, T] -> Features. All trainable parameters take part, as DDP requires."""
-        return Features(self.encode_image(pixels), self.encode_text(ids), *self.scalars())
+    def forward(self, images: torch.Tensor, texts: torch.Tensor) -> Features:
+        """A batch's `images` and `texts` -> Features. All trainable parameters take part, as DDP requires.
+
+        Args:
+            images: uint8 [n, 3, H, W]; rows of a store (see `features.codec`) where the image tower is stored.
+            texts: int [n, T]; rows of a store where the text tower is stored.
+        """
+        image = self._from_store(images) if "image" in self.stored else self.encode_image(images)
+        text = self._from_store(texts) if "text" in self.stored else self.encode_text(texts)
+        return Features(image, text, *self.scalars())
+
+    def _from_store(self, rows: torch.Tensor) -> torch.Tensor:
+        return _unit(decode_rows(rows).to(self.mean.dtype))
+
+    def zeros(self, n: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Input of `forward` without content, for n samples."""
+        rows = torch.zeros(n, int(self.config.model_cfg["embed_dim"]), device=device)
+        pixels = torch.zeros(n, 3, *self.image.size, dtype=torch.uint8, device=device)
+        ids = torch.zeros(n, self.context_length, dtype=torch.int32, device=device)
+        return rows if "image" in self.stored else pixels, rows if "text" in self.stored else ids
 
     def scalars(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """exp(logit_scale), and the bias of the logits, if the model has one."""
@@ -185,6 +207,45 @@ class Towers(nn.Module):
                 parameter.requires_grad_(False)
         self._frozen.append(self.clip.text if custom else self.clip.transformer)
         self.train(self.training)
+
+    def remove(self, tower: Tower, weights: Path, build: Callable[[], nn.Module]) -> None:
+        """Remove a tower whose features come from a store; see `StoredTower`."""
+        self.stored[tower] = StoredTower(self.clip, tower, weights, build)
+        left = set(self.modules())
+        self._frozen = [module for module in self._frozen if module in left]
+
+    @contextmanager
+    def whole(self, device: str) -> Iterator[Towers]:
+        """A context in which the stored towers are part of the model, on a device."""
+        for tower in self.stored.values():
+            tower.restore(self.clip, device)
+        try:
+            yield self
+        finally:
+            for tower in self.stored.values():
+                tower.remove(self.clip)
+
+    def saved_tensors(self) -> dict[str, torch.Tensor]:
+        """open_clip's state dict, with the weights of stored towers."""
+        present: dict[str, torch.Tensor] = self.clip.state_dict()
+        return present | {name: tensor for stored in self.stored.values() for name, tensor in stored.tensors()}
+
+    def not_stored(self, saved: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of a checkpoint that are not those of stored towers.
+
+        Raises SettingsError: the checkpoint's tower differs from the store's.
+        """
+        stored = {name: (tower, tensor) for tower in self.stored.values() for name, tensor in tower.tensors()}
+        for name, tensor in saved:
+            if name not in stored:
+                yield name, tensor
+                continue
+            tower, own = stored[name]
+            if own.shape != tensor.shape or not torch.equal(own.to(tensor.dtype), tensor):
+                raise SettingsError(
+                    f"the checkpoint's {tower.tower} tower is not the one of the feature store ({tower.weights}): "
+                    f"{name} differs; compute the features again from the checkpoint, or train without the store"
+                )
 
     def open_clip_tokenizer(self) -> Any:
         """The model's tokenizer as open_clip.get_tokenizer builds it: texts -> int64 [n, T].

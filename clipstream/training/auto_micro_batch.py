@@ -72,9 +72,8 @@ class AutoMicroBatch(GradCache):
         if not all(self.world.gather_objects(self._try(lambda: (backward(leaves),)) is not None)):
             return None
         if self.world.size > 1:
-            assert batch.pixels is not None
             with same_randomness(self.world.device):
-                one = self._features(batch.pixels[:1], batch.ids[:1])
+                one = self._features(batch.images[:1], batch.texts[:1])
                 propagate(one, detached(one))
         return share, leaves.logit_scale.detach()
 
@@ -83,8 +82,7 @@ class AutoMicroBatch(GradCache):
 
         Raises SettingsError: on all ranks, if on one of them not even one sample fits.
         """
-        n, pixels = len(batch), batch.pixels
-        assert pixels is not None, "a batch of precomputed features has no pixels to cut"
+        n = len(batch)
         top = n if most is None else min(n, most)
         fits, fails = 0, top + 1
         tried = min(FIRST, top)
@@ -92,7 +90,7 @@ class AutoMicroBatch(GradCache):
         def trial() -> bool:
             """Passes of the first samples, with zero gradients and the memory that a loss takes."""
             with same_randomness(self.world.device):
-                features = self._unsummed(pixels[:tried], batch.ids[:tried])
+                features = self._unsummed(batch.images[:tried], batch.texts[:tried])
                 # Features and gradients of the whole batch, and as much under way between ranks.
                 loss_memory = features.image.new_empty((6, n, features.image.shape[1]))
                 propagate(features, detached(features))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from clipstream.losses.contrastive import ContrastiveLoss
     from clipstream.models.towers import Features
 
-Forward = Callable[[Any, Any], Any]  # pixels, ids -> features
+Forward = Callable[[Any, Any], Any]  # images, texts -> features
 
 
 @dataclass(eq=False)
@@ -67,10 +67,7 @@ class GradCache:
 
     def warm_up(self) -> None:
         """Forward and backward pass of two samples of zeros; its gradients are zero or nan, and have to be dropped."""
-        device = self.world.device
-        pixels = torch.zeros(2, 3, *self.towers.image.size, dtype=torch.uint8, device=device)
-        ids = torch.zeros(2, self.towers.context_length, dtype=torch.int32, device=device)
-        features = self._features(pixels, ids)
+        features = self._features(*self.towers.zeros(2, self.world.device))
         propagate(features, detached(features))
 
     def forward(self, batch: Batch, last: Forward) -> tuple[Features, Callable[[Features], None]]:
@@ -84,7 +81,7 @@ class GradCache:
         if self.size is not None and is_sharded(self.model):
             count = max(self.world.gather_objects(count))  # every pass is collective
         if count == 1:
-            features = last(batch.pixels, batch.ids)
+            features = last(batch.images, batch.texts)
             return features, partial(propagate, features)
         # Chunks of equal size, as a small last one would cost a whole pass; with n < count, some are empty.
         chunks = [slice(n * number // count, n * (number + 1) // count) for number in range(count)]
@@ -109,14 +106,14 @@ class GradCache:
 
         return parts[0][0]._replace(image=torch.cat(images), text=torch.cat(texts)), backward
 
-    def _unsummed(self, pixels: torch.Tensor | None, ids: torch.Tensor) -> Features:
+    def _unsummed(self, images: torch.Tensor, texts: torch.Tensor) -> Features:
         """Features whose backward pass does not sum gradients over the ranks."""
         with no_sync(self.model):
-            return self._features(pixels, ids)
+            return self._features(images, texts)
 
-    def _features(self, pixels: torch.Tensor | None, ids: torch.Tensor, module: nn.Module | None = None) -> Features:
+    def _features(self, images: torch.Tensor, texts: torch.Tensor, module: nn.Module | None = None) -> Features:
         with autocast(self.world.device, self.precision):
-            features: Features = (module or self.model)(pixels, ids)
+            features: Features = (module or self.model)(images, texts)
         return features
 
     def _loss(self, features: Features, batch: Batch) -> tuple[Features, torch.Tensor]:
@@ -169,10 +166,9 @@ def _length(chunk: slice) -> int:
 
 
 def _samples(batch: Batch, chunk: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pixels and ids of a chunk; of an empty one a single sample's, as the other ranks wait for this rank's pass."""
-    assert batch.pixels is not None, "a batch of precomputed features has no pixels to cut"
+    """Images and texts of a chunk; of an empty one a single sample's, as the other ranks wait for this rank's pass."""
     taken = chunk if _length(chunk) else slice(0, 1)
-    return batch.pixels[taken], batch.ids[taken]
+    return batch.images[taken], batch.texts[taken]
 
 
 def _rows(leaves: Features, chunk: slice) -> Features:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +61,18 @@ class TinyTowers(nn.Module):
     def description(self) -> dict[str, bytes]:
         """As Towers.description."""
         return {"open_clip_config.json": b"{}"}
+
+    def zeros(self, n: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """As Towers.zeros."""
+        return torch.zeros(n, 3, SIZE, SIZE, dtype=torch.uint8), torch.zeros(n, TOKENS, dtype=torch.int32)
+
+    def saved_tensors(self) -> dict[str, torch.Tensor]:
+        """As Towers.saved_tensors."""
+        return self.clip.state_dict()
+
+    def not_stored(self, saved: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+        """As Towers.not_stored."""
+        return saved
 
 
 def make_batch(step: int = 0, rank: int = 0, size: int = 1, weights: torch.Tensor | None = None) -> Batch:
