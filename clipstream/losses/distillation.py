@@ -28,7 +28,7 @@ Samples of weight 0 are absent. Sums are float32 or, if the features are, float6
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,14 +52,22 @@ class DistilledLoss:
     Args:
         base: the contrastive loss; its limits of the logit scale hold.
         scales: name of each teacher -> scale of its logits, exp(logit_scale).
+        add_features: adds the features of a live teacher to a batch; None where the batches have all of them.
 
     Raises SettingsError, when it is called: a width that the loss of features cannot compare.
     """
 
-    def __init__(self, base: ContrastiveLoss, settings: DistillSettings, scales: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        base: ContrastiveLoss,
+        settings: DistillSettings,
+        scales: Mapping[str, float],
+        add_features: Callable[[Batch], Batch] | None = None,
+    ) -> None:
         self.max_logit_scale = base.max_logit_scale
         self.min_logit_scale: float | None = getattr(base, "min_logit_scale", None)
         self._base, self._settings, self._scales = base, settings, dict(scales)
+        self._add_features = add_features
 
     def __call__(self, features: Features, batch: Batch, world: World) -> torch.Tensor:
         """See ContrastiveLoss."""
@@ -67,6 +75,8 @@ class DistilledLoss:
         share = features.image.new_zeros((), dtype=torch.promote_types(features.image.dtype, torch.float32))
         if settings.contrastive:
             share = share + settings.contrastive * self._base(features, batch, world)
+        if self._add_features is not None:
+            batch = self._add_features(batch)
         with torch.autocast(device.type, enabled=False):
             ring = Ring.of(len(features.image), world, device)
             weights = ring.gather(batch.weights)

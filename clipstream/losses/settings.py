@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from clipstream.config.section import PathText, PluginSection, Section
+from clipstream.models.settings import ModelSettings
 
 Duplicates = Literal["negatives", "mask", "positives"]
 _DUPLICATES = "how samples that are equal count for each other: negatives, mask (ignored), positives"
@@ -97,6 +98,12 @@ class DistillSettings(Section):
     teacher_temperature: float | None = Field(
         None, gt=0, description="of the teacher's logits; the teacher's own scale unless set"
     )
+
+    def teacher(self, cache_dir: str | None) -> ModelSettings | None:
+        """The model of the live teacher; None without one."""
+        if self.model is None:
+            return None
+        return ModelSettings(name=self.model, pretrained=self.pretrained, cache_dir=cache_dir)
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Keys without a teacher, and weights that leave nothing to learn from it."""
