@@ -34,6 +34,8 @@ VERBS = {
     "index": "note what each shard holds, for exact epochs",
     "bench": "measure how fast shards are read here, by stage and number of workers",
     "stage": "copy shards to this machine ahead of a run",
+    "search": "search in precomputed features: neighbours, near-duplicates, clusters, scores",
+    "export": "write precomputed features as Parquet or NumPy",
     "compare": "show runs side by side in one HTML file",
 }
 

@@ -1,0 +1,233 @@
+"""The features of a store's part as rows in order, without those of dropped samples, and the names of these rows.
+
+A store enters; blocks of rows of length 1, names of rows, and the cosines of pictures with their captions leave. In a
+part of pictures a row is a sample, the mean of its views; in a part of texts a row is a caption.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from clipstream.errors import SettingsError
+from clipstream.features.analysis.search import BLOCK
+from clipstream.features.codec import FEATURE_DTYPES, decode_rows
+from clipstream.features.manifest import IMAGE, TEXT
+from clipstream.features.store import FeatureStore, StoredSource
+
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Name(NamedTuple):
+    """What a row belongs to."""
+
+    source: str
+    shard: str  # name without folders
+    key: str
+    choice: int  # of the sample's captions; 0 in a part of pictures
+    captions: list[str]  # of the sample; in a part of texts that of the row alone
+
+    @property
+    def label(self) -> str:
+        """'SHARD/KEY'."""
+        return f"{self.shard}/{self.key}"
+
+
+class StoredBlock(NamedTuple):
+    """Rows of one shard, in order."""
+
+    samples: Numbers  # int64 [m], their samples in the shard
+    choices: Numbers  # int64 [m], their views or captions
+    features: torch.Tensor  # float32 [m, D], as stored
+
+
+class ShardPart(NamedTuple):
+    """A part of a shard."""
+
+    source: StoredSource
+    number: int  # of the shard in its source
+    part: str
+
+    @property
+    def name(self) -> str:
+        """The shard's name without folders."""
+        return self.source.shards[self.number].name.rstrip("/").rpartition("/")[2]
+
+    def rows_of_samples(self) -> Numbers:
+        """How many rows each sample has, int64 [n]; 0 for dropped ones."""
+        with self.source.holding(self.number):
+            return self._counts(0, self.source.samples_of(self.number))
+
+    def blocks(self, step: int, start: int = 0) -> Iterator[StoredBlock]:
+        """The rows of the samples from number `start` on, those of `step` samples at a time."""
+        source, manifest = self.source, self.source.store.manifest
+        count, base = source.samples_of(self.number), source.base(self.number)
+        with source.holding(self.number):
+            for first in range(start, count, step):
+                counts = self._counts(first, min(first + step, count))
+                samples = np.repeat(np.arange(first, first + len(counts)), counts)
+                choices = np.arange(len(samples)) - np.repeat(counts.cumsum() - counts, counts)
+                of = source.caption_rows if manifest.per_caption(self.part) else source.view_rows
+                features = decode_rows(source.gather(self.part, of(samples + base, choices)))
+                yield StoredBlock(samples, choices, features)
+
+    def _counts(self, start: int, stop: int) -> Numbers:
+        base, manifest = self.source.base(self.number), self.source.store.manifest
+        table = self.source.sample_rows(np.arange(base + start, base + stop))
+        used = table["used"].astype(np.int64)
+        rows = table["counts"].sum(axis=1) if manifest.per_caption(self.part) else manifest.rows_of(self.part)
+        return used * rows
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """The rows of a part, for `search`, `duplicates` and `kmeans`. Counts them when it is made.
+
+    Raises SettingsError: the store has no such part of features.
+    """
+
+    store: FeatureStore
+    part: str = IMAGE
+
+    def __post_init__(self) -> None:
+        parts = {name: part for name, part in self.store.manifest.parts.items() if part.dtype in FEATURE_DTYPES}
+        if self.part not in parts:
+            raise SettingsError(f"{self.store.shown} has no features {self.part!r}, only {', '.join(parts) or 'none'}")
+        _ = self.firsts
+
+    @property
+    def width(self) -> int:
+        return self.store.manifest.parts[self.part].width
+
+    @property
+    def views(self) -> int:
+        """Stored rows of each row."""
+        return self.store.manifest.rows_of(self.part)
+
+    @cached_property
+    def shards(self) -> list[ShardPart]:
+        """All shards of all sources, in order."""
+        sources = [self.store.source(name, [self.part]) for name in self.store.manifest.sources]
+        return [ShardPart(source, number, self.part) for source in sources for number in range(len(source.shards))]
+
+    @cached_property
+    def firsts(self) -> Numbers:
+        """The first row of each shard, and the number of rows after the last, int64."""
+        counts = [int(shard.rows_of_samples().sum()) // self.views for shard in self.shards]
+        return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+    def __len__(self) -> int:
+        return int(self.firsts[-1])
+
+    def step(self, number: int) -> int:
+        """Samples of the shard of this number that are read at once, so that they have about `BLOCK` stored rows."""
+        rows = int(self.firsts[number + 1] - self.firsts[number]) * self.views
+        shard = self.shards[number]
+        return max(1, min(BLOCK, BLOCK * shard.source.samples_of(shard.number) // max(rows, 1)))
+
+    def blocks(self, start: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
+        """(number of the first row, float32 [m, D] of rows of length 1) of blocks in order, from row `start` on."""
+        for number, shard in enumerate(self.shards):
+            if self.firsts[number + 1] <= start:
+                continue
+            row, sample = int(self.firsts[number]), 0
+            if row < start:
+                ends = shard.rows_of_samples().cumsum() // self.views
+                sample = int(np.searchsorted(ends, start - row, side="right"))
+                row += int(ends[sample - 1]) if sample else 0
+            for block in shard.blocks(self.step(number), sample):
+                features = unit_views(block.features, self.views)
+                features = F.normalize(features.mean(dim=1), dim=1) if self.views > 1 else features[:, 0]
+                features = features[max(start - row, 0) :]
+                if len(features):
+                    yield max(row, start), features
+                row += len(block.samples) // self.views
+
+    def names_of(self, number: int) -> list[Name]:
+        """What the rows of the shard of this number belong to."""
+        shard = self.shards[number]
+        keys, captions = shard.source.keys(shard.number), shard.source.captions(shard.number)
+        counts = shard.rows_of_samples() // self.views
+        texts = self.store.manifest.per_caption(self.part)
+        return [
+            Name(shard.source.name, shard.name, keys[i], choice, [captions[i][choice]] if texts else captions[i])
+            for i in counts.nonzero()[0].tolist()
+            for choice in range(counts[i])
+        ]
+
+    def names(self, rows: Sequence[int]) -> list[Name]:
+        """What rows belong to; the shards that they are in are read."""
+        found: dict[int, Name] = {}
+        numbers = np.searchsorted(self.firsts, np.asarray(rows, np.int64), side="right") - 1
+        for number in np.unique(numbers).tolist():
+            names, first = self.names_of(number), int(self.firsts[number])
+            found |= {row: names[row - first] for row, of in zip(rows, numbers, strict=True) if of == number}
+        return [found[row] for row in rows]
+
+    def find(self, key: str) -> list[int]:
+        """The rows of the samples with this key, given as KEY or as SHARD/KEY."""
+        return [
+            int(self.firsts[number]) + i
+            for number in range(len(self.shards))
+            for i, name in enumerate(self.names_of(number))
+            if key in (name.key, name.label)
+        ]
+
+    def gather(self, rows: Sequence[int]) -> torch.Tensor:
+        """Rows of any numbers, float32 [n, D]; all blocks up to the last are read."""
+        found = torch.zeros(len(rows), self.width)
+        wanted = torch.tensor(rows, dtype=torch.int64)
+        for first, block in self.blocks(int(wanted.min()) if len(rows) else 0):
+            here = (wanted >= first) & (wanted < first + len(block))
+            found[here] = block[wanted[here] - first]
+            if first + len(block) > int(wanted.max()):
+                break
+        return found
+
+    def identity(self) -> dict[str, object]:
+        """What the rows depend on, in few bytes."""
+        about = {"part": asdict(self.store.manifest.parts[self.part]), "views": self.views}
+        about["sources"] = {name: asdict(source) for name, source in self.store.manifest.sources.items()}
+        return {"features": hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()}
+
+
+class PairScores(NamedTuple):
+    """The pairs of some samples of a shard."""
+
+    shard: ShardPart
+    samples: Numbers  # int64 [m], the pairs' samples in the shard
+    choices: Numbers  # int64 [m], their captions
+    scores: torch.Tensor  # float32 [m]: cosine of picture and caption, the mean over the picture's views
+
+
+def pair_scores(store: FeatureStore, image: str = IMAGE, text: str = TEXT) -> Iterator[PairScores]:
+    """The cosine of each picture with each of its captions, in order (the CLIP score of arXiv:2104.08718, unscaled).
+
+    Args:
+        image, text: the parts.
+
+    Raises SettingsError: the store has no such parts, or they are of different models.
+    """
+    images, texts = StoredRows(store, image), StoredRows(store, text)
+    if images.width != texts.width:
+        raise SettingsError(f"{image} has rows of {images.width} features and {text} of {texts.width}: other models")
+    for number, (pictures, captions) in enumerate(zip(images.shards, texts.shards, strict=True)):
+        step = min(images.step(number), texts.step(number))
+        for block, of in zip(pictures.blocks(step), captions.blocks(step), strict=True):
+            owners = np.searchsorted(block.samples[:: images.views], of.samples)
+            mean = unit_views(block.features, images.views).mean(dim=1)
+            scores = (mean[torch.from_numpy(owners)] * F.normalize(of.features, dim=1)).sum(dim=1)
+            yield PairScores(captions, of.samples, of.choices, scores)
+
+
+def unit_views(features: torch.Tensor, views: int) -> torch.Tensor:
+    """Rows of length 1 by sample, [n, views, D], of stored rows [n * views, D]; storage in few bits changes lengths."""
+    return F.normalize(features, dim=1).view(-1, views, features.shape[1])
