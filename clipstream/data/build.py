@@ -10,6 +10,7 @@ from dataclasses import replace
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.captions import CaptionExtractor, build_caption, build_transform
 from clipstream.data.decode.images import EvalTransform, ImageTransform, OwnImageTransform
+from clipstream.data.decode.key_lists import build_filter
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.decode.train_transform import TrainTransform
 from clipstream.data.loader.health import FIRST_SAMPLES, FIRST_SLOTS, Budget, Health
@@ -43,8 +44,6 @@ def training_loader(
     start: DataState | None = None,
     approximate: bool = False,
     views: bool = False,
-    teacher_image: ImageSpec | None = None,
-    teacher_tokenizer: Tokenizer | None = None,
 ) -> Loader:
     """The endless stream of this rank's parts of the global batches.
 
@@ -53,8 +52,6 @@ def training_loader(
         start: the run's position (all ranks' lanes) to resume from.
         approximate: where `start` belongs to another order of samples, restart the order at its step, with a warning.
         views: see LoaderPlan; for callers that have finished with a batch when they ask for the next one.
-        teacher_image: adds a live teacher's pixels of the same random crop, mirroring and colours.
-        teacher_tokenizer: adds the ids of the captions by a live teacher's tokenizer.
 
     Raises:
         SettingsError: this rank would get no sample, or `start` belongs to another order of samples.
@@ -87,9 +84,17 @@ def training_loader(
         cursor = start.lanes[lane].cursors[source].copy() if lane in start.lanes else Cursor()
         return WindowSampler(order.sources[source], lane, cursor, shards)
 
+    budget = Budget(
+        {name: len(set(source.names)) for name, source in zip(names, sources, strict=True)},
+        {name: (one.image_key, one.caption, f"data.sources.{name}") for name, one in named},
+        settings.max_shard_failures,
+        settings.max_sample_failures,
+        settings.on_shard_error,
+        FIRST_SLOTS if settings.sampling.mode == "indexed" else FIRST_SAMPLES,
+    )
     plan = LoaderPlan(
         sources=sources,
-        readers=[_reader(name, one, image, settings, teacher=teacher_image) for name, one in named],
+        readers=[_reader(name, one, image, settings) for name, one in named],
         mix=order.mix,
         make_sampler=make_sampler,
         slots=slots,
@@ -98,7 +103,7 @@ def training_loader(
         store=store,
         image=image,
         samples=max(slots.count(step) for step in settings.batch_changes),
-        budget=_budget(settings, dict(zip(names, sources, strict=True))),
+        budget=budget,
         stall_timeout=settings.stall_timeout,
         workers=min(workers, len(slots.lanes)),
         depth=settings.prefetch,
@@ -106,23 +111,9 @@ def training_loader(
         device=world.device,
         remainder=order.remainder if world.is_main else None,
         views=views,
-        teacher_image=teacher_image,
-        teacher_tokenizer=teacher_tokenizer,
         found=_empty_shards(names, sources) if world.is_main else None,
     )
     return Loader(plan)
-
-
-def _budget(settings: DataSettings, sources: dict[str, Source]) -> Budget:
-    """The failures that training accepts."""
-    return Budget(
-        {name: len(set(source.names)) for name, source in sources.items()},
-        {name: (one.image_key, one.caption, f"data.sources.{name}") for name, one in settings.sources.items()},
-        settings.max_shard_failures,
-        settings.max_sample_failures,
-        settings.on_shard_error,
-        FIRST_SLOTS if settings.sampling.mode == "indexed" else FIRST_SAMPLES,
-    )
 
 
 def _empty_shards(names: list[str], sources: list[Source]) -> Health:
@@ -178,21 +169,19 @@ def _reader(
     image: ImageSpec,
     training: DataSettings | None,
     target: CaptionExtractor | None = None,
-    teacher: ImageSpec | None = None,
 ) -> Reader:
     """How a source is read; pixels are those of evaluation without `training`."""
     upright = source.orientation == "exif" or (source.orientation == "auto" and training is not None)
-
-    def transform(spec: ImageSpec) -> ImageTransform:
-        if source.image_transform.type != "default":
-            return OwnImageTransform(source.image_transform, spec, source.background, upright)
-        if training is None:
-            return EvalTransform(spec, source.background, upright)
-        return TrainTransform(spec, training.augment, source.background, upright, training.decoder)
-
+    transform: ImageTransform
+    if source.image_transform.type != "default":
+        transform = OwnImageTransform(source.image_transform, image, source.background, upright)
+    elif training is None:
+        transform = EvalTransform(image, source.background, upright)
+    else:
+        transform = TrainTransform(image, training.augment, source.background, upright, training.decoder)
     caption = build_caption(source.caption) if target is None else target
-    teachers = None if teacher is None else transform(teacher)
-    return Reader(name, source.image_key, caption, transform(image), build_transform(source.transform), teachers)
+    own = build_transform(source.transform)
+    return Reader(name, source.image_key, caption, transform, own, build_filter(name, source))
 
 
 def evaluation_loader(

@@ -168,6 +168,13 @@ class SourceSettings(PluginSection):
         description="what tells how many samples each shard holds, for the mode indexed: a folder that "
         "`clipstream index` wrote, or wids' index (JSON); what lies beside local shards is found without",
     )
+    keep: PathText | None = Field(
+        None,
+        description="file of the samples to use, as `clipstream search` writes it: lines KEY or SHARD/KEY, or a .csv "
+        "or .parquet with the columns key, shard and source; others are dropped as not_kept, in the mode indexed with "
+        "their slots left empty",
+    )
+    drop: PathText | None = Field(None, description="file of samples not to use, as keep")
     transform: str | None = Field(
         None, description="the user's own sample -> sample or None (drop), as package.module:fn, before the caption"
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import NamedTuple
 
+from clipstream.data.decode.key_lists import NOT_KEPT
 from clipstream.data.decode.sample_profile import Profile
 from clipstream.data.settings import CaptionSettings
 from clipstream.errors import DataError
@@ -20,6 +21,7 @@ from clipstream.utils.escape import printable
 
 FIRST_SAMPLES = 2000  # samples without a usable one after which the run ends
 FIRST_SLOTS = 200  # the same where slots of dropped samples stay empty, as empty batches are trained on meanwhile
+FIRST_LEFT_OUT = 100_000  # samples that a list of keys leaves out, without a usable one, after which the run ends
 FIRST_SHARDS = 20  # shards (or all, where there are fewer) that are tried before their failures count
 FIRST_SILENT = 4  # the same for servers that do not answer: each may have cost many seconds
 PROFILED = 64  # dropped samples whose members are examined for the advice
@@ -101,8 +103,13 @@ class SourceHealth:
         where = printable(f"{PurePath(sample.shard).name}/{sample.key}", 200)
         self.dropped[sample.reason] += 1
         self.examples.setdefault(sample.reason, f"{where}: {sample.detail}" if sample.detail else where)
-        if len(self.listed) < LISTED:
+        if sample.reason != NOT_KEPT and len(self.listed) < LISTED:
             self.listed.append(sample)
+
+    @property
+    def failed(self) -> int:
+        """Number of dropped samples without those that `keep` and `drop` leave out."""
+        return sum(self.dropped.values()) - self.dropped[NOT_KEPT]
 
     def funnel(self) -> str:
         """The counts of shards and samples, in words."""
@@ -202,23 +209,29 @@ class Budget:
             tried = f"{len(h.shards)} shards tried (of {total})"
             if (enough or silent) and h.shards and len(h.unopened) == len(h.shards):
                 raise DataError(f"source {name!r}: none of the {tried} could be read{_faults(h)}")
-            if h.used == 0 and h.read >= self.first_samples:
+            left_out = h.dropped[NOT_KEPT]
+            if h.used == 0 and (h.read - left_out >= self.first_samples or left_out >= FIRST_LEFT_OUT):
                 raise DataError(self.nothing_usable(name, h))
             if enough and len(h.faults) > math.ceil(self.max_shard_failures * len(h.shards)):
                 raise DataError(
                     f"source {name!r}: {len(h.faults)} of the {tried} are broken, more than "
                     f"--data.max-shard-failures {self.max_shard_failures:g} allows{_faults(h)}"
                 )
-            dropped = sum(h.dropped.values())
-            if h.read >= FIRST_SAMPLES and dropped > self.max_sample_failures * h.read:
+            read = h.read - left_out
+            if read >= FIRST_SAMPLES and h.failed > self.max_sample_failures * read:
                 raise DataError(
-                    f"source {name!r}: {dropped} of {h.read} samples were dropped, more than "
+                    f"source {name!r}: {h.failed} of {read} samples were dropped, more than "
                     f"--data.max-sample-failures {self.max_sample_failures:g} allows{_drops(h)}"
                 )
 
     def nothing_usable(self, name: str, h: SourceHealth) -> str:
         """The message on a source that gave no usable sample, with advice."""
         image_key, caption, key = self.hints[name]
+        if h.dropped[NOT_KEPT] >= FIRST_LEFT_OUT:
+            return (
+                f"source {name!r}: none of the first {h.read} samples is usable{_drops(h)}\n--{key}.keep and "
+                f"--{key}.drop leave them out: do their keys belong to these shards?"
+            )
         advice = h.profile.advice(image_key, caption, key)
         if h.dropped["missing_picture"]:
             advice += f"\nthe pictures' paths begin elsewhere? Say where by --{key}.folder"

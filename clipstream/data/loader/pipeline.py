@@ -22,6 +22,7 @@ import numpy as np
 
 from clipstream.data.decode.captions import CaptionExtractor, RawSample, SampleTransform, image_bytes, split_keys
 from clipstream.data.decode.images import ImageTransform
+from clipstream.data.decode.key_lists import NOT_KEPT, SampleFilter
 from clipstream.data.decode.tokenizers import Tokenizer, readable
 from clipstream.data.loader.batch_buffers import BatchBuffer
 from clipstream.data.loader.health import FIRST_SAMPLES, PROFILED, DroppedSample, Health
@@ -50,7 +51,7 @@ class Reader:
     caption: CaptionExtractor  # gives the caption
     image: ImageTransform  # gives the pixels
     transform: SampleTransform | None  # the user's own, before the caption; or None
-    teacher_image: ImageTransform | None = None  # gives a live teacher's pixels of the same crop; None for none
+    filter: SampleFilter | None = None  # says which samples are used; None for all
 
     @cached_property
     def members(self) -> tuple[str, ...] | None:
@@ -130,7 +131,6 @@ class Pipeline:
     report: Callable[[WorkerReport], None]  # called where a part takes long or much is dropped, before it is filled
     stopwatch: Stopwatch  # measures the stages, and names the current one in case of a stall
     traced: int = 0  # samples that are traced: the first, used or dropped
-    teacher_tokenizer: Tokenizer | None = None  # captions to ids of a live teacher; None for none
     _begun: int = 0  # traces
     _reported: float = field(default_factory=time.monotonic)
     _captions: Counter[str] = field(default_factory=Counter)  # by source, captions that were counted
@@ -156,8 +156,6 @@ class Pipeline:
         if captions:
             self.stopwatch.begin("tokenize")
             buffer.ids[list(captions)] = self.tokenizer.encode(list(captions.values()))
-            if self.teacher_tokenizer is not None:
-                buffer.teacher_ids[list(captions)] = self.teacher_tokenizer.encode(list(captions.values()))
         lanes = {lane.number: lane.state() for lane in self.lanes}
         ended = not keys and any(mine for _, mine in wanted)
         self._reported = time.monotonic()
@@ -225,6 +223,9 @@ class Pipeline:
         for slot in slots:
             reader, trace = slot.reader, slot.trace
             try:
+                assert slot.sample is not None
+                if reader.filter is not None and not reader.filter(slot.sample.name, slot.sample.ref.key):
+                    raise Dropped(NOT_KEPT)
                 self.stopwatch.at("read", slot.timed_as)
                 sample = slot.load()
                 if trace:
@@ -254,12 +255,8 @@ class Pipeline:
             assert slot.sample is not None
             self.stopwatch.at("decode", slot.timed_as)
             pixels = buffer.pixels[slot.index]
-            teacher_image, rng = slot.reader.teacher_image, slot.rng
-            again_rng = None if teacher_image is None or rng is None else rng.copy()
             try:
-                slot.reader.image(slot.data, rng, pixels)
-                if teacher_image is not None:
-                    teacher_image(slot.data, again_rng, buffer.teacher_pixels[slot.index])
+                slot.reader.image(slot.data, slot.rng, pixels)
             except Dropped as drop:
                 self._drop(slot, drop, again)
                 continue
@@ -287,7 +284,7 @@ class Pipeline:
         health = self.health.sources[source]
         health.read += 1
         health.drop(DroppedSample(source, slot.sample.url, slot.sample.ref.key, drop.reason, drop.detail))
-        if sum(health.dropped.values()) <= PROFILED:
+        if drop.reason != NOT_KEPT and health.failed <= PROFILED:
             with contextlib.suppress(Dropped):  # its members may be unreadable
                 health.profile.add(slot.load(damaged=True))
         self.report_early(source)

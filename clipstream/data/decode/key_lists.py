@@ -1,0 +1,98 @@
+"""Lists of samples to use or to leave out: a file of keys enters, the answer for each sample leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clipstream.data.settings import SourceSettings
+from clipstream.errors import SettingsError
+
+NOT_KEPT = "not_kept"  # the reason of samples that a list leaves out
+TABLES = (".csv", ".parquet")
+
+
+class KeyList:
+    """The keys in a file, as 64-bit hashes: 8 bytes each, shared by forked workers.
+
+    A line of a text file is KEY or SHARD/KEY, SHARD being the shard's name without folders. A table (.csv, .parquet)
+    has the column key, and may have shard, and source, whose other rows are ignored. With n keys a sample that is not
+    listed is taken for a listed one with a probability of n / 2^63.
+
+    Args:
+        path: the file.
+        source: name of the source that the list is for.
+
+    Raises SettingsError: the file cannot be read, or holds no key of this source.
+    """
+
+    def __init__(self, path: str, source: str) -> None:
+        try:
+            names = _of_table(Path(path), source) if path.endswith(TABLES) else _of_text(Path(path))
+        except (OSError, ValueError, KeyError) as error:  # pyarrow's errors are ValueErrors and KeyErrors
+            text = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            raise SettingsError(f"{path}: cannot be read as a list of keys: {text}") from error
+        if not names:
+            raise SettingsError(f"{path}: holds no key of samples of source {source!r}")
+        # Python's own hash, with its secret of this process, which forked workers have too.
+        self._hashes = np.unique(np.fromiter(map(hash, names), np.int64, len(names)))
+
+    def holds(self, name: str, key: str) -> bool:
+        """Whether a sample is listed, by its name 'SHARD/KEY' or by its key."""
+        return self._has(hash(name)) or self._has(hash(key))
+
+    def _has(self, value: int) -> bool:
+        place = int(self._hashes.searchsorted(value))
+        return place < len(self._hashes) and int(self._hashes[place]) == value
+
+
+class SampleFilter:
+    """The samples that the settings `keep` and `drop` of a source leave.
+
+    Raises SettingsError: as KeyList.
+    """
+
+    def __init__(self, source: str, settings: SourceSettings) -> None:
+        self._keep = None if settings.keep is None else KeyList(settings.keep, source)
+        self._drop = None if settings.drop is None else KeyList(settings.drop, source)
+
+    def __call__(self, name: str, key: str) -> bool:
+        """Whether a sample is used, given by its name 'SHARD/KEY' and its key."""
+        if self._keep is not None and not self._keep.holds(name, key):
+            return False
+        return self._drop is None or not self._drop.holds(name, key)
+
+
+def build_filter(source: str, settings: SourceSettings) -> SampleFilter | None:
+    """The filter of a source; None if it uses all samples. Raises SettingsError: as KeyList."""
+    return SampleFilter(source, settings) if settings.keep is not None or settings.drop is not None else None
+
+
+def _of_text(path: Path) -> Sequence[str]:
+    with path.open(encoding="utf-8", errors="surrogateescape") as file:
+        return [line.rstrip("\r\n") for line in file if line.strip()]
+
+
+def _of_table(path: Path, source: str) -> Sequence[str]:
+    from pyarrow import csv, parquet  # on use, as its import takes long
+
+    table: Any
+    if path.suffix == ".csv":
+        import pyarrow as pa
+
+        texts = csv.ConvertOptions(column_types=dict.fromkeys(("source", "shard", "key"), pa.string()))
+        table = csv.read_csv(path, convert_options=texts)
+    else:
+        schema = parquet.read_schema(path).names
+        table = parquet.read_table(path, columns=[name for name in ("source", "shard", "key") if name in schema])
+    if "key" not in table.column_names:
+        raise ValueError("it has no column 'key'")
+    keys = [str(key) for key in table["key"].to_pylist()]
+    if "shard" in table.column_names:
+        keys = [f"{shard}/{key}" for shard, key in zip(table["shard"].to_pylist(), keys, strict=True)]
+    if "source" in table.column_names:
+        keys = [key for of, key in zip(table["source"].to_pylist(), keys, strict=True) if of == source]
+    return keys

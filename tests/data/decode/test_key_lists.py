@@ -1,0 +1,116 @@
+"""Lists of samples to use or to leave out: their files, and what a loader makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyarrow import csv, parquet
+
+from clipstream.data.decode.key_lists import KeyList, build_filter
+from clipstream.data.loader import health
+from clipstream.data.settings import SourceSettings
+from clipstream.errors import DataError, SettingsError
+from tests.support.loaders import data, loader
+from tests.support.pictures import picture
+from tests.support.tars import write_tar
+
+COLUMNS = {"source": ["train", "train", "other"], "shard": ["0.tar", "1.tar", "0.tar"], "key": ["007", "a/b", "c"]}
+WRITERS: dict[str, Callable[[pa.Table, Path], None]] = {
+    ".csv": lambda table, path: csv.write_csv(table, path),
+    ".parquet": lambda table, path: parquet.write_table(table, path),
+}
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_tables(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"keys{suffix}"
+    WRITERS[suffix](pa.table({**COLUMNS, "score": [0.5, 0.25, 1.0]}), path)
+    keys = KeyList(str(path), "train")
+    assert keys.holds("0.tar/007", "007") and keys.holds("1.tar/a/b", "a/b")
+    assert not keys.holds("1.tar/007", "007") and not keys.holds("0.tar/7", "7") and not keys.holds("0.tar/c", "c")
+    WRITERS[suffix](pa.table({"key": COLUMNS["key"]}), path)
+    keys = KeyList(str(path), "train")
+    assert all(keys.holds(f"9.tar/{key}", key) for key in COLUMNS["key"]) and not keys.holds("9.tar/7", "7")
+
+
+def test_text(tmp_path: Path) -> None:
+    path = tmp_path / "keys.txt"
+    path.write_bytes(b"0.tar/007\r\n\nkey with spaces \nb\xff")
+    keys = KeyList(str(path), "train")
+    assert keys.holds("0.tar/007", "007") and not keys.holds("1.tar/007", "007")
+    assert keys.holds("1.tar/key with spaces ", "key with spaces ") and keys.holds("1.tar/b\udcff", "b\udcff")
+    assert not keys.holds("1.tar/", "")
+
+
+def test_both_lists(tmp_path: Path) -> None:
+    for name, keys in (("keep", "abc"), ("drop", "cd")):
+        (tmp_path / name).write_text("\n".join(keys))
+    both = SourceSettings(shards="0.tar", keep=str(tmp_path / "keep"), drop=str(tmp_path / "drop"))
+    used = build_filter("train", both)
+    assert used is not None and [key for key in "abcde" if used(f"0.tar/{key}", key)] == ["a", "b"]
+    used = build_filter("train", both.model_copy(update={"keep": None}))
+    assert used is not None and [key for key in "abcde" if used(f"0.tar/{key}", key)] == ["a", "b", "e"]
+    assert build_filter("train", SourceSettings(shards="0.tar")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("none.txt", None, "No such file"),
+        ("none.parquet", None, "cannot be read"),
+        ("empty.txt", "\n", "holds no key"),
+        ("empty.csv", "", "cannot be read"),
+        ("names.csv", "name\na\n", "no column 'key'"),
+        ("other.csv", "source,key\nother,a\n", "holds no key of samples of source 'train'"),
+        ("broken.parquet", "PAR1", "cannot be read"),
+    ],
+)
+def test_wrong_files(tmp_path: Path, name: str, content: str | None, said: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(SettingsError, match=said) as caught:
+        KeyList(str(tmp_path / name), "train")
+    assert name in str(caught.value)
+
+
+def write_shards(folder: Path) -> str:
+    """Two shards of 50 samples with the keys k0 … k49; the picture of every tenth is broken."""
+    for shard in range(2):
+        jpgs = [picture(i, size=20) if i % 10 else b"broken" for i in range(50)]
+        write_tar(folder / f"{shard}.tar", [{"__key__": f"k{i}", "jpg": jpg, "txt": "x"} for i, jpg in enumerate(jpgs)])
+    return str(folder / "{0..1}.tar")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("mode", ["resampled", "epoch"])
+def test_training_uses_the_samples_that_are_kept(tmp_path: Path, mode: str, workers: int) -> None:
+    shards = write_shards(tmp_path)
+    kept = {f"0.tar/k{i}" for i in range(20)} | {f"1.tar/k{i}" for i in range(5)}
+    (tmp_path / "keep.txt").write_text("\n".join(sorted(kept)))
+    (tmp_path / "drop.txt").write_text("0.tar/k1\n")
+    source = {"shards": shards, "keep": str(tmp_path / "keep.txt"), "drop": str(tmp_path / "drop.txt")}
+    # Nearly 80% of the samples are left out, and 10% of the rest fail: more than 5% but less than 15%.
+    limits = {"max_sample_failures": 0.15, "sampling": {"mode": mode}, "workers": workers}
+    with loader(data(shards, sources={"train": source}, **limits)) as batches:
+        seen = {key for _ in range(30) for key in next(batches).keys}
+        counts = batches.health.sources["train"]
+    assert seen == {name for name in kept if name not in ("0.tar/k0", "0.tar/k10", "1.tar/k0", "0.tar/k1")}
+    assert set(counts.dropped) == {"not_kept", "undecodable_image"}
+    assert counts.read - counts.used == sum(counts.dropped.values()) > 2 * counts.used
+    assert counts.failed == counts.dropped["undecodable_image"]
+    assert {one.reason for one in batches.health.take_dropped()} == {"undecodable_image"}
+
+
+def test_a_list_of_other_shards_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = write_shards(tmp_path)
+    monkeypatch.setattr(health, "FIRST_LEFT_OUT", 3000)
+    (tmp_path / "keep.txt").write_text("other.tar/k1\n")
+    source = {"shards": shards, "keep": str(tmp_path / "keep.txt")}
+    with (
+        loader(data(shards, sources={"train": source})) as batches,
+        pytest.raises(DataError, match=r"--data.sources.train.keep and --data.sources.train.drop leave them out"),
+    ):
+        next(batches)
