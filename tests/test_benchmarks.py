@@ -27,3 +27,9 @@ def test_the_loss() -> None:
 def test_saving(tmp_path: Path) -> None:
     model = ("--model", str(furnish(tmp_path) / "model.json"), "--folder", str(tmp_path))
     assert "s a save" in output_of("saving", *model, "--batch", "4", "--rounds", "2")
+
+
+def test_features(tmp_path: Path) -> None:
+    sizes = ("--rows", "9000", "--large", "30000", "--width", "8", "--batch", "64", "--rounds", "1", "--batches", "1")
+    table = output_of("features", *sizes, "--folder", str(tmp_path))
+    assert "of memcpy" in table and "opening 30,000 rows" in table and "int8" in table

@@ -38,19 +38,27 @@ def encode_rows(features: torch.Tensor, dtype: str) -> torch.Tensor:
     scale = values.abs().amax(dim=1, keepdim=True) / 127
     # Of a row of zeros, and of one so small that its scale underflows, all elements are 0.
     quantised = torch.where(scale > 0, values / scale, 0.0).round().clamp(-127, 127).to(torch.int8)
-    return torch.cat([quantised, scale.contiguous().view(torch.int8)], dim=1)
+    return torch.cat([quantised, _copy(scale).view(torch.int8)], dim=1)
 
 
 def decode_rows(rows: torch.Tensor) -> torch.Tensor:
     """Features float32 [n, D] of rows that `encode_rows` made, on the same device; float32 rows are returned as is."""
     if rows.dtype != torch.int8:
         return rows.float()
-    scale = rows[:, -SCALE_BYTES:].contiguous().view(torch.float32)
-    return rows[:, :-SCALE_BYTES].float() * scale
+    return rows[:, :-SCALE_BYTES].float() * _scale(rows)
 
 
 def is_finite(rows: torch.Tensor) -> bool:
     """Whether stored rows of features hold no NaN and no infinity."""
     if rows.dtype == torch.int8:
-        rows = rows[:, -SCALE_BYTES:].contiguous().view(torch.float32)
+        rows = _scale(rows)
     return bool(torch.isfinite(rows).all())
+
+
+def _scale(rows: torch.Tensor) -> torch.Tensor:
+    return _copy(rows[:, -SCALE_BYTES:]).view(torch.float32)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that can be viewed as another type; `contiguous` returns a single row as it is, at any offset."""
+    return tensor.clone(memory_format=torch.contiguous_format)

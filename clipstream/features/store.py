@@ -40,6 +40,15 @@ from clipstream.features.manifest import (
 from clipstream.features.region import Region
 from clipstream.utils.atomic_write import BLOCK
 
+PASSING = (
+    "unreachable",
+    "timeout",
+    "truncated_download",
+    "unreadable",
+    "disk",
+    "http_429",
+    "http_503",
+)  # of ShardError
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -52,20 +61,21 @@ class FeatureStore:
         manifest: content of store.json.
     """
 
-    def __init__(self, path: str, manifest: Manifest, cache: str | None = None) -> None:
+    def __init__(self, path: str, manifest: Manifest, cache: str | ShardCache | None = None) -> None:
         self.path, self.manifest = path, manifest
         self._url = ShardURL(path)
         self._root = None if self._url.path is None else Path(self._url.path)
-        self._cache_folder, self._cache = cache, None if cache is None else ShardCache(cache)
+        self._cache = ShardCache(cache) if isinstance(cache, str) else cache
         self._lock = threading.Lock()
         self.verified: set[str] = set()  # chunks whose CRC this process has checked
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], cache: str | None = None) -> FeatureStore:
+    def open(cls, path: str | os.PathLike[str], cache: str | ShardCache | None = None) -> FeatureStore:
         """Open a folder, or a URL (http, https, or an object store).
 
         Args:
-            cache: folder that keeps downloaded and unpacked files for later runs; None for a temporary one.
+            cache: folder that keeps downloaded and unpacked files for later runs, or the cache of the shards; None for
+                a temporary folder.
 
         Raises:
             SettingsError: no complete store is there, or chunks are missing or of the wrong size.
@@ -134,7 +144,7 @@ class FeatureStore:
         try:
             return self.cache().local(self.name_of(relative), tar=".tar" in relative)
         except ShardError as error:
-            advice = RERUN if error.reason in ("missing", "bad_zstd", "http_404") else "run again once it can be read"
+            advice = "run again once it can be read" if error.reason in PASSING else RERUN
             raise DataError(f"feature store: {self.shown_file(relative)}: {error}: {advice}") from error
 
     def release(self, relative: str) -> None:
@@ -174,7 +184,7 @@ class FeatureStore:
         """What downloads and unpacks."""
         with self._lock:
             if self._cache is None:
-                self._cache = ShardCache(self._cache_folder)
+                self._cache = ShardCache(None)
             return self._cache
 
     def _read_manifest(self) -> Manifest:

@@ -157,7 +157,7 @@ def unpack(path: Path, out: Path, shown: str, monitor: Monitor | None = None) ->
                         file.write(buffer)
                     file.write(bytes(-file.tell() % BLOCK))
                     monitor.received(file.tell())
-    except (KeyError, TypeError, ValueError, Dropped) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, Dropped) as error:
         raise DamagedChunk(shown, f"is damaged ({error})") from error
     finally:
         shard.close()

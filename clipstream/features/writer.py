@@ -46,7 +46,7 @@ LOCK = ".lock"
 
 
 class StoreWriter:
-    """Creates a store or continues one; parts may be added to a complete store.
+    """Creates a store or continues one; parts may be added to a complete store. A context manager that unlocks it.
 
     Args:
         draft: what the store will hold: shards by name alone, parts, and settings.
@@ -67,15 +67,18 @@ class StoreWriter:
         self._tars: dict[Path, dict[str, Any]] = {}  # likewise
         self._own = tuple(draft.parts)
         self._lock = -1
-        with self._full_disk(self.path):
-            if rank == 0:
-                self.path.mkdir(parents=True, exist_ok=True)
-                self._lock_store()
-            found = self._existing()
-            self.manifest = draft if found is None else _merged(found, draft, self.path)
-            self.manifest = self.manifest.without_counts()
-            if rank == 0:
-                atomic_write.replace(self.path / DRAFT, self.manifest.to_bytes())
+        try:
+            with self._full_disk(self.path / DRAFT):
+                if rank == 0:
+                    self.path.mkdir(parents=True, exist_ok=True)
+                    self._lock_store()
+                found = self._existing()
+                self.manifest = (draft if found is None else _merged(found, draft, self.path)).without_counts()
+                if rank == 0:
+                    atomic_write.replace(self.path / DRAFT, self.manifest.to_bytes())
+        except BaseException:
+            self.close()
+            raise
 
     def missing(self, source: str, shard: int, chunk: int, part: str, *, shard_samples: int | None = None) -> bool:
         """Whether a chunk has to be written; one that is truncated, damaged, or of another shard length is removed.
@@ -176,8 +179,13 @@ class StoreWriter:
                 self._pack(target, source, shard, samples, paths)
             packed = set(paths)
         for part in packed:
-            for path in (self.path / part_folder(part, source)).glob(f"{shard:05d}-*"):
+            folder = self.path / part_folder(part, source)
+            for path in folder.glob(f"{shard:05d}-*"):
                 path.unlink()
+                self._headers.pop(path, None)
+            with contextlib.suppress(OSError):  # not empty
+                folder.rmdir()
+                folder.parent.rmdir()
 
     def finish(self) -> Manifest:
         """Write store.json with the counts of all shards, in rank 0, after all chunks are written; return its content.
@@ -185,6 +193,7 @@ class StoreWriter:
         Raises:
             SettingsError: chunks are missing, all shards are empty, or the disk is full.
         """
+        self._verify = False  # what this call has not seen, other ranks have verified or written
         sources = {}
         for name, source in self.manifest.sources.items():
             for shard in range(len(source.shards)):
@@ -199,6 +208,12 @@ class StoreWriter:
             if set(parts) == set(self.manifest.parts):
                 (self.path / DRAFT).unlink(missing_ok=True)
         return full
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Unlock the store; a second call does nothing."""
@@ -283,8 +298,8 @@ class StoreWriter:
         try:
             yield
         except OSError as error:
-            path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
-            self.close()
+            with contextlib.suppress(OSError):
+                path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
             full = atomic_write.is_full(error)
             advice = "free space on its disk" if full else "make it writable"
             raise SettingsError(
@@ -385,7 +400,8 @@ class StoreWriter:
         atomic_write.flush(draft)
         draft.replace(target)
         atomic_write.flush(target.parent)
-        self._tars.pop(target, None)
+        with self._plain(target) as plain, open(plain, "rb") as stream:
+            self._tars[target] = tar_store.read_meta(stream, target)
 
     @contextlib.contextmanager
     def _plain(self, path: Path) -> Iterator[Path]:

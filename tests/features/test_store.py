@@ -115,10 +115,9 @@ def test_a_region_shows_the_files_in_its_slots(tmp_path: Path, page: int) -> Non
 @pytest.mark.parametrize("zstd", [False, True])
 def test_a_tar_store_gives_back_what_was_written(tmp_path: Path, zstd: bool) -> None:
     parts = {name: replace(part, zstd=zstd) for name, part in PARTS.items()}
-    content = Content(parts=parts, kind="tar")
+    content = Content(sizes={"train": [4100 if zstd else 40, 0, 7], "more": [3]}, parts=parts, kind="tar")
     content.make(tmp_path / "store")
-    check(FeatureStore.open(tmp_path / "store"), content)
-    check(FeatureStore.open(tmp_path / "store", cache=str(tmp_path / "cache")), content)
+    check(FeatureStore.open(tmp_path / "store", cache=str(tmp_path / "cache") if zstd else None), content)
     root = tmp_path / "store"
     files = sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
     tars = [f"{name}.tar{'.zst' * zstd}" for name in ("more/00000", "train/00000", "train/00002")]

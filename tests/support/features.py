@@ -92,14 +92,12 @@ class Content:
 
     def make(self, path: Path) -> Manifest:
         """Write the whole store."""
-        writer = StoreWriter(path, self.draft())
-        for source, shard, chunk in self.chunks():
-            self.write(writer, source, shard, chunk)
-        for source, sizes in self.sizes.items():
-            for shard, size in enumerate(sizes):
-                if not size:
-                    writer.write_empty(source, shard, "missing")
-                writer.pack(source, shard)
-        manifest = writer.finish()
-        writer.close()
-        return manifest
+        with StoreWriter(path, self.draft()) as writer:
+            for source, shard, chunk in self.chunks():
+                self.write(writer, source, shard, chunk)
+            for source, sizes in self.sizes.items():
+                for shard, size in enumerate(sizes):
+                    if not size:
+                        writer.write_empty(source, shard, "missing")
+                    writer.pack(source, shard)
+            return writer.finish()
