@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from clipstream.distributed.signals import StopSignals
     from clipstream.evals.runner import EvalRunner
     from clipstream.evals.settings import Weights
+    from clipstream.models.teacher import Teacher
     from clipstream.models.towers import Towers
     from clipstream.report.outputs import Ending, Outputs
     from clipstream.training.parallel import FullTowers, ShardedTowers
@@ -57,10 +58,12 @@ def _main(argv: list[str]) -> int:
         return 0
     settings = with_known_epoch(settings)
     validate_run(settings, World.from_env())
-    from clipstream.models.pretrained import preflight
+    from clipstream.models.pretrained import preflight, preflight_teacher
 
     loss_type, ask = chosen_loss_type(settings.loss), World.from_env().local_rank == 0
     preflight(settings.model, settings.tokenizer, loss_type=loss_type, ask=ask)
+    if (teacher := settings.distill.teacher(settings.model.cache_dir)) is not None:
+        preflight_teacher(teacher, ask=ask)
     from clipstream.distributed.launch import run_ranks
 
     return run_ranks(settings.run, partial(train, settings))
@@ -129,14 +132,15 @@ def run(
 
     # Model and data.
     towers, tokenizer = build_model(settings, world)
+    teacher = build_teacher(settings, world)
     settings = with_workers(settings, world)
     if world.is_main:
         print_summary(settings, world, towers, found, meta)
-    with build_loader(settings, world, towers, tokenizer, state) as loader:
+    with build_loader(settings, world, towers, tokenizer, state, teacher) as loader:
         watch.on_exit(loader.close)
 
         # Optimizer, step, loop.
-        fit(settings, world, towers, tokenizer, loader, watch, signals, ending, found, remote_sync)
+        fit(settings, world, towers, tokenizer, loader, watch, signals, ending, found, remote_sync, teacher)
         if world.is_main:
             print_best(settings)
 
@@ -152,6 +156,7 @@ def fit(
     ending: Ending | None,
     found: Path | None,
     remote_sync: RemoteSync | None,
+    teacher: Teacher | None = None,
 ) -> None:
     """Optimizer, step and loop, resumed from the checkpoint `found`, if any."""
     from clipstream.data.decode.tokenizers import readable
@@ -165,7 +170,7 @@ def fit(
     from clipstream.training.trainer import Trainer
 
     # Step, and the weights, moments and random states of the checkpoint.
-    layout, step = build_step(settings, world, towers)
+    layout, step = build_step(settings, world, towers, teacher)
     resumed = None if found is None else load_checkpoint(found, step)
     state = resumed or TrainState()
 
@@ -249,6 +254,22 @@ def build_model(settings: Settings, world: World) -> tuple[Towers, Tokenizer]:
     return towers, tokenizer
 
 
+def build_teacher(settings: Settings, world: World) -> Teacher | None:
+    """The live teacher on this rank's device, in the arithmetic of training; None where the settings name none."""
+    from clipstream.models.pretrained import fetch
+    from clipstream.models.teacher import Teacher
+    from clipstream.models.towers import build_towers
+    from clipstream.training.precision import autocast, prepare
+
+    model, precision = settings.distill.teacher(settings.model.cache_dir), settings.train.arithmetic
+    if model is None:
+        return None
+    fetch(model, None, world)
+    towers = build_towers(model, seed=settings.run.seed)
+    prepare(towers, precision)
+    return Teacher(towers, world.device, partial(autocast, world.device, precision))
+
+
 def with_workers(settings: Settings, world: World) -> Settings:
     """The settings with `data.workers` resolved, and no more workers than lanes."""
     data, most = settings.data, int(settings.data.lanes) // world.size
@@ -267,14 +288,26 @@ def with_workers(settings: Settings, world: World) -> Settings:
 
 
 def build_loader(
-    settings: Settings, world: World, towers: Towers, tokenizer: Tokenizer, state: TrainState | None
+    settings: Settings,
+    world: World,
+    towers: Towers,
+    tokenizer: Tokenizer,
+    state: TrainState | None,
+    teacher: Teacher | None = None,
 ) -> Loader:
     """The loader of this rank's batches, at the position of `state`. Collective.
 
     Raises SettingsError: the ranks find different shards.
     """
     from clipstream.data.build import training_loader
+    from clipstream.data.decode.tokenizers import wrap
 
+    # The teacher gets pixels and ids of its own where those of the model do not fit it.
+    own: dict[str, Any] = {}
+    if teacher is not None and teacher.towers.image.size != towers.image.size:
+        own["teacher_image"] = teacher.towers.image
+    if teacher is not None and not (settings.tokenizer.type == "model" and teacher.towers.same_tokenizer(towers)):
+        own["teacher_tokenizer"] = wrap(teacher.towers.open_clip_tokenizer(), teacher.towers.context_length)
     loader = training_loader(
         settings.data,
         world=world,
@@ -284,6 +317,7 @@ def build_loader(
         start=None if state is None else state.data,
         approximate=settings.checkpoint.resume_approximate,
         views=True,
+        **own,
     )
     orders = world.gather_objects(loader.fingerprint)
     if other := [rank for rank, order in enumerate(orders) if order != orders[0]]:
@@ -292,12 +326,16 @@ def build_loader(
     return loader
 
 
-def build_step(settings: Settings, world: World, towers: Towers) -> tuple[FullTowers | ShardedTowers, TrainStep]:
+def build_step(
+    settings: Settings, world: World, towers: Towers, teacher: Teacher | None = None
+) -> tuple[FullTowers | ShardedTowers, TrainStep]:
     """The towers on this rank's device, sharded with fsdp, and the step that trains them.
 
     Raises SettingsError: micro_batch_size is auto on the CPU.
     """
     from clipstream.losses.contrastive import build_loss
+    from clipstream.losses.distillation import DistilledLoss
+    from clipstream.models.teacher import NAME
     from clipstream.training.ema import WeightAverages
     from clipstream.training.optim import build_optimizer
     from clipstream.training.parallel import parallelize, synchronize_batch_norm
@@ -316,7 +354,9 @@ def build_step(settings: Settings, world: World, towers: Towers) -> tuple[FullTo
     if train.compile:
         towers.compile()
     loss = build_loss(settings.loss, towers.loss_type)
-    return layout, TrainStep(
+    if teacher is not None:
+        loss = DistilledLoss(loss, settings.distill, {NAME: teacher.scale}, add_features=teacher)
+    step = TrainStep(
         towers,
         loss,
         optimizer,
@@ -328,6 +368,9 @@ def build_step(settings: Settings, world: World, towers: Towers) -> tuple[FullTo
         min_logit_scale=getattr(loss, "min_logit_scale", None),
         averages=None if train.ema is None else WeightAverages(towers, train.ema, warmup=train.ema_warmup),
     )
+    if teacher is not None:
+        teacher.chunk = lambda: step.gradcache.size
+    return layout, step
 
 
 def build_evals(

@@ -28,6 +28,7 @@ from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.settings import LabelledSettings, ZeroShotSettings
+from clipstream.losses.settings import DistillSettings
 from clipstream.models.model_config import LOCAL, ModelConfig
 from clipstream.models.settings import ModelSettings
 from clipstream.training.settings import CheckpointSettings
@@ -129,6 +130,8 @@ _RULES: list[tuple[type[Section], str, Callable[[Any], Any]]] = [
     (ModelSettings, "name", _model),
     (ModelSettings, "pretrained", _model),
     (ModelSettings, "cache_dir", _path),
+    (DistillSettings, "model", _model),
+    (DistillSettings, "pretrained", _model),
     (PathTokenizer, "name", _path),
     (DataSettings, "cache", _path),
     (SourceSettings, "shards", _shards),

@@ -229,6 +229,8 @@ ALIASES = (
     _alias("--grad-checkpointing", "model.grad_checkpointing", "", "save memory, take longer", switch=True),
     _alias("--siglip", "loss.type", "", "the sigmoid loss", _words("loss.type", true="siglip", false="auto"),
            switch=True),
+    _alias("--distill-model", "distill.model", "NAME", "a live teacher, named as --model"),
+    _alias("--distill-pretrained", "distill.pretrained", "TAG", "the teacher's weights, named as --pretrained"),
     _alias("--tokenizer", "tokenizer", "NAME", "model, a name on the Hub, a local path, or package.module:Name",
            tokenizer_sets),
     _alias("--batch-size", "data.global_batch_size", "INT", "samples that a rank takes at once; the global batch is "
@@ -328,7 +330,6 @@ REFUSED = {  # another flag does it, or nothing does
     "--max-image-pixels": "pictures of more than 178,956,970 pixels are dropped",
     "--pretrained-image": "a model's weights are loaded whole, by --pretrained",
     "--coca-*": "CoCa's caption loss is not supported",
-    "--distill-*": "distillation is not supported",
     "--use-bnb-linear": "bitsandbytes is not supported",
     "--use-naflex --*naflex-*": "NaFlex is not supported",
 }

@@ -27,7 +27,7 @@ from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.settings import EvalSettings
-from clipstream.losses.settings import LossSettings
+from clipstream.losses.settings import DistillSettings, LossSettings
 from clipstream.models.settings import ModelSettings
 from clipstream.report.settings import LogSettings
 from clipstream.training.optim import ConstCooldown, OptimSettings, ScheduleSettings
@@ -53,6 +53,7 @@ class Settings(Section):
     )
     data: DataSettings = Field(default_factory=DataSettings)
     loss: SerializeAsAny[LossSettings] = Field(default_factory=lambda: LossSettings.model_validate({"type": "auto"}))
+    distill: DistillSettings = Field(default_factory=DistillSettings)
     optim: SerializeAsAny[OptimSettings] = Field(default_factory=lambda: OptimSettings.model_validate({}))
     schedule: SerializeAsAny[ScheduleSettings] = Field(default_factory=lambda: ScheduleSettings.model_validate({}))
     train: TrainSettings = Field(default_factory=TrainSettings)

@@ -21,6 +21,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.classes import repeated, unreadable
 from clipstream.evals.settings import EvalSettings, LabelledSettings, PromptedSettings, eval_name, sources_of
+from clipstream.losses.settings import DistillSettings
 from clipstream.training.optim import ConstCooldown
 from clipstream.utils.escape import printable
 from clipstream.utils.logs import logger
@@ -35,7 +36,7 @@ def validate_run(settings: Settings, world: World) -> None:
 
     Raises SettingsError: with one line for each mistake.
     """
-    parts = _length(settings), _batches(settings, world), _shards(settings), _evals(settings)
+    parts = _length(settings), _batches(settings, world), _shards(settings), _evals(settings), _distill(settings)
     _conclude(settings, world, *parts, _checkpoints(settings), _folders(settings, world))
 
 
@@ -134,6 +135,12 @@ def _shards(settings: Settings) -> Problems:
             expand(source.shards, source.type, write=False)
         except SettingsError as error:
             yield (*path, "shards"), f"{error}{fetch}"
+
+
+def _distill(settings: Settings) -> Problems:
+    """Settings of distillation without a teacher."""
+    if settings.distill.model is None and settings.distill != DistillSettings():
+        yield ("distill",), "there is no teacher: give --distill-model as well"
 
 
 def _evals(settings: Settings, *, shown: bool = True) -> Problems:

@@ -29,6 +29,8 @@ class Batch:
         features: rows of a feature store by part, [n, W] each, encoded as stored (see `features.codec`): 'image' and
             'text' in place of pictures and texts, 'TEACHER.image' and 'TEACHER.text' beside them.
         pictures: int64 [n], checksums of the picture files, equal for the same picture; None if none were read.
+        teacher_pixels: as `pixels`, at a live teacher's size; None where the teacher takes `pixels`.
+        teacher_ids: as `ids`, of a live teacher's tokenizer; None where the teacher takes `ids`.
     """
 
     pixels: torch.Tensor | None
@@ -40,6 +42,8 @@ class Batch:
     global_size: int
     features: dict[str, torch.Tensor] = field(default_factory=dict)
     pictures: torch.Tensor | None = None
+    teacher_pixels: torch.Tensor | None = None
+    teacher_ids: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -65,19 +69,25 @@ class Batch:
         return self._map(lambda tensor: tensor.clone())
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        def applied(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else function(tensor)
+
         return replace(
             self,
-            pixels=None if self.pixels is None else function(self.pixels),
+            pixels=applied(self.pixels),
             ids=function(self.ids),
             weights=function(self.weights),
             sources=function(self.sources),
             features={name: function(tensor) for name, tensor in self.features.items()},
-            pictures=None if self.pictures is None else function(self.pictures),
+            pictures=applied(self.pictures),
+            teacher_pixels=applied(self.teacher_pixels),
+            teacher_ids=applied(self.teacher_ids),
         )
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors of the batch."""
         found = [self.pixels, self.ids, self.weights, self.sources, *self.features.values(), self.pictures]
+        found += [self.teacher_pixels, self.teacher_ids]
         return [tensor for tensor in found if tensor is not None]
 
     def without_padding(self) -> Batch:

@@ -44,6 +44,8 @@ def training_loader(
     start: DataState | None = None,
     approximate: bool = False,
     views: bool = False,
+    teacher_image: ImageSpec | None = None,
+    teacher_tokenizer: Tokenizer | None = None,
 ) -> Loader:
     """The endless stream of this rank's parts of the global batches.
 
@@ -52,6 +54,8 @@ def training_loader(
         start: the run's position (all ranks' lanes) to resume from.
         approximate: where `start` belongs to another order of samples, restart the order at its step, with a warning.
         views: see LoaderPlan; for callers that have finished with a batch when they ask for the next one.
+        teacher_image: adds a live teacher's pixels of the same random crop, mirroring and colours.
+        teacher_tokenizer: adds the ids of the captions by a live teacher's tokenizer.
 
     Raises:
         SettingsError: this rank would get no sample, or `start` belongs to another order of samples.
@@ -84,17 +88,9 @@ def training_loader(
         cursor = start.lanes[lane].cursors[source].copy() if lane in start.lanes else Cursor()
         return WindowSampler(order.sources[source], lane, cursor, shards)
 
-    budget = Budget(
-        {name: len(set(source.names)) for name, source in zip(names, sources, strict=True)},
-        {name: (one.image_key, one.caption, f"data.sources.{name}") for name, one in named},
-        settings.max_shard_failures,
-        settings.max_sample_failures,
-        settings.on_shard_error,
-        FIRST_SLOTS if settings.sampling.mode == "indexed" else FIRST_SAMPLES,
-    )
     plan = LoaderPlan(
         sources=sources,
-        readers=[_reader(name, one, image, settings) for name, one in named],
+        readers=[_reader(name, one, image, settings, teacher=teacher_image) for name, one in named],
         mix=order.mix,
         make_sampler=make_sampler,
         slots=slots,
@@ -103,7 +99,7 @@ def training_loader(
         store=store,
         image=image,
         samples=max(slots.count(step) for step in settings.batch_changes),
-        budget=budget,
+        budget=_budget(settings, dict(zip(names, sources, strict=True))),
         stall_timeout=settings.stall_timeout,
         workers=min(workers, len(slots.lanes)),
         depth=settings.prefetch,
@@ -111,9 +107,23 @@ def training_loader(
         device=world.device,
         remainder=order.remainder if world.is_main else None,
         views=views,
+        teacher_image=teacher_image,
+        teacher_tokenizer=teacher_tokenizer,
         found=_empty_shards(names, sources) if world.is_main else None,
     )
     return Loader(plan)
+
+
+def _budget(settings: DataSettings, sources: dict[str, Source]) -> Budget:
+    """The failures that training accepts."""
+    return Budget(
+        {name: len(set(source.names)) for name, source in sources.items()},
+        {name: (one.image_key, one.caption, f"data.sources.{name}") for name, one in settings.sources.items()},
+        settings.max_shard_failures,
+        settings.max_sample_failures,
+        settings.on_shard_error,
+        FIRST_SLOTS if settings.sampling.mode == "indexed" else FIRST_SAMPLES,
+    )
 
 
 def _empty_shards(names: list[str], sources: list[Source]) -> Health:
@@ -169,19 +179,23 @@ def _reader(
     image: ImageSpec,
     training: DataSettings | None,
     target: CaptionExtractor | None = None,
+    teacher: ImageSpec | None = None,
 ) -> Reader:
     """How a source is read; pixels are those of evaluation without `training`."""
     upright = source.orientation == "exif" or (source.orientation == "auto" and training is not None)
-    transform: ImageTransform
-    if source.image_transform.type != "default":
-        transform = OwnImageTransform(source.image_transform, image, source.background, upright)
-    elif training is None:
-        transform = EvalTransform(image, source.background, upright)
-    else:
-        transform = TrainTransform(image, training.augment, source.background, upright, training.decoder)
+
+    def transform(spec: ImageSpec) -> ImageTransform:
+        if source.image_transform.type != "default":
+            return OwnImageTransform(source.image_transform, spec, source.background, upright)
+        if training is None:
+            return EvalTransform(spec, source.background, upright)
+        return TrainTransform(spec, training.augment, source.background, upright, training.decoder)
+
     caption = build_caption(source.caption) if target is None else target
+    chosen = build_filter(name, source)
+    teachers = None if teacher is None else transform(teacher)
     own = build_transform(source.transform)
-    return Reader(name, source.image_key, caption, transform, own, build_filter(name, source))
+    return Reader(name, source.image_key, caption, transform(image), own, chosen, teachers)
 
 
 def evaluation_loader(

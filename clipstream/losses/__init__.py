@@ -1,5 +1,5 @@
-"""Contrastive losses over the global batch, exact for any number of ranks.
+"""Contrastive losses over the global batch and losses of distillation, exact for any number of ranks.
 
-Features of a rank's batch enter; the loss and its gradients leave. `tiled` computes them without the whole matrix of
-logits, `ring` passes rows from rank to rank, and `reference` is the same in a few lines, for tests.
+Features of a rank's batch enter; the loss and its gradients leave. `tiled` and `affinity` compute them without the
+whole matrix of logits, `ring` passes rows from rank to rank, and `reference` is the same in a few lines, for tests.
 """

@@ -23,6 +23,7 @@ time, and gradients are computed with the value (see `tiled`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -40,6 +41,8 @@ from clipstream.utils.logs import logger
 if TYPE_CHECKING:
     from clipstream.models.towers import Features
 
+Leaves = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]  # image, text, scale, bias
+Compute = Callable[[Leaves, bool], tiled.Found]
 FEW_DISTINCT = 0.7  # share of distinct samples in a batch: a data set of 2 batches gives 0.79, of 1 batch 0.63
 
 
@@ -76,8 +79,14 @@ class _BuiltinLoss:
             negatives = duplicates == "negatives"
             labels = None if negatives else ring.gather(_labels(batch, self._settings.duplicates_by))
             weights = ring.gather(batch.weights)
-            share: torch.Tensor = _Tiled.apply(*features, weights, labels, ring, kind, duplicates)
-        return share
+            loss = tiled.softmax if kind == "softmax" else tiled.sigmoid
+
+            def compute(wide: Leaves, gradients: bool) -> tiled.Found:
+                image, text, scale, bias = wide
+                pairs = tiled.Pairs(image, text, scale, bias, weights.to(image.dtype), ring, labels, duplicates)
+                return loss(pairs, gradients=gradients)
+
+            return with_gradients(features, compute)
 
 
 class ClipLoss(_BuiltinLoss):
@@ -171,20 +180,28 @@ def warn_of_duplicates(settings: LossSettings, batch: Batch, world: World) -> No
         )
 
 
-class _Tiled(torch.autograd.Function):
+def with_gradients(features: Features, compute: Compute) -> torch.Tensor:
+    """A rank's share of a loss, with gradient with respect to the features.
+
+    Args:
+        compute: returns the share and its gradients (`tiled.Found`) for image, text, scale and bias in at least
+            float32; its second argument says whether gradients are needed.
+    """
+    share: torch.Tensor = _WithGradients.apply(*features, compute)
+    return share
+
+
+class _WithGradients(torch.autograd.Function):
     """A rank's share, whose gradients are computed with it: the backward pass only returns them, once."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
-        """Args: image, text, scale and bias of the features, then weights, labels, ring, kind, duplicates."""
-        features, (weights, labels, ring, kind, duplicates) = inputs[:4], inputs[4:]
+        """Args: image, text, scale and bias of the features, then `compute`."""
+        features, compute = inputs[:4], inputs[4]
         dtype = torch.promote_types(features[0].dtype, torch.float32)
-        wide: Any = [None if like is None else like.to(dtype).contiguous() for like in features]
-        image, text, scale, bias = wide
-        pairs = tiled.Pairs(image, text, scale, bias, weights.to(dtype), ring, labels, duplicates)
-        compute = tiled.softmax if kind == "softmax" else tiled.sigmoid
-        found = compute(pairs, gradients=any(ctx.needs_input_grad))
-        ctx.found = [*found[1:4], None if pairs.bias is None else found.bias]
+        wide: Any = tuple(None if like is None else like.to(dtype).contiguous() for like in features)
+        found: tiled.Found = compute(wide, any(ctx.needs_input_grad))
+        ctx.found = [*found[1:4], None if wide[3] is None else found.bias]
         ctx.dtypes = [None if like is None else like.dtype for like in features]
         return found.share
 
@@ -199,7 +216,7 @@ class _Tiled(torch.autograd.Function):
             None if gradient is None else gradient.mul_(factor).to(dtype)
             for gradient, dtype in zip(found, ctx.dtypes, strict=True)
         ]
-        return *given, None, None, None, None, None
+        return *given, None
 
 
 def gather_rows(rows: torch.Tensor, world: World) -> tuple[torch.Tensor, int]:

@@ -44,3 +44,26 @@ def _present(
     targets, masked = (same if duplicates == "positives" else eye), (same & ~eye) & (duplicates == "mask")
     weights = weights[keep].to(logits.dtype)
     return logits[keep][:, keep], weights / weights.sum(), targets, masked
+
+
+def relational_loss(
+    student: torch.Tensor, teacher: torch.Tensor, weights: torch.Tensor, *, divergence: bool
+) -> torch.Tensor:
+    """Divergence (MobileCLIP, arXiv:2311.17049, L_Distill) or cross entropy (open_clip) of two matrices of logits."""
+    keep = weights > 0
+    student, teacher, weights = student[keep][:, keep], teacher[keep][:, keep], weights[keep].to(student.dtype)
+    found = [
+        F.kl_div(s.log_softmax(dim=1), t.softmax(dim=1), reduction="none").sum(dim=1)
+        if divergence
+        else F.cross_entropy(s, t.softmax(dim=1), reduction="none")
+        for s, t in ((student, teacher), (student.T, teacher.T))
+    ]
+    return (weights / weights.sum() * (found[0] + found[1]) / 2).sum()
+
+
+def feature_loss(
+    images: torch.Tensor, texts: torch.Tensor, teacher: tuple[torch.Tensor, torch.Tensor], weights: torch.Tensor
+) -> torch.Tensor:
+    """Squared distances of features [B, D] of images and texts to a teacher's (CLIP-KD, arXiv:2307.12732, FD)."""
+    squares = (images - teacher[0]).square().sum(dim=1) + (texts - teacher[1]).square().sum(dim=1)
+    return (weights / weights.sum() * squares).sum()

@@ -7,7 +7,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from clipstream.config.section import PluginSection
+from clipstream.config.section import PathText, PluginSection, Section
+from clipstream.models.settings import ModelSettings
 
 Duplicates = Literal["negatives", "mask", "positives"]
 _DUPLICATES = "how samples that are equal count for each other: negatives, mask (ignored), positives"
@@ -64,3 +65,49 @@ def chosen_loss_type(settings: LossSettings) -> str | None:
 
 
 LossSettings.builtin = {"auto": AutoLoss, "clip": ClipLossSettings, "siglip": SiglipLossSettings}
+
+
+class DistillSettings(Section):
+    """Training towards the features of a teacher, beside the contrastive loss.
+
+    A live teacher is named by `model`; the features of stored ones are read from data.teacher_features. The loss is
+    `contrastive` times the contrastive loss, `weight` times the relational loss that `type` names, and `features` times
+    the squared distance of the features; each is the mean over the teachers.
+    """
+
+    model: PathText | None = Field(
+        None, description="live teacher: open_clip's name, a path to a JSON config, hf-hub:ORG/NAME or local-dir:PATH"
+    )
+    pretrained: PathText | None = Field(
+        None, description="its weights: a tag, a weights file, hf-hub:ORG/NAME or local-dir:PATH"
+    )
+    type: Literal["logits", "affinity", "relational"] = Field(
+        "logits",
+        description="relational loss between the softmax of the teacher's and the student's logits: logits (cross "
+        "entropy, open_clip), affinity (divergence, mean of rows and columns, MobileCLIP), relational (divergence, sum "
+        "of rows and columns, CLIP-KD's CRD)",
+    )
+    weight: float = Field(1.0, ge=0, description="of the relational loss; 0 for none")
+    features: float = Field(
+        0.0, ge=0, description="weight of the squared distance of features (CLIP-KD's FD), of equal width; 0 for none"
+    )
+    contrastive: float = Field(1.0, ge=0, description="weight of the contrastive loss; 0 for none")
+    temperature: float | None = Field(
+        None, gt=0, description="of the student's logits in the relational loss; its learned scale unless set"
+    )
+    teacher_temperature: float | None = Field(
+        None, gt=0, description="of the teacher's logits; the teacher's own scale unless set"
+    )
+
+    def teacher(self, cache_dir: str | None) -> ModelSettings | None:
+        """The model of the live teacher; None without one."""
+        if self.model is None:
+            return None
+        return ModelSettings(name=self.model, pretrained=self.pretrained, cache_dir=cache_dir)
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Keys without a teacher, and weights that leave nothing to learn from it."""
+        if self.pretrained is not None and self.model is None:
+            yield "pretrained", "weights of which teacher? Give --distill-model as well"
+        if not self.weight and not self.features:
+            yield "weight", "weight and features are both 0: nothing is learned from the teacher"

@@ -81,26 +81,20 @@ class Tile(NamedTuple):
 
 def softmax(pairs: Pairs, *, gradients: bool) -> Found:
     """This rank's share of the softmax loss, and its gradients if requested. Collective."""
-    tiles, ring = _Tiles(pairs), pairs.ring
+    tiles, ring = Tiles(pairs), pairs.ring
     halves, each = tiles.halves, tiles.halves / tiles.matches()
-    row_lse = pairs.images.new_full((len(pairs.images),), -torch.inf)
-    column_lse = pairs.images.new_full((len(pairs.weights),), -torch.inf)
+    sums = LogSums(tiles)
     right = tiles.right(each) if tiles.diagonal_targets else pairs.images.new_zeros(())
 
-    def sums(start: int, texts: torch.Tensor) -> None:
+    def add(start: int, texts: torch.Tensor) -> None:
         for tile in tiles.iterate(start, texts):
             if not tiles.diagonal_targets:
                 right.add_(tiles.targets(each, tile).mul_(tile.s).sum())
-            rows, columns = row_lse[tile.rows], column_lse[tile.columns]
-            torch.logaddexp(rows, tiles.logsumexp(tile.s, dim=1), out=rows)
-            torch.logaddexp(columns, tiles.logsumexp(tile.s, dim=0), out=columns)
+            sums.add(tile)
 
-    ring.around(pairs.texts, sums)
-    if ring.world.size > 1:  # logsumexp over the ranks; values may be -inf
-        most = column_lse.clone()
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        column_lse = ring.world.all_reduce_sum(torch.exp(column_lse - most)).log_().add_(most)
-    own = ring.own
+    ring.around(pairs.texts, add)
+    sums.reduce()
+    own, row_lse, column_lse = ring.own, sums.rows, sums.columns
     found = tiles.begin((halves[own] * (row_lse + column_lse[own])).sum() - right, gradients=gradients)
     if not gradients:
         return found
@@ -121,7 +115,7 @@ def softmax(pairs: Pairs, *, gradients: bool) -> Found:
 
 def sigmoid(pairs: Pairs, *, gradients: bool) -> Found:
     """This rank's share of the sigmoid loss, and its gradients if requested. Collective."""
-    tiles = _Tiles(pairs)
+    tiles = Tiles(pairs)
     halves = tiles.halves
     found = tiles.begin(pairs.images.new_zeros(()), gradients=gradients)
 
@@ -141,20 +135,25 @@ def sigmoid(pairs: Pairs, *, gradients: bool) -> Found:
     return tiles.scaled(found, pairs.ring.around(pairs.texts, carry))
 
 
-class _Tiles:
+class Tiles:
     """Iterates over a rank's tiles, which share buffers.
 
+    Args:
+        pairs: the inputs of the logits.
+        buffers: number of buffers of the size of a tile: one for the logits, one for `logsumexp`, and the caller's.
+
     Attributes:
+        pairs: the inputs of the logits.
         halves: w_i / 2W of all samples, [B].
         diagonal_targets: whether a sample matches only itself.
     """
 
-    def __init__(self, pairs: Pairs) -> None:
-        self._pairs = pairs
+    def __init__(self, pairs: Pairs, buffers: int = 2) -> None:
+        self.pairs = pairs
         total = pairs.weights.sum().clamp_min(torch.finfo(pairs.weights.dtype).tiny)  # 0 / 0 would be nan
         self.halves = pairs.weights / (2 * total)
         self.diagonal_targets = pairs.duplicates != "positives"
-        self._buffers = [pairs.images.new_empty(ROWS * COLUMNS) for _ in range(2)]
+        self._buffers = [pairs.images.new_empty(ROWS * COLUMNS) for _ in range(buffers)]
         # Far below all logits; with -inf, rows without a present sample would give nan.
         self._low = torch.finfo(pairs.images.dtype).min / 8
         gone = pairs.weights == 0
@@ -165,7 +164,7 @@ class _Tiles:
 
     def iterate(self, start: int, texts: torch.Tensor) -> Iterator[Tile]:
         """The tiles of this rank's images with the texts [m, D] from index `start`; each is valid until the next."""
-        pairs = self._pairs
+        pairs = self.pairs
         for row in range(0, len(pairs.images), ROWS):
             images = pairs.images[row : row + ROWS] * pairs.scale
             for column in range(0, len(texts), COLUMNS):
@@ -190,7 +189,7 @@ class _Tiles:
 
     def _own(self, tile: Tile) -> slice:
         """The tile's rows among all samples."""
-        start = self._pairs.ring.start
+        start = self.pairs.ring.start
         return slice(start + tile.rows.start, start + tile.rows.stop)
 
     def _same(self, tile: Tile) -> torch.Tensor:
@@ -246,7 +245,7 @@ class _Tiles:
 
     def right(self, values: torch.Tensor) -> torch.Tensor:
         """sum_i 2 v_i s_ii over this rank's samples, of v [B]."""
-        pairs, total = self._pairs, self._pairs.images.new_zeros(())
+        pairs, total = self.pairs, self.pairs.images.new_zeros(())
         for some, own in self._strips():
             s = (pairs.images[some] * pairs.texts[some]).sum(dim=1) * pairs.scale
             total += (2 * values[own] * (s if pairs.bias is None else s + pairs.bias)).sum()
@@ -254,26 +253,54 @@ class _Tiles:
 
     def begin(self, share: torch.Tensor, *, gradients: bool) -> Found:
         """The share, and zeroed gradients."""
-        images, zero = self._pairs.images, torch.zeros_like(share)
+        images, zero = self.pairs.images, torch.zeros_like(share)
         return Found(share, torch.zeros_like(images) if gradients else None, None, zero, zero.clone())
 
     def add(self, g: torch.Tensor, tile: Tile, texts: torch.Tensor, found: Found, of_texts: torch.Tensor) -> None:
         """Add the gradients of a tile's images and texts, without the factor scale, from g = dL/ds."""
         assert found.images is not None
         found.images[tile.rows].addmm_(g, texts[tile.block])
-        of_texts[tile.block].addmm_(g.T, self._pairs.images[tile.rows])
+        of_texts[tile.block].addmm_(g.T, self.pairs.images[tile.rows])
 
     def scaled(self, found: Found, of_texts: torch.Tensor | None) -> Found:
         """Multiply the gradients by the scale, and compute its own; without gradients, unchanged."""
         if found.images is None or of_texts is None:
             return found
-        pairs, of_scale = self._pairs, found.scale
+        pairs, of_scale = self.pairs, found.scale
         for some, _ in self._strips():
             of_scale.add_((pairs.images[some] * found.images[some]).sum())
         return found._replace(images=found.images.mul_(pairs.scale), texts=of_texts.mul_(pairs.scale))
 
     def _strips(self) -> Iterator[tuple[slice, slice]]:
         """This rank's samples in slices of ROWS: among its own, and among all."""
-        for row in range(0, len(self._pairs.images), ROWS):
-            some = slice(row, min(row + ROWS, len(self._pairs.images)))
-            yield some, slice(self._pairs.ring.start + some.start, self._pairs.ring.start + some.stop)
+        for row in range(0, len(self.pairs.images), ROWS):
+            some = slice(row, min(row + ROWS, len(self.pairs.images)))
+            yield some, slice(self.pairs.ring.start + some.start, self.pairs.ring.start + some.stop)
+
+
+class LogSums:
+    """The logsumexp of the rows and columns of a matrix of logits, from its tiles.
+
+    Attributes:
+        rows: R of this rank's rows, [n].
+        columns: C of all columns, [B]; over this rank's rows until `reduce`.
+    """
+
+    def __init__(self, tiles: Tiles) -> None:
+        self._tiles = tiles
+        self.rows = tiles.pairs.images.new_full((len(tiles.pairs.images),), -torch.inf)
+        self.columns = tiles.pairs.images.new_full((len(tiles.pairs.weights),), -torch.inf)
+
+    def add(self, tile: Tile) -> None:
+        """Add the logits of a tile."""
+        rows, columns = self.rows[tile.rows], self.columns[tile.columns]
+        torch.logaddexp(rows, self._tiles.logsumexp(tile.s, dim=1), out=rows)
+        torch.logaddexp(columns, self._tiles.logsumexp(tile.s, dim=0), out=columns)
+
+    def reduce(self) -> None:
+        """Combine the columns of all ranks; a rank without rows has -inf in all of them. Collective."""
+        world = self._tiles.pairs.ring.world
+        if world.size > 1:
+            most = self.columns.clone()
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+            self.columns = world.all_reduce_sum(torch.exp(self.columns - most)).log_().add_(most)

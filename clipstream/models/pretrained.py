@@ -99,6 +99,19 @@ def preflight(
         raise hub.explain(missing, settings.cache_dir, _label(settings), reason)
 
 
+def preflight_teacher(settings: ModelSettings, *, ask: bool = True) -> None:
+    """`preflight` of a live teacher, which needs weights.
+
+    Raises SettingsError: as `preflight`, or the teacher has no weights.
+    """
+    try:
+        if _weights(settings).fresh:
+            raise SettingsError(f"{settings.name} has no weights: give --distill-pretrained as well")
+        preflight(settings, ask=ask)
+    except SettingsError as error:
+        raise SettingsError(f"distill.model: the teacher: {error}") from error
+
+
 def fetch(settings: ModelSettings, tokenizer: TokenizerChoice | None, world: World) -> None:
     """Download the model's files into the Hub's cache, by one rank per node. Collective; errors are raised on all.
 

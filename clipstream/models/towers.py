@@ -271,6 +271,13 @@ class Towers(nn.Module):
             raise SettingsError(text) from error
         return self._tokenizer
 
+    def same_tokenizer(self, other: Towers) -> bool:
+        """Whether both models' own tokenizers are certain to give the same ids; those of unlike folders may."""
+        text_cfgs = [towers.config.model_cfg["text_cfg"] for towers in (self, other)]
+        keys = ("hf_tokenizer_name", "tokenizer_kwargs", "tokenizer_mode")
+        same = all((text_cfgs[0].get(key) or None) == (text_cfgs[1].get(key) or None) for key in keys)
+        return same and (self.tokenizer_folder, self.context_length) == (other.tokenizer_folder, other.context_length)
+
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a folder from which open_clip rebuilds model, preprocessing and tokenizer ('local-dir:FOLDER')."""
         folder = Path(folder)

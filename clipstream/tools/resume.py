@@ -31,7 +31,7 @@ from clipstream.training.state import TrainState
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
 
-TRAINS = re.compile(r"(model|tokenizer|data|loss|optim|schedule|train)\.|run\.(seed|deterministic)$")
+TRAINS = re.compile(r"(model|tokenizer|data|loss|distill|optim|schedule|train)\.|run\.(seed|deterministic)$")
 BESIDES = re.compile(
     r"model\.cache_dir|data\.(cache|cache_gib|workers|trace|\w+_timeout|max_\w+_failures)"
     r"|data\.sources\..*\.(shards|folder)"

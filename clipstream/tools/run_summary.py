@@ -22,7 +22,7 @@ def print_summary(
         settings: with every `auto` resolved.
         checkpoint: the one that the run is resumed from.
     """
-    data, optim, stop = settings.data, settings.optim, settings.train.early_stop
+    data, optim, stop, distill = settings.data, settings.optim, settings.train.early_stop, settings.distill
     for name, source in open_sources(settings).items():
         announce(f"source   {name}: {source.summary()}, weight {data.sources[name].weight:g}")
     if settings.epochs is not None:
@@ -31,6 +31,10 @@ def print_summary(
     count = f"{towers.n_parameters:,} parameters"
     count += "" if trained == towers.n_parameters else f", {trained:,} of them trained"
     announce(f"model    {settings.model.name}, {count}, {towers.loss_type} loss")
+    if distill.model is not None:
+        weights = f"contrastive {distill.contrastive:g}, {distill.type} {distill.weight:g}"
+        weights += f", features {distill.features:g}" * bool(distill.features)
+        announce(f"teacher  {distill.model}{f', {distill.pretrained}' if distill.pretrained else ''}: {weights}")
     announce(f"optim    {optim.type}, lr {optim.lr:g}, wd {optim.wd:g}{optim.summary(settings.model.name)}")
     workers = f"{data.workers} worker{'s' * (data.workers != 1)}"
     sizes = "".join(f", {size} from step {step}" for step, size in data.batch_schedule)

@@ -30,6 +30,9 @@ class BufferShape:
     height: int  # of the pixels
     width: int
     text_width: int  # T, ids of a sample
+    teacher_height: int = 0  # of the pixels of a live teacher; 0 where it takes the model's
+    teacher_width: int = 0
+    teacher_text_width: int = 0  # ids of a live teacher's tokenizer; 0 where it takes the model's
 
     def arrays(self) -> dict[str, tuple[type, tuple[int, ...]]]:
         """Name -> (dtype, shape) of the arrays of a buffer."""
@@ -40,6 +43,8 @@ class BufferShape:
             "weights": (np.float32, (n,)),
             "sources": (np.uint8, (n,)),
             "pictures": (np.int64, (n,)),
+            "teacher_pixels": (np.uint8, (n, self.teacher_height, self.teacher_width, 3)),
+            "teacher_ids": (np.int32, (n, self.teacher_text_width)),
         }
 
 
@@ -51,6 +56,8 @@ class BatchBuffer:
     weights: np.ndarray[Any, Any]  # float32 [n]
     sources: np.ndarray[Any, Any]  # uint8 [n]
     pictures: np.ndarray[Any, Any]  # int64 [n], checksums of the picture files
+    teacher_pixels: np.ndarray[Any, Any]  # uint8 [n, H', W', 3]
+    teacher_ids: np.ndarray[Any, Any]  # int32 [n, T']
 
     def __init__(self, memory: mmap.mmap, offset: int, shape: BufferShape) -> None:
         for name, (dtype, dims) in shape.arrays().items():
@@ -60,7 +67,7 @@ class BatchBuffer:
 
     def clear(self, slot: int) -> None:
         """Empty a slot: nothing of an earlier sample stays in it."""
-        for values in (self.pixels, self.ids, self.weights, self.pictures):
+        for values in (self.pixels, self.ids, self.weights, self.pictures, self.teacher_pixels, self.teacher_ids):
             values[slot] = 0
 
 

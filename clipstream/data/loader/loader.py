@@ -70,6 +70,8 @@ class LoaderPlan:
     remainder: Callable[[int], dict[str, dict[str, int]]] | None = None
     # whether batches on the CPU are views of the buffers, each valid until the next one, which saves a copy
     views: bool = False
+    teacher_image: ImageSpec | None = None  # of a live teacher's pixels; None for no pixels of its own
+    teacher_tokenizer: Tokenizer | None = None  # of a live teacher; None for no ids of its own
     # faults of shards that are known before any is opened; given to one rank only, which counts them
     found: Health | None = None
     opened: list[OpenShards] = field(default_factory=list)  # by this process
@@ -79,12 +81,29 @@ class LoaderPlan:
         """Of the sources."""
         return [reader.name for reader in self.readers]
 
+    @property
+    def shape(self) -> BufferShape:
+        """Of the batch buffers."""
+        teacher_size = (0, 0) if self.teacher_image is None else self.teacher_image.size
+        teacher_text_width = 0 if self.teacher_tokenizer is None else self.teacher_tokenizer.context_length
+        width = self.tokenizer.context_length
+        return BufferShape(self.samples, *self.image.size, width, *teacher_size, teacher_text_width)
+
     def pipeline(self, worker: int, report: Callable[[WorkerReport], None], stopwatch: Stopwatch) -> Pipeline:
         """The pipeline of a worker: every `workers`-th lane of the rank."""
         self.store.alive = stopwatch.touch
         traced = self.traced if worker == 0 else 0
         pipeline = Pipeline(
-            [], self.slots, self.readers, self.mix, self.tokenizer, Health(self.names), report, stopwatch, traced
+            [],
+            self.slots,
+            self.readers,
+            self.mix,
+            self.tokenizer,
+            Health(self.names),
+            report,
+            stopwatch,
+            traced,
+            self.teacher_tokenizer,
         )
         shards = [
             OpenShards(
@@ -138,8 +157,7 @@ class Loader:
         self._parts: dict[int, list[BatchPart]] = {}
         self._warnings = 0
         self._captions_checked: set[str] = set()
-        shape = BufferShape(plan.samples, *plan.image.size, plan.tokenizer.context_length)
-        self._ring = BufferRing(shape, plan.depth if plan.workers else 1)
+        self._ring = BufferRing(plan.shape, plan.depth if plan.workers else 1)
         self._prefetch = device_prefetch_for(plan.device, self._ring, plan.views)
         self._ahead: tuple[list[BatchPart], Batch] | None = None  # the next batch, while it is copied to the GPU
         self._workers: list[Worker] = []
@@ -382,8 +400,11 @@ class Loader:
         def tensor(values: np.ndarray[Any, Any]) -> torch.Tensor:  # without the empty slots of a stream that ended
             return torch.from_numpy(values[:count] if len(order) == count else values[order])
 
+        def pixels(values: np.ndarray[Any, Any]) -> torch.Tensor:
+            return tensor(values).permute(0, 3, 1, 2)
+
         batch = Batch(
-            pixels=tensor(buffer.pixels).permute(0, 3, 1, 2),
+            pixels=pixels(buffer.pixels),
             ids=tensor(buffer.ids),
             weights=tensor(buffer.weights),
             keys=tuple(keys[slot] for slot in order),
@@ -391,5 +412,7 @@ class Loader:
             step=step,
             global_size=slots.batch_size(step),
             pictures=tensor(buffer.pictures),
+            teacher_pixels=pixels(buffer.teacher_pixels) if self.plan.teacher_image else None,
+            teacher_ids=tensor(buffer.teacher_ids) if self.plan.teacher_tokenizer else None,
         )
         return parts, self._prefetch.start(batch)

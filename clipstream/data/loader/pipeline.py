@@ -52,6 +52,7 @@ class Reader:
     image: ImageTransform  # gives the pixels
     transform: SampleTransform | None  # the user's own, before the caption; or None
     filter: SampleFilter | None = None  # says which samples are used; None for all
+    teacher_image: ImageTransform | None = None  # gives a live teacher's pixels of the same crop; None for none
 
     @cached_property
     def members(self) -> tuple[str, ...] | None:
@@ -131,6 +132,7 @@ class Pipeline:
     report: Callable[[WorkerReport], None]  # called where a part takes long or much is dropped, before it is filled
     stopwatch: Stopwatch  # measures the stages, and names the current one in case of a stall
     traced: int = 0  # samples that are traced: the first, used or dropped
+    teacher_tokenizer: Tokenizer | None = None  # captions to ids of a live teacher; None for none
     _begun: int = 0  # traces
     _reported: float = field(default_factory=time.monotonic)
     _captions: Counter[str] = field(default_factory=Counter)  # by source, captions that were counted
@@ -156,6 +158,8 @@ class Pipeline:
         if captions:
             self.stopwatch.begin("tokenize")
             buffer.ids[list(captions)] = self.tokenizer.encode(list(captions.values()))
+            if self.teacher_tokenizer is not None:
+                buffer.teacher_ids[list(captions)] = self.teacher_tokenizer.encode(list(captions.values()))
         lanes = {lane.number: lane.state() for lane in self.lanes}
         ended = not keys and any(mine for _, mine in wanted)
         self._reported = time.monotonic()
@@ -255,8 +259,12 @@ class Pipeline:
             assert slot.sample is not None
             self.stopwatch.at("decode", slot.timed_as)
             pixels = buffer.pixels[slot.index]
+            teacher_image, rng = slot.reader.teacher_image, slot.rng
+            again_rng = None if teacher_image is None or rng is None else rng.copy()
             try:
-                slot.reader.image(slot.data, slot.rng, pixels)
+                slot.reader.image(slot.data, rng, pixels)
+                if teacher_image is not None:
+                    teacher_image(slot.data, again_rng, buffer.teacher_pixels[slot.index])
             except Dropped as drop:
                 self._drop(slot, drop, again)
                 continue

@@ -44,6 +44,10 @@ class SampleRNG:
         self._state = (self._state + GOLDEN) & MASK
         return _scramble(self._state)
 
+    def copy(self) -> SampleRNG:
+        """A generator that draws the same numbers from here on."""
+        return SampleRNG(self._state)
+
     def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
         """A number in [low, high)."""
         return low + (high - low) * ((self._next() >> 11) * 2.0**-53)

@@ -1,0 +1,127 @@
+"""Distillation: a contrastive loss with losses that draw the features towards those of teachers.
+
+A batch with the features of teachers enters, as `features['NAME.image']` and `features['NAME.text']` for each teacher
+NAME; a share of the loss leaves, exact for any number of ranks as that of `contrastive`. With the weights of
+`DistillSettings`, and means over the teachers:
+
+    L = contrastive * L_contrastive + weight * L_relational + features * L_features
+
+**Relational losses** compare the softmax of the rows and columns of the student's logits with those of the teacher's;
+the widths of the features may differ. D is the mean over rows and columns of the Kullback-Leibler divergence or the
+cross entropy of `affinity`.
+
+| `type` | L_relational | paper |
+|---|---|---|
+| `logits` | cross entropy | open_clip's DistillClipLoss, at `contrastive` 1 and `weight` 1 |
+| `affinity` | divergence | MobileCLIP (arXiv:2311.17049, L_Distill), at `contrastive` 1 - lambda and `weight` lambda |
+| `relational` | twice the divergence | CLIP-KD (arXiv:2307.12732, CRD): rows and columns summed, not averaged |
+
+`logits` and `affinity` have the same gradients. The student's logits have its learned scale, which then takes part in
+the gradient, or 1 / `temperature`; the teacher's its own scale, or 1 / `teacher_temperature`. The bias of a sigmoid
+model has no effect on a softmax.
+
+**L_features** is sum_i w_i / W (|x_i - u_i|^2 + |y_i - v_i|^2) of the student's x, y and the teacher's u, v (CLIP-KD,
+FD). The widths have to be equal: there is no trained projection.
+
+Samples of weight 0 are absent. Sums are float32 or, if the features are, float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from clipstream.data.batch import Batch
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.losses import tiled
+from clipstream.losses.affinity import affinity
+from clipstream.losses.contrastive import ContrastiveLoss, Leaves, with_gradients
+from clipstream.losses.ring import Ring
+from clipstream.losses.settings import DistillSettings
+
+if TYPE_CHECKING:
+    from clipstream.models.towers import Features
+
+
+class DistilledLoss:
+    """A ContrastiveLoss: the given one, and the losses of distillation.
+
+    Args:
+        base: the contrastive loss; its limits of the logit scale hold.
+        scales: name of each teacher -> scale of its logits, exp(logit_scale).
+        add_features: adds the features of a live teacher to a batch; None where the batches have all of them.
+
+    Raises SettingsError, when it is called: a width that the loss of features cannot compare.
+    """
+
+    def __init__(
+        self,
+        base: ContrastiveLoss,
+        settings: DistillSettings,
+        scales: Mapping[str, float],
+        add_features: Callable[[Batch], Batch] | None = None,
+    ) -> None:
+        self.max_logit_scale = base.max_logit_scale
+        self.min_logit_scale: float | None = getattr(base, "min_logit_scale", None)
+        self._base, self._settings, self._scales = base, settings, dict(scales)
+        self._add_features = add_features
+
+    def __call__(self, features: Features, batch: Batch, world: World) -> torch.Tensor:
+        """See ContrastiveLoss."""
+        settings, device = self._settings, features.image.device
+        share = features.image.new_zeros((), dtype=torch.promote_types(features.image.dtype, torch.float32))
+        if settings.contrastive:
+            share = share + settings.contrastive * self._base(features, batch, world)
+        if self._add_features is not None:
+            batch = self._add_features(batch)
+        with torch.autocast(device.type, enabled=False):
+            ring = Ring.of(len(features.image), world, device)
+            weights = ring.gather(batch.weights)
+            for name, scale in self._scales.items():
+                teacher = [batch.features[f"{name}.{kind}"].to(share.dtype) for kind in ("image", "text")]
+                if settings.weight:
+                    factor = settings.weight * (2 if settings.type == "relational" else 1) / len(self._scales)
+                    share = share + factor * self._relational(features, teacher, scale, weights, ring)
+                if settings.features:
+                    factor = settings.features / len(self._scales)
+                    share = share + factor * _distance(name, features, teacher, weights, ring)
+        return share
+
+    def _relational(
+        self, features: Features, teacher: list[torch.Tensor], scale: float, weights: torch.Tensor, ring: Ring
+    ) -> torch.Tensor:
+        """This rank's share of the relational loss."""
+        settings = self._settings
+        if settings.teacher_temperature is not None:
+            scale = 1 / settings.teacher_temperature
+
+        def compute(wide: Leaves, gradients: bool) -> tiled.Found:
+            image, text, learned, _ = wide
+            own = learned if settings.temperature is None else torch.full_like(learned, 1 / settings.temperature)
+            present = weights.to(image.dtype)
+            student = tiled.Pairs(image, text, own, None, present, ring)
+            other = tiled.Pairs(teacher[0].contiguous(), teacher[1], torch.full_like(own, scale), None, present, ring)
+            found = affinity(student, other, divergence=settings.type != "logits", gradients=gradients)
+            return found if settings.temperature is None else found._replace(scale=torch.zeros_like(learned))
+
+        return with_gradients(features, compute)
+
+
+def _distance(
+    name: str, features: Features, teacher: list[torch.Tensor], weights: torch.Tensor, ring: Ring
+) -> torch.Tensor:
+    """This rank's share of the loss of features. Raises SettingsError: the widths differ."""
+    width, other = features.image.shape[1], teacher[0].shape[1]
+    if width != other:
+        raise SettingsError(
+            f"distill.features: the features of teacher {name} have {other} numbers, those of the model {width}: set "
+            "it to 0 and use --distill.type logits, affinity or relational, which compare features of any width"
+        )
+    dtype = teacher[0].dtype
+    weights = weights.to(dtype)
+    shares = weights[ring.own] / weights.sum().clamp_min(torch.finfo(dtype).tiny)
+    squares = (features.image.to(dtype) - teacher[0]).square() + (features.text.to(dtype) - teacher[1]).square()
+    return (shares * squares.sum(dim=1)).sum()

@@ -1,0 +1,138 @@
+"""Training with a live teacher that has its own picture size and tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from clipstream.data.batch import Batch, ImageSpec
+from clipstream.data.build import training_loader
+from clipstream.distributed.world import World
+from clipstream.models.teacher import Teacher
+from clipstream.models.towers import Towers
+from clipstream.train import main
+from clipstream.training.precision import autocast
+from tests.support import hubtree
+from tests.support.loaders import IMAGE, data, digest
+from tests.support.model_files import build
+from tests.support.pictures import ByteTokenizer, make_shards
+from tests.support.ranks import reserved_port
+from tests.support.runs import MODEL, flags, furnish, lines, same_weights, start, weights
+
+LARGE = ImageSpec((24, 24))
+
+
+class ReversedBytes(ByteTokenizer):
+    """Another tokenizer: the bytes of a text from its end, and fewer of them."""
+
+    context_length = 9
+
+    def encode(self, texts: Any) -> Any:
+        return super().encode([text[::-1] for text in texts])
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with shards, a model's configuration, and a teacher with pictures and a tokenizer of its own."""
+    folder = furnish(tmp_path_factory.mktemp("distill"))
+    (folder / "words").mkdir()
+    hubtree.write_tokenizer(folder / "words")
+    text = {**MODEL["text_cfg"], "context_length": 12, "hf_tokenizer_name": str(folder / "words")}  # type: ignore[dict-item]
+    vision = {**MODEL["vision_cfg"], "image_size": 24}  # type: ignore[dict-item]
+    (folder / "teacher.json").write_text(json.dumps({**MODEL, "vision_cfg": vision, "text_cfg": text}))
+    build(str(folder / "teacher.json"), seed=5).save_pretrained(folder / "teacher")
+    build(str(folder / "model.json"), seed=5).save_pretrained(folder / "alike")
+    return folder
+
+
+def distilled(place: Path, name: str, *more: str, teacher: str = "teacher", steps: int = 8) -> list[str]:
+    """A run that learns from a teacher alone."""
+    alone = ("--distill-model", f"local-dir:{place}/{teacher}", "--distill.contrastive", "0")
+    return flags(place, name, *alone, *more, steps=steps)
+
+
+def losses(place: Path, name: str) -> list[float]:
+    return [line["loss"] for line in lines(place, name)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_adds_pixels_and_ids_of_the_teacher(tmp_path: Path, workers: int) -> None:
+    settings = data(make_shards(tmp_path, [13, 7]), workers=workers)
+    parts: dict[str, Any] = {"world": World(), "seed": 3}
+    with (
+        training_loader(
+            settings, tokenizer=ByteTokenizer(), image=IMAGE, teacher_image=LARGE, teacher_tokenizer=ReversedBytes(),
+            **parts,
+        ) as both,
+        training_loader(settings, tokenizer=ByteTokenizer(), image=IMAGE, **parts) as student,
+        training_loader(settings, tokenizer=ReversedBytes(), image=LARGE, **parts) as teacher,
+    ):  # fmt: skip
+        for _ in range(4):
+            batch, own, wanted = next(both), next(student), next(teacher)
+            assert own.teacher_pixels is None and own.teacher_ids is None
+            assert digest([batch]) == digest([own])
+            assert batch.teacher_pixels is not None and batch.teacher_ids is not None and wanted.pixels is not None
+            assert torch.equal(batch.teacher_pixels, wanted.pixels)  # the same crops at another size
+            assert torch.equal(batch.teacher_ids, wanted.ids)
+
+
+def test_the_chunks_of_a_teacher_give_the_same_features(place: Path) -> None:
+    towers: Towers = build(f"local-dir:{place}/alike")
+    teacher = Teacher(towers, "cpu", lambda: autocast("cpu", "fp32"))
+    pixels, ids = torch.randint(0, 256, (7, 3, 16, 16), dtype=torch.uint8), torch.randint(1, 99, (7, 8))
+    batch = Batch(pixels, ids, torch.ones(7), ("",) * 7, torch.zeros(7), 0, 7, features={"other.image": torch.ones(7)})
+    whole = teacher(batch).features
+    teacher.chunk = lambda: 3
+    assert whole.keys() == {"other.image", "teacher.image", "teacher.text"}
+    for name, features in teacher(batch).features.items():
+        torch.testing.assert_close(features, whole[name], rtol=0, atol=1e-6)
+    assert not any(parameter.requires_grad for parameter in towers.parameters()) and not towers.training
+    assert teacher.scale == pytest.approx(float(towers.clip.logit_scale.exp()))
+
+
+def test_a_student_learns_from_a_teacher_of_other_pictures_and_tokens(place: Path) -> None:
+    more = ("--distill.type", "affinity", "--distill.features", "1", "--distill.teacher-temperature", "0.02")
+    assert main(distilled(place, "other", *more, "--lr", "1e-2", "--warmup", "0", steps=16)) == 0
+    found = losses(place, "other")
+    assert sum(found[-4:]) < 0.6 * sum(found[:4])
+    assert set(weights(place, "other", 16)) == set(load_file(place / "alike" / "open_clip_model.safetensors"))
+
+
+def test_the_teacher_itself_has_nothing_to_learn(place: Path) -> None:
+    more = ("--pretrained", f"{place}/alike/open_clip_model.safetensors", "--lr", "0", "--data.augment.scale", "[1, 1]")
+    assert main(distilled(place, "same", *more, "--distill.type", "affinity", teacher="alike", steps=2)) == 0
+    assert losses(place, "same") == pytest.approx([0, 0], abs=1e-6)
+
+
+def test_a_resumed_run_and_micro_batches_on_two_ranks_give_the_same(place: Path) -> None:
+    assert main(distilled(place, "whole")) == 0
+    assert main(distilled(place, "parts", "--resume", f"{place}/runs/whole/checkpoints/step_00000004")) == 0
+    assert losses(place, "parts")[-4:] == losses(place, "whole")[-4:]
+    assert same_weights(weights(place, "parts", 8), weights(place, "whole", 8))
+    more = ("--train.micro-batch-size", "5", "--train.parallel", "fsdp")
+    with reserved_port() as port:
+        processes = start(distilled(place, "shared", *more), ranks=2, port=port)
+        assert [process.wait() for process in processes] == [0, 0], processes[0].communicate()
+    assert losses(place, "shared") == pytest.approx(losses(place, "whole"), abs=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--distill-model", "ViT-B-32"], "distill.model: the teacher: ViT-B-32 has no weights: give --distill-pret"),
+        (["--distill-model", "ViT-B-32", "--distill-pretrained", "opnai"], "'opnai' is neither a tag nor a file"),
+        (["--distill.weight", "0.5"], "there is no teacher: give --distill-model as well"),
+        (["--distill-pretrained", "openai"], "weights of which teacher? Give --distill-model as well"),
+    ],
+)
+def test_a_teacher_that_cannot_be_had(
+    place: Path, given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags(place, "none", *given)) == 2
+    assert said in capsys.readouterr().err
+    assert not (place / "runs" / "none").exists()
