@@ -343,7 +343,7 @@ def build_step(
 
     train = settings.train
     towers.train()
-    synchronize_batch_norm(towers, world)
+    synchronize_batch_norm(towers, world, towers.frozen)
     layout = parallelize(towers, world, parallel=train.parallel, precision=train.arithmetic)
     optimizer = build_optimizer(towers, settings.optim, settings.model.name)
     if train.micro_batch_size == "auto" and not world.device.startswith("cuda"):

@@ -74,6 +74,9 @@ def _length(settings: Settings) -> Problems:
     if 0 < steps < schedule.warmup:
         text = f"{schedule.warmup} steps of warm-up, but the run has {steps}: lower --warmup"
         yield ("schedule", "warmup"), text
+    for key in ("unlock_image_at", "unlock_text_at"):
+        if (at := getattr(settings.model, key)) is not None and at >= steps:
+            yield ("model", key), f"step {at} is never reached: the run has {steps}"
     if late := [step for step, _ in settings.data.batch_schedule if step >= steps]:
         yield ("data", "batch_schedule"), f"step {late[0]} is never reached: the run has {steps}"
     in_epochs: list[tuple[Path, str]] = [

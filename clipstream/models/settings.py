@@ -47,16 +47,24 @@ class ModelSettings(Section):
     grad_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
     lock_image: bool = Field(False, description="freeze the image tower")
     unlocked_groups: int = Field(0, ge=0, description="last groups of a locked image tower that stay trainable")
+    unlock_image_at: int | None = Field(
+        None, ge=1, description="steps after which a locked image tower is trained, all of it; never unless set"
+    )
     lock_text: bool = Field(False, description="freeze the text tower")
     unlocked_layers: int = Field(0, ge=0, description="last layers of a locked text tower that stay trainable")
+    unlock_text_at: int | None = Field(
+        None, ge=1, description="steps after which a locked text tower is trained, all of it; never unless set"
+    )
     allow_mismatch: bool = Field(False, description="allow a loss or tokenizer that the weights were not trained with")
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Keys of locked towers."""
-        for key, lock in (("unlocked_groups", "lock_image"), ("unlocked_layers", "lock_text")):
+        image, text = ("unlocked_groups", "unlock_image_at"), ("unlocked_layers", "unlock_text_at")
+        for key, lock in [*((key, "lock_image") for key in image), *((key, "lock_text") for key in text)]:
             if getattr(self, key) and not getattr(self, lock):
                 yield key, f"nothing is locked: give --{lock.replace('_', '-')} as well, or leave it out"
-        if self.patch_dropout and self.lock_image and not self.unlocked_groups:
+        trained = self.unlocked_groups or self.unlock_image_at
+        if self.patch_dropout and self.lock_image and not trained:
             yield "patch_dropout", "a locked image tower drops no patches: leave one of the two out"
 
     @property

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,6 +63,20 @@ class Features(NamedTuple):
     logit_bias: torch.Tensor | None
 
 
+@dataclass
+class Lock:
+    """Names of the parameters that are not trained, and of the modules that stay in evaluation mode with them.
+
+    A lock without `until` is closed for good. One with it is made open, so that optimizer, averages and sharding take
+    the parameters; `Towers.toggle` closes it.
+    """
+
+    parameters: list[str]
+    modules: list[str]
+    until: int | None = None  # number of steps (of the run) after which the parameters are trained
+    closed: bool = True
+
+
 class Towers(nn.Module):
     """An image and a text tower of open_clip behind one forward.
 
@@ -106,7 +120,7 @@ class Towers(nn.Module):
         for name in ("mean", "std"):
             self.register_buffer(name, torch.tensor(preprocess[name]).view(1, 3, 1, 1), persistent=False)
         self.stored: dict[Tower, StoredTower] = {}
-        self._frozen: list[nn.Module] = []
+        self._locks: list[Lock] = []
         self._tokenizer: Any = None
         self._trust_remote_code = trust_remote_code
 
@@ -149,10 +163,10 @@ class Towers(nn.Module):
         return _unit(self.clip.encode_text(ids))
 
     def train(self, mode: bool = True) -> Towers:
-        """See nn.Module.train; frozen towers stay in evaluation mode: no dropout, no update of batch statistics."""
+        """See nn.Module.train; locked towers stay in evaluation mode: no dropout, no update of batch statistics."""
         super().train(mode)
-        for module in self._frozen:
-            module.eval()
+        for name in (name for lock in self._locks if lock.closed for name in lock.modules):
+            self.get_submodule(name).eval()
         return self
 
     @property
@@ -162,16 +176,26 @@ class Towers(nn.Module):
 
     @property
     def has_batch_norm(self) -> bool:
-        """Whether a sample's features depend on the other samples of its micro-batch in training."""
-        frozen = {module for root in self._frozen for module in root.modules()}
-        norm = nn.modules.batchnorm._BatchNorm
+        """Whether a sample's features depend, in some step, on the other samples of its micro-batch."""
+        norm, frozen = nn.modules.batchnorm._BatchNorm, self.frozen
         return any(isinstance(module, norm) and module not in frozen for module in self.modules())
 
-    def lock_image(self, unlocked_groups: int = 0) -> None:
+    @property
+    def frozen(self) -> set[nn.Module]:
+        """The modules that no step trains."""
+        names = [name for lock in self._locks if lock.until is None for name in lock.modules]
+        return {module for name in names for module in self.get_submodule(name).modules()}
+
+    def lock_image(self, unlocked_groups: int = 0, *, until: int | None = None) -> None:
         """Freeze the image tower and its projection (LiT, arXiv:2111.07991), except its last groups.
+
+        Args:
+            unlocked_groups: last groups that stay trainable.
+            until: number of steps after which all of it is trained (`changing_locks`).
 
         Raises SettingsError: the tower has no groups to leave unlocked.
         """
+        before = self._trainable()
         if unlocked_groups:
             try:
                 self.clip.visual.lock(unlocked_groups=unlocked_groups)
@@ -179,40 +203,75 @@ class Towers(nn.Module):
                 raise SettingsError(f"model.unlocked_groups: this image tower has none to unlock: {error}") from error
         else:
             self.clip.visual.requires_grad_(False)
-        self._frozen += _wholly_frozen(self.clip.visual)
-        self.train(self.training)
+        self._add_lock(before, _wholly_frozen(self.clip.visual), until)
 
-    def lock_text(self, unlocked_layers: int = 0, *, keep_projection: bool = False) -> None:
+    def lock_text(self, unlocked_layers: int = 0, *, keep_projection: bool = False, until: int | None = None) -> None:
         """Freeze the text tower except its last layers.
 
         Args:
             unlocked_layers: last layers that stay trainable.
             keep_projection: leave the projection trainable, as it is new on top of a Hugging Face base model.
+            until: number of steps after which all of it is trained (`changing_locks`).
 
         Raises SettingsError: the tower has no layers to leave unlocked.
         """
-        custom = hasattr(self.clip, "text")
+        custom, before = hasattr(self.clip, "text"), self._trainable()
         if unlocked_layers:
             try:
                 self.clip.lock_text_tower(unlocked_layers=unlocked_layers)
             except (AssertionError, RuntimeError, AttributeError, KeyError) as error:
                 raise SettingsError(f"model.unlocked_layers: this text tower has none to unlock: {error}") from error
-            self._frozen += _wholly_frozen(self.clip.text if custom else self.clip.transformer)
-            self.train(self.training)
+            self._add_lock(before, _wholly_frozen(self.clip.text if custom else self.clip.transformer), until)
             return
         prefixes = ("text.",) if custom else ("",)
         spared = ("visual.", "logit_", *(("text.proj",) if keep_projection else ()))
         for name, parameter in self.clip.named_parameters():
             if name.startswith(prefixes) and not name.startswith(spared):
                 parameter.requires_grad_(False)
-        self._frozen.append(self.clip.text if custom else self.clip.transformer)
+        self._add_lock(before, [self.clip.text if custom else self.clip.transformer], until)
+
+    def changing_locks(self, step: int) -> list[Lock]:
+        """The open locks that last longer than `step` steps of the run, and the closed ones that do not."""
+        return [lock for lock in self._locks if lock.until is not None and lock.closed != (step < lock.until)]
+
+    def toggle(self, locks: Iterable[Lock]) -> None:
+        """Close the open ones of these locks, and open the closed ones."""
+        for lock in locks:
+            lock.closed = not lock.closed
+            for name in lock.parameters:
+                self.get_parameter(name).requires_grad_(not lock.closed)
+        self.train(self.training)
+
+    def _trainable(self) -> list[str]:
+        return [name for name, parameter in self.named_parameters() if parameter.requires_grad]
+
+    def _add_lock(self, before: list[str], modules: list[nn.Module], until: int | None) -> None:
+        """Add the lock of those parameters of `before` that are frozen now."""
+        left = set(self._trainable())
+        names = [name for name, module in self.named_modules() if module in modules]
+        lock = Lock([name for name in before if name not in left], names, until)
+        if until is not None:
+            lock.closed = False
+            for name in lock.parameters:
+                self.get_parameter(name).requires_grad_(True)
+        self._locks.append(lock)
         self.train(self.training)
 
     def remove(self, tower: Tower, weights: Path, build: Callable[[], nn.Module]) -> None:
-        """Remove a tower whose features come from a store; see `StoredTower`."""
+        """Remove a tower whose features come from a store; see `StoredTower`.
+
+        Raises SettingsError: it is to be trained from a step on.
+        """
         self.stored[tower] = StoredTower(self.clip, tower, weights, build)
-        left = set(self.modules())
-        self._frozen = [module for module in self._frozen if module in left]
+        modules, parameters = dict(self.named_modules()), dict(self.named_parameters())
+        for lock in self._locks:
+            if lock.until is not None and not parameters.keys() >= set(lock.parameters):
+                raise SettingsError(
+                    f"model.unlock_{tower}_at: a tower whose features come from a store is not trained: leave out the "
+                    "store or this setting"
+                )
+            lock.modules = [name for name in lock.modules if name in modules]
+            lock.parameters = [name for name in lock.parameters if name in parameters]
 
     @contextmanager
     def whole(self, device: str) -> Iterator[Towers]:
@@ -350,10 +409,10 @@ def build_towers(
             raise SettingsError(f"model.grad_checkpointing: open_clip's ResNet ({settings.name}) cannot recompute")
         clip.set_grad_checkpointing()
     if settings.lock_image:
-        towers.lock_image(settings.unlocked_groups)
+        towers.lock_image(settings.unlocked_groups, until=settings.unlock_image_at)
     if settings.lock_text:
         keep = state is None and source.text_model is not None
-        towers.lock_text(settings.unlocked_layers, keep_projection=keep)
+        towers.lock_text(settings.unlocked_layers, keep_projection=keep, until=settings.unlock_text_at)
     return towers
 
 

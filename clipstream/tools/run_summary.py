@@ -30,6 +30,8 @@ def print_summary(
     trained = sum(parameter.numel() for parameter in towers.parameters() if parameter.requires_grad)
     count = f"{towers.n_parameters:,} parameters"
     count += "" if trained == towers.n_parameters else f", {trained:,} of them trained"
+    for tower, until in (("image", settings.model.unlock_image_at), ("text", settings.model.unlock_text_at)):
+        count += "" if until is None else f", the {tower} tower from step {until}"
     announce(f"model    {settings.model.name}, {count}, {towers.loss_type} loss")
     if distill.model is not None:
         weights = f"contrastive {distill.contrastive:g}, {distill.type} {distill.weight:g}"

@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -245,8 +245,11 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def synchronize_batch_norm(module: nn.Module, world: World) -> None:
+def synchronize_batch_norm(module: nn.Module, world: World, frozen: Collection[nn.Module] = ()) -> None:
     """Make batch norm use statistics over all ranks, in place, so that features do not depend on their number.
+
+    Args:
+        frozen: modules that stay in evaluation mode, and need not be changed.
 
     Raises SettingsError: on the CPU, for a batch norm class other than torch's (some of timm's).
     """
@@ -256,7 +259,7 @@ def synchronize_batch_norm(module: nn.Module, world: World) -> None:
         nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
         return
     for name, part in list(module.named_modules()):
-        if not isinstance(part, nn.modules.batchnorm._BatchNorm):
+        if not isinstance(part, nn.modules.batchnorm._BatchNorm) or part in frozen:
             continue
         if type(part) not in _BATCH_NORMS:
             raise SettingsError(

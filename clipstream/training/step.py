@@ -12,6 +12,7 @@ gradient is not, the factor was too large: the step changes no weight, lowers th
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from clipstream.training.parallel import (
     batch_statistics,
     finish_gradients,
     local_tensor,
+    reshard,
     warm_up_buckets,
     wrap,
 )
@@ -60,7 +62,8 @@ class TrainStep:
 
     Args:
         model: the towers on this rank's device, in their final dtype; `image.size`, `context_length`,
-            `has_batch_norm` and `clip.logit_scale` are read. Not wrapped in DDP; may be sharded.
+            `has_batch_norm` and `clip.logit_scale` are read. Not wrapped in DDP; may be sharded. Locks with an end
+            are open.
         micro_batch_size: samples per forward pass on this rank; None for all, 'auto' for as many as fit.
         clip_norm: gradients with a larger norm are scaled down to it; None for no limit.
         max_logit_scale: upper limit of exp(logit_scale), or None. A step never raises the scale above it; a scale that
@@ -97,18 +100,33 @@ class TrainStep:
         self.scaler = torch.amp.GradScaler(torch.device(world.device).type, enabled=precision == "fp16")
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._statistics = batch_statistics(model)
-        wrapped = wrap(model, world)
-        parts = (model, wrapped, loss, world, precision, self.scaler.scale)
+        self._set_locks(0)
+        parts = (model, wrap(model, world), loss, world, precision, self.scaler.scale)
         self.gradcache: GradCache
         if isinstance(micro_batch_size, str):
 
-            def reserved() -> int:  # by AdamW for its moments, before its first step
-                return 0 if optimizer.state else 2 * sum(p.numel() * p.element_size() for p in self.parameters)
+            def reserved() -> int:  # by AdamW for its moments, before a parameter's first step
+                new = [p for p in self.parameters if p.requires_grad and not optimizer.state.get(p)]
+                return 2 * sum(p.numel() * p.element_size() for p in new)
 
             self.gradcache = AutoMicroBatch(*parts, reserved=reserved)
         else:
             self.gradcache = GradCache(*parts, micro_batch_size)
-        warm_up_buckets(wrapped, self.gradcache.warm_up, world)
+        warm_up_buckets(self.gradcache.model, self.gradcache.warm_up, world)
+
+    def unlock(self, step: int) -> None:
+        """Train what `model.unlock_image_at` and `model.unlock_text_at` leave locked for at most `step` steps.
+
+        The optimizer has these parameters from the beginning, and no state of them before their first gradient. DDP
+        takes the parameters that it sums at its construction only, so it is constructed again. Collective; to be called
+        before each step.
+        """
+        if not self._set_locks(step):
+            return
+        self.gradcache.model = self.towers
+        gc.collect()  # the former DDP module, whose hooks on the parameters go with it
+        self.gradcache.model = wrap(self.towers, self.world)
+        warm_up_buckets(self.gradcache.model, self.gradcache.warm_up, self.world)
 
     def __call__(self, batch: Batch, lr: float) -> StepResult:
         """One step on this rank's part of a batch, at least one sample."""
@@ -152,6 +170,13 @@ class TrainStep:
         return StepResult(
             loss, grad_norm, logit_scale, batch.global_size, loss_scale, overflow=overflow, skipped=skipped
         )
+
+    def _set_locks(self, step: int) -> bool:
+        """Lock and unlock the towers for a run of `step` steps; whether anything changed."""
+        if changing := self.towers.changing_locks(step):
+            reshard(self.towers)  # FSDP2 reads from the shards what is trained
+            self.towers.toggle(changing)
+        return bool(changing)
 
     @torch.no_grad()
     def has_finite_weights(self) -> bool:

@@ -114,6 +114,7 @@ class Trainer:
             if self.show is not None and self.step % self.show_every == 0:
                 with self._clock.paused():
                     self.show(self.step, batch)
+            self.train_step.unlock(self.step)
             result = self.train_step(batch, lr)
             self.step += 1
             self.samples += result.n

@@ -58,6 +58,10 @@ class TinyTowers(nn.Module):
         unit = lambda x: F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)  # noqa: E731
         return Features(unit(image), unit(text), self.clip.logit_scale.exp(), self.clip.logit_bias)
 
+    def changing_locks(self, step: int) -> list[Any]:
+        """As Towers.changing_locks; nothing is locked."""
+        return []
+
     def description(self) -> dict[str, bytes]:
         """As Towers.description."""
         return {"open_clip_config.json": b"{}"}

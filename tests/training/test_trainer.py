@@ -112,6 +112,7 @@ def stopped_in_a_step(world: World) -> tuple[int, int, list[int]]:
         return train(batch, lr)
 
     step.has_finite_weights, step.state = train.has_finite_weights, train.state  # type: ignore[attr-defined]
+    step.unlock = train.unlock  # type: ignore[attr-defined]
     run.trainer.train_step = step  # type: ignore[assignment]
     with pytest.raises(Stopped):
         run.go()
