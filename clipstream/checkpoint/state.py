@@ -26,7 +26,8 @@ from safetensors import SafetensorError, safe_open
 from clipstream.checkpoint import store
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.models.towers import Towers, finite
+from clipstream.models.towers import Towers
+from clipstream.models.weights import finite
 from clipstream.training.parallel import shard_like
 from clipstream.training.precision import set_random_state
 from clipstream.training.state import TrainState

@@ -129,6 +129,8 @@ _RULES: list[tuple[type[Section], str, Callable[[Any], Any]]] = [
     (RunSettings, "logs", _path),
     (ModelSettings, "name", _model),
     (ModelSettings, "pretrained", _model),
+    (ModelSettings, "image_pretrained", _file),
+    (ModelSettings, "text_model", _path),
     (ModelSettings, "cache_dir", _path),
     (DistillSettings, "model", _model),
     (DistillSettings, "pretrained", _model),

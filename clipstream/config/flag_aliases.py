@@ -212,6 +212,10 @@ ALIASES = (
     _alias("--workers", "data.workers", "INT", "data workers on each rank, or auto"),
     _alias("--model", "model.name", "NAME", "open_clip's name, a JSON config, hf-hub:ORG/NAME or local-dir:PATH"),
     _alias("--pretrained", "model.pretrained", "TAG", "a tag, a weights file, hf-hub:ORG/NAME or local-dir:PATH"),
+    _alias("--pretrained-image", "model.image_pretrained", "FILE", "weights of a timm image tower alone: a file, a "
+           "tag of timm, or timm's default tag, without a value",
+           _words("model.image_pretrained", true="default", false=None), switch=True),
+    _alias("--text-model", "model.text_model", "FOLDER", "Hugging Face text tower in place of the Hub's"),
     _alias("--cache-dir", "model.cache_dir", "FOLDER", "the Hub's cache"),
     _alias("--force-image-size", "model.image_size", "INT", "pixels a side, in place of the model's own"),
     _alias("--image-mean", "model.image_mean", "R G B", "mean of the channels", _numbers("image_mean"), many=True),
@@ -328,7 +332,6 @@ REFUSED = {  # another flag does it, or nothing does
     "--torchcompile-*": "--torchcompile has no settings of its own",
     "--train-loss-ema-samples": "the loss is that of the step, not smoothed",
     "--max-image-pixels": "pictures of more than 178,956,970 pixels are dropped",
-    "--pretrained-image": "a model's weights are loaded whole, by --pretrained",
     "--coca-*": "CoCa's caption loss is not supported",
     "--use-bnb-linear": "bitsandbytes is not supported",
     "--use-naflex --*naflex-*": "NaFlex is not supported",

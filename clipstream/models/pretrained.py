@@ -10,7 +10,7 @@ import json
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, did_you_mean
@@ -34,6 +34,7 @@ AVERAGED_FILE = "averaged.safetensors"  # of a checkpoint, beside its trained we
 LOCAL_WEIGHT_FILES = (*WEIGHT_FILES, "model.safetensors", "pytorch_model.bin", "model.pth", AVERAGED_FILE)
 TOKENIZER_FILES = ("tokenizer.json", "spiece.model", "sentencepiece.bpe.model", "vocab.txt", "vocab.json")
 TOKENIZER_EXTRAS = ("special_tokens_map.json", "added_tokens.json", "merges.txt", "config.json")
+TEXT_CONFIG, TEXT_WEIGHTS = "config.json", ("model.safetensors", "pytorch_model.bin")  # of a Hugging Face text tower
 TOKENIZER_KEYS = ("hf_tokenizer_name", "tokenizer_kwargs", "tokenizer_mode", "context_length")
 PREPROCESS_KEYS = ("mean", "std", "interpolation", "resize_mode", "fill_color")
 
@@ -60,6 +61,7 @@ class ModelFiles:
     weights: Path | None  # file of the weights; None for a fresh model
     tokenizer: Path | None  # folder of a Hugging Face tokenizer; None for open_clip's own BPE
     text_model: Path | None  # folder with config.json (and base weights) of a Hugging Face text tower
+    image_weights: Path | None = None  # file of a timm tower's weights, beside those of `weights`
 
 
 @dataclass(frozen=True)
@@ -166,12 +168,12 @@ def needs(
         found.append(Need(repo, (TOKENIZER_FILES, ("tokenizer_config.json",)), TOKENIZER_EXTRAS))
         if getattr(tokenizer, "trust_remote_code", False):
             found.append(Need(repo, _code_files(repo, settings.cache_dir)))
-    text_model = text_cfg.get("hf_model_name")
-    if text_model and not Path(text_model).is_dir():
-        base = weights.fresh and text_cfg.get("hf_model_pretrained", True)
-        files = (("model.safetensors", "pytorch_model.bin"),) if base else ()
-        found.append(Need(text_model, (("config.json",), *files)))
-    return found
+    base = weights.fresh and text_cfg.get("hf_model_pretrained", True)
+    text_model = _text_model(settings, text_cfg, base=base)
+    if isinstance(text_model, str):
+        found.append(Need(text_model, ((TEXT_CONFIG,), *((TEXT_WEIGHTS,) if base else ()))))
+    image = _image_weights(settings, merged.model_cfg["vision_cfg"])
+    return [*found, image] if isinstance(image, Need) else found
 
 
 def resolve(settings: ModelSettings, tokenizer: TokenizerChoice | None = None) -> ModelFiles:
@@ -199,11 +201,11 @@ def resolve(settings: ModelSettings, tokenizer: TokenizerChoice | None = None) -
             text_cfg["hf_tokenizer_name"] = name if tokenizer.type == "hub" else "tokenizer"
             text_cfg.pop("tokenizer_kwargs", None)
             text_cfg.pop("tokenizer_mode", None)
-    text_name, text_model = text_cfg.get("hf_model_name"), None
-    if text_name:
-        local = Path(text_name)
-        text_model = local if local.is_dir() else _parent(hub.cached(text_name, ("config.json",), cache))
-    return ModelFiles(label, config.model_cfg, config.preprocess_cfg, path, folder, text_model)
+    text = _text_model(settings, text_cfg)
+    text_model = _parent(hub.cached(text, (TEXT_CONFIG,), cache)) if isinstance(text, str) else text
+    image = _image_weights(settings, config.model_cfg["vision_cfg"])
+    image_file = hub.cached(image.repo, image.files[0], cache) if isinstance(image, Need) else image
+    return ModelFiles(label, config.model_cfg, config.preprocess_cfg, path, folder, text_model, image_file)
 
 
 def _resolved_config(settings: ModelSettings, weights: _Weights) -> ModelConfig | None:
@@ -344,6 +346,83 @@ def resolve_loss(settings: ModelSettings, wanted: str | None, model_cfg: Config,
     return chosen
 
 
+def _text_model(settings: ModelSettings, text_cfg: Config, *, base: bool = False) -> str | Path | None:
+    """The repository on the Hub, or the local folder, of a Hugging Face text tower; None for open_clip's own.
+
+    Args:
+        base: whether the folder needs weights.
+
+    Raises SettingsError: the folder lacks a file, or the model has another text tower.
+    """
+    name, own = text_cfg.get("hf_model_name"), _own_folder(settings)
+    if settings.text_model is not None and not name:
+        raise SettingsError(
+            f"model.text_model: the text tower of {_label(settings)} is open_clip's own: take a model whose text_cfg "
+            "has hf_model_name, such as configs/models/lite0-minilm.json"
+        )
+    if not name:
+        return None
+    if settings.text_model is not None:
+        folder = Path(settings.text_model)
+    elif own is not None and (own / TEXT_CONFIG).is_file():
+        folder = own
+    elif Path(name).is_dir():
+        folder = Path(name)
+    else:
+        return str(name)
+    if not (folder / TEXT_CONFIG).is_file():
+        raise SettingsError(f"{folder} holds no Hugging Face text tower: there is no {TEXT_CONFIG}")
+    wanted = [*TEXT_WEIGHTS, *(f"{file}.index.json" for file in TEXT_WEIGHTS)]  # the latter list several files
+    if base and not any((folder / file).is_file() for file in wanted):
+        others = [path.name for path in sorted(folder.glob("*")) if path.suffix in (".safetensors", ".bin")]
+        seen = f": call {others[0]} so (mv or ln)" if others else ""
+        raise SettingsError(f"{folder} holds no weights of a text tower, {' or '.join(TEXT_WEIGHTS)}{seen}")
+    return folder
+
+
+def _image_weights(settings: ModelSettings, vision_cfg: Config) -> Path | Need | None:
+    """The file of `model.image_pretrained`, or what it needs from the Hub.
+
+    Raises SettingsError: the image tower is not timm's, or there is no such file or tag.
+    """
+    chosen, name = settings.image_pretrained, str(vision_cfg.get("timm_model_name") or "")
+    if chosen is None:
+        return None
+    if not name:
+        raise SettingsError(
+            f"model.image_pretrained: the image tower of {_label(settings)} is open_clip's own, and its weights come "
+            "with the text tower's, by --pretrained: take a model whose vision_cfg has timm_model_name"
+        )
+    if Path(chosen).is_file():
+        return Path(chosen)
+    entry = timm_entry(name, chosen)
+    if entry is None:
+        import timm
+
+        tags = [known.partition(".")[2] for known in timm.list_pretrained(f"{name.partition('.')[0]}.*")]
+        raise SettingsError(
+            f"model.image_pretrained {chosen!r} is neither a file nor a tag; tags of {name}: "
+            f"{', '.join(tags) or 'none'}{did_you_mean(chosen, tags, 3)}"
+        )
+    if not entry.hf_hub_id:
+        raise SettingsError(f"tag {chosen!r} of {name} is not on the Hub: fetch {entry.url} and give the file's path")
+    return Need(entry.hf_hub_id, ((entry.hf_hub_filename,) if entry.hf_hub_filename else TEXT_WEIGHTS,))
+
+
+def timm_entry(name: str, chosen: str) -> Any:
+    """timm's PretrainedCfg of a tower with that tag, or with its default one; None if it has no such weights.
+
+    Imports torch.
+    """
+    import timm
+
+    base = name.partition(".")[0]
+    wanted = name if chosen == "default" else f"{base}.{chosen}"
+    known = timm.is_model(base) and (chosen == "default" or wanted in timm.list_pretrained(f"{base}.*"))
+    entry = timm.get_pretrained_cfg(wanted) if known else None
+    return entry if entry is not None and entry.has_weights else None
+
+
 def _tokenizer_repo(settings: ModelSettings, tokenizer: TokenizerChoice | None, text_cfg: Config) -> str | Path | None:
     """The tokenizer's repository on the Hub, or its local folder; None for open_clip's own or a user's class."""
     kind = tokenizer.type if tokenizer is not None else "model"
@@ -356,6 +435,8 @@ def _tokenizer_repo(settings: ModelSettings, tokenizer: TokenizerChoice | None, 
         return None
     elif (own := _own_folder(settings)) is not None:
         folder = own
+    elif settings.text_model is not None:
+        folder = Path(settings.text_model)
     elif Path(text_cfg["hf_tokenizer_name"]).is_dir():
         folder = Path(text_cfg["hf_tokenizer_name"])
     else:

@@ -27,6 +27,16 @@ class ModelSettings(Section):
     pretrained: PathText | None = Field(
         None, description="a tag (webli, openai, …), a weights file, hf-hub:ORG/NAME or local-dir:PATH"
     )
+    image_pretrained: PathText | None = Field(
+        None,
+        description="weights of a timm image tower alone: a file of timm's names, a tag of timm (in1k, …), or default "
+        "for timm's own choice of tag; mean and deviation are timm's unless the model's config has them",
+    )
+    text_model: PathText | None = Field(
+        None,
+        description="folder with the Hugging Face text tower (config.json, weights, tokenizer) that the model's config "
+        "names; from the Hub unless set",
+    )
     cache_dir: PathText | None = Field(None, description="the Hub's cache; $HF_HUB_CACHE unless set")
     image_size: int | None = Field(None, ge=1, description="pixels per side; the model's own unless set")
     image_mean: tuple[Level, Level, Level] | None = Field(
@@ -63,6 +73,10 @@ class ModelSettings(Section):
         for key, lock in [*((key, "lock_image") for key in image), *((key, "lock_text") for key in text)]:
             if getattr(self, key) and not getattr(self, lock):
                 yield key, f"nothing is locked: give --{lock.replace('_', '-')} as well, or leave it out"
+        whole = self.pretrained or (self.name if self.name.startswith(("hf-hub:", "local-dir:")) else None)
+        if self.image_pretrained and whole:
+            both = f"{whole} has the weights of both towers, and these are the image tower's alone: give one of the two"
+            yield "image_pretrained", both
         trained = self.unlocked_groups or self.unlock_image_at
         if self.patch_dropout and self.lock_image and not trained:
             yield "patch_dropout", "a locked image tower drops no patches: leave one of the two out"

@@ -9,7 +9,6 @@ import json
 import math
 import re
 import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -21,17 +20,10 @@ import open_clip
 import timm
 import torch
 import torch.nn.functional as F
-from open_clip.factory import (
-    convert_state_dict,
-    convert_to_custom_text_state_dict,
-    resize_pos_embed,
-    resize_text_pos_embed,
-)
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from open_clip.transform import PreprocessCfg, merge_preprocess_dict
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from timm.layers import resample_abs_pos_embed, to_2tuple
+from safetensors.torch import save_file
+from timm.layers import to_2tuple
 from torch import nn
 
 from clipstream.config.plugins import not_trusted
@@ -39,12 +31,19 @@ from clipstream.data.batch import ImageSpec
 from clipstream.errors import SettingsError
 from clipstream.features.codec import decode_rows
 from clipstream.models.model_config import Config, ModelConfig
-from clipstream.models.pretrained import CONFIG_FILE, WEIGHT_FILES, ModelFiles, TokenizerChoice, resolve, resolve_loss
+from clipstream.models.pretrained import (
+    CONFIG_FILE,
+    TEXT_CONFIG,
+    WEIGHT_FILES,
+    ModelFiles,
+    TokenizerChoice,
+    resolve,
+    resolve_loss,
+    timm_entry,
+)
 from clipstream.models.settings import ModelSettings
 from clipstream.models.stored import StoredTower, Tower
-
-SHOWN = 4  # names in a message
-TIMM_POSITIONS = "visual.trunk.pos_embed"
+from clipstream.models.weights import load_image_weights, load_weights, read_weights
 
 
 class Features(NamedTuple):
@@ -121,6 +120,7 @@ class Towers(nn.Module):
             self.register_buffer(name, torch.tensor(preprocess[name]).view(1, 3, 1, 1), persistent=False)
         self.stored: dict[Tower, StoredTower] = {}
         self._locks: list[Lock] = []
+        self._text_config = getattr(getattr(clip, "text", None), "config", None)  # of a Hugging Face text tower
         self._tokenizer: Any = None
         self._trust_remote_code = trust_remote_code
 
@@ -361,6 +361,8 @@ class Towers(nn.Module):
                 self.open_clip_tokenizer().save_pretrained(name)
                 folder = Path(name)
                 files |= {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+        if self._text_config is not None:
+            files[TEXT_CONFIG] = self._text_config.to_json_string().encode()
         return files
 
 
@@ -392,7 +394,13 @@ def build_towers(
     clip = _create(source, cfg, seed, settings.image_size)
     if state is not None:
         load_weights(clip, state, source)
-    preprocess = merge_preprocess_dict(asdict(PreprocessCfg()), source.preprocess_cfg)
+    preprocess = asdict(PreprocessCfg())
+    if source.image_weights is not None:
+        load_image_weights(clip.visual.trunk, source.image_weights)
+        theirs = timm_entry(cfg["vision_cfg"]["timm_model_name"], str(settings.image_pretrained))
+        theirs = clip.visual.trunk.pretrained_cfg if theirs is None else asdict(theirs)
+        preprocess |= {"mean": theirs["mean"], "std": theirs["std"]}
+    preprocess = merge_preprocess_dict(preprocess, source.preprocess_cfg)
     own = {name: getattr(settings, f"image_{name}") for name in ("mean", "std", "interpolation", "resize_mode")}
     preprocess |= {name: value for name, value in own.items() if value is not None}
     preprocess["size"] = clip.visual.image_size
@@ -504,98 +512,3 @@ def _create(source: ModelFiles, model_cfg: Config, seed: int, size: int | None) 
             f"{error}"
         ) from error
     return clip.train()
-
-
-def finite(tensors: Iterable[tuple[str, torch.Tensor]], where: Path | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors, and check each.
-
-    Raises SettingsError: after the last one, if some are NaN or infinite; names the first of them.
-    """
-    broken = []
-    for name, tensor in tensors:
-        if not tensor.isfinite().all():
-            broken.append(name)
-        yield name, tensor
-    if broken:
-        listed = ", ".join(broken[:SHOWN]) + f" and {len(broken) - SHOWN} more" * (len(broken) > SHOWN)
-        raise SettingsError(
-            f"{where} holds weights that are NaN or infinite: {listed}; take other weights, as of an earlier checkpoint"
-        )
-
-
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint's tensors by name, without the prefix of DDP.
-
-    Raises SettingsError: the file is not a checkpoint of a model.
-    """
-    try:
-        found: Any = load_file(path) if path.suffix == ".safetensors" else _unpickled(path)
-    except (SafetensorError, OSError, RuntimeError) as error:
-        raise SettingsError(f"cannot read weights from {path}: {error}") from error
-    found = found.get("state_dict", found) if isinstance(found, dict) else found
-    if not isinstance(found, dict) or not found or not all(map(torch.is_tensor, found.values())):
-        raise SettingsError(f"{path} is no checkpoint of a model: it does not hold tensors by name")
-    # OpenAI's archives hold three numbers beside the weights.
-    numbers = ("input_resolution", "context_length", "vocab_size")
-    return {name.removeprefix("module."): tensor for name, tensor in found.items() if name not in numbers}
-
-
-def _unpickled(path: Path) -> Any:
-    """The content of a file of torch.save or TorchScript, read without running code that it names."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the pickle protocol and TorchScript
-            try:
-                return torch.load(path, map_location="cpu", weights_only=True)
-            except RuntimeError:  # OpenAI's own files are TorchScript archives
-                return dict(torch.jit.load(path, map_location="cpu").state_dict())  # type: ignore[no-untyped-call]
-    except (OSError, RuntimeError):
-        raise
-    except Exception as error:  # the unpickler may raise anything for a file that is not a pickle
-        named = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"a pickle that holds {named[1]} besides tensors" if named else "not a file of tensors"
-        text = f"{path} is {what}; nothing in it was run: ask its maker for the weights as .safetensors"
-        raise SettingsError(text) from error
-
-
-def load_weights(clip: Any, state: dict[str, torch.Tensor], source: ModelFiles) -> None:
-    """Load a checkpoint's tensors into the model; position embeddings are resampled to its picture and text size.
-
-    Raises SettingsError: names or shapes differ; names the first of them.
-    """
-    state = convert_state_dict(clip, state)
-    own = clip.state_dict()
-    if "positional_embedding" in state and "positional_embedding" not in own:
-        state = convert_to_custom_text_state_dict(state)
-    # transformers kept a buffer of positions in its checkpoints until 4.31.
-    if "text.transformer.embeddings.position_ids" not in own:
-        state.pop("text.transformer.embeddings.position_ids", None)
-    for name in ("logit_scale", "logit_bias"):
-        if name in state and name in own:
-            state[name] = state[name].reshape(own[name].shape)
-    problems = [f"{name} is missing" for name in own if name not in state]
-    problems += [f"{name} is not in the model" for name in state if name not in own]
-    if not problems:
-        try:
-            resize_pos_embed(state, clip)
-            if not hasattr(clip, "text") or hasattr(clip.text, "positional_embedding"):
-                resize_text_pos_embed(state, clip)
-            old, new = state.get(TIMM_POSITIONS), own.get(TIMM_POSITIONS)
-            if old is not None and new is not None and old.shape != new.shape:
-                trunk = clip.visual.trunk
-                state[TIMM_POSITIONS] = resample_abs_pos_embed(
-                    old, list(trunk.patch_embed.grid_size), num_prefix_tokens=trunk.num_prefix_tokens
-                )
-        except (RuntimeError, AssertionError) as error:
-            problems.append(f"position embeddings do not fit ({error})")
-        problems += [
-            f"{name} is {list(state[name].shape)} in the file and {list(own[name].shape)} in the model"
-            for name in own
-            if state[name].shape != own[name].shape
-        ]
-    if problems:
-        more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        raise SettingsError(
-            f"{source.weights} does not hold the weights of {source.label}:\n  " + "\n  ".join(problems[:SHOWN]) + more
-        )
-    clip.load_state_dict(dict(finite(state.items(), source.weights)))

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from clipstream.errors import SettingsError
-from clipstream.models.towers import finite
+from clipstream.models.weights import finite
 from clipstream.training.parallel import local_tensor, shard_like
 
 WARMUP_POWER = 2 / 3

@@ -22,7 +22,8 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses.contrastive import ClipLoss
 from clipstream.losses.settings import ClipLossSettings
-from clipstream.models.towers import Towers, read_weights
+from clipstream.models.towers import Towers
+from clipstream.models.weights import read_weights
 from clipstream.training.step import TrainStep
 from tests.support import hubtree
 from tests.support.model_files import TEXT, VIT, build, write

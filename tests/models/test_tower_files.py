@@ -1,0 +1,191 @@
+"""Towers from files of their own: a timm image tower's weights, and a Hugging Face text tower in a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import timm
+import torch
+from pydantic import ValidationError
+from safetensors.torch import save_file
+
+from clipstream.errors import SettingsError
+from clipstream.models.pretrained import needs, preflight
+from clipstream.models.settings import ModelSettings
+from tests.support import hubtree
+from tests.support.model_files import TEXT, VIT, build, write
+
+ARCHITECTURE = "test_efficientnet"
+TIMM = {"timm_model_name": ARCHITECTURE, "image_size": 64, "timm_pool": "avg", "timm_proj": "linear"}
+REPO = "someone/text"
+
+
+def trained(seed: int = 3) -> dict[str, torch.Tensor]:
+    """Tensors of a timm model with its classifier, as published files have them."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return dict(timm.create_model(ARCHITECTURE).state_dict())
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pth"])
+def test_an_image_tower_starts_from_its_own_file(suffix: str, tmp_path: Path) -> None:
+    state, path = trained(), tmp_path / f"own.{suffix}"
+    if suffix == "pth":  # as timm's training script writes it, and as early versions of torch did
+        kept = {name: tensor for name, tensor in state.items() if not name.endswith("num_batches_tracked")}
+        torch.save({"epoch": 3, "state_dict": kept}, path)
+    else:
+        save_file(state, path)
+    towers = build(write(tmp_path, TIMM), image_pretrained=str(path))
+    for name, tensor in towers.clip.visual.trunk.state_dict().items():
+        assert torch.equal(tensor, state[name])
+    fresh = build(write(tmp_path, TIMM))
+    assert torch.equal(towers.clip.visual.head.proj.weight, fresh.clip.visual.head.proj.weight)
+    assert towers.loss_type == "clip" and build(write(tmp_path, TIMM), loss_type="siglip").loss_type == "siglip"
+
+
+def test_mean_and_deviation_are_timms_unless_the_config_has_them(tmp_path: Path) -> None:
+    save_file(trained(), tmp_path / "own.safetensors")
+    weights = str(tmp_path / "own.safetensors")
+    entry = timm.get_pretrained_cfg(ARCHITECTURE)
+    towers = build(write(tmp_path, TIMM), image_pretrained=weights)
+    assert towers.mean.flatten().tolist() == pytest.approx(entry.mean)
+    assert towers.std.flatten().tolist() == pytest.approx(entry.std)
+    config = {"embed_dim": 24, "vision_cfg": TIMM, "text_cfg": TEXT}
+    own = {"mean": [0.1, 0.2, 0.3], "std": [0.9, 0.8, 0.7]}
+    (tmp_path / "own.json").write_text(json.dumps({"model_cfg": config, "preprocess_cfg": own}))
+    towers = build(str(tmp_path / "own.json"), image_pretrained=weights)
+    assert towers.mean.flatten().tolist() == pytest.approx(own["mean"])
+
+
+def test_position_embeddings_are_resampled_as_timm_does(tmp_path: Path) -> None:
+    name = "test_vit"
+    state = timm.create_model(name, img_size=160).state_dict()
+    larger = timm.create_model(name, img_size=320).state_dict()
+    save_file(dict(larger), tmp_path / "larger.safetensors")
+    vision = {"timm_model_name": name, "image_size": 160, "timm_pool": "", "timm_proj": "linear"}
+    towers = build(write(tmp_path, vision), image_pretrained=str(tmp_path / "larger.safetensors"))
+    trunk = towers.clip.visual.trunk
+    assert trunk.pos_embed.shape == state["pos_embed"].shape != larger["pos_embed"].shape
+    assert torch.equal(trunk.state_dict()["blocks.0.attn.qkv.weight"], larger["blocks.0.attn.qkv.weight"])
+
+
+def test_files_and_tags_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    name, state = write(tmp_path, TIMM), trained()
+    missing = {key: tensor for key, tensor in state.items() if key != "conv_stem.weight"}
+    renamed = {f"_{key}": tensor for key, tensor in state.items()}
+    wrong = state | {"conv_stem.weight": torch.zeros(3, 3)}
+    broken = state | {"conv_stem.weight": state["conv_stem.weight"] * torch.nan}
+    path = tmp_path / "own.safetensors"
+    for tensors, words in (
+        (missing, "conv_stem.weight is missing"),
+        (renamed, "conv_stem.weight is missing"),
+        (wrong, r"conv_stem.weight is \[3, 3\] in the file"),
+        (broken, r"NaN or infinite: conv_stem.weight"),
+    ):
+        save_file(tensors, path)
+        with pytest.raises(SettingsError, match=words):
+            build(name, image_pretrained=str(path))
+    for chosen in ("gone.pth", "webli"):
+        with pytest.raises(SettingsError, match=f"{chosen}' is neither a file nor a tag; tags of {ARCHITECTURE}: r160"):
+            preflight(ModelSettings(name=name, image_pretrained=chosen))
+    with pytest.raises(SettingsError, match="open_clip's own"):
+        preflight(ModelSettings(name=write(tmp_path, VIT), image_pretrained=str(path)))
+    for whole in ({"name": name, "pretrained": "some.pt"}, {"name": "local-dir:some"}):
+        with pytest.raises(ValidationError, match="both towers"):
+            ModelSettings.model_validate({**whole, "image_pretrained": str(path)})
+
+
+@pytest.mark.parametrize("chosen", ["default", "r160_in1k"])
+def test_a_tag_of_timm_is_read_from_the_hubs_cache(chosen: str, tmp_path: Path) -> None:
+    name, state = write(tmp_path, TIMM), trained()
+    (need,) = needs(ModelSettings(name=name, image_pretrained=chosen, cache_dir=str(tmp_path / "cache")))
+    assert need.repo == f"timm/{ARCHITECTURE}.r160_in1k" and "model.safetensors" in need.files[0]
+    home = tmp_path / "cache" / f"models--{need.repo.replace('/', '--')}"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs/main").write_text(hubtree.REVISION)
+    snapshot = home / "snapshots" / hubtree.REVISION
+    snapshot.mkdir(parents=True)
+    save_file(state, snapshot / "model.safetensors")
+    towers = build(name, image_pretrained=chosen, cache_dir=str(tmp_path / "cache"))
+    assert torch.equal(towers.clip.visual.trunk.conv_stem.weight, state["conv_stem.weight"])
+
+
+def text_tower(folder: Path) -> Path:
+    """A folder with a small BERT in half precision, and a tokenizer that pads with another id than 0."""
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    model = BertModel(BertConfig(**sizes, vocab_size=64, max_position_embeddings=40, pad_token_id=1))
+    model.half().save_pretrained(folder)
+    hubtree.write_tokenizer(folder)
+    return folder
+
+
+def config(folder: Path, **text: Any) -> str:
+    """A model whose text tower is on the Hub by its name."""
+    text_cfg = {"hf_model_name": REPO, "hf_tokenizer_name": REPO, "hf_pooler_type": "mean_pooler", **text}
+    path = folder / "hf.json"
+    path.write_text(json.dumps({"embed_dim": 24, "vision_cfg": VIT, "text_cfg": {**text_cfg, "context_length": 12}}))
+    return str(path)
+
+
+def test_a_text_tower_is_taken_from_a_folder(tmp_path: Path) -> None:
+    from transformers import AutoModel
+
+    folder = text_tower(tmp_path / "text")
+    towers = build(config(tmp_path), text_model=str(folder), lock_text=True).eval()
+    assert towers.config.model_cfg["text_cfg"]["hf_model_name"] == REPO
+    base = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = towers.open_clip_tokenizer()(["a photo of a dog", "two"])
+    mask = (ids != 1).unsqueeze(-1)
+    assert 0 < mask[1].sum() < mask[0].sum() < 12
+    with torch.no_grad():
+        alone = base(input_ids=ids[1:, : int(mask[1].sum())]).last_hidden_state.mean(1)  # without any padding
+        expected = torch.nn.functional.normalize(towers.clip.text.proj(alone), dim=-1)
+        torch.testing.assert_close(towers.encode_text(ids)[1:], expected)
+
+
+def test_a_saved_model_needs_the_folder_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = text_tower(tmp_path / "text")
+    towers = build(config(tmp_path), text_model=str(folder)).eval()
+    towers.save_pretrained(tmp_path / "saved")
+    folder.rename(tmp_path / "elsewhere")
+    again = build(f"local-dir:{tmp_path}/saved", seed=7).eval()
+    ids = again.open_clip_tokenizer()(["a photo of a dog", "two"])
+    with torch.no_grad():
+        assert torch.equal(towers.encode_text(ids), again.encode_text(ids))
+    again.save_pretrained(tmp_path / "twice")
+    for name in ("open_clip_config.json", "config.json"):
+        assert (tmp_path / "twice" / name).read_bytes() == (tmp_path / "saved" / name).read_bytes()
+    assert str(tmp_path) not in (tmp_path / "saved/config.json").read_text()
+
+
+def test_folders_that_lack_a_file_are_told(tmp_path: Path) -> None:
+    folder, name = text_tower(tmp_path / "text"), config(tmp_path)
+    (folder / "model.safetensors").rename(folder / "model.fp16.safetensors")
+    with pytest.raises(SettingsError, match=r"holds no weights.*: call model\.fp16\.safetensors so"):
+        preflight(ModelSettings(name=name, text_model=str(folder)))
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(SettingsError, match="holds no tokenizer"):
+        preflight(ModelSettings(name=name, text_model=str(folder)))
+    (folder / "config.json").unlink()
+    hubtree.write_tokenizer(folder)
+    with pytest.raises(SettingsError, match=r"there is no config\.json"):
+        preflight(ModelSettings(name=name, text_model=str(folder)))
+    with pytest.raises(SettingsError, match="is open_clip's own"):
+        preflight(ModelSettings(name=write(tmp_path), text_model=str(folder)))
+
+
+def test_open_clip_loads_what_was_trained_from_a_folder(tmp_path: Path) -> None:
+    folder = text_tower(tmp_path / "text")
+    here = config(tmp_path, hf_model_name=str(folder), hf_tokenizer_name=str(folder))
+    towers = build(here).eval()
+    towers.save_pretrained(tmp_path / "saved")
+    model = open_clip.create_model(f"local-dir:{tmp_path}/saved").float().eval()  # the folder has half precision
+    ids = open_clip.get_tokenizer(f"local-dir:{tmp_path}/saved")(["a photo of a dog"])
+    with torch.no_grad():
+        torch.testing.assert_close(model.encode_text(ids, normalize=True), towers.encode_text(ids))
