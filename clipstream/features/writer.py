@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -72,6 +73,8 @@ class StoreWriter:
                 if rank == 0:
                     self.path.mkdir(parents=True, exist_ok=True)
                     self._lock_store()
+                    for left in self.path.rglob("*.tmp"):  # of killed processes
+                        left.unlink(missing_ok=True)
                 found = self._existing()
                 self.manifest = (draft if found is None else _merged(found, draft, self.path)).without_counts()
                 if rank == 0:
@@ -321,6 +324,9 @@ class StoreWriter:
         name, manifest = self.manifest.sources[source].shards[number].name, self.manifest
         meta = self._tar_meta(source, number)
         if meta is not None:
+            for part in self._own:
+                if part not in meta["parts"]:
+                    raise self._incomplete(part, source, number, 0)
             size = (self.path / manifest.tar_path(source, number)).stat().st_size
             return ShardInfo(name, meta["samples"], joined_digest(meta["keys"]), tuple(meta["captions"]), size=size)
         first = self._header(TEXTS, source, number, 0)
@@ -362,28 +368,19 @@ class StoreWriter:
     def _read_tar(self, path: Path) -> dict[str, Any]:
         with self._plain(path) as plain:
             if self._verify:
-                draft = path.with_name(f"{path.name}.tmp")
-                with self._full_disk(path):
-                    try:
-                        tar_store.unpack(plain, draft, str(path))
-                    finally:
-                        draft.unlink(missing_ok=True)
+                with self._full_disk(path), _temporary(path) as unpacked:
+                    tar_store.unpack(plain, unpacked, str(path))
             with open(plain, "rb") as stream:
                 return tar_store.read_meta(stream, path)
 
     def _split(self, tar: Path) -> None:
         """Write the chunks of a tar as files again."""
-        draft = tar.with_name(f"{tar.name}.tmp")
-        with self._full_disk(tar), self._plain(tar) as plain:
-            try:
-                tar_store.unpack(plain, draft, str(tar))
-                unpacked = tar_store.Unpacked(draft, str(tar))
-                with open(draft, "rb") as file:
-                    for offset in unpacked.offsets(file.fileno()).values():
-                        header = chunks.read_header(file.fileno(), tar, offset)
-                        self._write(header.id, chunks.read_tensors(file.fileno(), header, offset), header.more)
-            finally:
-                draft.unlink(missing_ok=True)
+        with self._full_disk(tar), self._plain(tar) as plain, _temporary(tar) as path:
+            tar_store.unpack(plain, path, str(tar))
+            with open(path, "rb") as file:
+                for offset in tar_store.Unpacked(path, str(tar)).offsets(file.fileno()).values():
+                    header = chunks.read_header(file.fileno(), tar, offset)
+                    self._write(header.id, chunks.read_tensors(file.fileno(), header, offset), header.more)
 
     def _pack(self, target: Path, source: str, shard: int, samples: int, paths: dict[str, list[Path]]) -> None:
         """Write a tar, compressed if its name says so, and flush it to the disk."""
@@ -409,16 +406,23 @@ class StoreWriter:
         if path.suffix != ".zst":
             yield path
             return
-        plain = path.with_name(f"{path.name}.plain.tmp")
-        try:
+        with _temporary(path) as plain:
             with self._full_disk(path):
                 try:
                     Fetcher().unpack(ShardURL(str(path)), path, plain, Monitor(), tar=False)
                 except ShardError as error:
                     raise DamagedChunk(path, f"is damaged ({error})") from error
             yield plain
-        finally:
-            plain.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _temporary(path: Path) -> Iterator[Path]:
+    """A path beside a file that no other rank uses; what is there is removed behind."""
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield draft
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _parts_of(meta: dict[str, Any]) -> set[str]:

@@ -93,11 +93,15 @@ class Content:
     def make(self, path: Path) -> Manifest:
         """Write the whole store."""
         with StoreWriter(path, self.draft()) as writer:
-            for source, shard, chunk in self.chunks():
-                self.write(writer, source, shard, chunk)
-            for source, sizes in self.sizes.items():
-                for shard, size in enumerate(sizes):
-                    if not size:
-                        writer.write_empty(source, shard, "missing")
-                    writer.pack(source, shard)
-            return writer.finish()
+            return self.fill(writer)
+
+    def fill(self, writer: StoreWriter) -> Manifest:
+        """Write all that is missing of the store."""
+        for source, shard, chunk in self.chunks():
+            self.write(writer, source, shard, chunk)
+        for source, sizes in self.sizes.items():
+            for shard, size in enumerate(sizes):
+                if not size:
+                    writer.write_empty(source, shard, "missing")
+                writer.pack(source, shard)
+        return writer.finish()
