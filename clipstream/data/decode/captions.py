@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 from pydantic_core import from_json
 
 from clipstream.config.plugins import load_function, make_plugin, raised
@@ -20,7 +21,7 @@ from clipstream.data.settings import CaptionSettings, JsonCaption, TextCaption
 from clipstream.errors import Dropped, SettingsError
 
 if TYPE_CHECKING:
-    from clipstream.data.order.rng import SampleRNG
+    from clipstream.data.order.rng import SampleRNG, SampleRNGs
 
 RawSample = Mapping[str, Any]
 JsonObject = dict[str, Any]
@@ -45,6 +46,52 @@ class CaptionExtractor(Protocol):
             Dropped: there is no caption; the reason is a short name such as 'no_caption'.
         """
         ...
+
+
+def candidates(extractor: CaptionExtractor, sample: RawSample) -> list[list[str]]:
+    """All captions that training may draw, by path of the caption settings; no path has a blank one.
+
+    A user's own extractor may have a method `candidates(sample) -> list[str]`; without, its caption in evaluation is
+    the only one. `draw_captions` draws from them as JsonField does.
+
+    Raises:
+        Dropped: as the extractor does.
+    """
+    own = getattr(extractor, "candidates", None)
+    found: list[list[str]] = [[extractor(sample, None)]] if own is None else own(sample)
+    return found
+
+
+def draw_captions(
+    counts: np.ndarray[Any, Any], weights: Sequence[float] | None, rngs: SampleRNGs
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """What JsonField draws for n samples, int64 [n]: the caption's position among all candidates of its sample.
+
+    Args:
+        counts: integers [n, P], number of candidates of each path; each sample has some of a path that is drawn.
+        weights: of the P paths; None to use the first path that has candidates.
+        rngs: of the samples.
+    """
+    rows = np.arange(len(counts))
+    drawable = counts > 0 if weights is None else (counts > 0) & (np.asarray(weights) > 0)
+    paths = drawable.argmax(axis=1)
+    if weights is not None and len(several := np.flatnonzero(drawable.sum(axis=1) > 1)):
+        shares = np.where(drawable[several], np.asarray(weights, dtype=np.float64), 0.0)
+        total = np.zeros(len(several))
+        for share in shares.T:
+            total += share
+        point = rngs.uniform(several) * total
+        last = shares.shape[1] - 1 - drawable[several, ::-1].argmax(axis=1)
+        chosen = np.full(len(several), -1)
+        for path, share in enumerate(shares.T):
+            point -= share
+            chosen[(chosen < 0) & (share > 0) & (point < 0)] = path
+        paths[several] = np.where(chosen < 0, last, chosen)
+    held = counts[rows, paths].astype(np.int64)
+    choices: np.ndarray[Any, np.dtype[np.int64]] = counts.cumsum(axis=1, dtype=np.int64)[rows, paths] - held
+    many = np.flatnonzero(held > 1)
+    choices[many] += rngs.integer(held[many], many)
+    return choices
 
 
 @lru_cache(maxsize=256)
@@ -110,7 +157,7 @@ class JsonField:
 
     def __init__(self, settings: JsonCaption) -> None:
         weights = settings.weights or [1.0] * len(settings.paths)
-        self._choices = [(parse_path(path), w) for path, w in zip(settings.paths, weights, strict=True) if w > 0]
+        self._choices = [(parse_path(path), w) for path, w in zip(settings.paths, weights, strict=True)]
         self._weighted = settings.weights is not None
         self._wanted = " or ".join(settings.paths)
         self._json = split_keys(settings.key)
@@ -120,7 +167,8 @@ class JsonField:
     def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
         """The caption. Raises Dropped: as TextField, `json_invalid` or `json_not_object`."""
         try:
-            texts = self._texts(object_of(sample, self._json, "no_caption"), rng)
+            found = self._texts(object_of(sample, self._json, "no_caption"), first=rng is None)
+            texts = found[0][0] if rng is None or len(found) == 1 else _drawn(found, rng)
             return usable_text(texts[rng.integer(len(texts))] if rng is not None and len(texts) > 1 else texts[0])
         except Dropped:
             if not self._falls_back(sample):
@@ -130,39 +178,68 @@ class JsonField:
     def every(self, sample: RawSample) -> list[str]:
         """All strings of the first path that has text, else the lines of the fallback. Raises Dropped as __call__."""
         try:
-            return self._texts(object_of(sample, self._json, "no_caption"), None)
+            return self._texts(object_of(sample, self._json, "no_caption"), first=True)[0][0]
         except Dropped:
             if not self._falls_back(sample):
                 raise
         return text_of(sample, self._fallback, "no_caption").splitlines()
 
+    def candidates(self, sample: RawSample) -> list[list[str]]:
+        """See `candidates`; the text of the fallback counts to the first path."""
+        by_path: list[list[str]] = [[] for _ in self._choices]
+        try:
+            for texts, _, number in self._texts(object_of(sample, self._json, "no_caption")):
+                by_path[number] = [usable_text(text) for text in texts]
+        except Dropped:
+            if not self._falls_back(sample):
+                raise
+            by_path[0] = [usable_text(text_of(sample, self._fallback, "no_caption"))]
+        return by_path
+
     def _falls_back(self, sample: RawSample) -> bool:
         """Whether the fallback is present; if not, the error in the JSON member is the better reason."""
         return bool(self._fallback) and member_of(sample, self._fallback) is not ABSENT
 
-    def _texts(self, value: JsonObject, rng: SampleRNG | None) -> list[str]:
-        """The texts to choose from: of a path that is drawn, else of the first that has any."""
-        empty = False
-        found: list[tuple[list[str], float]] = []
-        for steps, weight in self._choices:
+    def _texts(self, value: JsonObject, first: bool = False) -> list[tuple[list[str], float, int]]:
+        """(texts, weight, number) of each path that training may draw: all that have text, or the first alone."""
+        reason = "no_caption"
+        found: list[tuple[list[str], float, int]] = []
+        for number, (steps, weight) in enumerate(self._choices):
+            if not weight:
+                continue
             items = [x for inner in values_at(value, steps) for x in (inner if isinstance(inner, list) else [inner])]
-            texts = [text for text in items if isinstance(text, str)]
-            usable = [text for text in texts if text.strip()]
-            empty |= len(usable) < len(texts)
+            usable = []
+            for text in items:
+                if isinstance(text, str):
+                    try:
+                        text.encode()
+                    except UnicodeEncodeError:  # a text with lone surrogates, which JSON's escapes can hold
+                        reason = "caption_not_utf8"
+                        continue
+                    if text.strip():
+                        usable.append(text)
+                    elif reason == "no_caption":
+                        reason = "empty_caption"
             if usable:
-                found.append((usable, weight))
-                if rng is None or not self._weighted:
+                found.append((usable, weight, number))
+                if first or not self._weighted:
                     break
         if not found:
-            raise Dropped("empty_caption" if empty else "no_caption", f"no text at {self._wanted}")
-        if rng is None or len(found) == 1:
-            return found[0][0]
-        point = rng.uniform() * sum(weight for _, weight in found)
-        for texts, weight in found:
-            point -= weight
-            if point < 0:
-                return texts
-        return found[-1][0]
+            raise Dropped(reason, f"no text at {self._wanted}")
+        return found
+
+
+def _drawn(found: Sequence[tuple[list[str], float, int]], rng: SampleRNG) -> list[str]:
+    """The texts of a path that is drawn by weight."""
+    total = 0.0  # not `sum`, which adds floats in another way since Python 3.12
+    for _, weight, _ in found:
+        total += weight
+    point = rng.uniform() * total
+    for texts, weight, _ in found:
+        point -= weight
+        if point < 0:
+            return texts
+    return found[-1][0]
 
 
 class _OwnExtractor:
@@ -184,6 +261,20 @@ class _OwnExtractor:
         if not isinstance(caption, str):
             raise Dropped("extractor_error", f"it gave {type(caption).__name__}, not str")
         return usable_text(caption)
+
+    def candidates(self, sample: RawSample) -> list[list[str]]:
+        """See `candidates`. Raises Dropped: as __call__."""
+        if (own := getattr(self._extractor, "candidates", None)) is None:
+            return [[self(sample, None)]]
+        try:
+            texts = own(sample)
+        except Dropped:
+            raise
+        except Exception as error:
+            raise Dropped("extractor_error", raised("the caption extractor", error)) from error
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+            raise Dropped("extractor_error", "its `candidates` gave no list of str")
+        return [[usable_text(text) for text in texts]]
 
 
 class _OwnTransform:

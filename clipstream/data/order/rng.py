@@ -7,11 +7,12 @@ replay. The numbers are the same on all platforms and versions of Python and num
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 MASK = (1 << 64) - 1
+Keys: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 times the golden ratio, rounded to an odd number
 
 
@@ -62,11 +63,56 @@ class SampleRNG:
         return radius * math.cos(2.0 * math.pi * self.uniform())
 
 
+def _scramble_all(x: Keys) -> Keys:
+    """`_scramble` of each element; numpy's integers wrap around silently in arrays."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    scrambled: Keys = x ^ (x >> np.uint64(31))
+    return scrambled
+
+
+def mix_all(values: np.ndarray[Any, Any], state: Keys | int) -> Keys:
+    """`mix(value, state=state)` of each element.
+
+    Args:
+        values: integers [n].
+        state: of all elements, or uint64 [n].
+    """
+    states = np.asarray(state, dtype=np.uint64).reshape(-1)
+    return _scramble_all(states * np.uint64(0xD1342543DE82EF95) + values.astype(np.uint64) + np.uint64(GOLDEN))
+
+
+class SampleRNGs:
+    """The generators of n samples: what each draws is what `SampleRNG` of its key draws.
+
+    Args:
+        keys: uint64 [n].
+    """
+
+    def __init__(self, keys: Keys) -> None:
+        self._states = keys.astype(np.uint64)
+
+    def _next(self, which: np.ndarray[Any, Any]) -> Keys:
+        states = self._states[which] + np.uint64(GOLDEN)
+        self._states[which] = states
+        return _scramble_all(states)
+
+    def uniform(self, which: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """A number in [0, 1) of each generator that `which` selects: positions [m] or a mask [n]."""
+        drawn: np.ndarray[Any, np.dtype[np.float64]] = (self._next(which) >> np.uint64(11)) * 2.0**-53
+        return drawn
+
+    def integer(self, n: np.ndarray[Any, Any], which: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """An integer from 0 to n - 1, with n below 2^32 for each selected generator: int64 [m]."""
+        x, most = self._next(which), n.astype(np.uint64)
+        # The upper half of the product of 128 bits.
+        low = (x & np.uint64(0xFFFFFFFF)) * most >> np.uint64(32)
+        high: Keys = (x >> np.uint64(32)) * most + low >> np.uint64(32)
+        return high.astype(np.int64)
+
+
 def permutation(n: int, key: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """A permutation of 0 … n - 1 as int64 [n]: the order of n hashes (`_scramble`, vectorized)."""
     with np.errstate(over="ignore"):
         x = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(key & MASK)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x = x ^ (x >> np.uint64(31))
-    return np.argsort(x, kind="stable")
+    return np.argsort(_scramble_all(x), kind="stable")

@@ -6,15 +6,25 @@ import json
 import pickle
 from collections import Counter
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from clipstream.data.decode.captions import build_caption, build_transform, image_bytes, json_object, split_keys
-from clipstream.data.order.rng import SampleRNG
-from clipstream.data.settings import CaptionSettings
+from clipstream.data.decode.captions import (
+    build_caption,
+    build_transform,
+    candidates,
+    draw_captions,
+    image_bytes,
+    json_object,
+    split_keys,
+)
+from clipstream.data.order.rng import SampleRNG, SampleRNGs, mix
+from clipstream.data.settings import CaptionSettings, JsonCaption, TextCaption
 from clipstream.errors import Dropped, SettingsError
 
 
@@ -122,6 +132,69 @@ def test_weights_draw_among_the_paths_that_have_text() -> None:
     assert from_json({"never": "N"}, **options) == "dropped: no_caption"
     with pytest.raises(ValueError, match="1 weights for 2 paths"):
         from_json(value, ["a", "b"], weights=[1])
+
+
+def test_candidates_are_all_that_training_draws() -> None:
+    member = json.dumps({"long": [" L ", "", "\ud800", "M"], "short": "S", "never": "N"}).encode()
+    paths: list[str | list[str]] = ["short", "long", "never", "absent"]
+
+    def found(sample: dict[str, Any], **options: Any) -> list[list[str]]:
+        extractor = build_caption(CaptionSettings.model_validate({"type": "json", "path": paths, **options}))
+        return candidates(extractor, sample)
+
+    assert found(raw(json=member), weights=[1, 3, 0, 1]) == [["S"], ["L", "M"], [], []]
+    assert found(raw(json=member)) == [["S"], [], [], []]
+    assert found(raw(json=b"{}", txt=b"t"), weights=[0, 1, 1, 1], fallback="txt") == [["t"], [], [], []]
+    with pytest.raises(Dropped, match="caption_not_utf8"):
+        found(raw(json=b'{"long": "\\ud800"}'))
+    assert candidates(build_caption(TextCaption()), raw(txt=b" a \n")) == [["a"]]
+    own = CaptionSettings.model_validate({"type": "tests.data.decode.test_captions:Own", "prefix": "a "})
+    assert candidates(build_caption(own), raw(txt=b"cat")) == [["a cat"]]
+    several = CaptionSettings.model_validate({"type": "tests.data.decode.test_captions:Several"})
+    assert candidates(build_caption(several), raw(txt=b"a;b")) == [["a", "b"]]
+    with pytest.raises(Dropped, match="extractor_error"):
+        candidates(build_caption(several), raw())
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3).filter(any), min_size=1, max_size=40),
+    st.none() | st.lists(st.sampled_from([0.0, 0.1, 0.7, 3.0]), min_size=3, max_size=3).filter(any),
+    st.integers(0, 2**64 - 1),
+)
+def test_captions_of_many_samples_are_drawn_as_those_of_one(
+    counts: list[list[int]], weights: list[float] | None, key: int
+) -> None:
+    extractor = build_caption(JsonCaption(path=["0", "1", "2"], weights=weights))
+    texts = [[[f"{path} {i}" for i in range(n)] for path, n in enumerate(row)] for row in counts]
+    usable = [row for row in texts if any(row[p] and (weights is None or weights[p]) for p in range(3))]
+    if not usable:
+        return
+    members = [{"json": json.dumps(dict(zip("012", row, strict=True))).encode()} for row in usable]
+    keys = [mix(i, state=key) for i in range(len(usable))]
+    # A store holds all candidates, or only those that the settings draw.
+    for held in (usable, [candidates(extractor, member) for member in members]):
+        drawn = draw_captions(
+            np.array([list(map(len, row)) for row in held]), weights, SampleRNGs(np.array(keys, dtype=np.uint64))
+        )
+        expected = [extractor(member, SampleRNG(k)) for member, k in zip(members, keys, strict=True)]
+        assert [list(chain(*row))[i] for row, i in zip(held, drawn.tolist(), strict=True)] == expected
+
+
+class Several:
+    """A user's extractor that has all captions of a sample."""
+
+    members = ("txt",)
+
+    def __init__(self, settings: CaptionSettings) -> None:
+        """Constructed with its settings."""
+
+    def __call__(self, sample: Mapping[str, Any], rng: SampleRNG | None) -> str:
+        texts = self.candidates(sample)
+        return texts[0] if rng is None else texts[rng.integer(len(texts))]
+
+    def candidates(self, sample: Mapping[str, Any]) -> list[str]:
+        return str(sample["txt"], "utf-8").split(";")
 
 
 class Own:

@@ -130,7 +130,8 @@ def test_several_labels_become_zeros_and_ones() -> None:
         ({"type": "json", "path": ["x", "t"]}, {"json": b'{"t": "a"}'}, "a"),
         ({"type": "json", "path": "t", "fallback": "txt"}, {"json": b"{}", "txt": b"a\nb"}, "a\nb"),
         ({"type": "json", "path": "t"}, {"json": b'{"t": []}'}, "no_caption"),
-        ({"type": "json", "path": "t"}, {"json": b'{"t": ["a", "\\ud800"]}'}, "caption_not_utf8"),
+        ({"type": "json", "path": "t"}, {"json": b'{"t": ["a", "\\ud800"]}'}, "a"),
+        ({"type": "json", "path": "t"}, {"json": b'{"t": ["", "\\ud800"]}'}, "caption_not_utf8"),
         ({"type": "tests.data.decode.test_labels:Own"}, {"txt": b"x"}, "one\ntwo"),
     ],
 )

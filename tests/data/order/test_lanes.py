@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipstream.data.order.lanes import Cursor, DataState, LaneSlots, LaneState, SourceMix, lanes_of_rank
-from clipstream.data.order.rng import SampleRNG, mix, permutation
+from clipstream.data.order.rng import SampleRNG, SampleRNGs, mix, mix_all, permutation
 from clipstream.data.order.windows import SourceOrder
 from clipstream.training.state import TrainState
 
@@ -55,6 +56,21 @@ def test_draws_are_uniform_and_a_function_of_their_key() -> None:
     normals = [SampleRNG(mix(2, i)).normal() for i in range(20_000)]
     assert abs(sum(normals) / len(normals)) < 0.03
     assert abs(sum(x * x for x in normals) / len(normals) - 1) < 0.05
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.integers(1, 2**32 - 1)), min_size=1))
+def test_numbers_of_many_samples_are_those_of_one(draws: list[tuple[int, int, int]]) -> None:
+    states, values, most = (np.array(column, dtype=np.uint64) for column in zip(*draws, strict=True))
+    keys = mix_all(values, states)
+    assert keys.tolist() == [mix(value, state=state) for state, value, _ in draws]
+    assert mix_all(values, 7).tolist() == [mix(value, state=7) for _, value, _ in draws]
+    many, single = SampleRNGs(keys), [SampleRNG(key) for key in keys.tolist()]
+    everyone, odd = np.arange(len(draws)), np.arange(len(draws)) % 2 == 1
+    assert many.uniform(everyone).tolist() == [rng.uniform() for rng in single]
+    assert many.integer(most[odd], odd).tolist() == [
+        rng.integer(n) for i, (rng, (*_, n)) in enumerate(zip(single, draws, strict=True)) if i % 2
+    ]
+    assert many.integer(most, everyone).tolist() == [rng.integer(n) for rng, (*_, n) in zip(single, draws, strict=True)]
 
 
 @given(st.integers(0, 500), st.integers(0, 2**64 - 1))
