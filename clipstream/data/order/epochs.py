@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clipstream.data.order.rng import mix, permutation
+from clipstream.data.order.lanes import Numbers
+from clipstream.data.order.rng import mix, mix_all, permutation
 from clipstream.data.order.windows import Order, WindowSamples
 from clipstream.errors import SettingsError
 
@@ -93,6 +94,32 @@ class EpochPlan:
                 low, x = middle, x - left
         return low
 
+    def sources(self, lanes: Numbers, drawn: Numbers) -> Numbers:
+        share = (lanes + 1) * self.batch // self.lanes - lanes * self.batch // self.lanes
+        slot = drawn % np.maximum(self.steps * share, 1)
+        bounds = np.asarray(self._bounds)
+        first, length = bounds[lanes], np.maximum(bounds[lanes + 1] - bounds[lanes], 1)
+        padding = slot >= bounds[lanes + 1] - first
+        offset = mix_all(lanes, mix(self.seed, 9)) % length.astype(np.uint64)
+        found = np.where(padding, -1, 0)
+        # Products of the merge exceed 64 bits where an epoch has more than 2^30 references.
+        exact = object if self._sums[-1] > 1 << 30 else np.int64
+        x = (first + (slot + offset.astype(np.int64)) % length).astype(exact)
+        self._merge(0, len(self.names), x, np.flatnonzero(~padding), found)
+        return found
+
+    def _merge(self, low: int, high: int, x: np.ndarray[Any, Any], rows: np.ndarray[Any, Any], found: Numbers) -> None:
+        """Write the sources of `rows`, whose references of the sources low … high - 1 are numbers `x[rows]`."""
+        if not len(rows) or high - low == 1:
+            found[rows] = low
+            return
+        middle = (low + high) // 2
+        left = self._left(low, middle, high, x[rows])
+        is_left = (self._left(low, middle, high, x[rows] + 1) > left).astype(bool)
+        x[rows] = np.where(is_left, left, x[rows] - left)
+        self._merge(low, middle, x, rows[is_left], found)
+        self._merge(middle, high, x, rows[~is_left], found)
+
     def stretch(self, source: int, lane: int) -> range:
         """The lane's references of a source."""
         return range(self._before[lane][source], self._before[lane + 1][source])
@@ -140,8 +167,10 @@ class EpochPlan:
     def _sums(self) -> list[int]:
         return [0, *accumulate(self.taken)]
 
-    def _left(self, low: int, middle: int, high: int, x: int) -> int:
-        """How many of the first x references of the sources low … high - 1 belong to low … middle - 1."""
+    def _left(self, low: int, middle: int, high: int, x: Any) -> Any:
+        """How many of the first x references (an integer or an array) of the sources low … high - 1 belong to low …
+        middle - 1.
+        """
         whole = max(1, self._sums[high] - self._sums[low])
         return (2 * x * (self._sums[middle] - self._sums[low]) + whole) // (2 * whole)
 
@@ -165,7 +194,6 @@ def _apportion(total: int, weights: Sequence[int]) -> list[int]:
 
 
 _EPOCH = 1 << 32  # the number of a group is its epoch times this plus its number in the epoch
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Piece(NamedTuple):

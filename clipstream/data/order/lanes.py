@@ -16,11 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
 
 from clipstream.data.order.rng import GOLDEN, MASK, mix
 
 MIN_LANES, MAX_LANES = 192, 3072
+Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Fingerprint = dict[str, object]  # setting or shards -> JSON value, of all that fixes the order; see order_plan
 
 
@@ -69,6 +72,10 @@ class Mix(Protocol):
         """Number of the source of a lane's sample `drawn` (from 0), in the order of names; None for padding."""
         ...
 
+    def sources(self, lanes: Numbers, drawn: Numbers) -> Numbers:
+        """`source` of each pair of a lane and a sample, int64 [n]; -1 for padding."""
+        ...
+
 
 @dataclass(frozen=True)
 class SourceMix:
@@ -104,6 +111,32 @@ class SourceMix:
             if point < 0:
                 return source
         return len(self.weights) - 1
+
+    def sources(self, lanes: Numbers, drawn: Numbers) -> Numbers:
+        found = np.zeros(len(lanes), dtype=np.int64)
+        if len(self.weights) == 1:
+            return found
+        number = np.zeros(len(lanes), dtype=np.int64)
+        left, here = drawn, np.ones(len(lanes), dtype=bool)  # here: those under this size of the batch or a later one
+        before = 0
+        for i, (start, size) in enumerate(self.batches):
+            first = lanes * size // self.lanes
+            share = (lanes + 1) * size // self.lanes - first
+            slots = np.maximum(share, 1)  # a lane without slots in batches of this size has no samples there
+            number = np.where(here, before + left // slots * size + first + left % slots, number)
+            if i + 1 < len(self.batches):
+                steps = self.batches[i + 1][0] - start
+                here &= left >= steps * share
+                left = left - steps * share
+                before += steps * size
+        scrambled = number.astype(np.uint64) * np.uint64(GOLDEN) + np.uint64(mix(self.seed, 5))
+        point = scrambled * 2.0**-64 * sum(self.weights)
+        found -= 1
+        for source, weight in enumerate(self.weights):
+            point -= weight
+            found[(found < 0) & (point < 0)] = source
+        found[found < 0] = len(self.weights) - 1
+        return found
 
 
 @dataclass

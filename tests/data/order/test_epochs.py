@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -172,3 +173,22 @@ def test_a_plan_says_what_it_does() -> None:
     text = plan([1000, 500], 64, 4, "drop", [1.0, 1.5]).summary()
     held = "27 steps for 1,750 samples (source0 1,000, source1 500 x 1.5)"
     assert text == f"{held}; remainder drop: 22 samples are left out each time"
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(1, 50) | st.integers(10**9, 10**10), min_size=1, max_size=5),
+    st.sampled_from(["drop", "pad", "wrap"]),
+    st.integers(1, 9),
+    st.integers(0, 25),
+)
+def test_sources_of_many_slots_are_those_of_one(samples: list[int], tail: str, lanes: int, more: int) -> None:
+    try:
+        epochs = plan(samples, lanes + more, lanes, tail)
+    except SettingsError:
+        return
+    edges = [0, 1, 2, 7, epochs.steps - 1, epochs.steps, epochs.steps * (lanes + more) // lanes - 1, 10**12]
+    pairs = np.array([(lane, drawn) for lane in range(lanes) for drawn in edges])
+    expected = [epochs.source(lane, drawn) for lane, drawn in pairs.tolist()]
+    found = epochs.sources(pairs[:, 0], pairs[:, 1]).tolist()
+    assert found == [-1 if source is None else source for source in expected]

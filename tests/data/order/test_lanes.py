@@ -118,6 +118,16 @@ def test_resampled_groups_differ_and_hold_no_shard_twice() -> None:
     assert order(shards=2).group(0, 0) in ([0, 1], [1, 0])
 
 
+@given(st.integers(1, 99), st.integers(0, 99), st.lists(st.floats(1, 100), min_size=1, max_size=5), st.integers(0, 99))
+@settings(max_examples=40)
+def test_sources_of_many_samples_are_those_of_one(lanes: int, more: int, weights: list[float], seed: int) -> None:
+    size = lanes + more
+    blend = SourceMix(seed, tuple(weights), lanes, ((0, size), (5, lanes), (11, 2 * size), (17, size)))
+    pairs = np.array([(lane, drawn) for lane in range(lanes) for drawn in (0, 1, 4, 5, 9, 12, 13, 40, 41, 10**9)])
+    expected = [blend.source(lane, drawn) for lane, drawn in pairs.tolist()]
+    assert blend.sources(pairs[:, 0], pairs[:, 1]).tolist() == expected
+
+
 @given(st.integers(1, 99), st.integers(0, 99), st.lists(st.floats(1, 100), min_size=2, max_size=5), st.integers(0, 99))
 @settings(max_examples=40, deadline=None)
 def test_after_any_batch_each_source_is_within_5_samples_of_its_share(
