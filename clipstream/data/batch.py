@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -36,7 +36,7 @@ class Batch:
     pixels: torch.Tensor | None
     ids: torch.Tensor
     weights: torch.Tensor
-    keys: tuple[str, ...]
+    keys: Sequence[str]
     sources: torch.Tensor
     step: int
     global_size: int

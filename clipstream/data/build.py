@@ -13,15 +13,18 @@ from clipstream.data.decode.images import EvalTransform, ImageTransform, OwnImag
 from clipstream.data.decode.key_lists import build_filter
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.decode.train_transform import TrainTransform
+from clipstream.data.loader.features import FeatureLoader
 from clipstream.data.loader.health import FIRST_SAMPLES, FIRST_SLOTS, Budget, Health
 from clipstream.data.loader.loader import Loader, LoaderPlan
 from clipstream.data.loader.pipeline import Reader
 from clipstream.data.loader.sampler import LaneSampler, OnceSampler, OpenShards, WindowSampler
+from clipstream.data.loader.stored import StoredData, StoredSamples
 from clipstream.data.order.lanes import Cursor, DataState, Fingerprint, LaneSlots, SourceMix, lanes_of_rank
 from clipstream.data.order.rng import mix
-from clipstream.data.order_plan import TOKENIZER, differences, fingerprint_of, order_plan, source_order
-from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.order_plan import TOKENIZER, differences, fingerprint_of, order_plan, source_order, stable_names
+from clipstream.data.settings import DataSettings, JsonCaption, SourceSettings
 from clipstream.data.shard_url import ShardURL, redact
+from clipstream.data.sources.indexes import count_samples
 from clipstream.data.sources.protocol import SourceContext
 from clipstream.data.sources.registry import Source, expand
 from clipstream.data.transport.downloader import MOST, Fetcher
@@ -29,6 +32,7 @@ from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.data.transport.transfer import GIB
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
+from clipstream.features.manifest import IDS
 from clipstream.utils.logs import logger
 
 SALT = 7  # hashed with the seed where an order is restarted
@@ -46,6 +50,7 @@ def training_loader(
     views: bool = False,
     teacher_image: ImageSpec | None = None,
     teacher_tokenizer: Tokenizer | None = None,
+    features: StoredData | None = None,
 ) -> Loader:
     """The endless stream of this rank's parts of the global batches.
 
@@ -56,26 +61,22 @@ def training_loader(
         views: see LoaderPlan; for callers that have finished with a batch when they ask for the next one.
         teacher_image: adds a live teacher's pixels of the same random crop, mirroring and colours.
         teacher_tokenizer: adds the ids of the captions by a live teacher's tokenizer.
+        features: stores of features. Batches have them, and no pixels or no ids where features take their place.
 
     Raises:
-        SettingsError: this rank would get no sample, or `start` belongs to another order of samples.
+        SettingsError: this rank would get no sample, `start` belongs to another order of samples, or a store does not
+            fit the sources or the tokenizer.
     """
     lanes, workers = settings.lanes, settings.workers
     assert isinstance(lanes, int) and isinstance(workers, int), "resolve the settings first"
-    slots = LaneSlots(lanes_of_rank(world.rank, world.size, lanes), lanes, settings.batch_size)
-    for step in settings.batch_changes:
-        if slots.count(step) == 0:
-            raise SettingsError(
-                f"rank {world.rank} of {world.size} gets no sample of a global batch of {settings.batch_size(step)} "
-                f"over {lanes} lanes: use fewer ranks, or a larger --data.global-batch-size, "
-                "--data.batch-schedule or --data.lanes"
-            )
+    slots = _slots(settings, lanes, world)
     fetcher = Fetcher(timeout=settings.transfer_timeout, most=_bytes(settings.max_shard_gib) or MOST)
     limit, wanted = _bytes(settings.cache_gib), _remote_shards_in_use(settings, lanes, world)
     store = ShardCache(settings.cache, limit=limit, wanted=wanted, fetcher=fetcher)
     named = sorted(settings.sources.items())
     names = [name for name, _ in named]
     sources = [Source(one, SourceContext(store, settings.cache, f"data.sources.{name}")) for name, one in named]
+    stored = [] if features is None else _stored(features, settings, names, sources, tokenizer)
     order = order_plan(settings, sources, seed)  # sets the counts of the sources, which the fingerprint needs
     fingerprint = fingerprint_of(settings, seed, tokenizer, sources)
     start = start or DataState(lanes_total=lanes, fingerprint=fingerprint)
@@ -110,8 +111,56 @@ def training_loader(
         teacher_image=teacher_image,
         teacher_tokenizer=teacher_tokenizer,
         found=_empty_shards(names, sources) if world.is_main else None,
+        features=features,
+        stored=stored,
     )
-    return Loader(plan)
+    return Loader(plan) if features is None or not features.replaces_loader else FeatureLoader(plan, order.sources)
+
+
+def _slots(settings: DataSettings, lanes: int, world: World) -> LaneSlots:
+    """The slots of this rank's lanes. Raises SettingsError: there are none in some batch."""
+    slots = LaneSlots(lanes_of_rank(world.rank, world.size, lanes), lanes, settings.batch_size)
+    for step in settings.batch_changes:
+        if slots.count(step) == 0:
+            raise SettingsError(
+                f"rank {world.rank} of {world.size} gets no sample of a global batch of {settings.batch_size(step)} "
+                f"over {lanes} lanes: use fewer ranks, or a larger --data.global-batch-size, "
+                "--data.batch-schedule or --data.lanes"
+            )
+    return slots
+
+
+def _stored(
+    features: StoredData, settings: DataSettings, names: list[str], sources: list[Source], tokenizer: Tokenizer
+) -> list[StoredSamples]:
+    """The samples of each source in the stores; sets the counts of sources that cannot be counted without."""
+    if features.replaces_loader and settings.trace:
+        raise SettingsError(
+            "data.trace prints how samples are read, and features are read in their place: leave it out"
+        )
+    if features.ids is not None:
+        width = features.ids.manifest.parts[IDS].width
+        if width != tokenizer.context_length:
+            raise SettingsError(
+                f"the feature store {features.ids.shown} has {width} token ids a caption, and the model takes "
+                f"{tokenizer.context_length}: precompute it with the same model and tokenizer"
+            )
+    found = []
+    for name, source in zip(names, sources, strict=True):
+        titles = [source.types[shard].title(shard) for shard in source.names]
+        caption = settings.sources[name].caption
+        weights = caption.weights if isinstance(caption, JsonCaption) else None
+        shards = list(zip(stable_names(source.names), source.names, strict=True))
+        own = build_filter(name, settings.sources[name]) if features.replaces_loader else None
+        samples = StoredSamples(features, name, shards, titles, f"data.sources.{name}", weights, own)
+        found.append(samples)
+        if settings.sampling.mode == "indexed" and features.replaces_loader:
+            try:
+                count_samples(source)
+            except SettingsError:  # the shards themselves need not be there
+                source.counts = samples.counts.tolist()
+                source.empty = {i: samples.fault(i) for i, count in enumerate(source.counts) if not count}
+    return found
 
 
 def _budget(settings: DataSettings, sources: dict[str, Source]) -> Budget:

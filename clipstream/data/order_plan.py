@@ -96,7 +96,7 @@ def source_order(settings: DataSettings, seed: int, source: int, shards: int) ->
 
 
 def epoch_plan(settings: DataSettings, sources: Sequence[Source], seed: int = 0, lanes: int = 1) -> EpochPlan:
-    """The epochs of the mode `indexed`; sets `counts` of the sources.
+    """The epochs of the mode `indexed`; sets `counts` of the sources, where it is None.
 
     Args:
         sources: in the order of names.
@@ -106,7 +106,7 @@ def epoch_plan(settings: DataSettings, sources: Sequence[Source], seed: int = 0,
         SettingsError: samples cannot be counted, or there are too few for a batch.
     """
     named = sorted(settings.sources.items())
-    samples = [sum(count_samples(source)) for source in sources]
+    samples = [sum(count_samples(source) if source.counts is None else source.counts) for source in sources]
     return EpochPlan(
         seed,
         tuple(name for name, _ in named),

@@ -10,6 +10,7 @@ On a GPU the copy runs on its own stream, during the step before; the step's str
 
 from __future__ import annotations
 
+import math
 import mmap
 from dataclasses import dataclass
 from typing import Any
@@ -27,12 +28,13 @@ class BufferShape:
     """The size of a batch buffer."""
 
     samples: int  # n, number of slots
-    height: int  # of the pixels
+    height: int  # of the pixels; 0 where there are none
     width: int
     text_width: int  # T, ids of a sample
     teacher_height: int = 0  # of the pixels of a live teacher; 0 where it takes the model's
     teacher_width: int = 0
     teacher_text_width: int = 0  # ids of a live teacher's tokenizer; 0 where it takes the model's
+    features: tuple[tuple[str, int], ...] = ()  # names of precomputed features, bytes of a row
 
     def arrays(self) -> dict[str, tuple[type, tuple[int, ...]]]:
         """Name -> (dtype, shape) of the arrays of a buffer."""
@@ -47,6 +49,16 @@ class BufferShape:
             "teacher_ids": (np.int32, (n, self.teacher_text_width)),
         }
 
+    def rows(self) -> dict[str, tuple[type, tuple[int, ...]]]:
+        """Name -> (dtype, shape) of the stored rows of features, as bytes."""
+        return {name: (np.uint8, (self.samples, size)) for name, size in self.features}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a buffer."""
+        arrays = (*self.arrays().values(), *self.rows().values())
+        return sum(_aligned(math.prod(dims) * np.dtype(dtype).itemsize) for dtype, dims in arrays)
+
 
 class BatchBuffer:
     """The arrays of one batch, as numpy views of the shared memory."""
@@ -58,16 +70,23 @@ class BatchBuffer:
     pictures: np.ndarray[Any, Any]  # int64 [n], checksums of the picture files
     teacher_pixels: np.ndarray[Any, Any]  # uint8 [n, H', W', 3]
     teacher_ids: np.ndarray[Any, Any]  # int32 [n, T']
+    features: dict[str, np.ndarray[Any, Any]]  # stored rows by name, uint8 [n, bytes]
 
     def __init__(self, memory: mmap.mmap, offset: int, shape: BufferShape) -> None:
-        for name, (dtype, dims) in shape.arrays().items():
-            flat: np.ndarray[Any, Any] = np.frombuffer(memory, dtype, int(np.prod(dims)), offset)
-            setattr(self, name, flat.reshape(dims))
-            offset += _aligned(flat.nbytes)
+        def array(dtype: type, dims: tuple[int, ...]) -> np.ndarray[Any, Any]:
+            nonlocal offset
+            values: np.ndarray[Any, Any] = np.ndarray(dims, dtype, memory, offset)
+            offset += _aligned(values.nbytes)
+            return values
 
-    def clear(self, slot: int) -> None:
-        """Empty a slot: nothing of an earlier sample stays in it."""
-        for values in (self.pixels, self.ids, self.weights, self.pictures, self.teacher_pixels, self.teacher_ids):
+        for name, (dtype, dims) in shape.arrays().items():
+            setattr(self, name, array(dtype, dims))
+        self.features = {name: array(dtype, dims) for name, (dtype, dims) in shape.rows().items()}
+
+    def clear(self, slot: Any) -> None:
+        """Empty a slot, or several: nothing of an earlier sample stays in it."""
+        own = (self.pixels, self.ids, self.weights, self.pictures, self.teacher_pixels, self.teacher_ids)
+        for values in (*own, *self.features.values()):
             values[slot] = 0
 
 
@@ -75,8 +94,7 @@ class BufferRing:
     """`depth` batch buffers in one shared map; batch number t is in buffer t modulo depth."""
 
     def __init__(self, shape: BufferShape, depth: int) -> None:
-        sizes = (int(np.prod(dims)) * np.dtype(dtype).itemsize for dtype, dims in shape.arrays().values())
-        one = sum(map(_aligned, sizes))
+        one = shape.nbytes
         self.memory = mmap.mmap(-1, max(one * depth, 1))
         self.buffers = [BatchBuffer(self.memory, i * one, shape) for i in range(depth)]
 

@@ -13,11 +13,11 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,11 +29,13 @@ from clipstream.data.loader.health import FIRST_SAMPLES, Budget, Health
 from clipstream.data.loader.pipeline import BatchPart, Lane, Pipeline, Reader, WorkerReport
 from clipstream.data.loader.sampler import LaneSampler, OpenShards
 from clipstream.data.loader.stage_timing import IDLE, StageIntervals, StageTimes, Stopwatch
+from clipstream.data.loader.stored import StoredData, StoredSamples
 from clipstream.data.loader.workers import Worker
 from clipstream.data.order.lanes import DataState, Fingerprint, LaneSlots, LaneState, Mix
 from clipstream.data.sources.registry import Source
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.errors import ClipstreamError, DataError, Interrupted
+from clipstream.features.manifest import IMAGE, TEXT
 from clipstream.utils.escape import printable_lines
 from clipstream.utils.logs import logger
 
@@ -74,6 +76,8 @@ class LoaderPlan:
     teacher_tokenizer: Tokenizer | None = None  # of a live teacher; None for no ids of its own
     # faults of shards that are known before any is opened; given to one rank only, which counts them
     found: Health | None = None
+    features: StoredData | None = None  # stores of precomputed features
+    stored: Sequence[StoredSamples] = ()  # by source, where there are such stores
     opened: list[OpenShards] = field(default_factory=list)  # by this process
 
     @property
@@ -86,8 +90,11 @@ class LoaderPlan:
         """Of the batch buffers."""
         teacher_size = (0, 0) if self.teacher_image is None else self.teacher_image.size
         teacher_text_width = 0 if self.teacher_tokenizer is None else self.teacher_tokenizer.context_length
-        width = self.tokenizer.context_length
-        return BufferShape(self.samples, *self.image.size, width, *teacher_size, teacher_text_width)
+        stored = {} if self.features is None else self.features.row_bytes()
+        size = (0, 0) if IMAGE in stored else self.image.size
+        width = 0 if TEXT in stored else self.tokenizer.context_length
+        rows = tuple(stored.items())
+        return BufferShape(self.samples, *size, width, *teacher_size, teacher_text_width, rows)
 
     def pipeline(self, worker: int, report: Callable[[WorkerReport], None], stopwatch: Stopwatch) -> Pipeline:
         """The pipeline of a worker: every `workers`-th lane of the rank."""
@@ -128,6 +135,16 @@ class LoaderPlan:
         self.store.close()
 
 
+class FilledPart(Protocol):
+    """A part of a batch that was handed out."""
+
+    ended: bool  # whether all of its lanes have ended
+
+    def lane_states(self) -> dict[int, LaneState]:
+        """Lane number -> position after the batch."""
+        ...
+
+
 class Loader:
     """Iterator over a rank's batches; a context manager that ends its workers.
 
@@ -153,18 +170,23 @@ class Loader:
         self._uncounted = 0  # stages in these
         self._step = plan.start.step  # number of the next batch to hand out
         self._asked = self._step  # number of the next batch to ask workers for
-        self._lanes: dict[int, LaneState] = dict(plan.start.lanes)  # after the last batch that was handed out
+        self._handed_out: Sequence[FilledPart] = ()  # the parts of the last batch that was handed out
         self._parts: dict[int, list[BatchPart]] = {}
         self._warnings = 0
         self._captions_checked: set[str] = set()
-        self._ring = BufferRing(plan.shape, plan.depth if plan.workers else 1)
-        self._prefetch = device_prefetch_for(plan.device, self._ring, plan.views)
-        self._ahead: tuple[list[BatchPart], Batch] | None = None  # the next batch, while it is copied to the GPU
+        self._ahead: tuple[Sequence[Any], Batch] | None = None  # the next batch, while it is copied to the GPU
         self._workers: list[Worker] = []
         self._closed = threading.Event()
         self._pipeline: Pipeline | None = None
         if plan.found is not None:
             self._merge(plan.found)
+        self._start()
+
+    def _start(self) -> None:
+        """Make the buffers, and start the workers."""
+        plan = self.plan
+        self._ring = BufferRing(plan.shape, plan.depth if plan.workers else 1)
+        self._prefetch = device_prefetch_for(plan.device, self._ring, plan.views)
         if plan.workers:
             atexit.register(self.close)  # before multiprocessing's, which waits for workers that were not asked to end
             try:
@@ -197,22 +219,22 @@ class Loader:
         self.wait_seconds += time.perf_counter() - began
         if self.plan.ends and all(part.ended for part in parts):
             raise StopIteration
-        for part in parts:
-            self._lanes.update(part.lanes)
+        self._handed_out = parts
         if self.plan.remainder is not None:
             for name, counts in self.plan.remainder(self._step - self.plan.start.restarted_at).items():
                 self.health.sources[name].remainder.update(counts)
         self._step += 1
         batch = self._prefetch.finish(batch)
-        if self._prefetch.ahead and self._workers:
-            self._refill()
-            if self._receive_all(timeout=0):
-                self._ahead = self._start_copy(self._parts.pop(self._step))
+        if self._prefetch.ahead:
+            self._copy_ahead()
         return batch
 
     def state(self) -> DataState:
         """Position after the last batch that was handed out, with this rank's lanes."""
-        return replace(self.plan.start, step=self._step, lanes=dict(self._lanes))
+        lanes = dict(self.plan.start.lanes)
+        for part in self._handed_out:
+            lanes.update(part.lane_states())
+        return replace(self.plan.start, step=self._step, lanes=lanes)
 
     def take_times(self) -> StageTimes:
         """Times of this rank's stages since the last call."""
@@ -244,6 +266,13 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _copy_ahead(self) -> None:
+        """Begin to copy the next batch, if it is complete."""
+        if self._workers:
+            self._refill()
+            if self._receive_all(timeout=0):
+                self._ahead = self._start_copy(self._parts.pop(self._step))
+
     def _refill(self) -> None:
         """Ask the workers for the batches whose buffers are free; always for the one that is handed out next."""
         while self._asked < self._step + self.plan.depth:
@@ -256,7 +285,7 @@ class Loader:
                 worker.asked_last = self._asked
             self._asked += 1
 
-    def _collect(self, step: int) -> list[BatchPart]:
+    def _collect(self, step: int) -> Sequence[Any]:
         """The parts of batch `step`, when it is complete."""
         if self._pipeline is not None:
             self._prefetch.reading(step - 1, wait=True)  # there is one buffer
@@ -390,7 +419,7 @@ class Loader:
         lines += [f"  source {name!r}: {health.funnel()}" for name, health in self.health.sources.items()]
         return "\n".join(lines)
 
-    def _start_copy(self, parts: list[BatchPart]) -> tuple[list[BatchPart], Batch]:
+    def _start_copy(self, parts: Sequence[BatchPart]) -> tuple[Sequence[BatchPart], Batch]:
         """The parts, and their batch on its way to the device."""
         step, slots = parts[0].step, self.plan.slots
         buffer = self._ring[step]

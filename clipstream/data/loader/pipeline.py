@@ -118,6 +118,10 @@ class BatchPart(WorkerReport):
     lanes: dict[int, LaneState]  # lane number -> position after this batch
     ended: bool  # whether all lanes have ended (evaluation)
 
+    def lane_states(self) -> dict[int, LaneState]:
+        """Lane number -> position after this batch."""
+        return self.lanes
+
 
 @dataclass
 class Pipeline:

@@ -1,0 +1,487 @@
+"""Precomputed features in training: which stores give what, and the samples of one source of the training data in them.
+
+Paths of stores enter; sample numbers, choices of captions and views, and stored rows leave. A sample's number is that
+of `features.store.StoredSource` in the first store, the primary one. Other stores may have their shards in another
+order; that they hold the same samples is checked when a shard is held.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias, overload
+
+import numpy as np
+import torch
+
+from clipstream.data.decode.captions import draw_captions
+from clipstream.data.decode.key_lists import NOT_KEPT, SampleFilter
+from clipstream.data.loader.health import DroppedSample, SourceHealth
+from clipstream.data.order.lanes import Numbers
+from clipstream.data.order.rng import Keys, SampleRNG, SampleRNGs
+from clipstream.data.shard_url import redact
+from clipstream.errors import DataError, SettingsError
+from clipstream.features.manifest import IDS, IMAGE, TEXT
+from clipstream.features.store import FeatureStore, StoredSource
+
+TEACHER = "teacher"  # name of a teacher whose store names it image and text
+Flags: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
+_SHIFT = 40  # a sample that no store has: -1 - (shard << 40 | position in it)
+
+
+@dataclass(frozen=True)
+class StoredData:
+    """What stores give to training.
+
+    Attributes:
+        features: name in Batch.features -> store and its part: `image` and `text` in place of the towers, NAME.image
+            and NAME.text of teachers.
+        ids: the store of the token ids, where features take the place of pictures and the model reads texts.
+    """
+
+    features: Mapping[str, tuple[FeatureStore, str]]
+    ids: FeatureStore | None = None
+
+    @classmethod
+    def open(
+        cls,
+        image: str | None = None,
+        text: str | None = None,
+        teachers: Sequence[str] = (),
+        cache: str | None = None,
+    ) -> StoredData:
+        """Open the stores at these paths or URLs, the same store once.
+
+        Args:
+            teachers: stores of teachers. Parts NAME.image and NAME.text belong to the teacher NAME; in a store without
+                such parts, image and text belong to the teacher `teacher`.
+            cache: as for FeatureStore.open.
+
+        Raises SettingsError: a store cannot be opened or lacks a part, or two stores have a teacher of one name.
+        """
+        opened = {path: FeatureStore.open(path, cache) for path in dict.fromkeys((image, text, *teachers)) if path}
+        features: dict[str, tuple[FeatureStore, str]] = {}
+        for name, path in ((IMAGE, image), (TEXT, text)):
+            if path is not None:
+                if name not in opened[path].manifest.parts:
+                    raise SettingsError(
+                        f"the feature store {opened[path].shown} has no {name} features, only "
+                        f"{', '.join(opened[path].manifest.parts) or 'no part'}: add them by `clipstream precompute "
+                        f"{opened[path].shown} --towers {name}`"
+                    )
+                features[name] = opened[path], name
+        for path in teachers:
+            parts = opened[path].manifest.parts
+            own = {part: part for part in parts if "." in part}
+            own = own or {f"{TEACHER}.{part}": part for part in (IMAGE, TEXT) if part in parts}
+            if not own:
+                raise SettingsError(f"the feature store {opened[path].shown} has no features of a teacher")
+            for name, part in own.items():
+                if name in features:
+                    raise SettingsError(
+                        f"the feature stores {features[name][0].shown} and {opened[path].shown} both have {name}: "
+                        "give their teachers different names (--teacher NAME=MODEL of clipstream precompute)"
+                    )
+                features[name] = opened[path], part
+        wanted = () if image is None or text is not None else (opened[image], *opened.values())
+        return cls(features, next((store for store in wanted if IDS in store.manifest.parts), None))
+
+    @property
+    def replaces_loader(self) -> bool:
+        """Whether all that the model takes comes from stores, so that no shard is read."""
+        return IMAGE in self.features and (TEXT in self.features or self.ids is not None)
+
+    @cached_property
+    def parts(self) -> list[tuple[FeatureStore, list[str]]]:
+        """Each store, and the parts that are read of it."""
+        found: dict[int, tuple[FeatureStore, list[str]]] = {}
+        asked = [*self.features.values(), *([] if self.ids is None else [(self.ids, IDS)])]
+        for store, part in asked:
+            found.setdefault(id(store), (store, []))[1].append(part)
+        return list(found.values())
+
+    @property
+    def views(self) -> int:
+        """K, augmented views of each picture; 0 where its features are of the picture as evaluations preprocess it.
+
+        Raises SettingsError: stores differ in it.
+        """
+        counts = {store.manifest.views: store for store, _ in self.parts if store.manifest.views}
+        if len(counts) > 1:
+            (k, one), (other_k, other), *_ = counts.items()
+            raise SettingsError(
+                f"the feature store {one.shown} has {k} views of a picture, and {other.shown} has {other_k}: "
+                "precompute both with the same --views"
+            )
+        return max(counts, default=0)
+
+    def row_bytes(self) -> dict[str, int]:
+        """Bytes of a row of each of the features."""
+        return {name: store.manifest.parts[part].row_bytes for name, (store, part) in self.features.items()}
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """One store's samples of the source."""
+
+    source: StoredSource
+    shards: list[int]  # number of the store's shard, by the number of the training data's
+    offsets: Numbers  # added to a sample's number in the primary store, by its chunk there
+
+
+class StoredSamples:
+    """The samples of one source of the training data, in all stores.
+
+    Args:
+        stored: the stores.
+        name: of the source.
+        shards: (name, URL) of its shards; a manifest has the name, or the URL where names are not unique.
+        titles: of the shards, which messages and keys name.
+        key: key of the source in the settings, for messages.
+        weights: of the caption paths.
+        filter: says which samples are used; None for all.
+
+    Attributes:
+        counts: samples of each shard, dropped ones included, int64.
+        base: number of each shard's first sample, int64.
+        primary: the source in the primary store.
+
+    Raises SettingsError: a store lacks the source, or one of its shards.
+    """
+
+    def __init__(
+        self,
+        stored: StoredData,
+        name: str,
+        shards: Sequence[tuple[str, str]],
+        titles: Sequence[str],
+        key: str,
+        weights: Sequence[float] | None = None,
+        filter: SampleFilter | None = None,
+    ) -> None:
+        self.name, self.shown = name, [redact(url) for _, url in shards]
+        self._weights, self._views, self.shard_titles = weights, stored.views, titles
+        self._holders = [0] * len(shards)
+        self._compared: set[int] = set()  # shards of which all stores hold the same samples
+        self._lock, self._mapping = threading.Lock(), threading.Lock()
+        self._all: list[_Stored] = []
+        self._parts: dict[str, tuple[_Stored, str]] = {}
+        self._by_view: _Stored | None = None  # that has the keys of views
+        for store, parts in stored.parts:
+            source = store.source(name, list(dict.fromkeys(parts)))
+            numbers = {shard.name: number for number, shard in enumerate(source.shards)}
+            mine = [numbers.get(stable, numbers.get(redact(url), -1)) for stable, url in shards]
+            if -1 in mine:
+                url = self.shown[mine.index(-1)]
+                raise SettingsError(
+                    f"{key}.shards: the feature store {store.shown} does not have {url}: precompute the features of "
+                    "all shards, into another folder"
+                )
+            one = _Stored(source, mine, self._offsets(source, mine))
+            self._all.append(one)
+            features = [(name, part) for name, (other, part) in stored.features.items() if other is store]
+            self._parts |= {name: (one, part) for name, part in features}
+            if stored.ids is store:
+                self._parts[IDS] = one, IDS
+            if store.manifest.views and self._by_view is None:
+                self._by_view = one
+        self.primary = self._all[0].source
+        self.counts: Numbers = np.array([self.primary.samples_of(shard) for shard in self._all[0].shards])
+        self.base: Numbers = np.array([self.primary.base(shard) for shard in self._all[0].shards])
+        self._filter = filter
+        size = self.primary.n_chunks * self._chunk_rows
+        self._kept: Flags | None = None if filter is None else np.ones(size, dtype=bool)  # by number
+        self._dropped: dict[int, dict[int, tuple[str, str]]] = {}  # shard -> position -> key and reason
+
+    def _offsets(self, source: StoredSource, shards: Sequence[int]) -> Numbers:
+        if not self._all:
+            return np.zeros(source.n_chunks, dtype=np.int64)
+        first = self._all[0]
+        rows = first.source.store.manifest.chunk_rows
+        found: Numbers = np.zeros(first.source.n_chunks, dtype=np.int64)
+        for mine, theirs in zip(first.shards, shards, strict=True):
+            base, held = first.source.base(mine), first.source.samples_of(mine)
+            found[base // rows : base // rows + -(-held // rows)] = source.base(theirs) - base
+        return found
+
+    def fault(self, shard: int) -> str:
+        """Why a shard has no samples."""
+        return self.primary.shards[self._all[0].shards[shard]].reason or "empty: no sample in it"
+
+    def hold(self, shard: int) -> None:
+        """Make the rows of a shard readable until as many calls of `release`; in any thread.
+
+        Raises DataError: a chunk is damaged, or the stores hold different samples.
+        """
+        if self._held_again(shard):
+            return
+        with self._mapping:  # checking a shard takes long, and must not stop those who hold another one
+            if self._held_again(shard):
+                return
+            held: list[_Stored] = []
+            try:
+                for one in self._all:
+                    one.source.hold(one.shards[shard])
+                    held.append(one)
+                if shard not in self._compared:
+                    self._compare(shard)
+                    if self._filter is not None:
+                        self._filter_shard(shard)
+                    self._compared.add(shard)
+            except BaseException:
+                for one in held:
+                    one.source.release(one.shards[shard])
+                raise
+            with self._lock:
+                self._holders[shard] += 1
+
+    def is_held(self, shard: int) -> bool:
+        """Whether a call of `hold` would return at once."""
+        return self._holders[shard] > 0
+
+    def _held_again(self, shard: int) -> bool:
+        with self._lock:
+            held = self._holders[shard] > 0
+            self._holders[shard] += held
+        return held
+
+    def release(self, shard: int) -> None:
+        """Undo one `hold`."""
+        with self._lock:
+            self._holders[shard] -= 1
+            if not self._holders[shard]:
+                for one in self._all:
+                    one.source.release(one.shards[shard])
+
+    def check_keys(self, shard: int, keys: Sequence[str]) -> None:
+        """Compare the keys of an open shard with those whose features are stored. Raises DataError: they differ."""
+        for one in self._all:
+            if not one.source.has_keys(one.shards[shard], keys):
+                raise DataError(
+                    f"{self.shown[shard]} has changed since its features were computed: its {len(keys):,} samples are "
+                    f"not the {one.source.samples_of(one.shards[shard]):,} of the feature store "
+                    f"{one.source.store.shown}: precompute them again, into another folder"
+                )
+
+    def _compare(self, shard: int) -> None:
+        """Check that all stores hold the same samples of a shard."""
+        first, *others = self._all
+        if not others:
+            return
+        numbers = self.base[shard] + np.arange(self.counts[shard])
+        mine, keys = first.source.sample_rows(numbers), None
+        for one in others:
+            where = f"the feature stores {first.source.store.shown} and {one.source.store.shown}"
+            advice = "precompute both from the same data with the same settings and --seed"
+            if one.source.samples_of(one.shards[shard]) != self.counts[shard]:
+                raise DataError(f"{where} hold different samples of {self.shown[shard]}: {advice}")
+            keys = keys or first.source.keys(first.shards[shard])
+            if not one.source.has_keys(one.shards[shard], keys):
+                raise DataError(f"{where} hold different samples of {self.shown[shard]}: {advice}")
+            theirs = one.source.sample_rows(numbers + one.offsets[numbers // self._chunk_rows])
+            both = (mine["used"] > 0) & (theirs["used"] > 0)
+            same_captions = mine["counts"].shape == theirs["counts"].shape and np.array_equal(
+                mine["counts"][both], theirs["counts"][both]
+            )
+            views = [rows["views"] for rows in (mine, theirs) if rows["views"].shape[1]]
+            if not same_captions or (len(views) > 1 and not np.array_equal(views[0][both], views[1][both])):
+                what = "views" if same_captions else "captions"
+                raise DataError(f"{where} hold different {what} of {self.shown[shard]}: {advice}")
+
+    @property
+    def _chunk_rows(self) -> int:
+        return self.primary.store.manifest.chunk_rows
+
+    def numbers(self, shards: Numbers, positions: Numbers, absent: Flags | None = None) -> Numbers:
+        """Numbers of samples by the numbers of their shards and their positions in these; of samples that the store
+        does not have, and of those that `absent` selects, a negative number for each.
+        """
+        found = self.base[shards] + positions
+        lacking: Flags = positions >= self.counts[shards]
+        absent = lacking if absent is None else lacking | absent
+        if absent.any():
+            found[absent] = -1 - (shards[absent] << _SHIFT | positions[absent])
+        return found
+
+    def used(self, numbers: Numbers) -> Flags:
+        """Whether training uses the samples: those that no store has dropped."""
+        used = numbers >= 0
+        all_there = bool(used.all())
+        there = numbers if all_there else numbers[used]
+        found = np.ones(len(there), dtype=bool) if self._kept is None else self._kept[there]
+        for one in self._all:
+            found &= one.source.sample_rows(there + one.offsets[there // self._chunk_rows])["used"] > 0
+        if all_there:
+            return found
+        used[used] = found
+        return used
+
+    def draw(self, numbers: Numbers, keys: Keys) -> tuple[Numbers, Numbers, Numbers]:
+        """Checksums of the pictures, choices of captions, and of views, int64 [n] each.
+
+        Args:
+            keys: of the samples' random numbers.
+        """
+        rows = self.primary.sample_rows(numbers)
+        counts, rngs = rows["counts"], SampleRNGs(keys)
+        if counts.shape[1] == 1 and bool((counts == 1).all()):
+            choices = np.zeros(len(numbers), dtype=np.int64)
+        else:
+            choices = draw_captions(counts, self._weights, rngs)
+        views = np.zeros(len(numbers), dtype=np.int64)
+        if self._views:
+            views = rngs.integer(np.full(len(numbers), self._views), np.arange(len(numbers)))
+        return rows["pictures"], choices, views
+
+    def view_key(self, number: int, view: int) -> int:
+        """Key of the random numbers of a view of a sample."""
+        one = self._by_view
+        assert one is not None
+        number += int(one.offsets[number // self._chunk_rows])
+        return int(one.source.sample_rows(np.array([number]))["views"][0, view])
+
+    def draw_view(self, number: int, rng: SampleRNG) -> tuple[int, SampleRNG]:
+        """A view of a sample, and the generator that its picture is augmented by."""
+        if not self._views:
+            return 0, rng
+        view = rng.integer(self._views)
+        return view, SampleRNG(self.view_key(number, view))
+
+    def gather(
+        self, name: str, numbers: Numbers, choices: Numbers, views: Numbers, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Stored rows of features or `ids`, of samples in use whose shards are held: [n, W].
+
+        Args:
+            out: contiguous tensor of the stored type, which is filled and returned.
+        """
+        one, part = self._parts[name]
+        if one is not self._all[0]:
+            numbers = numbers + one.offsets[numbers // self._chunk_rows]
+        source = one.source
+        if source.store.manifest.per_caption(part):
+            rows = source.caption_rows(numbers, choices)
+        else:
+            rows = source.view_rows(numbers, views if source.store.manifest.views else np.zeros_like(views))
+        return source.gather(part, rows, out)
+
+    def shard_and_position(self, number: int) -> tuple[int, int]:
+        """The number of a sample's shard in the training data, and its position in it."""
+        if number < 0:
+            return (-1 - number) >> _SHIFT, (-1 - number) & ((1 << _SHIFT) - 1)
+        shard = int(self._shard_of_chunk[number // self._chunk_rows])
+        return shard, number - int(self.base[shard])
+
+    @cached_property
+    def _shard_of_chunk(self) -> Numbers:
+        found: Numbers = np.full(self.primary.n_chunks, -1, dtype=np.int64)
+        for shard, (base, held) in enumerate(zip(self.base.tolist(), self.counts.tolist(), strict=True)):
+            first = base // self._chunk_rows
+            found[first : first + -(-held // self._chunk_rows)] = shard
+        return found
+
+    def titles(self, numbers: Numbers) -> list[str]:
+        """'SHARD_BASENAME/KEY' of samples."""
+        found = [""] * len(numbers)
+        by_shard: dict[int, list[tuple[int, int]]] = {}
+        for i, number in enumerate(numbers.tolist()):
+            shard, position = self.shard_and_position(number)
+            by_shard.setdefault(shard, []).append((i, position))
+        for shard, places in by_shard.items():
+            begin = self.shard_titles[shard].rstrip("/").rpartition("/")[2]
+            keys = self.primary.keys(self._all[0].shards[shard])
+            for i, position in places:
+                found[i] = f"{begin}/{keys[position] if numbers[i] >= 0 else f'#{position}'}"
+        return found
+
+    def count_dropped(self, numbers: Numbers, health: SourceHealth) -> None:
+        """Count samples that training does not use; those that are not kept without Python for each."""
+        if self._kept is not None:
+            there = numbers >= 0
+            left_out = np.zeros(len(numbers), dtype=bool)
+            left_out[there] = ~self._kept[numbers[there]]
+            if left_out.any():
+                shard, position = self.shard_and_position(int(numbers[left_out][0]))
+                if NOT_KEPT not in health.examples:
+                    key = self.primary.keys(self._all[0].shards[shard])[position]
+                    health.drop(DroppedSample(self.name, self.shard_titles[shard], key, NOT_KEPT, ""))
+                    health.dropped[NOT_KEPT] -= 1
+                health.dropped[NOT_KEPT] += int(left_out.sum())
+                numbers = numbers[~left_out]
+        for number in numbers.tolist():
+            shard, position = self.shard_and_position(number)
+            if number < 0:
+                key, reason = f"#{position}", "unreadable_shard: the feature store does not hold it"
+            else:
+                if shard not in self._dropped:
+                    self._dropped[shard] = self._read_dropped(shard)
+                key, reason = self._dropped[shard][position]
+            name, _, detail = reason.partition(": ")
+            health.drop(DroppedSample(self.name, self.shard_titles[shard], key, name, detail))
+
+    def _filter_shard(self, shard: int) -> None:
+        """Note which samples of a shard the settings keep."""
+        assert self._filter is not None and self._kept is not None
+        begin = self.shard_titles[shard].rstrip("/").rpartition("/")[2]
+        keys, base = self.primary.keys(self._all[0].shards[shard]), int(self.base[shard])
+        self._kept[base : base + len(keys)] = [self._filter(f"{begin}/{key}", key) for key in keys]
+
+    def _read_dropped(self, shard: int) -> dict[int, tuple[str, str]]:
+        """By position the key and the reason of each dropped sample of a shard."""
+        keys, found = self.primary.keys(self._all[0].shards[shard]), {}
+        for one in self._all:
+            for position, reason in enumerate(one.source.reasons(one.shards[shard])):
+                if reason and position not in found:
+                    found[position] = keys[position], reason
+        return found
+
+
+class StoredKeys(Sequence[str]):
+    """Names of a batch's samples as Batch.keys has them, read from the store when they are asked for.
+
+    Args:
+        samples: by source.
+        sources: number of each sample's source, int [n]; -1 for padding.
+        numbers: of the samples, int64 [n].
+    """
+
+    def __init__(self, samples: Sequence[StoredSamples], sources: Numbers, numbers: Numbers) -> None:
+        self._samples, self._sources, self._numbers = samples, sources, numbers
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        found = [""] * len(self._numbers)
+        for source, samples in enumerate(self._samples):
+            (rows,) = np.nonzero(self._sources == source)
+            for row, title in zip(rows.tolist(), samples.titles(self._numbers[rows]), strict=True):
+                found[row] = title
+        return tuple(found)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[str, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> str | tuple[str, ...]:
+        return self._names[index]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __eq__(self, other: object) -> bool:
+        return self._names == (other._names if isinstance(other, StoredKeys) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._names)
+
+    def __repr__(self) -> str:
+        return repr(self._names)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (self._names,)  # other ranks have other mappings of the store
