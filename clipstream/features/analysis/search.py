@@ -20,7 +20,7 @@ import torch
 BLOCK = 16384  # rows of a block, by default
 TILE = 1 << 22  # scores computed at once
 WORKSPACE = TILE * 96  # bytes that the scores of a tile and what is made of them take
-SLACK = 32  # candidates of a block besides k: they prove that no other row is among the k best
+SLACK = 16  # candidates of a block besides k: they prove that no other row is among the k best
 AT_ONCE = 1 << 21  # feature elements converted to float64 at once: 16 MiB
 
 
@@ -81,27 +81,34 @@ def search(rows: Rows, queries: torch.Tensor, k: int, *, device: torch.device | 
         with _full_precision():
             for first, features in rows.blocks():
                 block = features.to(device)
+                margins = _margins(queries, block)
                 for some in torch.split(torch.arange(len(queries), device=device), max(1, TILE // len(block))):
-                    _search_block(best, queries, some, block, first)
+                    _search_block(best, queries, some, block, first, margins)
     return Found(best.scores.cpu(), best.rows.cpu())
 
 
-def _search_block(best: Found, queries: torch.Tensor, some: torch.Tensor, block: torch.Tensor, first: int) -> None:
+def _search_block(
+    best: Found, queries: torch.Tensor, some: torch.Tensor, block: torch.Tensor, first: int, margins: torch.Tensor
+) -> None:
     """Update the best rows of the queries `some`, int64 [n], with a block whose first row has the number `first`."""
-    k, wanted = best.scores.shape[1], queries[some]
-    margin = _margin(wanted, block)
-    likely = (wanted @ block.T).topk(min(best.scores.shape[1] + SLACK, len(block)))
+    k, wanted, margin = best.scores.shape[1], queries[some], margins[some]
+    likely = (wanted @ block.T).topk(min(k + SLACK, len(block)))
     # Without the queries of which no row of the block can be among the best.
     hopeful = likely.values[:, 0] + margin >= best.scores[some, -1]
     some, wanted, margin = some[hopeful], wanted[hopeful], margin[hopeful]
-    columns = likely.indices[hopeful].sort(dim=1).values
     if not len(some):
         return
     before = Found(best.scores[some], best.rows[some])
-    step = max(1, AT_ONCE // (columns.shape[1] * block.shape[1]))
-    pairs = zip(torch.split(wanted, step), torch.split(columns, step), strict=True)
-    exact = torch.cat([torch.einsum("nd,nkd->nk", w.double(), block[c].double()) for w, c in pairs])
-    merged = _merged(before, Found(exact.float(), columns + first))
+    columns, order = likely.indices[hopeful].sort(dim=1)
+    rough = likely.values[hopeful].gather(1, order)
+    limits = before.scores[:, -1]
+    if rough.shape[1] > k:
+        limits = torch.maximum(limits, likely.values[hopeful, k - 1] - margin)
+    places = (rough + margin[:, None] >= limits[:, None]).nonzero()
+    exact = torch.full_like(rough, -torch.inf)
+    for n, j in (part.unbind(1) for part in torch.split(places, max(1, AT_ONCE // block.shape[1]))):
+        exact[n, j] = (wanted[n].double() * block[columns[n, j]].double()).sum(dim=1).float()
+    merged = _merged(before, Found(exact, columns + first))
     if columns.shape[1] < len(block):
         # A row that is no candidate may still be one of the best where the last candidate is too close to them.
         unsure = (likely.values[hopeful, -1] + margin >= merged.scores[:, -1]).nonzero().squeeze(1)
@@ -112,7 +119,6 @@ def _search_block(best: Found, queries: torch.Tensor, some: torch.Tensor, block:
                 every = Found(scores, numbers.expand(len(part), -1))
                 known = Found(before.scores[part], before.rows[part])
                 merged.scores[part], merged.rows[part] = _merged(known, every)
-    assert merged.scores.shape[1] == k
     best.scores[some], best.rows[some] = merged
 
 
@@ -124,12 +130,12 @@ def _merged(before: Found, block: Found) -> Found:
     return Found(scores[:, :k], rows.gather(1, order[:, :k]))
 
 
-def _margin(queries: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+def _margins(queries: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
     """Bound of the error of float32 products, float32 [n] (Higham, Accuracy and Stability, 3.5), for any order."""
     longest = torch.linalg.vector_norm(block, dim=1).max()
     lengths = torch.linalg.vector_norm(queries, dim=1)
-    margin: torch.Tensor = lengths * longest * ((block.shape[1] + 8) * 2.0**-24)
-    return margin
+    margins: torch.Tensor = lengths * longest * ((block.shape[1] + 8) * 2.0**-24)
+    return margins
 
 
 @contextlib.contextmanager
@@ -207,11 +213,10 @@ def _join_block(
     groups: Groups, outer: torch.Tensor, start: int, block: torch.Tensor, first: int, threshold: float
 ) -> None:
     """Join the pairs of a row of `outer`, from row `start` on, and a later row of a block from row `first` on."""
-    step = max(1, TILE // len(block))
+    step, margin = max(1, TILE // len(block)), float(_margins(outer, block).max())
     for top in range(0, min(len(outer), first + len(block) - start), step):
         tile = outer[top : top + step]
         scores = tile @ block.T
-        margin = float(_margin(tile, block).max())
         if float(scores.max()) < threshold - margin:
             continue
         for some in torch.split((scores >= threshold - margin).nonzero(), TILE // 4):
