@@ -1,14 +1,15 @@
 """Distillation: a contrastive loss with losses that draw the features towards those of teachers.
 
 A batch with the features of teachers enters, as `features['NAME.image']` and `features['NAME.text']` for each teacher
-NAME; a share of the loss leaves, exact for any number of ranks as that of `contrastive`. With the weights of
-`DistillSettings`, and means over the teachers:
+NAME: rows as they are stored (see `features.codec`) or floats, which are normalised here. A share of the loss leaves,
+exact for any number of ranks as that of `contrastive`. With the weights of `DistillSettings`, and means over the
+teachers:
 
     L = contrastive * L_contrastive + weight * L_relational + features * L_features
 
 **Relational losses** compare the softmax of the rows and columns of the student's logits with those of the teacher's;
-the widths of the features may differ. D is the mean over rows and columns of the Kullback-Leibler divergence or the
-cross entropy of `affinity`.
+the widths of the features may differ. Cross entropy and Kullback-Leibler divergence are those of `affinity`: the mean
+over rows and columns.
 
 | `type` | L_relational | paper |
 |---|---|---|
@@ -32,10 +33,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
+from clipstream.features.codec import decode_rows
 from clipstream.losses import tiled
 from clipstream.losses.affinity import affinity
 from clipstream.losses.contrastive import ContrastiveLoss, Leaves, with_gradients
@@ -81,7 +84,7 @@ class DistilledLoss:
             ring = Ring.of(len(features.image), world, device)
             weights = ring.gather(batch.weights)
             for name, scale in self._scales.items():
-                teacher = [batch.features[f"{name}.{kind}"].to(share.dtype) for kind in ("image", "text")]
+                teacher = [_unit(batch.features[f"{name}.{kind}"], share.dtype) for kind in ("image", "text")]
                 if settings.weight:
                     factor = settings.weight * (2 if settings.type == "relational" else 1) / len(self._scales)
                     share = share + factor * self._relational(features, teacher, scale, weights, ring)
@@ -108,6 +111,11 @@ class DistilledLoss:
             return found if settings.temperature is None else found._replace(scale=torch.zeros_like(learned))
 
         return with_gradients(features, compute)
+
+
+def _unit(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Features of length 1 of rows as they are stored, in `dtype`."""
+    return F.normalize((rows if rows.dtype == torch.float64 else decode_rows(rows)).to(dtype), dim=-1)
 
 
 def _distance(

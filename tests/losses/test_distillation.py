@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
+from clipstream.features.codec import encode_rows
 from clipstream.losses import tiled
 from clipstream.losses.contrastive import ClipLoss, SiglipLoss
 from clipstream.losses.distillation import DistilledLoss
@@ -214,6 +215,15 @@ def test_sums_are_float32_under_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = loss_and_gradients(loss, inputs, weights)["loss"]
     assert found.dtype == torch.float32 and torch.equal(found, plain)
+
+
+@pytest.mark.parametrize(("dtype", "off"), [("float32", 1e-6), ("float16", 2e-3), ("bfloat16", 1e-2), ("int8", 1e-2)])
+def test_stored_rows_of_a_teacher(dtype: str, off: float) -> None:
+    inputs, weights = make_inputs(9), make_weights(9)
+    loss = make_loss(type="affinity")
+    exact = loss_and_gradients(loss, inputs, weights)
+    stored = {name: encode_rows(rows.float(), dtype) if "." in name else rows for name, rows in inputs.items()}
+    assert_equal(loss_and_gradients(loss, stored, weights), exact, atol=off)
 
 
 def test_widths_that_differ() -> None:
