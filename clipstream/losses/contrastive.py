@@ -51,7 +51,8 @@ class ContrastiveLoss(Protocol):
 
     Attributes:
         max_logit_scale: upper limit of exp(logit_scale), applied after every step; None for no limit. A loss may also
-            have `min_logit_scale`, the lower limit.
+            have `min_logit_scale`, the lower limit, and `parts`, this rank's shares of the losses that the last call
+            added up, by name, which the training line shows.
     """
 
     max_logit_scale: float | None

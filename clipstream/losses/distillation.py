@@ -29,6 +29,7 @@ Samples of weight 0 are absent. Sums are float32 or, if the features are, float6
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,10 @@ class DistilledLoss:
         scales: name of each teacher -> scale of its logits, exp(logit_scale).
         add_features: adds the features of a live teacher to a batch; None where the batches have all of them.
 
+    Attributes:
+        parts: this rank's share of each loss of the last call, without its weight: `contrastive`, the `type` of the
+            relational loss, `features`.
+
     Raises SettingsError, when it is called: a width that the loss of features cannot compare.
     """
 
@@ -71,27 +76,30 @@ class DistilledLoss:
         self.min_logit_scale: float | None = getattr(base, "min_logit_scale", None)
         self._base, self._settings, self._scales = base, settings, dict(scales)
         self._add_features = add_features
+        self.parts: dict[str, torch.Tensor] = {}
 
     def __call__(self, features: Features, batch: Batch, world: World) -> torch.Tensor:
         """See ContrastiveLoss."""
         settings, device = self._settings, features.image.device
-        share = features.image.new_zeros((), dtype=torch.promote_types(features.image.dtype, torch.float32))
+        dtype = torch.promote_types(features.image.dtype, torch.float32)
+        found: dict[str, list[torch.Tensor]] = defaultdict(list)
         if settings.contrastive:
-            share = share + settings.contrastive * self._base(features, batch, world)
+            found["contrastive"].append(self._base(features, batch, world))
         if self._add_features is not None:
             batch = self._add_features(batch)
         with torch.autocast(device.type, enabled=False):
             ring = Ring.of(len(features.image), world, device)
             weights = ring.gather(batch.weights)
             for name, scale in self._scales.items():
-                teacher = [_unit(batch.features[f"{name}.{kind}"], share.dtype) for kind in ("image", "text")]
+                teacher = [_unit(batch.features[f"{name}.{kind}"], dtype) for kind in ("image", "text")]
                 if settings.weight:
-                    factor = settings.weight * (2 if settings.type == "relational" else 1) / len(self._scales)
-                    share = share + factor * self._relational(features, teacher, scale, weights, ring)
+                    found[settings.type].append(self._relational(features, teacher, scale, weights, ring))
                 if settings.features:
-                    factor = settings.features / len(self._scales)
-                    share = share + factor * _distance(name, features, teacher, weights, ring)
-        return share
+                    found["features"].append(_distance(name, features, teacher, weights, ring))
+        parts = {name: torch.stack(shares).mean() for name, shares in found.items()}
+        self.parts = {name: part.detach() for name, part in parts.items()}
+        factors = {"contrastive": settings.contrastive, settings.type: settings.weight, "features": settings.features}
+        return torch.stack([factors[name] * part for name, part in parts.items()]).sum()
 
     def _relational(
         self, features: Features, teacher: list[torch.Tensor], scale: float, weights: torch.Tensor, ring: Ring
@@ -110,7 +118,7 @@ class DistilledLoss:
             found = affinity(student, other, divergence=settings.type != "logits", gradients=gradients)
             return found if settings.temperature is None else found._replace(scale=torch.zeros_like(learned))
 
-        return with_gradients(features, compute)
+        return with_gradients(features, compute) * (2 if settings.type == "relational" else 1)
 
 
 def _unit(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

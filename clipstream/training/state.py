@@ -22,6 +22,7 @@ class IntervalState:
 
     loss: float = 0.0  # over steps that were not skipped
     grad_norm: float = 0.0  # over steps that changed the weights
+    parts: dict[str, float] = field(default_factory=dict)  # as `loss`, of the losses that it adds up
     steps: int = 0  # all steps
     overflows: int = 0  # fp16 steps whose loss scale was too large
     skipped: int = 0  # steps without a finite loss or gradient

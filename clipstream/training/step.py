@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -55,6 +55,9 @@ class StepResult:
     # whether the loss scale was too large, and no weight changed; `grad_norm` is not finite then
     overflow: bool = False
     skipped: bool = False  # whether loss or gradient was not finite for another reason, and nothing changed
+    parts: dict[str, float] = field(
+        default_factory=dict
+    )  # the losses that `loss` adds up, by name, if there are several
 
 
 class TrainStep:
@@ -138,8 +141,10 @@ class TrainStep:
         finish_gradients(self.towers, self.world)
         self.scaler.unscale_(self.optimizer)
         norm = gradient_norm(self.parameters, self.world)
-        total = self.world.all_reduce_sum(share.double())
-        loss, grad_norm, logit_scale = torch.stack([total, norm.double(), scale.double()]).tolist()
+        parts: dict[str, torch.Tensor] = getattr(self.gradcache.loss, "parts", {})
+        totals = self.world.all_reduce_sum(torch.stack([share.double(), *(part.double() for part in parts.values())]))
+        figures = torch.cat([totals, torch.stack([norm.double(), scale.double()])])
+        loss, *of_parts, grad_norm, logit_scale = figures.tolist()
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         can_scale_down = self.scaler.is_enabled() and self.scaler.get_scale() > SMALLEST_SCALE
         overflow = not finite and math.isfinite(loss) and can_scale_down
@@ -168,7 +173,14 @@ class TrainStep:
             self.averages.update()
         loss_scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
         return StepResult(
-            loss, grad_norm, logit_scale, batch.global_size, loss_scale, overflow=overflow, skipped=skipped
+            loss,
+            grad_norm,
+            logit_scale,
+            batch.global_size,
+            loss_scale,
+            overflow=overflow,
+            skipped=skipped,
+            parts=dict(zip(parts, of_parts, strict=True)),
         )
 
     def _set_locks(self, step: int) -> bool:

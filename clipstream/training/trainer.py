@@ -121,6 +121,8 @@ class Trainer:
             self._clock.samples += result.n
             sums = self._interval
             sums.loss += 0.0 if result.skipped else result.loss
+            for name, part in result.parts.items():
+                sums.parts[name] = sums.parts.get(name, 0.0) + (0.0 if result.skipped else part)
             sums.grad_norm += 0.0 if result.skipped or result.overflow else result.grad_norm
             sums.overflows += result.overflow
             sums.skipped += result.skipped
@@ -234,6 +236,7 @@ class Trainer:
             "bottleneck": bottleneck,
             "skipped": sums.skipped,
         }
+        record |= {f"loss_{name}": part / finite if finite else math.nan for name, part in sums.parts.items()}
         if result.loss_scale is not None:
             record |= {"loss_scale": result.loss_scale, "overflow_rate": sums.overflows / sums.steps}
         if self.epoch_samples:
