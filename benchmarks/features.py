@@ -3,9 +3,12 @@
     taskset -c 0 python benchmarks/features.py
 
 The rows of a batch are drawn at random over a whole store and gathered into one buffer, in rounds that alternate with a
-plain copy (memcpy) of as many bytes from a buffer as large as the store. The large store consists of sparse files that
-are never read: it is opened in a process of its own, and the growth of that process's memory (RSS) is printed. Errors
-are those of normalised random rows, and of their inner products.
+plain copy (memcpy) of as many bytes from a buffer as large as the store; rates are per second of a core's time. The
+large store consists of sparse files that are never read: it is opened in a process of its own, and the growth of that
+process's memory (RSS) is printed. Errors are those of normalised random rows, and of their inner products.
+
+On one core of a busy two-core server (AMD EPYC, 32 MB of L3): 2.8 million rows of 768 float16 per second, 4.3 GB/s,
+38% of memcpy: copies of random rows wait for memory, where memcpy reads ahead. Opening 10 million rows takes 0.7 MB.
 """
 
 from __future__ import annotations
@@ -76,13 +79,13 @@ def measure_gather(path: Path, args: argparse.Namespace) -> None:
     for number in range(args.rounds):
         batches = [random.choice(numbers, args.batch) for _ in range(args.batches)]
         for name in ("gather", "memcpy") if number % 2 else ("memcpy", "gather"):
-            began = time.perf_counter()
+            began = time.thread_time()
             for batch, start in zip(batches, starts, strict=True):
                 if name == "gather":
                     source.gather("image", batch, out)
                 else:
                     ctypes.memmove(out.data_ptr(), plain[start].data_ptr(), out.nbytes)
-            rates[name].append(args.batches * args.batch / (time.perf_counter() - began))
+            rates[name].append(args.batches * args.batch / (time.thread_time() - began))
     gather, memcpy = (statistics.median(rates[name]) for name in ("gather", "memcpy"))
     ratio = statistics.median(a / b for a, b in zip(rates["gather"], rates["memcpy"], strict=True))
     size = out.nbytes / args.batch
