@@ -275,7 +275,8 @@ def _encoded(store: FeatureStore, part: str, images: Sequence[str], texts: Seque
     towers = build_towers(ModelSettings(name=f"local-dir:{folder}"), seed=0).eval()
     found = []
     with torch.inference_mode():
-        transform = EvalTransform(towers.image, "white", upright=True)
+        # As `precompute` reads pictures by default: turned by their EXIF orientation in augmented views only.
+        transform = EvalTransform(towers.image, "white", upright=store.manifest.views > 0)
         for file in images:
             try:
                 pixels = transform(Path(file).read_bytes())
