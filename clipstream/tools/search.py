@@ -175,12 +175,18 @@ def scores(options: argparse.Namespace) -> None:
     if options.out:
         check_suffix(Path(options.out))
     store = FeatureStore.open(options.store, options.cache)
-    pairs, best = [torch.zeros(0)], [torch.zeros(0)]
+    # Made at once: small arrays that stay between large ones that go would keep the memory of these from reuse.
+    every = np.empty(len(StoredRows(store, TEXT)), np.float32)
+    of_samples = np.empty(len(StoredRows(store, IMAGE)), np.float32)
+    pairs = samples = 0
     for some in pair_scores(store):
-        pairs.append(some.scores)
-        best.append(_best(some)[1])
-    every, of_samples = torch.cat(pairs).numpy(), torch.cat(best).numpy()
-    if not len(every):
+        every[pairs : pairs + len(some.scores)] = some.scores.numpy()
+        pairs += len(some.scores)
+        best = _best(some)[1].numpy()
+        of_samples[samples : samples + len(best)] = best
+        samples += len(best)
+    of_samples = of_samples[:samples]
+    if not pairs:
         raise DataError(f"{store.shown} has no picture with a caption")
     table = _table("Cosines", "quantile", "pairs", "best caption of each sample")
     for share in QUANTILES:
