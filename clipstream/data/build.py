@@ -73,10 +73,13 @@ def training_loader(
     fetcher = Fetcher(timeout=settings.transfer_timeout, most=_bytes(settings.max_shard_gib) or MOST)
     limit, wanted = _bytes(settings.cache_gib), _remote_shards_in_use(settings, lanes, world)
     store = ShardCache(settings.cache, limit=limit, wanted=wanted, fetcher=fetcher)
-    named = sorted(settings.sources.items())
-    names = [name for name, _ in named]
+    named, names = sorted(settings.sources.items()), sorted(settings.sources)
     sources = [Source(one, SourceContext(store, settings.cache, f"data.sources.{name}")) for name, one in named]
+    readers = [_reader(name, one, image, settings, teacher=teacher_image) for name, one in named]
     stored = [] if features is None else _stored(features, settings, names, sources, tokenizer)
+    if features is not None and not features.replaces_loader:
+        known = _stored(features, settings, names, sources, tokenizer, rows=False)
+        readers = [replace(reader, stored=one) for reader, one in zip(readers, known, strict=True)]
     order = order_plan(settings, sources, seed)  # sets the counts of the sources, which the fingerprint needs
     fingerprint = fingerprint_of(settings, seed, tokenizer, sources)
     start = start or DataState(lanes_total=lanes, fingerprint=fingerprint)
@@ -90,12 +93,12 @@ def training_loader(
         return WindowSampler(order.sources[source], lane, cursor, shards)
 
     plan = LoaderPlan(
-        sources=sources,
-        readers=[_reader(name, one, image, settings, teacher=teacher_image) for name, one in named],
-        mix=order.mix,
-        make_sampler=make_sampler,
-        slots=slots,
-        start=start,
+        sources,
+        readers,
+        order.mix,
+        make_sampler,
+        slots,
+        start,
         tokenizer=tokenizer,
         store=store,
         image=image,
@@ -131,9 +134,18 @@ def _slots(settings: DataSettings, lanes: int, world: World) -> LaneSlots:
 
 
 def _stored(
-    features: StoredData, settings: DataSettings, names: list[str], sources: list[Source], tokenizer: Tokenizer
+    features: StoredData,
+    settings: DataSettings,
+    names: list[str],
+    sources: list[Source],
+    tokenizer: Tokenizer,
+    rows: bool = True,
 ) -> list[StoredSamples]:
-    """The samples of each source in the stores; sets the counts of sources that cannot be counted without."""
+    """The samples of each source in the stores; sets the counts of sources that cannot be counted without.
+
+    Args:
+        rows: see StoredSamples.
+    """
     if features.replaces_loader and settings.trace:
         raise SettingsError(
             "data.trace prints how samples are read, and features are read in their place: leave it out"
@@ -152,7 +164,8 @@ def _stored(
         weights = caption.weights if isinstance(caption, JsonCaption) else None
         shards = list(zip(stable_names(source.names), source.names, strict=True))
         own = build_filter(name, settings.sources[name]) if features.replaces_loader else None
-        samples = StoredSamples(features, name, shards, titles, f"data.sources.{name}", weights, own)
+        key = f"data.sources.{name}"
+        samples = StoredSamples(features, name, shards, titles, key, weights, own, rows=rows)
         found.append(samples)
         if settings.sampling.mode == "indexed" and features.replaces_loader:
             try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from pydantic_core import from_json
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 RawSample = Mapping[str, Any]
 JsonObject = dict[str, Any]
+Choice = TypeVar("Choice")
 SampleTransform = Callable[[RawSample], RawSample]
 
 
@@ -60,6 +61,16 @@ def candidates(extractor: CaptionExtractor, sample: RawSample) -> list[list[str]
     own = getattr(extractor, "candidates", None)
     found: list[list[str]] = [[extractor(sample, None)]] if own is None else own(sample)
     return found
+
+
+def draw_caption(by_path: Sequence[list[str]], weights: Sequence[float] | None, rng: SampleRNG) -> int:
+    """What JsonField draws from the candidates of a sample: the caption's position among all of them."""
+    usable = [number for number, texts in enumerate(by_path) if texts and (weights is None or weights[number])]
+    path = usable[0]
+    if weights is not None and len(usable) > 1:
+        path = _drawn([(path, weights[path]) for path in usable], rng)
+    before = sum(len(texts) for texts in by_path[:path])
+    return before + (rng.integer(len(by_path[path])) if len(by_path[path]) > 1 else 0)
 
 
 def draw_captions(
@@ -168,7 +179,9 @@ class JsonField:
         """The caption. Raises Dropped: as TextField, `json_invalid` or `json_not_object`."""
         try:
             found = self._texts(object_of(sample, self._json, "no_caption"), first=rng is None)
-            texts = found[0][0] if rng is None or len(found) == 1 else _drawn(found, rng)
+            texts = found[0][0]
+            if rng is not None and len(found) > 1:
+                texts = _drawn([(own, weight) for own, weight, _ in found], rng)
             return usable_text(texts[rng.integer(len(texts))] if rng is not None and len(texts) > 1 else texts[0])
         except Dropped:
             if not self._falls_back(sample):
@@ -229,17 +242,17 @@ class JsonField:
         return found
 
 
-def _drawn(found: Sequence[tuple[list[str], float, int]], rng: SampleRNG) -> list[str]:
-    """The texts of a path that is drawn by weight."""
+def _drawn(choices: Sequence[tuple[Choice, float]], rng: SampleRNG) -> Choice:
+    """One of the choices, drawn by weight."""
     total = 0.0  # not `sum`, which adds floats in another way since Python 3.12
-    for _, weight, _ in found:
+    for _, weight in choices:
         total += weight
     point = rng.uniform() * total
-    for texts, weight, _ in found:
+    for choice, weight in choices:
         point -= weight
         if point < 0:
-            return texts
-    return found[-1][0]
+            return choice
+    return choices[-1][0]
 
 
 class _OwnExtractor:

@@ -45,6 +45,9 @@ class BufferShape:
             "weights": (np.float32, (n,)),
             "sources": (np.uint8, (n,)),
             "pictures": (np.int64, (n,)),
+            "stored_numbers": (np.int64, (n,)),
+            "stored_captions": (np.int64, (n,)),
+            "stored_views": (np.int64, (n,)),
             "teacher_pixels": (np.uint8, (n, self.teacher_height, self.teacher_width, 3)),
             "teacher_ids": (np.int32, (n, self.teacher_text_width)),
         }
@@ -70,6 +73,9 @@ class BatchBuffer:
     pictures: np.ndarray[Any, Any]  # int64 [n], checksums of the picture files
     teacher_pixels: np.ndarray[Any, Any]  # uint8 [n, H', W', 3]
     teacher_ids: np.ndarray[Any, Any]  # int32 [n, T']
+    stored_numbers: np.ndarray[Any, Any]  # int64 [n], numbers of the samples in a feature store
+    stored_captions: np.ndarray[Any, Any]  # int64 [n], which of their captions
+    stored_views: np.ndarray[Any, Any]  # int64 [n], which of their views
     features: dict[str, np.ndarray[Any, Any]]  # stored rows by name, uint8 [n, bytes]
 
     def __init__(self, memory: mmap.mmap, offset: int, shape: BufferShape) -> None:

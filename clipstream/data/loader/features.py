@@ -133,12 +133,12 @@ class FeatureLoader(Loader):
             sources=torch.from_numpy(buffer.sources[:count]),
             step=part.step,
             global_size=self.plan.slots.batch_size(part.step),
-            features={name: self._rows(buffer, name, count) for name in self._stored.features},
+            features={name: self._features(buffer, name, count) for name in self._stored.features},
             pictures=torch.from_numpy(buffer.pictures[:count]),
         )
         return parts, self._prefetch.start(batch)
 
-    def _rows(self, buffer: BatchBuffer, name: str, count: int) -> torch.Tensor:
+    def _features(self, buffer: BatchBuffer, name: str, count: int) -> torch.Tensor:
         """The first rows of features in a buffer, in their stored type."""
         store, part = self._stored.features[name]
         return torch.from_numpy(buffer.features[name][:count]).view(DTYPES[store.manifest.parts[part].dtype])

@@ -29,7 +29,7 @@ from clipstream.data.loader.health import FIRST_SAMPLES, Budget, Health
 from clipstream.data.loader.pipeline import BatchPart, Lane, Pipeline, Reader, WorkerReport
 from clipstream.data.loader.sampler import LaneSampler, OpenShards
 from clipstream.data.loader.stage_timing import IDLE, StageIntervals, StageTimes, Stopwatch
-from clipstream.data.loader.stored import StoredData, StoredSamples
+from clipstream.data.loader.stored import BatchRows, StoredData, StoredSamples
 from clipstream.data.loader.workers import Worker
 from clipstream.data.order.lanes import DataState, Fingerprint, LaneSlots, LaneState, Mix
 from clipstream.data.sources.registry import Source
@@ -118,8 +118,9 @@ class LoaderPlan:
                 lambda name=name: pipeline.health.sources[name],  # type: ignore[misc]
                 stopwatch.begin,
                 partial(pipeline.report_early, name),
+                reader.stored,
             )
-            for name, source in zip(self.names, self.sources, strict=True)
+            for name, source, reader in zip(self.names, self.sources, self.readers, strict=True)
         ]
         self.opened.extend(shards)
         for lane in self.slots.lanes[worker :: max(1, self.workers)]:
@@ -177,6 +178,7 @@ class Loader:
         self._ahead: tuple[Sequence[Any], Batch] | None = None  # the next batch, while it is copied to the GPU
         self._workers: list[Worker] = []
         self._closed = threading.Event()
+        self._rows: BatchRows | None = None  # of precomputed features
         self._pipeline: Pipeline | None = None
         if plan.found is not None:
             self._merge(plan.found)
@@ -187,6 +189,8 @@ class Loader:
         plan = self.plan
         self._ring = BufferRing(plan.shape, plan.depth if plan.workers else 1)
         self._prefetch = device_prefetch_for(plan.device, self._ring, plan.views)
+        if plan.features is not None:
+            self._rows = BatchRows(plan.features, plan.stored)
         if plan.workers:
             atexit.register(self.close)  # before multiprocessing's, which waits for workers that were not asked to end
             try:
@@ -254,6 +258,8 @@ class Loader:
         for worker in reversed(self._workers):  # later workers inherited the pipes of earlier ones
             worker.stop()
         self._workers = []
+        if self._rows is not None:
+            self._rows.close()
         self.plan.close()
 
     def worker_pids(self) -> list[int]:
@@ -440,6 +446,7 @@ class Loader:
             sources=tensor(buffer.sources),
             step=step,
             global_size=slots.batch_size(step),
+            features={} if self._rows is None else self._rows.fill(buffer, count),
             pictures=tensor(buffer.pictures),
             teacher_pixels=pixels(buffer.teacher_pixels) if self.plan.teacher_image else None,
             teacher_ids=tensor(buffer.teacher_ids) if self.plan.teacher_tokenizer else None,

@@ -20,7 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from clipstream.data.decode.captions import CaptionExtractor, RawSample, SampleTransform, image_bytes, split_keys
+from clipstream.data.decode.captions import (
+    CaptionExtractor,
+    RawSample,
+    SampleTransform,
+    candidates,
+    image_bytes,
+    split_keys,
+)
 from clipstream.data.decode.images import ImageTransform
 from clipstream.data.decode.key_lists import NOT_KEPT, SampleFilter
 from clipstream.data.decode.tokenizers import Tokenizer, readable
@@ -28,6 +35,7 @@ from clipstream.data.loader.batch_buffers import BatchBuffer
 from clipstream.data.loader.health import FIRST_SAMPLES, PROFILED, DroppedSample, Health
 from clipstream.data.loader.sampler import LaneSample, LaneSampler
 from clipstream.data.loader.stage_timing import HAND_OVER, ORDER, StageIntervals, Stopwatch
+from clipstream.data.loader.stored import StoredChoice, StoredSamples
 from clipstream.data.order.lanes import LaneSlots, LaneState, Mix
 from clipstream.data.order.rng import SampleRNG
 from clipstream.errors import Dropped
@@ -53,6 +61,7 @@ class Reader:
     transform: SampleTransform | None  # the user's own, before the caption; or None
     filter: SampleFilter | None = None  # says which samples are used; None for all
     teacher_image: ImageTransform | None = None  # gives a live teacher's pixels of the same crop; None for none
+    stored: StoredSamples | None = None  # precomputed features of the samples; None for none
 
     @cached_property
     def members(self) -> tuple[str, ...] | None:
@@ -91,11 +100,12 @@ class Slot:
     trace: SampleTrace | None = None  # of it, if it is traced
     caption: str | None = None  # of it; None where the slot stays empty
     data: bytes = b""  # the picture file
+    stored: StoredChoice | None = None  # the rows of a feature store that belong to it
 
     def load(self, *, damaged: bool = False) -> RawSample:
         """The raw sample: the members that the reader needs, or all that are readable if it is `damaged`."""
         assert self.sample is not None
-        shard, ref, url, _ = self.sample
+        shard, ref, url = self.sample[:3]
         members = shard.look(ref) if damaged else shard.load(ref, self.reader.members)
         return {"__key__": ref.key, "__url__": url, **members}
 
@@ -161,7 +171,8 @@ class Pipeline:
                     captions[slot.index] = slot.caption
         if captions:
             self.stopwatch.begin("tokenize")
-            buffer.ids[list(captions)] = self.tokenizer.encode(list(captions.values()))
+            if buffer.ids.shape[1]:  # else features take the place of texts
+                buffer.ids[list(captions)] = self.tokenizer.encode(list(captions.values()))
             if self.teacher_tokenizer is not None:
                 buffer.teacher_ids[list(captions)] = self.teacher_tokenizer.encode(list(captions.values()))
         lanes = {lane.number: lane.state() for lane in self.lanes}
@@ -243,7 +254,7 @@ class Pipeline:
                     sample = reader.transform(sample)
                     if trace:
                         trace.members("transform", sample)
-                slot.caption = reader.caption(sample, slot.rng)
+                slot.caption = self._caption(slot, sample)
                 if trace:
                     ids = self.tokenizer.encode([slot.caption])[0].tolist()
                     trace.caption(slot.caption, ids, readable(self.tokenizer, ids))
@@ -256,6 +267,17 @@ class Pipeline:
             if held >= READ_BYTES or time.monotonic() - began > READ_SECONDS:
                 break
         return read
+
+    def _caption(self, slot: Slot, sample: RawSample) -> str:
+        """The caption of a raw sample; with stored features one of theirs, and the picture's view is drawn as well."""
+        reader, stored = slot.reader, slot.reader.stored
+        if stored is None:
+            return reader.caption(sample, slot.rng)
+        assert slot.sample is not None and slot.rng is not None
+        by_path = candidates(reader.caption, sample)
+        where = slot.sample.shard_number, slot.sample.position
+        slot.stored, slot.rng = stored.choose(*where, by_path, slot.rng)
+        return [text for texts in by_path for text in texts][slot.stored.caption]
 
     def _decode(self, slots: list[Slot], again: list[Slot], buffer: BatchBuffer) -> None:
         """Write the pixels of the slots; those that want another sample are added to `again`."""
@@ -273,6 +295,10 @@ class Pipeline:
                 self._drop(slot, drop, again)
                 continue
             buffer.pictures[slot.index] = checksum(slot.data)
+            if slot.stored is not None:
+                number, caption, view = slot.stored
+                buffer.stored_numbers[slot.index] = number
+                buffer.stored_captions[slot.index], buffer.stored_views[slot.index] = caption, view
             if slot.trace:
                 slot.trace.picture(slot.data, pixels)
                 slot.trace.end("used", f"slot {slot.index} of this rank's batch")

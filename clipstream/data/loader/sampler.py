@@ -15,6 +15,7 @@ import numpy as np
 
 from clipstream.data.loader.health import SourceHealth
 from clipstream.data.loader.stage_timing import OPEN, ORDER
+from clipstream.data.loader.stored import StoredSamples
 from clipstream.data.order.lanes import Cursor
 from clipstream.data.order.rng import mix
 from clipstream.data.order.windows import Order
@@ -37,6 +38,8 @@ class LaneSample(NamedTuple):
     ref: SampleRef  # its key and the location of its members
     url: str  # the shard's name, without credentials
     rng_key: int | None  # key of its random numbers; None in evaluation, which draws nothing
+    shard_number: int = -1  # number of its shard in the source, of training
+    position: int = -1  # of it in the shard, of training
 
     @property
     def name(self) -> str:
@@ -70,6 +73,7 @@ class OpenShards:
         health: gives the counts to add to.
         begin_stage: called with the stage and the shard's name when a shard is opened.
         report: to be called after each shard that was opened or failed to open.
+        stored: precomputed features of the samples, held as long as their shards; None for none.
     """
 
     def __init__(
@@ -78,8 +82,9 @@ class OpenShards:
         health: Callable[[], SourceHealth],
         begin_stage: Callable[[str, str], None],
         report: Callable[[], None],
+        stored: StoredSamples | None = None,
     ) -> None:
-        self.source, self.report = source, report
+        self.source, self.report, self.stored = source, report, stored
         self._health = health
         self._begin_stage = begin_stage
         self._open: dict[int, tuple[OpenShard, int]] = {}  # number -> shard, lanes that hold it
@@ -129,6 +134,9 @@ class OpenShards:
         if (counts := self.source.counts) is not None and counts[number] != len(shard.index.samples):
             held = f"it holds {len(shard.index.samples):,} samples, its index tells of {counts[number]:,}"
             health.faults.setdefault(shown, f"stale_index: {held}: run python -m clipstream.index again")
+        if self.stored is not None:
+            self.stored.check_keys(number, [ref.key for ref in shard.index.samples])
+            self.stored.hold(number)
         self._open[number] = (shard, 1)
         return shard
 
@@ -143,6 +151,8 @@ class OpenShards:
             self._open[number] = (shard, holders - 1)
             return
         del self._open[number]
+        if self.stored is not None:
+            self.stored.release(number)
         shard.close()
         name = self.source.names[number]
         self.source.types[name].release(name)
@@ -252,7 +262,8 @@ class WindowSampler:
         else:
             shard, ref = _ABSENT, SampleRef(f"#{number}", {})
         self.cursor.position = position + 1
-        return LaneSample(shard, ref, self._titles[index], mix(position, state=self._key))
+        key = mix(position, state=self._key)
+        return LaneSample(shard, ref, self._titles[index], key, self._numbers[index], number)
 
     def _advance(self, window_done: bool) -> memoryview | None:
         """The samples of the cursor's window, or None after a step to the next group: call again."""

@@ -11,21 +11,26 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
 import torch
 
-from clipstream.data.decode.captions import draw_captions
+from clipstream.data.decode.captions import draw_caption, draw_captions
 from clipstream.data.decode.key_lists import NOT_KEPT, SampleFilter
 from clipstream.data.loader.health import DroppedSample, SourceHealth
 from clipstream.data.order.lanes import Numbers
 from clipstream.data.order.rng import Keys, SampleRNG, SampleRNGs
 from clipstream.data.shard_url import redact
-from clipstream.errors import DataError, SettingsError
+from clipstream.errors import DataError, Dropped, SettingsError
+from clipstream.features.codec import DTYPES
 from clipstream.features.manifest import IDS, IMAGE, TEXT
 from clipstream.features.store import FeatureStore, StoredSource
 
+if TYPE_CHECKING:
+    from clipstream.data.loader.batch_buffers import BatchBuffer
+
+MOST_HELD = 1024  # shards that stay open between batches
 TEACHER = "teacher"  # name of a teacher whose store names it image and text
 Flags: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 _SHIFT = 40  # a sample that no store has: -1 - (shard << 40 | position in it)
@@ -85,13 +90,20 @@ class StoredData:
                         "give their teachers different names (--teacher NAME=MODEL of clipstream precompute)"
                     )
                 features[name] = opened[path], part
-        wanted = () if image is None or text is not None else (opened[image], *opened.values())
-        return cls(features, next((store for store in wanted if IDS in store.manifest.parts), None))
+        if image is None or text is not None:
+            return cls(features)
+        for store in (opened[image], *opened.values()):
+            if IDS in store.manifest.parts:
+                return cls(features, store)
+        raise SettingsError(
+            f"the feature store {opened[image].shown} has no token ids, which training from it takes in place of "
+            "captions: run the same `clipstream precompute` command again"
+        )
 
     @property
     def replaces_loader(self) -> bool:
         """Whether all that the model takes comes from stores, so that no shard is read."""
-        return IMAGE in self.features and (TEXT in self.features or self.ids is not None)
+        return IMAGE in self.features
 
     @cached_property
     def parts(self) -> list[tuple[FeatureStore, list[str]]]:
@@ -131,6 +143,14 @@ class _Stored:
     offsets: Numbers  # added to a sample's number in the primary store, by its chunk there
 
 
+class StoredChoice(NamedTuple):
+    """Which rows of a sample belong to a batch."""
+
+    number: int  # of the sample
+    caption: int  # position among the captions of the sample
+    view: int
+
+
 class StoredSamples:
     """The samples of one source of the training data, in all stores.
 
@@ -142,6 +162,7 @@ class StoredSamples:
         key: key of the source in the settings, for messages.
         weights: of the caption paths.
         filter: says which samples are used; None for all.
+        rows: whether features are read, and not only what is known of the samples.
 
     Attributes:
         counts: samples of each shard, dropped ones included, int64.
@@ -160,6 +181,7 @@ class StoredSamples:
         key: str,
         weights: Sequence[float] | None = None,
         filter: SampleFilter | None = None,
+        rows: bool = True,
     ) -> None:
         self.name, self.shown = name, [redact(url) for _, url in shards]
         self._weights, self._views, self.shard_titles = weights, stored.views, titles
@@ -170,7 +192,7 @@ class StoredSamples:
         self._parts: dict[str, tuple[_Stored, str]] = {}
         self._by_view: _Stored | None = None  # that has the keys of views
         for store, parts in stored.parts:
-            source = store.source(name, list(dict.fromkeys(parts)))
+            source = store.source(name, list(dict.fromkeys(parts)) if rows else [])
             numbers = {shard.name: number for number, shard in enumerate(source.shards)}
             mine = [numbers.get(stable, numbers.get(redact(url), -1)) for stable, url in shards]
             if -1 in mine:
@@ -335,19 +357,32 @@ class StoredSamples:
             views = rngs.integer(np.full(len(numbers), self._views), np.arange(len(numbers)))
         return rows["pictures"], choices, views
 
-    def view_key(self, number: int, view: int) -> int:
-        """Key of the random numbers of a view of a sample."""
-        one = self._by_view
-        assert one is not None
-        number += int(one.offsets[number // self._chunk_rows])
-        return int(one.source.sample_rows(np.array([number]))["views"][0, view])
+    def choose(
+        self, shard: int, position: int, by_path: Sequence[list[str]], rng: SampleRNG
+    ) -> tuple[StoredChoice, SampleRNG]:
+        """The caption and view of a sample that is read from its shard, and the generator that its picture is augmented
+        by.
 
-    def draw_view(self, number: int, rng: SampleRNG) -> tuple[int, SampleRNG]:
-        """A view of a sample, and the generator that its picture is augmented by."""
+        Args:
+            by_path: the captions that may be drawn, by path.
+            rng: of the sample.
+
+        Raises Dropped: the sample could not be used when its features were computed, or had other captions.
+        """
+        number = int(self.base[shard]) + position
+        row = self.primary.sample_rows(np.array([number]))[0]
+        if not self.used(np.array([number]))[0]:
+            raise Dropped(*self._why_dropped(shard, position)[1:])
+        if row["counts"].tolist() != [len(texts) for texts in by_path]:
+            raise Dropped("not_stored", "the sample has other captions than when its features were computed")
+        choice = draw_caption(by_path, self._weights, rng)
         if not self._views:
-            return 0, rng
-        view = rng.integer(self._views)
-        return view, SampleRNG(self.view_key(number, view))
+            return StoredChoice(number, choice, 0), rng
+        view, one = rng.integer(self._views), self._by_view
+        assert one is not None
+        there = number + int(one.offsets[number // self._chunk_rows])
+        key = int(one.source.sample_rows(np.array([there]))["views"][0, view])
+        return StoredChoice(number, choice, view), SampleRNG(key)
 
     def gather(
         self, name: str, numbers: Numbers, choices: Numbers, views: Numbers, out: torch.Tensor | None = None
@@ -373,6 +408,10 @@ class StoredSamples:
             return (-1 - number) >> _SHIFT, (-1 - number) & ((1 << _SHIFT) - 1)
         shard = int(self._shard_of_chunk[number // self._chunk_rows])
         return shard, number - int(self.base[shard])
+
+    def shards_of(self, numbers: Numbers) -> Numbers:
+        """The numbers of the shards that hold some of the samples, each once."""
+        return np.unique(self._shard_of_chunk[numbers // self._chunk_rows])
 
     @cached_property
     def _shard_of_chunk(self) -> Numbers:
@@ -413,13 +452,18 @@ class StoredSamples:
         for number in numbers.tolist():
             shard, position = self.shard_and_position(number)
             if number < 0:
-                key, reason = f"#{position}", "unreadable_shard: the feature store does not hold it"
+                why = f"#{position}", "unreadable_shard", "the feature store does not hold it"
             else:
-                if shard not in self._dropped:
-                    self._dropped[shard] = self._read_dropped(shard)
-                key, reason = self._dropped[shard][position]
-            name, _, detail = reason.partition(": ")
-            health.drop(DroppedSample(self.name, self.shard_titles[shard], key, name, detail))
+                why = self._why_dropped(shard, position)
+            health.drop(DroppedSample(self.name, self.shard_titles[shard], *why))
+
+    def _why_dropped(self, shard: int, position: int) -> tuple[str, str, str]:
+        """Key, reason and detail of a dropped sample."""
+        if shard not in self._dropped:
+            self._dropped[shard] = self._read_dropped(shard)
+        key, text = self._dropped[shard].get(position, (f"#{position}", "not_stored"))
+        reason, _, detail = text.partition(": ")
+        return key, reason, detail
 
     def _filter_shard(self, shard: int) -> None:
         """Note which samples of a shard the settings keep."""
@@ -436,6 +480,60 @@ class StoredSamples:
                 if reason and position not in found:
                     found[position] = keys[position], reason
         return found
+
+
+class BatchRows:
+    """Reads the stored rows of batches whose samples were read from their shards.
+
+    Shards stay held until `MOST_HELD` others were used since.
+    """
+
+    def __init__(self, stored: StoredData, samples: Sequence[StoredSamples]) -> None:
+        self._dtypes = {
+            name: DTYPES[store.manifest.parts[part].dtype] for name, (store, part) in stored.features.items()
+        }
+        self._samples = samples
+        self._held: dict[tuple[int, int], None] = {}  # source and shard, the one used last at the end
+
+    def fill(self, buffer: BatchBuffer, count: int) -> dict[str, torch.Tensor]:
+        """Fill the rows of the first `count` slots of a buffer: by name, views of them in their stored type.
+
+        Raises DataError: a chunk of a store is damaged.
+        """
+        weights, sources = buffer.weights[:count] > 0, buffer.sources[:count]
+        for source, samples in enumerate(self._samples):
+            (slots,) = np.nonzero(weights & (sources == source))
+            numbers, choices, views = (
+                values[slots] for values in (buffer.stored_numbers, buffer.stored_captions, buffer.stored_views)
+            )
+            self._hold(source, samples.shards_of(numbers))
+            for name, rows in buffer.features.items():
+                rows[slots] = samples.gather(name, numbers, choices, views).view(torch.uint8).numpy()
+        for name in buffer.features:
+            buffer.features[name][:count][~weights] = 0
+        while len(self._held) > MOST_HELD:
+            self._release(next(iter(self._held)))
+        return {
+            name: torch.from_numpy(buffer.features[name][:count]).view(dtype) for name, dtype in self._dtypes.items()
+        }
+
+    def _hold(self, source: int, shards: Numbers) -> None:
+        for shard in shards.tolist():
+            if (source, shard) in self._held:
+                del self._held[source, shard]
+            else:
+                self._samples[source].hold(shard)
+            self._held[source, shard] = None
+
+    def _release(self, held: tuple[int, int]) -> None:
+        source, shard = held
+        del self._held[held]
+        self._samples[source].release(shard)
+
+    def close(self) -> None:
+        """Release all shards."""
+        for held in list(self._held):
+            self._release(held)
 
 
 class StoredKeys(Sequence[str]):

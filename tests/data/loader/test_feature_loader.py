@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,18 @@ import torch
 
 from clipstream.data.batch import Batch
 from clipstream.data.build import training_loader
+from clipstream.data.decode.train_transform import TrainTransform
 from clipstream.data.loader.features import FeatureLoader
 from clipstream.data.loader.loader import Loader
 from clipstream.data.loader.stored import StoredData
 from clipstream.data.order.lanes import DataState
+from clipstream.data.order.rng import SampleRNG
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
+from clipstream.errors import DataError, SettingsError
 from clipstream.features.codec import decode_rows
-from tests.support.feature_stores import WIDTH, feature, write_store
-from tests.support.loaders import IMAGE, OPEN, data, loader
+from tests.support.feature_stores import WIDTH, feature, view_key, write_store
+from tests.support.loaders import IMAGE, OPEN, data, digest, loader
 from tests.support.pictures import ByteTokenizer, picture
 from tests.support.tars import write_tar
 
@@ -184,3 +188,187 @@ def test_samples_that_the_settings_leave_out_are_left_out(
             assert_same(next(live), next(found))
             assert counts(found) == counts(live) and found.state() == live.state()
         assert all(one["dropped"]["not_kept"] > 10 for one in counts(found).values())
+
+
+def pictures_and_features(settings: DataSettings, features: StoredData, start: DataState | None = None) -> Loader:
+    world = World(rank=0, size=1)
+    made = training_loader(
+        settings, world=world, seed=3, tokenizer=ByteTokenizer(), image=IMAGE, start=start, features=features
+    )
+    OPEN.add(made)
+    return made
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("mode", ["resampled", "pad"])
+def test_a_teachers_features_come_with_the_pictures(
+    shards: dict[str, list[str]], tmp_path: Path, mode: str, workers: int
+) -> None:
+    settings = data([], sources=sources(shards, (1, 2)), workers=workers, **MODES[mode])
+    teacher = write_store(tmp_path / "teacher", settings, ["t.image", "t.text"], reverse=True)
+    live, found = loader(settings), pictures_and_features(settings, StoredData.open(teachers=[teacher]))
+    for _ in range(12):
+        plain, batch = next(live), next(found)
+        assert digest([plain]) == digest([batch]) and set(batch.features) == {"t.image", "t.text"}
+        names = [key.rpartition("/")[2] if w else "" for key, w in zip(batch.keys, batch.weights.tolist(), strict=True)]
+        texts = [ByteTokenizer().decode(row) for row in batch.ids.tolist()]
+        expected = [feature(f"{key} 0") if key else [0] * WIDTH for key in names]
+        assert decode_rows(batch.features["t.image"]).tolist() == [list(row) for row in expected]
+        expected = [feature(text) if text else [0] * WIDTH for text in texts]
+        assert decode_rows(batch.features["t.text"]).tolist() == [list(row) for row in expected]
+        assert found.state() == live.state()
+    if not workers:
+        assert counts(found) == counts(live)
+
+
+@pytest.mark.parametrize("mode", ["resampled", "pad"])
+def test_views_are_those_whose_features_are_stored(shards: dict[str, list[str]], tmp_path: Path, mode: str) -> None:
+    settings = data([], sources=sources(shards, (1, 2)), **MODES[mode])
+    both = write_store(tmp_path / "both", settings, ["image", "ids"], views=3)
+    teacher = write_store(tmp_path / "teacher", settings, ["t.image"], views=3, reverse=True)
+    whole = stored(settings, StoredData.open(image=both, teachers=[teacher]))
+    live = pictures_and_features(settings, StoredData.open(teachers=[teacher]))
+    drawn = set()
+    for _ in range(6):
+        features, batch = next(whole), next(live)
+        rows = decode_rows(batch.features["t.image"])
+        assert torch.equal(rows, decode_rows(features.features["t.image"]))
+        assert torch.equal(rows, decode_rows(features.features["image"])) and torch.equal(batch.ids, features.ids)
+        for row, key, pixels, weight in zip(rows, batch.keys, batch.pixels, batch.weights.tolist(), strict=True):
+            if not weight:
+                continue
+            url, _, name = key.rpartition("/")
+            (view,) = (v for v in range(3) if row.tolist() == list(feature(f"{name} {v}")))
+            drawn.add(view)
+            number = int(name)
+            source, shard = ("a", "b")[number // 1000], number % 1000 // 100
+            rng = SampleRNG(view_key(source, shard, number % 100, view))
+            transform = TrainTransform(IMAGE, settings.augment, "white", True, settings.decoder)
+            made = transform(picture(number % 50), rng)
+            assert url == f"{shard:05d}.tar" and torch.equal(torch.from_numpy(made.copy()).permute(2, 0, 1), pixels)
+    assert drawn == {0, 1, 2}
+
+
+def test_features_of_texts_take_the_place_of_ids_beside_pictures(shards: dict[str, list[str]], tmp_path: Path) -> None:
+    settings = data([], sources=sources(shards))
+    texts = write_store(tmp_path / "texts", settings, ["text"])
+    live, found = loader(settings), pictures_and_features(settings, StoredData.open(text=texts))
+    for _ in range(4):
+        plain, batch = next(live), next(found)
+        assert batch.ids.shape == (12, 0) and torch.equal(batch.pixels, plain.pixels) and batch.keys == plain.keys
+        expected = [list(feature(ByteTokenizer().decode(row))) for row in plain.ids.tolist()]
+        assert decode_rows(batch.features["text"]).tolist() == expected
+
+
+@pytest.mark.parametrize("kind", [{"kind": "tar"}, {"zstd": True}, {"kind": "tar", "zstd": True}])
+def test_stores_that_are_unpacked_give_the_same(
+    shards: dict[str, list[str]], tmp_path: Path, kind: dict[str, Any]
+) -> None:
+    settings = data([], sources=sources(shards, (1, 1, 2)))
+    path = write_store(tmp_path / "store", settings, **kind)
+    live, found = loader(settings), stored(settings, StoredData.open(image=path, cache=str(tmp_path / "cache")))
+    for _ in range(8):
+        assert_same(next(live), next(found))
+
+
+def test_images_and_texts_from_two_stores(shards: dict[str, list[str]], tmp_path: Path) -> None:
+    settings = data([], sources=sources(shards, (1, 2)), shuffle={"window": 5, "shards": 1})
+    images = write_store(tmp_path / "images", settings, ["image"])
+    texts = write_store(tmp_path / "texts", settings, ["text"], reverse=True, chunk_rows=8192)
+    live, found = loader(settings), stored(settings, StoredData.open(image=images, text=texts))
+    for _ in range(8):
+        plain, batch = next(live), next(found)
+        assert_same(plain, batch, ids=False)
+        assert batch.ids.shape == (12, 0) and set(batch.features) == {"image", "text"}
+    other = {name: {**source, "caption": {**CAPTIONS, "path": ["short", "long", "none"]}}
+             for name, source in sources(shards, (1, 2)).items()}  # fmt: skip
+    changed = write_store(tmp_path / "changed", data([], sources=other), ["text"])
+    with pytest.raises(DataError, match=r"images and .*changed hold different captions of .*\.tar: precompute both"):
+        next(stored(settings, StoredData.open(image=images, text=changed)))
+    seen = write_store(tmp_path / "views", settings, ["t.image"], views=2)
+    more = write_store(tmp_path / "more", settings, ["image", "ids"], views=3)
+    with pytest.raises(SettingsError, match=r"more has 3 views of a picture, and .*views has 2"):
+        stored(settings, StoredData.open(image=more, teachers=[seen]))
+
+
+def test_a_shard_that_has_changed_is_an_error_that_names_it(tmp_path: Path) -> None:
+    shard = write_tar(tmp_path / "00000.tar", [one for one in samples(20, 0) if "jpg" in one])
+    settings = data(str(shard), sources={"train": {"shards": str(shard), "caption": CAPTIONS}})
+    teacher = write_store(tmp_path / "teacher", settings, ["t.image"])
+    next(pictures_and_features(settings, StoredData.open(teachers=[teacher])))
+    write_tar(shard, samples(20, 1))
+    with pytest.raises(DataError, match=r"00000\.tar has changed since its features were computed.*teacher"):
+        next(pictures_and_features(settings, StoredData.open(teachers=[teacher])))
+
+
+def test_shards_that_could_not_be_read_are_skipped_as_those_of_pictures(tmp_path: Path) -> None:
+    names = [write_tar(tmp_path / f"{i:05d}.tar", samples(30, 100 * i)) for i in range(4)]
+    names[1].unlink()
+    names[2].write_bytes(b"")
+    pattern = str(tmp_path / "{00000..00003}.tar")
+    settings = data(
+        pattern, sources={"train": {"shards": pattern, "caption": CAPTIONS}}, max_shard_failures=1, global_batch_size=8
+    )
+    live, found = loader(settings), stored(settings, write_store(tmp_path / "store", settings))
+    for _ in range(20):
+        assert_same(next(live), next(found))
+        assert found.state() == live.state()
+    assert counts(found) == counts(live)
+    assert set(found.health.sources["train"].faults) == set(live.health.sources["train"].faults)
+    few = settings.model_copy(update={"max_shard_failures": 0.0})
+    with pytest.raises(DataError, match=r"2 of the 4 shards tried .* are broken"):
+        for _ in range(9):
+            next(stored(few, str(tmp_path / "store")))
+
+
+def test_pictures_may_be_gone(shards: dict[str, list[str]], tmp_path: Path) -> None:
+    for mode in ("resampled", "pad"):
+        folder = tmp_path / mode
+        names = [write_tar(folder / f"{i:05d}.tar", samples(30, 100 * i)) for i in range(3)]
+        one = {"shards": str(folder / "{00000..00002}.tar"), "caption": CAPTIONS}
+        settings = data([], sources={"train": one}, **MODES[mode])
+        path = write_store(tmp_path / f"store {mode}", settings)
+        live = loader(settings)
+        expected = [next(live) for _ in range(8)]
+        for name in names:
+            name.unlink()
+        found = stored(settings, path)
+        assert found.fingerprint == live.fingerprint
+        for batch in expected:
+            assert_same(batch, next(found))
+
+
+def test_wrong_stores_and_settings_are_refused(shards: dict[str, list[str]], store: str, tmp_path: Path) -> None:
+    settings = data([], sources=sources(shards, (1, 2)))
+    alone = write_store(tmp_path / "alone", data([], sources=sources(shards)), ["image"])
+    with pytest.raises(SettingsError, match="alone has no token ids"):
+        StoredData.open(image=alone)
+    with pytest.raises(SettingsError, match="alone has no text features, only image"):
+        StoredData.open(text=alone)
+    with pytest.raises(SettingsError, match=r"both have teacher\.image"):
+        StoredData.open(teachers=[alone, store])
+    with pytest.raises(SettingsError, match="has no source 'b'"):
+        stored(settings, StoredData.open(image=alone, text=store))
+    more = {**sources(shards), "a": {**sources(shards)["a"], "shards": [*shards["a"], *shards["b"][:0], "/x/new.tar"]}}
+    with pytest.raises(SettingsError, match=r"data.sources.a.shards: the feature store .* does not have /x/new.tar"):
+        stored(data([], sources=more), store)
+    with pytest.raises(SettingsError, match=r"data\.trace"):
+        stored(settings.model_copy(update={"trace": 1}), store)
+
+
+def test_keys_are_read_when_they_are_asked_for(shards: dict[str, list[str]], store: str) -> None:
+    settings = data([], sources=sources(shards))
+    live, found = next(loader(settings)), next(stored(settings, store))
+    keys = found.keys
+    assert len(keys) == 12 and keys[3] == live.keys[3] and keys[:4] == live.keys[:4] and list(keys) == list(live.keys)
+    assert pickle.loads(pickle.dumps(keys)) == live.keys and live.keys[0] in keys
+    assert found.without_padding().keys == live.keys
+
+
+def test_a_loader_that_was_interrupted_or_closed_ends_its_thread(shards: dict[str, list[str]], store: str) -> None:
+    found = stored(data([], sources=sources(shards)), store)
+    next(found)
+    assert found.worker_pids() == [] and found.take_times().summary()["read"]["count"] >= 1
+    found.close()
+    assert not found._thread.is_alive()
+    found.close()
