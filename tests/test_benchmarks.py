@@ -33,3 +33,9 @@ def test_features(tmp_path: Path) -> None:
     sizes = ("--rows", "9000", "--large", "30000", "--width", "8", "--batch", "64", "--rounds", "1", "--batches", "1")
     table = output_of("features", *sizes, "--folder", str(tmp_path))
     assert "of memcpy" in table and "opening 30,000 rows" in table and "int8" in table
+
+
+def test_precompute(tmp_path: Path) -> None:
+    shards = sorted(str(path) for path in (furnish(tmp_path) / "pairs").glob("*.tar"))
+    model = ("--model", str(tmp_path / "model.json"), "--batch-size", "8", "--workers", "1", "--rounds", "1")
+    assert "of the bare loop" in output_of("precompute", *shards, *model)

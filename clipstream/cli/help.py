@@ -73,6 +73,12 @@ VERBS = {
     "bench": Verb(
         "Measure how fast the shards are read here, by stage and number of workers.", (*_READING, "Model", "Batch")
     ),
+    "precompute": Verb(
+        "Compute the features of frozen towers and teachers once, and store them in STORE. The same command goes on "
+        "where it was ended, and adds parts that the store lacks.",
+        (*_READING, "Model", "Batch", "Device and precision"),
+        "STORE ",
+    ),
     "stage": Verb(
         "Copy the shards of a run's sources and evaluators into FOLDER, and say how the run reads them there.",
         (*_READING, "Evaluation"),

@@ -34,6 +34,7 @@ VERBS = {
     "index": "note what each shard holds, for exact epochs",
     "bench": "measure how fast shards are read here, by stage and number of workers",
     "stage": "copy shards to this machine ahead of a run",
+    "precompute": "compute features of frozen towers and teachers once, and store them",
     "search": "search in precomputed features: neighbours, near-duplicates, clusters, scores",
     "export": "write precomputed features as Parquet or NumPy",
     "compare": "show runs side by side in one HTML file",
@@ -134,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The console script: `clipstream VERB …` is the same as `python -m clipstream.VERB …`."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("--help", "-h", "help"):
-        rows = [f"  {verb:<10}{meaning}" for verb, meaning in VERBS.items()]
+        rows = [f"  {verb:<12}{meaning}" for verb, meaning in VERBS.items()]
         print("usage: clipstream VERB …", "", *rows, "", "clipstream VERB --help says more.", sep="\n")
         return 0 if argv else SettingsError.exit_code
     verb, *rest = argv

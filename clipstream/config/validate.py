@@ -51,6 +51,14 @@ def validate_evals(settings: Settings, *, shown: bool) -> None:
     _conclude(settings, World.from_env(), _evals(settings, shown=shown))
 
 
+def validate_sources(settings: Settings) -> None:
+    """Check the settings of the training data where nothing is trained or evaluated, before torch is imported.
+
+    Raises SettingsError: with one line for each mistake.
+    """
+    _conclude(settings, World.from_env(), _shards(settings.model_copy(update={"evals": {}})))
+
+
 def _conclude(settings: Settings, world: World, *parts: Problems) -> None:
     """Raise all problems at once; without any, warn on rank 0 about class names that are given more than once."""
     if found := [format_problem(settings.places, path, text) for problems in parts for path, text in problems]:

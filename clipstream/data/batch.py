@@ -19,7 +19,8 @@ class Batch:
     until the next batch is asked for.
 
     Attributes:
-        pixels: uint8 [n, 3, H, W], not normalised, channels_last in memory; None where `features` holds the images.
+        pixels: uint8 [n, 3, H, W], not normalised, channels_last in memory; None where `features` holds the images. For
+            stored features, with V views of each picture, [n V, 3, H, W].
         ids: int32 [n, T], token ids; or class ids [n, 1] of labelled data.
         weights: float32 [n]; with weight 0 a sample does not count in loss, gradients and metrics.
         keys: n strings 'SHARD_BASENAME/KEY', which name samples in logs; '' for padding.

@@ -1,10 +1,12 @@
 """From settings to a loader: builds sources, readers, the order, and the pipelines of a rank's workers.
 
-Training's and evaluation's loaders have the same parts; they differ in the sampler.
+The loaders of training, of evaluation and of features that are computed in advance have the same parts; they differ in
+the sampler.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from clipstream.data.batch import ImageSpec
@@ -17,7 +19,7 @@ from clipstream.data.loader.features import FeatureLoader
 from clipstream.data.loader.health import FIRST_SAMPLES, FIRST_SLOTS, Budget, Health
 from clipstream.data.loader.loader import Loader, LoaderPlan
 from clipstream.data.loader.pipeline import Reader
-from clipstream.data.loader.sampler import LaneSampler, OnceSampler, OpenShards, WindowSampler
+from clipstream.data.loader.sampler import ChunkPlan, ChunkSampler, LaneSampler, OnceSampler, OpenShards, WindowSampler
 from clipstream.data.loader.stored import StoredData, StoredSamples
 from clipstream.data.order.lanes import Cursor, DataState, Fingerprint, LaneSlots, SourceMix, lanes_of_rank
 from clipstream.data.order.rng import mix
@@ -318,5 +320,68 @@ def evaluation_loader(
         workers=workers,
         depth=2,
         ends=True,
+    )
+    return Loader(plan)
+
+
+def chunk_loader(
+    settings: DataSettings,
+    name: str,
+    chunks: ChunkPlan,
+    *,
+    tokenizer: Tokenizer,
+    image: ImageSpec,
+    views: int,
+    done: Collection[int] = (),
+    device: str = "cpu",
+) -> Loader:
+    """The samples of a rank's chunks once, in stored order, for features that are computed in advance; then it ends.
+
+    A batch has `ChunkPlan.batch_size` consecutive samples of a chunk, or what is left of it, dropped ones included
+    (weight 0). `Loader.parts` has the cursors that tell which samples these are (see ChunkSampler), and all captions
+    with their ids; `Batch.ids` is not filled. Samples that `keep` and `drop` of the source leave out are not dropped:
+    training does that.
+
+    Args:
+        settings: with `workers` resolved.
+        name: of the source.
+        views: augmented views of a picture; 0 for the pixels of evaluation.
+        done: numbers of further shards, whose chunks were all made before; they count as tried.
+    """
+    section = settings.sources[name]
+    assert isinstance(settings.workers, int), "resolve the settings first"
+    fetcher = Fetcher(timeout=settings.transfer_timeout, most=_bytes(settings.max_shard_gib) or MOST)
+    store = ShardCache(settings.cache, limit=_bytes(settings.cache_gib), fetcher=fetcher)
+    source = Source(section, SourceContext(store, settings.cache, f"data.sources.{name}"))
+    reader = replace(_reader(name, section, image, settings if views else None), filter=None)
+    place, found = f"data.sources.{name}", Health([name])
+    found.sources[name].shards = set(done)
+    plan = LoaderPlan(
+        sources=[source],
+        readers=[reader],
+        mix=SourceMix(0, (1.0,)),
+        make_sampler=lambda _, lane, shards: ChunkSampler(lane, chunks, shards),
+        slots=LaneSlots(range(chunks.lanes), chunks.lanes, lambda step: chunks.batch_size),
+        start=DataState(lanes_total=chunks.lanes),
+        tokenizer=tokenizer,
+        store=store,
+        image=image,
+        samples=chunks.batch_size,
+        budget=Budget(
+            {name: len(chunks.shards) + len(done)},
+            {name: (section.image_key, section.caption, place)},
+            settings.max_shard_failures,
+            settings.max_sample_failures,
+            settings.on_shard_error,
+        ),
+        stall_timeout=settings.stall_timeout,
+        workers=min(settings.workers, chunks.lanes),
+        depth=chunks.depth,
+        traced=settings.trace,
+        ends=True,
+        device=device,
+        views=True,
+        image_views=views,
+        found=found,
     )
     return Loader(plan)

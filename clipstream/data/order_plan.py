@@ -16,7 +16,7 @@ from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.order.epochs import EpochPlan, IndexedOrder
 from clipstream.data.order.lanes import Fingerprint, Mix, SourceMix
 from clipstream.data.order.windows import Order, SourceOrder, group_size_for
-from clipstream.data.settings import DataSettings
+from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.shard_url import redact, stable_name
 from clipstream.data.sources.indexes import count_samples
 from clipstream.data.sources.registry import Source
@@ -140,12 +140,12 @@ def fingerprint_of(settings: DataSettings, seed: int, tokenizer: Tokenizer, sour
         "data.sampling.remainder": sampling.remainder,
         "data.shuffle.window": settings.shuffle.window,
         "data.shuffle.shards": settings.shuffle.shards,
-        TOKENIZER: _tokenizer_identity(tokenizer),
+        TOKENIZER: tokenizer_identity(tokenizer),
         "the version of the order": MIXED_ORDER_VERSION if mixed else ORDER_VERSION,
     }
     for name, source in zip(sorted(settings.sources), sources, strict=True):
-        held = "" if source.counts is None else f", with {sum(source.counts):,} samples {_digest(source.counts)}"
-        named = _digest(stable_names(source.names))
+        held = "" if source.counts is None else f", with {sum(source.counts):,} samples {digest_of(source.counts)}"
+        named = digest_of(stable_names(source.names))
         order[f"data.sources.{name}.shards"] = f"{len(source.names)}, named {named}{held}"
         order[f"data.sources.{name}.weight"] = settings.sources[name].weight
     found: Fingerprint = json.loads(json.dumps(order))
@@ -167,7 +167,7 @@ def stable_names(urls: list[str]) -> list[str]:
     return names if len(set(names)) == len(set(urls)) else [redact(url) for url in urls]
 
 
-def _tokenizer_identity(tokenizer: Tokenizer) -> str:
+def tokenizer_identity(tokenizer: Tokenizer) -> str:
     """A tokenizer by its ids, as files are moved and classes renamed."""
     ids = []
     for text in PROBES:
@@ -175,8 +175,36 @@ def _tokenizer_identity(tokenizer: Tokenizer) -> str:
             ids.append(tokenizer.encode([text]).tolist())
         except Exception as error:  # a user's own may refuse a text that never occurs in its captions
             ids.append(type(error).__name__)
-    return f"{tokenizer.vocab_size} tokens, {tokenizer.context_length} a text, of kind {_digest(ids)}"
+    return f"{tokenizer.vocab_size} tokens, {tokenizer.context_length} a text, of kind {digest_of(ids)}"
 
 
-def _digest(value: object) -> str:
+def reading_of(source: SourceSettings) -> dict[str, object]:
+    """The settings of a source that its captions and pictures depend on, as JSON values; its shards are not among them.
+
+    Stored features keep them beside the names of the shards.
+    """
+    chosen = (
+        "image_key",
+        "caption",
+        "transform",
+        "image_transform",
+        "background",
+        "orientation",
+        "separator",
+        "quoting",
+    )
+    found: dict[str, object] = json.loads(source.model_dump_json(include=set(chosen)))
+    return found
+
+
+def views_of(settings: DataSettings, views: int, seed: int) -> dict[str, object]:
+    """How `views` augmented views of each picture are made, as JSON values; 0 for the pixels of evaluation."""
+    if not views:
+        return {"views": 0}
+    augment = json.loads(settings.augment.model_dump_json())
+    return {"views": views, "seed": seed, "augment": augment, "decoder": settings.decoder}
+
+
+def digest_of(value: object) -> str:
+    """16 hexadecimal digits for a JSON value."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]

@@ -34,6 +34,7 @@ class StopSignals:
         broadcast: called once, from the thread, with the signal's name, to pass it to the other ranks.
         on_exit: called before the thread ends the process.
         announce: print a line at the first signal.
+        ending: what that line says the process does, where it does not defer.
 
     Attributes:
         received: name of the first signal on any rank; None before.
@@ -46,10 +47,11 @@ class StopSignals:
         broadcast: Callable[[str], object] = lambda name: None,
         on_exit: Callable[[], object] = lambda: None,
         announce: bool = False,
+        ending: str = "ending before the first step",
     ) -> None:
         self.received: str | None = None
         self.deferring = deferring
-        self._broadcast, self._on_exit, self._announce = broadcast, on_exit, announce
+        self._broadcast, self._on_exit, self._announce, self._ending = broadcast, on_exit, announce, ending
         self._before: dict[signal.Signals, Any] = {}
         self._noted = False
         self._over, self._announced = threading.Event(), threading.Event()
@@ -93,7 +95,7 @@ class StopSignals:
     def _note(self, name: str) -> None:
         self._noted, self.received = True, self.received or name
         if self._announce:
-            what = "saving the last completed step" if self.deferring else "ending before the first step"
+            what = "saving the last completed step" if self.deferring else self._ending
             with contextlib.suppress(OSError):
                 os.write(2, f"{name}: {what}\n".encode())
         self._announced.set()

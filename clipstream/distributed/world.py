@@ -133,6 +133,18 @@ class World:
         """Wait until every rank calls this."""
         self.gather_objects(None)
 
+    def arrive(self, name: str) -> None:
+        """Wait until every rank calls this with the same `name`, once; unlike in a collective, for any time."""
+        if self.size == 1:
+            return
+        from torch.distributed import distributed_c10d
+
+        store = distributed_c10d._get_default_store()
+        store.set(f"clipstream/arrived/{name}/{self.rank}", "")
+        keys = [f"clipstream/arrived/{name}/{rank}" for rank in range(self.size)]
+        while not store.check(keys):
+            time.sleep(LONGEST)
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's `value` (picklable, small), in rank order, on every rank."""
         if self.size == 1:

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -235,6 +236,9 @@ class StoreWriter:
             ) from None
         except OSError:  # a file system without locks
             return
+        # Data workers, which are forked, must not keep a killed process's store locked.
+        writer = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: None if (own := writer()) is None else own.close())
 
     def _existing(self) -> Manifest | None:
         for name in (DRAFT, STORE):

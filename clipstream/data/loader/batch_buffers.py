@@ -35,12 +35,14 @@ class BufferShape:
     teacher_width: int = 0
     teacher_text_width: int = 0  # ids of a live teacher's tokenizer; 0 where it takes the model's
     features: tuple[tuple[str, int], ...] = ()  # names of precomputed features, bytes of a row
+    views: int = 1  # V, pictures of a sample
 
     def arrays(self) -> dict[str, tuple[type, tuple[int, ...]]]:
         """Name -> (dtype, shape) of the arrays of a buffer."""
         n = self.samples
+        views = () if self.views == 1 else (self.views,)
         return {
-            "pixels": (np.uint8, (n, self.height, self.width, 3)),
+            "pixels": (np.uint8, (n, *views, self.height, self.width, 3)),
             "ids": (np.int32, (n, self.text_width)),
             "weights": (np.float32, (n,)),
             "sources": (np.uint8, (n,)),
@@ -66,7 +68,7 @@ class BufferShape:
 class BatchBuffer:
     """The arrays of one batch, as numpy views of the shared memory."""
 
-    pixels: np.ndarray[Any, Any]  # uint8 [n, H, W, 3]
+    pixels: np.ndarray[Any, Any]  # uint8 [n, H, W, 3], with several views [n, V, H, W, 3]
     ids: np.ndarray[Any, Any]  # int32 [n, T]
     weights: np.ndarray[Any, Any]  # float32 [n]
     sources: np.ndarray[Any, Any]  # uint8 [n]

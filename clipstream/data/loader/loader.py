@@ -74,6 +74,7 @@ class LoaderPlan:
     views: bool = False
     teacher_image: ImageSpec | None = None  # of a live teacher's pixels; None for no pixels of its own
     teacher_tokenizer: Tokenizer | None = None  # of a live teacher; None for no ids of its own
+    image_views: int | None = None  # see Pipeline
     # faults of shards that are known before any is opened; given to one rank only, which counts them
     found: Health | None = None
     features: StoredData | None = None  # stores of precomputed features
@@ -93,8 +94,9 @@ class LoaderPlan:
         stored = {} if self.features is None else self.features.row_bytes()
         size = (0, 0) if IMAGE in stored else self.image.size
         width = 0 if TEXT in stored else self.tokenizer.context_length
+        views = max(1, self.image_views or 1)
         rows = tuple(stored.items())
-        return BufferShape(self.samples, *size, width, *teacher_size, teacher_text_width, rows)
+        return BufferShape(self.samples, *size, width, *teacher_size, teacher_text_width, rows, views)
 
     def pipeline(self, worker: int, report: Callable[[WorkerReport], None], stopwatch: Stopwatch) -> Pipeline:
         """The pipeline of a worker: every `workers`-th lane of the rank."""
@@ -111,6 +113,7 @@ class LoaderPlan:
             stopwatch,
             traced,
             self.teacher_tokenizer,
+            self.image_views,
         )
         shards = [
             OpenShards(
@@ -154,6 +157,7 @@ class Loader:
     Attributes:
         health: counts of this rank since the start.
         wait_seconds: total time that the caller waited for batches.
+        parts: what the workers reported of the batch that was handed out last.
         interrupt: called while a batch is waited for; if it returns True, `Interrupted` is raised, and only `state` and
             `close` may be called afterwards.
 
@@ -171,7 +175,7 @@ class Loader:
         self._uncounted = 0  # stages in these
         self._step = plan.start.step  # number of the next batch to hand out
         self._asked = self._step  # number of the next batch to ask workers for
-        self._handed_out: Sequence[FilledPart] = ()  # the parts of the last batch that was handed out
+        self.parts: Sequence[FilledPart] = ()  # the parts of the last batch that was handed out
         self._parts: dict[int, list[BatchPart]] = {}
         self._warnings = 0
         self._captions_checked: set[str] = set()
@@ -223,7 +227,7 @@ class Loader:
         self.wait_seconds += time.perf_counter() - began
         if self.plan.ends and all(part.ended for part in parts):
             raise StopIteration
-        self._handed_out = parts
+        self.parts = parts
         if self.plan.remainder is not None:
             for name, counts in self.plan.remainder(self._step - self.plan.start.restarted_at).items():
                 self.health.sources[name].remainder.update(counts)
@@ -236,7 +240,7 @@ class Loader:
     def state(self) -> DataState:
         """Position after the last batch that was handed out, with this rank's lanes."""
         lanes = dict(self.plan.start.lanes)
-        for part in self._handed_out:
+        for part in self.parts:
             lanes.update(part.lane_states())
         return replace(self.plan.start, step=self._step, lanes=lanes)
 
@@ -430,13 +434,15 @@ class Loader:
         step, slots = parts[0].step, self.plan.slots
         buffer = self._ring[step]
         keys = {slot: key for part in parts for slot, key in part.keys.items()}
-        order, count = sorted(keys), slots.count(step)
+        order = sorted(keys)
+
+        contiguous = order == list(range(len(order)))
 
         def tensor(values: np.ndarray[Any, Any]) -> torch.Tensor:  # without the empty slots of a stream that ended
-            return torch.from_numpy(values[:count] if len(order) == count else values[order])
+            return torch.from_numpy(values[: len(order)] if contiguous else values[order])
 
         def pixels(values: np.ndarray[Any, Any]) -> torch.Tensor:
-            return tensor(values).permute(0, 3, 1, 2)
+            return tensor(values).flatten(0, -4).permute(0, 3, 1, 2)
 
         batch = Batch(
             pixels=pixels(buffer.pixels),
@@ -446,7 +452,7 @@ class Loader:
             sources=tensor(buffer.sources),
             step=step,
             global_size=slots.batch_size(step),
-            features={} if self._rows is None else self._rows.fill(buffer, count),
+            features={} if self._rows is None else self._rows.fill(buffer, len(order)),
             pictures=tensor(buffer.pictures),
             teacher_pixels=pixels(buffer.teacher_pixels) if self.plan.teacher_image else None,
             teacher_ids=tensor(buffer.teacher_ids) if self.plan.teacher_tokenizer else None,

@@ -1,7 +1,8 @@
 """The pipeline of samples: a lane's next sample becomes pixels and ids in a slot of a batch buffer.
 
 A Pipeline serves some lanes of a rank, in a worker or in the training process. It replaces a sample that cannot be used
-by the next one of the same lane and source, or leaves its slot empty where slots are kept, and counts it. A
+by the next one of the same lane and source, or leaves its slot empty where slots are kept, and counts it. For stored
+features it collects all captions of a sample and decodes several views of its picture (`Pipeline.image_views`). A
 SampleTrace prints what each stage made of one of the first samples (`--data.trace N`).
 """
 
@@ -37,7 +38,7 @@ from clipstream.data.loader.sampler import LaneSample, LaneSampler
 from clipstream.data.loader.stage_timing import HAND_OVER, ORDER, StageIntervals, Stopwatch
 from clipstream.data.loader.stored import StoredChoice, StoredSamples
 from clipstream.data.order.lanes import LaneSlots, LaneState, Mix
-from clipstream.data.order.rng import SampleRNG
+from clipstream.data.order.rng import SampleRNG, mix
 from clipstream.errors import Dropped
 from clipstream.utils.escape import printable
 
@@ -99,6 +100,7 @@ class Slot:
     rng: SampleRNG | None = None  # its random numbers; None in evaluation
     trace: SampleTrace | None = None  # of it, if it is traced
     caption: str | None = None  # of it; None where the slot stays empty
+    candidates: list[list[str]] = field(default_factory=list)  # its texts by path, where all of them are collected
     data: bytes = b""  # the picture file
     stored: StoredChoice | None = None  # the rows of a feature store that belong to it
 
@@ -119,6 +121,16 @@ class WorkerReport:
 
 
 @dataclass
+class Candidates:
+    """All captions of the samples of a batch part, and why samples were dropped."""
+
+    texts: dict[int, list[list[str]]]  # slot -> texts of each path of the source's caption setting
+    ids: np.ndarray[Any, np.dtype[np.int32]]  # [c, T], of all texts: slot by slot, path by path
+    dropped: dict[int, str]  # slot -> reason
+    shard_samples: int = 0  # of the whole shard that the samples are from
+
+
+@dataclass
 class BatchPart(WorkerReport):
     """What a worker reports when its part of a batch is filled."""
 
@@ -127,6 +139,7 @@ class BatchPart(WorkerReport):
     keys: dict[int, str]
     lanes: dict[int, LaneState]  # lane number -> position after this batch
     ended: bool  # whether all lanes have ended (evaluation)
+    candidates: Candidates | None = None  # for stored features
 
     def lane_states(self) -> dict[int, LaneState]:
         """Lane number -> position after this batch."""
@@ -147,13 +160,18 @@ class Pipeline:
     stopwatch: Stopwatch  # measures the stages, and names the current one in case of a stall
     traced: int = 0  # samples that are traced: the first, used or dropped
     teacher_tokenizer: Tokenizer | None = None  # captions to ids of a live teacher; None for none
+    # for stored features: augmented views of a picture, 0 for evaluation's pixels; None in training and evaluation
+    image_views: int | None = None
     _begun: int = 0  # traces
     _reported: float = field(default_factory=time.monotonic)
     _captions: Counter[str] = field(default_factory=Counter)  # by source, captions that were counted
+    _reasons: dict[int, str] = field(default_factory=dict)  # slot -> why a sample for it was dropped, in this batch
 
     def fill(self, step: int, buffer: BatchBuffer) -> BatchPart:
         """Fill this pipeline's slots of a batch."""
         captions: dict[int, str] = {}
+        every = None if self.image_views is None else Candidates({}, np.empty((0, 0), np.int32), {})
+        self._reasons = {} if every is None else every.dropped
         keys: dict[int, str] = {}
         wanted = [(lane, self.slots.of(lane.number, step)) for lane in self.lanes]
         for turn in range(max((len(mine) for _, mine in wanted), default=0)):
@@ -163,15 +181,21 @@ class Pipeline:
                     continue  # its lane has ended
                 slot.lane.drawn += 1
                 keys[slot.index] = slot.name
+                if every is not None and slot.sample is not None:
+                    every.shard_samples = len(slot.sample.shard.index.samples)
                 buffer.sources[slot.index] = slot.source
                 if slot.caption is None:
                     buffer.clear(slot.index)
                 else:
                     buffer.weights[slot.index] = 1.0
                     captions[slot.index] = slot.caption
+                    if every is not None:
+                        every.texts[slot.index] = slot.candidates
         if captions:
             self.stopwatch.begin("tokenize")
-            if buffer.ids.shape[1]:  # else features take the place of texts
+            if every is not None:
+                every.ids = self.tokenizer.encode([text for paths in every.texts.values() for x in paths for text in x])
+            elif buffer.ids.shape[1]:  # else features take the place of texts
                 buffer.ids[list(captions)] = self.tokenizer.encode(list(captions.values()))
             if self.teacher_tokenizer is not None:
                 buffer.teacher_ids[list(captions)] = self.teacher_tokenizer.encode(list(captions.values()))
@@ -179,7 +203,7 @@ class Pipeline:
         ended = not keys and any(mine for _, mine in wanted)
         self._reported = time.monotonic()
         self.stopwatch.begin(HAND_OVER)
-        return BatchPart(self.health.take(), self.stopwatch.take(), step, keys, lanes, ended)
+        return BatchPart(self.health.take(), self.stopwatch.take(), step, keys, lanes, ended, every)
 
     def report_early(self, source: str) -> None:
         """Report now if much of a source is bad, or if the last report was long ago."""
@@ -254,7 +278,13 @@ class Pipeline:
                     sample = reader.transform(sample)
                     if trace:
                         trace.members("transform", sample)
-                slot.caption = self._caption(slot, sample)
+                if self.image_views is None:
+                    slot.caption = self._caption(slot, sample)
+                else:
+                    slot.candidates = candidates(reader.caption, sample)
+                    slot.caption = next((text for texts in slot.candidates for text in texts), None)
+                    if slot.caption is None:
+                        raise Dropped("no_caption")
                 if trace:
                     ids = self.tokenizer.encode([slot.caption])[0].tolist()
                     trace.caption(slot.caption, ids, readable(self.tokenizer, ids))
@@ -288,7 +318,12 @@ class Pipeline:
             teacher_image, rng = slot.reader.teacher_image, slot.rng
             again_rng = None if teacher_image is None or rng is None else rng.copy()
             try:
-                slot.reader.image(slot.data, rng, pixels)
+                if not self.image_views:
+                    slot.reader.image(slot.data, rng, pixels)
+                else:
+                    assert slot.sample.rng_key is not None
+                    for view, out in enumerate(pixels.reshape(self.image_views, *pixels.shape[-3:])):
+                        slot.reader.image(slot.data, SampleRNG(mix(view, state=slot.sample.rng_key)), out)
                 if teacher_image is not None:
                     teacher_image(slot.data, again_rng, buffer.teacher_pixels[slot.index])
             except Dropped as drop:
@@ -300,7 +335,7 @@ class Pipeline:
                 buffer.stored_numbers[slot.index] = number
                 buffer.stored_captions[slot.index], buffer.stored_views[slot.index] = caption, view
             if slot.trace:
-                slot.trace.picture(slot.data, pixels)
+                slot.trace.picture(slot.data, pixels.reshape(-1, *pixels.shape[-3:])[0])
                 slot.trace.end("used", f"slot {slot.index} of this rank's batch")
             slot.name, slot.data = slot.sample.name, b""
             source = slot.reader.name
@@ -318,6 +353,7 @@ class Pipeline:
         if slot.trace:
             slot.trace.end("dropped", f"{drop.reason}: {drop.detail}")
         slot.caption = None
+        self._reasons[slot.index] = drop.reason
         source = slot.reader.name
         health = self.health.sources[source]
         health.read += 1

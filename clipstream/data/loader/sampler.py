@@ -8,7 +8,9 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -344,3 +346,77 @@ class OnceSampler:
                 yield LaneSample(shard, samples[i], title, None)
             shards.release(number)
             before += size
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """The chunks of a source that a rank computes features of, and how they are cut into batches."""
+
+    shards: Sequence[int]  # numbers of the shards, in order
+    wanted: Callable[[int, int], bool]  # (shard, chunk) -> whether the rank computes this chunk
+    chunk_rows: int  # samples of a chunk
+    batch_size: int  # samples of a batch; the last one of a chunk has fewer
+    lanes: int  # of the rank; at most one for each sample of a batch
+    depth: int  # batches that a worker may be ahead of another
+    # key of the random numbers of a shard's samples; None where the pixels are those of evaluation
+    key: Callable[[int], int] | None
+
+
+class ChunkSampler:
+    """The sampler of features that are computed in advance: a lane's share of batches that walk chunks in stored order.
+
+    The rank's batches hold consecutive samples of one chunk, in the order of the shard, and a lane takes the slots that
+    are its own. After each batch the cursor tells which batch that was: `group` is the shard's number, `window` the
+    first sample and `position` the number of samples, 0 after the last batch. All lanes of the rank tell the same.
+    """
+
+    keeps_slots = True
+
+    def __init__(self, lane: int, plan: ChunkPlan, shards: OpenShards) -> None:
+        self.cursor = Cursor()
+        self._first = lane * plan.batch_size // plan.lanes
+        self._count = (lane + 1) * plan.batch_size // plan.lanes - self._first
+        assert self._count, "more lanes than samples in a batch"
+        self._plan, self._shards = plan, shards
+        self._batches = self._iterate()
+        self._shard: OpenShard | None = None
+        self._title, self._key = "", 0
+        self._asked = 0  # samples that were asked for
+
+    def take(self) -> LaneSample | None:
+        """The sample for the lane's next slot; None where the batch is smaller, and after the last batch."""
+        slot = self._first + self._asked % self._count
+        if self._asked % self._count == 0:
+            self.cursor = next(self._batches, Cursor())
+        self._asked += 1
+        if slot >= self.cursor.position:
+            return None
+        assert self._shard is not None
+        number = self.cursor.window + slot
+        key = None if self._plan.key is None else mix(number, state=self._key)
+        return LaneSample(self._shard, self._shard.index.samples[number], self._title, key)
+
+    def _iterate(self) -> Iterator[Cursor]:
+        plan, shards, batches = self._plan, self._shards, 0
+        used: deque[tuple[int, int]] = deque()  # (last batch, shard) of shards that slower workers may need still
+        for place, number in enumerate(plan.shards):
+            shard = shards.hold(number)
+            shards.prefetch(plan.shards[place + 1 : place + 2])
+            shards.report()
+            if shard is None:
+                continue
+            self._shard, self._title = shard, shards.title(number)
+            self._key = 0 if plan.key is None else plan.key(number)
+            size = len(shard.index.samples)
+            for chunk in range(-(-size // plan.chunk_rows)):
+                if not plan.wanted(number, chunk):
+                    continue
+                end = min(size, (chunk + 1) * plan.chunk_rows)
+                for first in range(chunk * plan.chunk_rows, end, plan.batch_size):
+                    yield Cursor(number, first, min(plan.batch_size, end - first))
+                    batches += 1
+                    while used and used[0][0] + plan.depth < batches:
+                        shards.release(used.popleft()[1])
+            used.append((batches, number))
+        while used:
+            shards.release(used.popleft()[1])

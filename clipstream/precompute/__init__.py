@@ -1,0 +1,122 @@
+"""The verb `python -m clipstream.precompute STORE --towers image`: features of frozen towers, computed once and stored.
+
+A command line enters, a store of features is written. The command line is checked here, before torch is imported; `run`
+does the work.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from clipstream.cli.main import run_main, show_help
+from clipstream.config.dump import print_config, take_flag
+from clipstream.config.flags import own_flags
+from clipstream.config.section import with_home
+from clipstream.config.settings import Settings, load
+from clipstream.config.validate import validate_sources
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.losses.settings import chosen_loss_type
+from clipstream.models.pretrained import preflight
+from clipstream.models.settings import ModelSettings
+from clipstream.precompute.options import STORED_DTYPES, StoreOptions
+from clipstream.utils.logs import set_level
+
+CHUNK_ROWS, ROWS_MULTIPLE = 8192, 4096
+NAME = re.compile(r"[A-Za-z0-9][\w-]{0,60}")
+TAKEN = ("image", "text", "ids", "samples", "texts", "model")  # names that no teacher may have
+OWN_FLAGS = {
+    "--towers": "image, text or both: towers of --model whose features are stored, with the token ids of its tokenizer",
+    "--teacher": "NAME=MODEL[,PRETRAINED]: features of both towers of another model, with its own picture size and "
+    "tokenizer; may be given several times",
+    "--views": "augmented views of each picture, which training replays; 0 (the default): the picture as in evaluation",
+    "--dtype": f"of the stored features: {', '.join(STORED_DTYPES)}; float16 unless given",
+    "--store": "mapped (files for this machine's disk, the default) or tar (shards beside the originals)",
+    "--zstd": "true compresses the files with zstd",
+    "--chunk-rows": f"samples of a file, a multiple of {ROWS_MULTIPLE}; {CHUNK_ROWS} unless given",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb, and return its exit code."""
+    return run_main(lambda argv: 0 if show_help("precompute", argv, OWN_FLAGS) else _main(argv), argv)
+
+
+def _main(argv: list[str]) -> int:
+    every, argv = take_flag(argv)
+    settings, options, teachers = arguments(argv)
+    if every is not None:
+        return print_config(settings, "precompute", every)
+    validate_sources(settings)
+    ask = World.from_env().local_rank == 0
+    if options.towers:
+        preflight(settings.model, settings.tokenizer, loss_type=chosen_loss_type(settings.loss), ask=ask)
+    for name, model in teachers.items():
+        try:
+            preflight(model, ask=ask)
+        except SettingsError as error:
+            raise SettingsError(f"--teacher {name}: {error}") from error
+    from clipstream.distributed.launch import run_ranks
+    from clipstream.precompute.run import precompute
+
+    return run_ranks(settings.run, partial(precompute, settings, options, teachers))
+
+
+def arguments(argv: Sequence[str]) -> tuple[Settings, StoreOptions, dict[str, ModelSettings]]:
+    """Settings, the store to write, and teachers by name. Raises SettingsError: a flag or a setting is wrong."""
+    if not argv or not argv[0] or argv[0].startswith("-"):
+        raise SettingsError("name the store first: python -m clipstream.precompute STORE --towers image --train-data …")
+    following = [*argv[2:], "--"]
+    bare = [word == "--zstd" and after.startswith("--") for word, after in zip(argv[1:], following, strict=True)]
+    tokens = ["--zstd=true" if alone else word for word, alone in zip(argv[1:], bare, strict=True)]
+    own, flags = own_flags(tokens, OWN_FLAGS, many=("--teacher",))
+    settings = load(flags, ranks=1)  # --batch-size is that of a forward pass, whatever the number of ranks
+    set_level(settings.log.level)
+    teachers: dict[str, ModelSettings] = {}
+    for text in own["--teacher"].split("\n") if "--teacher" in own else ():
+        name, equals, model = text.partition("=")
+        model, _, pretrained = model.partition(",")
+        if not equals or not model or not NAME.fullmatch(name) or name in TAKEN:
+            raise SettingsError(
+                f"--teacher: expected NAME=MODEL[,PRETRAINED], with a NAME of letters, digits, - and _, not {text!r}"
+            )
+        if name in teachers:
+            raise SettingsError(f"--teacher: {name} is given twice: each teacher has a name of its own")
+        teachers[name] = ModelSettings(name=model, pretrained=pretrained or None, cache_dir=settings.model.cache_dir)
+    towers = _choice(own, "--towers", ("image", "text", "both"), "")
+    if not towers and not teachers:
+        raise SettingsError("whose features? Give --towers image, text or both, or --teacher NAME=MODEL[,PRETRAINED]")
+    chunk_rows = _number(own, "--chunk-rows", CHUNK_ROWS, ROWS_MULTIPLE)
+    if chunk_rows % ROWS_MULTIPLE:
+        raise SettingsError(f"--chunk-rows: expected a multiple of {ROWS_MULTIPLE}, not {chunk_rows}")
+    micro = settings.train.micro_batch_size
+    chosen: dict[str, Any] = {"": (), "image": ("image",), "text": ("text",), "both": ("image", "text")}
+    kind: Any = _choice(own, "--store", ("mapped", "tar"), "mapped")
+    options = StoreOptions(
+        folder=Path(with_home(argv[0])).absolute(),
+        towers=chosen[towers],
+        views=_number(own, "--views", 0, 0),
+        dtype=_choice(own, "--dtype", STORED_DTYPES, "float16"),
+        kind=kind,
+        zstd=_choice(own, "--zstd", ("true", "false"), "false") == "true",
+        chunk_rows=chunk_rows,
+        batch_size=min(micro if isinstance(micro, int) else settings.data.global_batch_size, chunk_rows),
+    )
+    return settings, options, teachers
+
+
+def _choice(own: Mapping[str, str], flag: str, choices: Sequence[str], default: str) -> str:
+    if (text := own.get(flag, default)) not in (*choices, default):
+        raise SettingsError(f"{flag}: expected {', '.join(choices)}, not {text!r}")
+    return text
+
+
+def _number(own: Mapping[str, str], flag: str, default: int, least: int) -> int:
+    text = own.get(flag, str(default))
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
+        raise SettingsError(f"{flag}: expected a whole number, at least {least}, not {text!r}")
+    return int(text)

@@ -1,0 +1,339 @@
+"""The verb `precompute`: what the store holds, what another command adds, and what a killed one leaves."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from clipstream.data.decode.images import EvalTransform
+from clipstream.data.decode.train_transform import TrainTransform
+from clipstream.data.order.rng import SampleRNG
+from clipstream.data.settings import AugmentSettings
+from clipstream.distributed.world import World
+from clipstream.errors import DataError, SettingsError, Stopped
+from clipstream.features.codec import decode_rows
+from clipstream.features.store import FeatureStore, StoredSource
+from clipstream.models.towers import Towers
+from clipstream.precompute import main
+from tests.support import hubtree
+from tests.support.model_files import build, write
+from tests.support.pictures import make_shards, picture
+from tests.support.ranks import end_ranks
+from tests.support.savers import small_disk
+from tests.support.tars import write_tar
+
+SMALL = {"image_size": 16, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8}
+COUNTS = [7, 5, 9, 6, 4, 8, 5, 7]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight shards, of which one has samples that cannot be used, one of two chunks, and a model."""
+    folder = tmp_path_factory.mktemp("precompute")
+    make_shards(folder / "pairs", COUNTS)
+    samples: list[dict[str, Any]] = [
+        {"__key__": "a/first", "jpg": picture(200), "txt": "one"},
+        {"__key__": "broken", "jpg": b"\xff\xd8 no picture", "txt": "two"},
+        {"__key__": "silent", "jpg": picture(201)},
+        {"__key__": "last", "jpg": picture(202), "txt": "four"},
+    ]
+    write_tar(folder / "pairs" / "00002.tar", samples)
+    file = picture(1, size=8)
+    write_tar(folder / "long.tar", [{"__key__": f"{n:05d}", "jpg": file, "txt": f"{n}"} for n in range(4100)])
+    (folder / "model.json").write_text(Path(write(folder, SMALL)).read_text())
+    return folder
+
+
+def argv(place: Path, store: Path, *more: str, shards: str = "pairs/{00000..00007}.tar") -> list[str]:
+    """A command line whose arithmetic does not depend on the processor."""
+    return [
+        str(store), "--train-data", f"{place}/{shards}", "--model", f"{place}/model.json", "--device", "cpu",
+        "--run.threads", "1", "--precision", "fp32", "--workers", "1", "--batch-size", "4", "--dtype", "float32",
+        *(more or ("--towers", "both")),
+    ]  # fmt: skip
+
+
+def opened(store: Path) -> StoredSource:
+    source = FeatureStore.open(store).source("train")
+    for shard in range(len(FeatureStore.open(store).manifest.sources["train"].shards)):
+        source.hold(shard)
+    return source
+
+
+def numbers(source: StoredSource, shard: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return source.base(shard) + np.arange(source.samples_of(shard))
+
+
+def images_of(source: StoredSource, shard: int, view: int = 0, part: str = "image") -> torch.Tensor:
+    samples = numbers(source, shard)
+    return decode_rows(source.gather(part, source.view_rows(samples, np.full(len(samples), view))))
+
+
+def files(store: Path) -> dict[str, bytes]:
+    """The content of all files of a store but its lock."""
+    found = {str(path.relative_to(store)): path.read_bytes() for path in store.rglob("*") if path.is_file()}
+    return {name: data for name, data in found.items() if name != ".lock"}
+
+
+def encoded(towers: Towers, pixels: Sequence[np.ndarray[Any, Any]]) -> torch.Tensor:
+    with torch.no_grad():
+        return towers.eval().encode_image(torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2))
+
+
+def test_a_store_holds_what_the_towers_give(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv(place, tmp_path / "s")) == 0
+    out = capsys.readouterr()
+    assert "samples  46 in 8 shards, 1 captions each" in out.out or "samples  about" in out.out
+    assert "size     about" in out.out and "are free in" in out.out and "time     about" in out.out
+    assert "46 samples read now, 44 used" in out.out
+    assert "dropped: undecodable_image, e.g. 00002.tar/broken" in out.out and "dropped: no_caption" in out.out
+    assert "random tower" in out.err
+
+    source, towers = opened(tmp_path / "s"), build(str(place / "model.json"))
+    assert source.keys(2) == ["a/first", "broken", "silent", "last"]
+    assert source.captions(2) == [["one"], [], [], ["four"]]
+    assert source.reasons(2) == ["", "undecodable_image", "no_caption", ""]
+    rows = source.sample_rows(numbers(source, 2))
+    assert rows["used"].tolist() == [1, 0, 0, 1]
+    transform = EvalTransform(towers.image, "white")
+    live = encoded(towers, [transform(picture(200)), transform(picture(202))])
+    stored = images_of(source, 2)
+    assert torch.allclose(stored[[0, 3]], live, atol=1e-6)
+    assert not stored[1:3].any()
+
+    captions = source.caption_rows(numbers(source, 2)[[0, 3]], np.zeros(2, np.int64))
+    ids = source.gather("ids", captions)
+    assert ids.dtype == torch.uint16
+    assert torch.equal(ids.long(), towers.open_clip_tokenizer()(["one", "four"]))
+    with torch.no_grad():
+        texts = towers.encode_text(ids.long())
+    assert torch.allclose(decode_rows(source.gather("text", captions)), texts, atol=1e-6)
+    same = build(f"local-dir:{tmp_path}/s/model")
+    assert torch.equal(same.clip.visual.conv1.weight, towers.clip.visual.conv1.weight)
+
+
+def test_the_views_are_those_of_their_keys(place: Path, tmp_path: Path) -> None:
+    augment = ("--data.augment.scale", "[0.3, 0.9]", "--data.augment.flip", "0.5")
+    assert main(argv(place, tmp_path / "s", "--towers", "image", "--views", "3", *augment)) == 0
+    source, towers = opened(tmp_path / "s"), build(str(place / "model.json"))
+    transform = TrainTransform(towers.image, AugmentSettings(scale=(0.3, 0.9), flip=0.5), "white")
+    rows = source.sample_rows(numbers(source, 1))
+    assert rows["views"].shape == (5, 3) and len(np.unique(rows["views"])) == 15
+    for view in range(3):
+        keys = rows["views"][:, view].tolist()
+        live = encoded(towers, [transform(picture(7 + i), SampleRNG(key)) for i, key in enumerate(keys)])
+        assert torch.allclose(images_of(source, 1, view), live, atol=1e-6)
+    assert not torch.allclose(images_of(source, 1, 0), images_of(source, 1, 1), atol=1e-3)
+
+
+def test_all_captions_of_a_picture_are_stored(place: Path, tmp_path: Path) -> None:
+    samples = [
+        {
+            "__key__": str(n),
+            "jpg": picture(n),
+            "json": json.dumps({"alt": [f"alt {n} {i}" for i in range(n)], "en": "x"}),
+        }
+        for n in range(3)
+    ]
+    write_tar(tmp_path / "many.tar", samples)
+    caption = "{type: json, path: [en, alt], weights: [1, 3]}"
+    command = argv(
+        tmp_path, tmp_path / "s", "--towers", "text", "--data.sources.train.caption", caption, shards="many.tar"
+    )
+    command[command.index("--model") + 1] = str(place / "model.json")
+    assert main(command) == 0
+    source = opened(tmp_path / "s")
+    assert FeatureStore.open(tmp_path / "s").manifest.sources["train"].weights == (1.0, 3.0)
+    assert source.sample_rows(numbers(source, 0))["counts"].tolist() == [[1, 0], [1, 1], [1, 2]]
+    assert source.captions(0) == [["x"], ["x", "alt 1 0"], ["x", "alt 2 0", "alt 2 1"]]
+    towers = build(str(place / "model.json"))
+    row = source.caption_rows(numbers(source, 0)[2:], np.array([2]))
+    with torch.no_grad():
+        live = towers.eval().encode_text(towers.open_clip_tokenizer()(["alt 2 1"]))
+    assert torch.allclose(decode_rows(source.gather("text", row)), live, atol=1e-6)
+
+
+def test_teachers_have_their_own_pictures_and_tokenizer(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import BertConfig, BertModel
+
+    base = BertModel(
+        BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=2000)
+    )
+    base.save_pretrained(tmp_path / "base")
+    hubtree.write_tokenizer(tmp_path / "base")
+    here = str(tmp_path / "base")
+    text = {"hf_model_name": here, "hf_tokenizer_name": here, "hf_pooler_type": "mean_pooler", "context_length": 12}
+    config = {"embed_dim": 24, "vision_cfg": {"timm_model_name": "test_convnext", "image_size": 64}, "text_cfg": text}
+    (tmp_path / "hf.json").write_text(json.dumps(config))
+    store = tmp_path / "s"
+    assert main(argv(place, store, "--towers", "image")) == 0
+    before = files(store)
+    # A teacher is added to a complete store, whose chunks stay as they are.
+    assert main(argv(place, store, "--teacher", f"big={tmp_path}/hf.json")) == 0
+    after = files(store)
+    assert all(after[name] == data for name, data in before.items() if name != "store.json")
+    source, towers = opened(store), build(str(tmp_path / "hf.json"))
+    transform = EvalTransform(towers.image, "white")
+    live = encoded(towers, [transform(picture(n)) for n in range(7)])
+    assert torch.allclose(images_of(source, 0, part="big.image"), live, atol=1e-5)
+    rows = source.caption_rows(numbers(source, 0), np.zeros(7, np.int64))
+    with torch.no_grad():
+        texts = towers.encode_text(towers.open_clip_tokenizer()([f"picture {n}" for n in range(7)]))
+    assert torch.allclose(decode_rows(source.gather("big.text", rows)), texts, atol=1e-5)
+    info = FeatureStore.open(store).manifest.parts["big.text"]
+    assert info.logit_scale == pytest.approx(float(towers.scalars()[0].detach()))
+
+    for wrong, said in (("big", "NAME=MODEL"), ("image=ViT-B-32", "NAME=MODEL"), ("big=ViT-B-31", "--teacher big: ")):
+        assert main(argv(place, store, "--teacher", wrong)) == SettingsError.exit_code
+        assert said in capsys.readouterr().err
+
+
+def test_another_tower_is_an_error_that_names_the_difference(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "s"
+    assert main(argv(place, store, "--towers", "image")) == 0
+    before = files(store)
+    for more, said in (
+        (("--seed", "1"), "weights"),
+        (("--precision", "fp64"), "precision"),
+        (("--force-image-size", "24"), "size"),
+        (("--views", "2"), "views"),
+        (("--data.sources.train.background", "black"), "background"),
+        (("--caption-key", "json"), "caption"),
+    ):
+        assert main(argv(place, store, "--towers", "image", *more)) == SettingsError.exit_code
+        assert said in capsys.readouterr().err
+    assert files(store) == before
+    assert main(argv(place, store, "--towers", "image")) == 0  # nothing to do
+    assert files(store) == before
+
+
+def test_shards_that_cannot_be_opened(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv(place, tmp_path / "s", shards="pairs/{00007..00008}.tar")) == 0
+    assert "00008.tar" in capsys.readouterr().out
+    shards = FeatureStore.open(tmp_path / "s").manifest.sources["train"].shards
+    assert [shard.samples for shard in shards] == [7, 0]
+    assert "missing" in shards[1].reason and not shards[0].reason
+    assert main(argv(place, tmp_path / "t", shards="pairs/{00008..00009}.tar")) == DataError.exit_code
+    assert "none of the 2 shards" in capsys.readouterr().err
+    write_tar(tmp_path / "bad.tar", [{"__key__": "a", "jpg": b"no picture", "txt": "x"}])
+    command = argv(tmp_path, tmp_path / "u", shards="bad.tar")
+    command[command.index("--model") + 1] = str(place / "model.json")
+    assert main(command) == DataError.exit_code
+    assert "undecodable_image" in capsys.readouterr().err
+
+
+def test_a_full_disk_loses_nothing(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv(place, tmp_path / "whole", "--towers", "image")) == 0
+    (disk := tmp_path / "disk").mkdir()
+    with small_disk(disk, "8M"):
+        model = sum(len(data) for name, data in files(tmp_path / "whole").items() if name.startswith("model/"))
+        ballast = disk / "ballast"
+        ballast.write_bytes(bytes(shutil.disk_usage(disk).free - model - 96 * 1024))
+        assert main(argv(place, disk / "s", "--towers", "image")) == SettingsError.exit_code
+        said = capsys.readouterr().err
+        assert "cannot be written" in said and "free" in said and "again" in said
+        ballast.unlink()
+        assert main(argv(place, disk / "s", "--towers", "image")) == 0
+        assert files(disk / "s") == files(tmp_path / "whole")
+
+
+def run_apart(command: list[str], errors: str) -> None:
+    """The verb in a process of its own."""
+    with open(errors, "wb") as file:
+        os.dup2(file.fileno(), 2)
+    raise SystemExit(main(command))
+
+
+def started(command: list[str], errors: Path) -> Any:
+    process = multiprocessing.get_context("forkserver").Process(target=run_apart, args=(command, str(errors)))
+    process.start()
+    return process
+
+
+def chunks_in(store: Path) -> int:
+    return len(list(store.rglob("*.safetensors")))
+
+
+def test_a_killed_command_goes_on_where_it_ended(place: Path, tmp_path: Path) -> None:
+    more = ("--towers", "both", "--views", "2", "--batch-size", "3")
+    assert main(argv(place, tmp_path / "whole", *more)) == 0
+    store, draws, killed = tmp_path / "s", random.Random(), 0
+    for _ in range(3):
+        process, before = started(argv(place, store, *more), tmp_path / "errors"), chunks_in(store)
+        wanted = before + draws.randint(1, 12)
+        while process.is_alive() and chunks_in(store) < wanted:
+            time.sleep(draws.random() * 0.002)
+        process.kill()
+        process.join()
+        killed += process.exitcode == -signal.SIGKILL
+        assert process.exitcode in (0, -signal.SIGKILL), (tmp_path / "errors").read_text()
+    assert killed
+    written = {path: path.stat().st_mtime_ns for path in (store / "texts").rglob("*.safetensors")}
+    assert main(argv(place, store, *more)) == 0
+    assert files(store) == files(tmp_path / "whole")
+    assert sum(path.stat().st_mtime_ns == at for path, at in written.items()) >= len(written) - 1
+
+
+def test_a_signal_ends_it_cleanly(place: Path, tmp_path: Path) -> None:
+    store, errors = tmp_path / "s", tmp_path / "errors"
+    process = started(argv(place, store, "--towers", "both", "--batch-size", "2", shards="long.tar"), errors)
+    while process.is_alive() and not (store / "model").exists():
+        time.sleep(0.001)
+    assert process.is_alive(), errors.read_text()
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(60)
+    assert process.exitcode == Stopped.exit_code, errors.read_text()
+    assert "go on by the same command" in errors.read_text() and "SIGTERM: ending" in errors.read_text()
+    assert "Traceback" not in errors.read_text()
+
+
+def precompute_on(world: World, command: list[str]) -> int:
+    os.environ.update(
+        RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.rank), LOCAL_WORLD_SIZE=str(world.size)
+    )
+    return main(command)
+
+
+def test_two_ranks_give_the_store_of_one(place: Path, tmp_path: Path) -> None:
+    # Eight shards, which the ranks take in turn; and one of two chunks, which are dealt out.
+    for shards, more in (("pairs/{00000..00007}.tar", "4"), ("long.tar", "512")):
+        flags = ("--towers", "both", "--chunk-rows", "4096", "--batch-size", more)
+        one, two = tmp_path / f"one{more}", tmp_path / f"two{more}"
+        assert main(argv(place, one, *flags, shards=shards)) == 0
+        ends = end_ranks(2, precompute_on, argv(place, two, *flags, shards=shards))
+        assert [end.code for end in ends] == [0, 0], ends
+        assert files(one) == files(two)
+    assert len(list((tmp_path / "two512" / "image").rglob("*.safetensors"))) == 2
+
+
+def test_wrong_flags(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for more, said in (
+        (("--dtype", "float32"), "--towers image, text or both"),
+        (("--towers", "images"), "--towers: expected"),
+        (("--towers", "image", "--dtype", "fp8"), "--dtype: expected"),
+        (("--towers", "image", "--chunk-rows", "5000"), "multiple of 4096"),
+        (("--towers", "image", "--views", "-1"), "--views: expected"),
+    ):
+        assert main(argv(place, tmp_path / "s", *more)) == SettingsError.exit_code
+        assert said in capsys.readouterr().err
+    assert main(["--towers", "image"]) == SettingsError.exit_code
+    assert "name the store first" in capsys.readouterr().err
+    assert main(["s", "--towers", "image"]) == SettingsError.exit_code
+    assert "there is no data" in capsys.readouterr().err
+    assert not (tmp_path / "s").exists()
