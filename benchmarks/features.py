@@ -27,31 +27,47 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from clipstream.data.batch import ImageSpec
+from clipstream.data.build import training_loader
+from clipstream.data.decode.labels import NumberEncoder
+from clipstream.data.loader.stored import StoredData
+from clipstream.data.order.lanes import lanes_for
+from clipstream.data.settings import DataSettings
+from clipstream.distributed.world import World
 from clipstream.features.codec import FEATURE_DTYPES, decode_rows, encode_rows
-from clipstream.features.manifest import STORE, Manifest, PartInfo, ShardInfo, SourceInfo, sample_dtype
+from clipstream.features.manifest import IDS, STORE, Manifest, PartInfo, ShardInfo, SourceInfo, sample_dtype
 from clipstream.features.store import FeatureStore, Numbers, StoredSource
 from clipstream.features.writer import StoreWriter
 from clipstream.utils import atomic_write
 
 BAR = 200_000  # rows/s
+TOKENS = 77  # ids of a caption
 SHARD = 10_000  # samples
 
 
-def write_store(path: Path, rows: int, width: int, dtype: str, zstd: bool = False) -> None:
-    """A store of one part of random rows."""
+def write_store(path: Path, rows: int, width: int, dtype: str, zstd: bool = False, ids: bool = False) -> None:
+    """A store of random rows, with token ids of one caption a sample where `ids`."""
     sizes = [min(SHARD, rows - first) for first in range(0, rows, SHARD)]
     shards = tuple(ShardInfo(f"{number:05d}.tar") for number in range(len(sizes)))
-    draft = Manifest("mapped", {"train": SourceInfo(shards)}, {"image": PartInfo(width, dtype, "view", zstd=zstd)})
+    parts = {"image": PartInfo(width, dtype, "view", zstd=zstd)}
+    parts |= {IDS: PartInfo(TOKENS, "uint16", "caption")} if ids else {}
+    draft = Manifest("mapped", {"train": SourceInfo(shards)}, parts)
     with StoreWriter(path, draft) as writer:
         for shard, size in enumerate(sizes):
             for chunk in range(ShardInfo("", size).chunks(draft.chunk_rows)):
                 count = draft.chunk_samples(size, chunk)
                 features = torch.nn.functional.normalize(torch.randn(count, width), dim=1)
                 samples = np.zeros(count, sample_dtype(0, 1))
+                if ids:
+                    samples["used"], samples["counts"], samples["start"] = 1, 1, np.arange(count)
+                    tokens = torch.randint(0, 49408, (count, TOKENS)).to(torch.uint16)
+                    writer.write(IDS, "train", shard, chunk, tokens, shard_samples=size)
                 writer.write("image", "train", shard, chunk, encode_rows(features, dtype), shard_samples=size)
                 writer.write("samples", "train", shard, chunk, samples, shard_samples=size)
                 keys = [f"{shard:05d}{number:05d}" for number in range(count)]
-                writer.write_texts("train", shard, chunk, keys, [[]] * count, [""] * count, shard_samples=size)
+                writer.write_texts(
+                    "train", shard, chunk, keys, [["a"] if ids else []] * count, [""] * count, shard_samples=size
+                )
         writer.finish()
 
 
@@ -95,6 +111,31 @@ def measure_gather(path: Path, args: argparse.Namespace) -> None:
         print(f"{name:<8}{rate:14,.0f}{rate * size / 1e9:8.2f}")
     print(f"gather is {ratio:.0%} of memcpy, and {gather / BAR:.1f} times the bar")
     print(f"first hold, with CRC-32: {args.rows * size / verified / 1e9:.2f} GB/s\n")
+
+
+def measure_loader(path: Path, args: argparse.Namespace) -> None:
+    """Print samples/s of training's batches of features and token ids, with the thread that fills them."""
+    write_store(path, args.rows, args.width, args.dtype, ids=True)
+    shards = f"/nowhere/{{00000..{-(-args.rows // SHARD) - 1:05d}}}.tar"
+    lanes = lanes_for(args.batch)
+    settings = DataSettings.model_validate(
+        {"global_batch_size": args.batch, "lanes": lanes, "workers": 0, "sources": {"train": {"shards": shards}}}
+    )
+    tokenizer, features = NumberEncoder(), StoredData.open(image=str(path))
+    tokenizer.context_length = TOKENS
+    with training_loader(
+        settings, world=World(), seed=0, tokenizer=tokenizer, image=ImageSpec((224, 224)), views=True, features=features
+    ) as loader:
+        for _ in range(args.batches):  # opens the shards
+            next(loader)
+        rates = []
+        for _ in range(args.rounds):
+            began = time.perf_counter()
+            for _ in range(args.batches):
+                next(loader)
+            rates.append(args.batches * args.batch / (time.perf_counter() - began))
+    rate = statistics.median(rates)
+    print(f"loader, {lanes} lanes, with {TOKENS} ids: {rate:,.0f} samples/s, {rate / BAR:.1f} times the bar\n")
 
 
 def write_sparse(path: Path, rows: int, width: int) -> None:
@@ -172,6 +213,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         measure_gather(folder / "gathered", args)
+        measure_loader(folder / "loaded", args)
         write_sparse(folder / "large", args.large, args.width)
         subprocess.run([sys.executable, __file__, "--open", str(folder / "large")], check=True)
         print_types(folder, args.width, min(args.rows, 8000))

@@ -32,7 +32,7 @@ def test_saving(tmp_path: Path) -> None:
 def test_features(tmp_path: Path) -> None:
     sizes = ("--rows", "9000", "--large", "30000", "--width", "8", "--batch", "64", "--rounds", "1", "--batches", "1")
     table = output_of("features", *sizes, "--folder", str(tmp_path))
-    assert "of memcpy" in table and "opening 30,000 rows" in table and "int8" in table
+    assert "of memcpy" in table and "loader, 64 lanes" in table and "opening 30,000 rows" in table and "int8" in table
 
 
 def test_precompute(tmp_path: Path) -> None:

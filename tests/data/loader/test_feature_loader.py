@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from clipstream.data.batch import Batch
 from clipstream.data.build import training_loader
 from clipstream.data.decode.train_transform import TrainTransform
+from clipstream.data.loader.batch_buffers import HostBatches
 from clipstream.data.loader.features import FeatureLoader
 from clipstream.data.loader.loader import Loader
 from clipstream.data.loader.stored import StoredData
@@ -372,3 +375,70 @@ def test_a_loader_that_was_interrupted_or_closed_ends_its_thread(shards: dict[st
     found.close()
     assert not found._thread.is_alive()
     found.close()
+
+
+class SlowCopies(HostBatches):
+    """As a GPU's: it reads the buffer some time after it was told to, beside what the process does meanwhile."""
+
+    ahead = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: dict[int, threading.Thread] = {}
+
+    def start(self, batch: Batch) -> Batch:
+        moved = batch.clone()
+        for tensor in moved.tensors():
+            tensor.fill_(7)
+
+        def copy() -> None:
+            time.sleep(0.01)
+            for target, tensor in zip(moved.tensors(), batch.tensors(), strict=True):
+                target.copy_(tensor)
+
+        self.copies[batch.step] = threading.Thread(target=copy)
+        self.copies[batch.step].start()
+        return moved
+
+    def finish(self, batch: Batch) -> Batch:
+        return batch
+
+    def reading(self, step: int, wait: bool = False) -> bool:
+        if wait:
+            self.copies[step].join()
+        return self.copies[step].is_alive()
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_no_buffer_is_filled_while_it_is_copied(
+    shards: dict[str, list[str]], store: str, monkeypatch: pytest.MonkeyPatch, prefetch: int
+) -> None:
+    settings = data([], sources=sources(shards, (1, 2)), prefetch=prefetch)
+    plain = loader(settings)
+    expected = [next(plain) for _ in range(16)]
+    copies = SlowCopies()
+    monkeypatch.setattr("clipstream.data.loader.features.device_prefetch_for", lambda *_: copies)
+    running = stored(settings, store)
+    found = []
+    for step in range(16):
+        found.append(next(running))
+        assert running.state().step == step + 1, "what was copied ahead is not counted as trained on"
+    for copy in copies.copies.values():
+        copy.join()
+    for one, other in zip(expected, found, strict=True):
+        assert_same(one, other)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_gets_the_same_features(shards: dict[str, list[str]], store: str) -> None:
+    settings = data([], sources=sources(shards, (1, 2)))
+    plain, features = loader(settings), StoredData.open(image=store)
+    world = World(device="cuda:0")
+    with training_loader(
+        settings, world=world, seed=3, tokenizer=ByteTokenizer(), image=IMAGE, features=features
+    ) as stream:
+        for _ in range(20):
+            batch = next(stream)
+            assert all(tensor.is_cuda for tensor in batch.tensors())
+            torch.cuda._sleep(10_000_000)  # the step is still running when the next batch is asked for
+            assert_same(next(plain), batch.to("cpu"))
