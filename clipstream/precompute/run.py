@@ -147,6 +147,9 @@ def _compute(job: Job) -> None:
             if world.device.startswith("cuda"):
                 torch.cuda.empty_cache()
         progress.close()
+        for name, source in sources.items() if job.options.kind == "tar" else ():
+            for shard in range(world.rank, len(source.names), world.size):
+                writer.pack(name, shard)  # rank 0 packs those that other ranks have not ended yet, in `finish`
         world.arrive("precomputed")  # the shares of ranks may take hours more or less
         counts = Counts.merged(world.gather_objects(counts))
         counts.check()

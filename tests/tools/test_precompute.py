@@ -31,7 +31,7 @@ from tests.support import hubtree
 from tests.support.model_files import build, write
 from tests.support.pictures import make_shards, picture
 from tests.support.ranks import end_ranks
-from tests.support.savers import small_disk
+from tests.support.savers import damage, small_disk
 from tests.support.tars import write_tar
 
 SMALL = {"image_size": 16, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8}
@@ -251,6 +251,31 @@ def test_a_full_disk_loses_nothing(place: Path, tmp_path: Path, capsys: pytest.C
         ballast.unlink()
         assert main(argv(place, disk / "s", "--towers", "image")) == 0
         assert files(disk / "s") == files(tmp_path / "whole")
+
+
+def test_tars_hold_what_mapped_files_hold(place: Path, tmp_path: Path) -> None:
+    assert main(argv(place, tmp_path / "mapped", "--towers", "both", "--views", "2")) == 0
+    command = argv(place, tmp_path / "tars", "--towers", "both", "--views", "2", "--store", "tar", "--zstd")
+    assert main(command) == 0
+    names = sorted(str(path.relative_to(tmp_path / "tars")) for path in (tmp_path / "tars").rglob("*.tar.zst"))
+    assert names == [f"train/{number:05d}.tar.zst" for number in range(8)]
+    mapped, tars = opened(tmp_path / "mapped"), opened(tmp_path / "tars")
+    for shard in range(8):
+        assert torch.equal(images_of(mapped, shard, 1), images_of(tars, shard, 1))
+        assert mapped.captions(shard) == tars.captions(shard)
+    before = files(tmp_path / "tars")
+    assert main(command) == 0
+    assert files(tmp_path / "tars") == before
+
+
+def test_a_damaged_chunk_is_made_again(place: Path, tmp_path: Path) -> None:
+    store = tmp_path / "s"
+    assert main(argv(place, store, "--towers", "image")) == 0
+    before = files(store)
+    damage(store / "image" / "train" / "00003-0000.safetensors")
+    (store / "samples" / "train" / "00005-0000.safetensors").unlink()
+    assert main(argv(place, store, "--towers", "image")) == 0
+    assert files(store) == before
 
 
 def run_apart(command: list[str], errors: str) -> None:
