@@ -9,8 +9,8 @@ each rank; `run` and `fit` are the recipe: settings, model, data, optimizer, ste
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,11 +29,14 @@ from clipstream.utils import atomic_write, early_signals
 from clipstream.utils.logs import announce, logger
 
 if TYPE_CHECKING:
+    import torch
+
     from clipstream.checkpoint.async_writer import AsyncWriter
     from clipstream.checkpoint.remote_sync import RemoteSync
     from clipstream.data.batch import Batch
     from clipstream.data.decode.tokenizers import Tokenizer
     from clipstream.data.loader.loader import Loader
+    from clipstream.data.loader.stored import StoredData
     from clipstream.distributed.signals import StopSignals
     from clipstream.evals.runner import EvalRunner
     from clipstream.evals.settings import Weights
@@ -121,6 +124,7 @@ def run(
     """
     from clipstream.checkpoint.state import read_meta
     from clipstream.tools import resume
+    from clipstream.tools.feature_stores import open_stores
     from clipstream.tools.run_summary import print_best, print_summary
 
     # Settings: a resumed run keeps what was resolved when it began.
@@ -130,17 +134,18 @@ def run(
     state = None if meta is None else meta.train
     settings = resume.carried_over(settings, state, world, own_lanes=own_lanes)
 
-    # Model and data.
-    towers, tokenizer = build_model(settings, world)
+    # Model and data; features may come from stores, in the place of towers or of teachers.
+    stored = open_stores(settings)
+    towers, tokenizer = build_model(settings, world, stored)
     teacher = build_teacher(settings, world)
     settings = with_workers(settings, world)
     if world.is_main:
         print_summary(settings, world, towers, found, meta)
-    with build_loader(settings, world, towers, tokenizer, state, teacher) as loader:
+    with build_loader(settings, world, towers, tokenizer, state, teacher, stored) as loader:
         watch.on_exit(loader.close)
 
         # Optimizer, step, loop.
-        fit(settings, world, towers, tokenizer, loader, watch, signals, ending, found, remote_sync, teacher)
+        fit(settings, world, towers, tokenizer, loader, watch, signals, ending, found, remote_sync, teacher, stored)
         if world.is_main:
             print_best(settings)
 
@@ -157,6 +162,7 @@ def fit(
     found: Path | None,
     remote_sync: RemoteSync | None,
     teacher: Teacher | None = None,
+    stored: StoredData | None = None,
 ) -> None:
     """Optimizer, step and loop, resumed from the checkpoint `found`, if any."""
     from clipstream.data.decode.tokenizers import readable
@@ -170,7 +176,7 @@ def fit(
     from clipstream.training.trainer import Trainer
 
     # Step, and the weights, moments and random states of the checkpoint.
-    layout, step = build_step(settings, world, towers, teacher)
+    layout, step = build_step(settings, world, towers, teacher, stored)
     resumed = None if found is None else load_checkpoint(found, step)
     state = resumed or TrainState()
 
@@ -227,14 +233,15 @@ def fit(
         trainer.run()
 
 
-def build_model(settings: Settings, world: World) -> tuple[Towers, Tokenizer]:
-    """The towers, on the CPU and in the dtype they train in, and the tokenizer.
+def build_model(settings: Settings, world: World, stored: StoredData | None) -> tuple[Towers, Tokenizer]:
+    """The towers, on the CPU and in the dtype they train in, and the tokenizer; towers of stored features are absent.
 
-    Raises SettingsError: the tokenizer has more tokens than the model.
+    Raises SettingsError: the tokenizer has more tokens than the model, or a store was made with other settings.
     """
     from clipstream.data.decode.tokenizers import build_tokenizer
     from clipstream.models.pretrained import fetch
     from clipstream.models.towers import build_towers
+    from clipstream.tools.feature_stores import check_stores, remove_towers
     from clipstream.training.precision import check_device, prepare, seed_all
 
     model, seed = settings.model, settings.run.seed
@@ -250,7 +257,11 @@ def build_model(settings: Settings, world: World) -> tuple[Towers, Tokenizer]:
             f"tokenizer: its ids go up to {tokenizer.vocab_size - 1}, but the model knows {towers.vocab_size} tokens: "
             "leave tokenizer.type at 'model', or take a model with text_cfg.vocab_size to match"
         )
+    if stored is not None:
+        check_stores(stored, settings, towers, tokenizer)
     prepare(towers, settings.train.arithmetic)
+    if stored is not None:
+        remove_towers(stored, towers)
     return towers, tokenizer
 
 
@@ -294,6 +305,7 @@ def build_loader(
     tokenizer: Tokenizer,
     state: TrainState | None,
     teacher: Teacher | None = None,
+    stored: StoredData | None = None,
 ) -> Loader:
     """The loader of this rank's batches, at the position of `state`. Collective.
 
@@ -317,6 +329,7 @@ def build_loader(
         start=None if state is None else state.data,
         approximate=settings.checkpoint.resume_approximate,
         views=True,
+        features=stored,
         **own,
     )
     orders = world.gather_objects(loader.fingerprint)
@@ -327,15 +340,20 @@ def build_loader(
 
 
 def build_step(
-    settings: Settings, world: World, towers: Towers, teacher: Teacher | None = None
+    settings: Settings,
+    world: World,
+    towers: Towers,
+    teacher: Teacher | None = None,
+    stored: StoredData | None = None,
 ) -> tuple[FullTowers | ShardedTowers, TrainStep]:
     """The towers on this rank's device, sharded with fsdp, and the step that trains them.
 
-    Raises SettingsError: micro_batch_size is auto on the CPU.
+    Raises SettingsError: micro_batch_size is auto on the CPU, or a stored teacher lacks features of pictures or texts.
     """
     from clipstream.losses.contrastive import build_loss
     from clipstream.losses.distillation import DistilledLoss
     from clipstream.models.teacher import NAME
+    from clipstream.tools.feature_stores import teacher_scales
     from clipstream.training.ema import WeightAverages
     from clipstream.training.optim import build_optimizer
     from clipstream.training.parallel import parallelize, synchronize_batch_norm
@@ -354,8 +372,11 @@ def build_step(
     if train.compile:
         towers.compile()
     loss = build_loss(settings.loss, towers.loss_type)
+    scales = {} if stored is None else teacher_scales(stored, settings.distill)
     if teacher is not None:
-        loss = DistilledLoss(loss, settings.distill, {NAME: teacher.scale}, add_features=teacher)
+        scales[NAME] = teacher.scale
+    if scales:
+        loss = DistilledLoss(loss, settings.distill, scales, add_features=teacher)
     step = TrainStep(
         towers,
         loss,
@@ -390,10 +411,19 @@ def build_evals(
     context = EvalContext(
         layout.full, tokenizer, world, settings.data, settings.train.arithmetic, loss, settings.log.pictures
     )
-    weights: dict[Weights, Any] = {"trained": partial(layout.full_weights, world.device)}
+    weights: dict[Weights, Any] = {"trained": partial(whole_weights, layout, world.device)}
     if step.averages is not None:
-        weights["averaged"] = partial(layout.full_weights, world.device, instead=step.averages.tensors)
+        weights["averaged"] = partial(whole_weights, layout, world.device, step.averages.tensors)
     return EvalRunner(settings.evals, context, outputs.write, outputs.show, weights, outputs.trace, outputs.status)
+
+
+@contextmanager
+def whole_weights(
+    layout: FullTowers | ShardedTowers, device: str, instead: Mapping[str, torch.Tensor] | None = None
+) -> Iterator[Towers]:
+    """A context with the whole model on a device: shards are gathered, and stored towers are loaded. Collective."""
+    with layout.full_weights(device, instead=instead) as towers, towers.whole(device):
+        yield towers
 
 
 def build_writer(
@@ -417,7 +447,7 @@ def build_writer(
         towers=towers,
         optimizer=step.optimizer,
         recorded=noted(settings),
-        tensors=None if averages is None else {AVERAGED_FILE: lambda: averages.among(towers.clip.state_dict())},
+        tensors=None if averages is None else {AVERAGED_FILE: lambda: averages.among(towers.saved_tensors())},
         sync=remote_sync,
         status=status,
     )

@@ -153,6 +153,11 @@ def _numbers(key: str) -> Callable[[str], Sets]:
     return lambda text: [(("model", key), [float(word) for word in text.replace(",", "\n").split()])]
 
 
+def _listed(key: str) -> Callable[[str], Sets]:
+    """Several values, separated by ';'."""
+    return lambda text: [(tuple(key.split(".")), [part.strip() for part in text.split(";") if part.strip()])]
+
+
 def interpolation_sets(text: str) -> Sets:
     """In training and evaluation; `random` in training only."""
     sets: Sets = [(("data", "augment", "interpolation"), text)]
@@ -230,6 +235,10 @@ ALIASES = (
     _alias("--lock-image-unlocked-groups", "model.unlocked_groups", "INT", "except its last groups"),
     _alias("--lock-text", "model.lock_text", "", "freeze the text tower", switch=True),
     _alias("--lock-text-unlocked-layers", "model.unlocked_layers", "INT", "except its last layers"),
+    _alias("--image-features", "data.image_features", "STORE", "a feature store in place of pictures and image tower"),
+    _alias("--text-features", "data.text_features", "STORE", "a feature store in place of captions and text tower"),
+    _alias("--teacher-features", "data.teacher_features", "STORES", "feature stores of teachers, separated by ';'",
+           _listed("data.teacher_features")),
     _alias("--grad-checkpointing", "model.grad_checkpointing", "", "save memory, take longer", switch=True),
     _alias("--siglip", "loss.type", "", "the sigmoid loss", _words("loss.type", true="siglip", false="auto"),
            switch=True),

@@ -37,7 +37,7 @@ def validate_run(settings: Settings, world: World) -> None:
     Raises SettingsError: with one line for each mistake.
     """
     parts = _length(settings), _batches(settings, world), _shards(settings), _evals(settings), _distill(settings)
-    _conclude(settings, world, *parts, _checkpoints(settings), _folders(settings, world))
+    _conclude(settings, world, *parts, _features(settings), _checkpoints(settings), _folders(settings, world))
 
 
 def validate_evals(settings: Settings, *, shown: bool) -> None:
@@ -149,9 +149,32 @@ def _shards(settings: Settings) -> Problems:
 
 
 def _distill(settings: Settings) -> Problems:
-    """Settings of distillation without a teacher."""
-    if settings.distill.model is None and settings.distill != DistillSettings():
-        yield ("distill",), "there is no teacher: give --distill-model as well"
+    """Settings of distillation without a teacher, and of a live teacher without its input."""
+    data = settings.data
+    if settings.distill.model is None and not data.teacher_features and settings.distill != DistillSettings():
+        yield ("distill",), "there is no teacher: give --distill-model or --teacher-features as well"
+    for store, noun in ((data.image_features, "pictures"), (data.text_features, "captions")):
+        if settings.distill.model is not None and store is not None:
+            yield (
+                ("distill", "model"),
+                f"a live teacher needs {noun}, and the features in {store} replace them: precompute the teacher's "
+                "features as well, and give --teacher-features",
+            )
+
+
+def _features(settings: Settings) -> Problems:
+    """Settings of towers and pictures that have no effect on stored features."""
+    data, model = settings.data, settings.model
+    for store, key, noun in (
+        (data.image_features, "unlocked_groups", "groups of the image tower"),
+        (data.text_features, "unlocked_layers", "layers of the text tower"),
+    ):
+        if store is not None and getattr(model, key):
+            yield ("model", key), f"the features in {store} are those of the frozen tower: no {noun} can be trained"
+    if data.image_features is not None and model.patch_dropout:
+        yield ("model", "patch_dropout"), f"the features in {data.image_features} are those of whole pictures"
+    if data.image_features is not None and data.trace:
+        yield ("data", "trace"), "no picture and no caption is read with data.image_features: leave it out"
 
 
 def _evals(settings: Settings, *, shown: bool = True) -> Problems:

@@ -355,6 +355,17 @@ class DataSettings(Section):
         description="fast: training pictures are decoded no larger than their crops need, as sharp as open_clip's; "
         "exact: open_clip's pixels, bit for bit; evaluation is always exact",
     )
+    image_features: PathText | None = Field(
+        None,
+        description="feature store (`clipstream precompute`) whose image features replace pictures; the image tower is "
+        "not in memory then",
+    )
+    text_features: PathText | None = Field(
+        None, description="feature store whose text features replace captions; the text tower is not in memory then"
+    )
+    teacher_features: list[PathText] = Field(
+        default_factory=list, description="feature stores with the teachers' features, for distillation"
+    )
     cache: PathText | None = Field(None, description="folder for spooled remote shards; a temporary one unless set")
     cache_gib: float | None = Field(
         None,

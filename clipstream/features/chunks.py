@@ -43,9 +43,14 @@ _Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 class DamagedChunk(DataError):
     """A chunk is missing, truncated, changed, or another one."""
 
-    def __init__(self, path: object, detail: str) -> None:
-        super().__init__(f"feature store: {path} {detail}: {RERUN}")
-        self.detail = detail
+    detail = ""
+
+    @classmethod
+    def at(cls, path: object, detail: str) -> DamagedChunk:
+        """The error of the file at `path`."""
+        error = cls(f"feature store: {path} {detail}: {RERUN}")
+        error.detail = detail
+        return error
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,7 @@ def read_header(handle: int, shown: object, offset: int = 0) -> Header:
     raw = os.pread(handle, BLOCK, offset)
     length = 8 + int.from_bytes(raw[:8], "little")
     if len(raw) < BLOCK or length > MOST_HEADER or length % BLOCK:
-        raise DamagedChunk(shown, "is damaged (its header has no readable length)")
+        raise DamagedChunk.at(shown, "is damaged (its header has no readable length)")
     return parse_header(raw + os.pread(handle, length - BLOCK, offset + BLOCK), shown)
 
 
@@ -145,9 +150,9 @@ def parse_header(raw: bytes, shown: object) -> Header:
         header = Header(meta, layout, raw)
         same = same and CRC in meta and header.id.shard_samples >= 0
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedChunk(shown, f"is damaged (its header cannot be read: {error})") from error
+        raise DamagedChunk.at(shown, f"is damaged (its header cannot be read: {error})") from error
     if not same:
-        raise DamagedChunk(shown, "is damaged (its header was changed)")
+        raise DamagedChunk.at(shown, "is damaged (its header was changed)")
     return header
 
 
@@ -166,11 +171,11 @@ def verify(handle: int, shown: object, offset: int = 0) -> Header:
     while at < end:
         count = os.preadv(handle, [piece[: min(PIECE, end - at)]], at)
         if count == 0:
-            raise DamagedChunk(shown, f"is truncated ({end - at:,} of {end - offset:,} bytes are missing)")
+            raise DamagedChunk.at(shown, f"is truncated ({end - at:,} of {end - offset:,} bytes are missing)")
         sum_ = zlib.crc32(piece[:count], sum_)
         at += count
     if f"{sum_:08x}" != header.meta[CRC]:
-        raise DamagedChunk(shown, "is damaged (its CRC-32 is wrong)")
+        raise DamagedChunk.at(shown, "is damaged (its CRC-32 is wrong)")
     return header
 
 
@@ -181,10 +186,10 @@ def verify_file(path: Path, shown: object = "") -> Header:
     try:
         header = verify(handle, shown)
         if os.fstat(handle).st_size != len(header.raw) + header.body_bytes:
-            raise DamagedChunk(shown, "is damaged (bytes follow its end)")
+            raise DamagedChunk.at(shown, "is damaged (bytes follow its end)")
         return header
     except OSError as error:
-        raise DamagedChunk(shown, f"cannot be read ({error.strerror})") from error
+        raise DamagedChunk.at(shown, f"cannot be read ({error.strerror})") from error
     finally:
         os.close(handle)
 
@@ -195,7 +200,7 @@ def header_of(path: Path) -> Header:
     try:
         header = read_header(handle, path)
         if os.fstat(handle).st_size != len(header.raw) + header.body_bytes:
-            raise DamagedChunk(path, "is truncated")
+            raise DamagedChunk.at(path, "is truncated")
         return header
     finally:
         os.close(handle)
@@ -207,7 +212,7 @@ def open_file(path: Path, shown: object) -> int:
         return os.open(path, os.O_RDONLY)
     except OSError as error:
         detail = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-        raise DamagedChunk(shown, detail) from error
+        raise DamagedChunk.at(shown, detail) from error
 
 
 def read_tensors(handle: int, header: Header, offset: int = 0) -> dict[str, torch.Tensor]:
@@ -263,6 +268,6 @@ def expect(header: Header, shown: object, part: str, source: str, shard: int, ch
     """
     found = header.id
     if (found.part, found.source, found.shard, found.chunk) != (part, source, shard, chunk):
-        raise DamagedChunk(shown, f"is chunk {found.chunk} of shard {found.shard} of {found.source}/{found.part}")
+        raise DamagedChunk.at(shown, f"is chunk {found.chunk} of shard {found.shard} of {found.source}/{found.part}")
     if rows is not None and header.rows != rows:
-        raise DamagedChunk(shown, f"has {header.rows:,} rows, and the store's manifest {rows:,}")
+        raise DamagedChunk.at(shown, f"has {header.rows:,} rows, and the store's manifest {rows:,}")

@@ -171,7 +171,7 @@ class FeatureStore:
                 version=f"{stat.st_mtime_ns}-{stat.st_size}",
             )
         except FileNotFoundError as error:
-            raise DamagedChunk(shown, "is missing") from error
+            raise DamagedChunk.at(shown, "is missing") from error
         except ShardError as error:
             raise DataError(f"feature store: {shown}: {error}") from error
         finally:
@@ -395,7 +395,7 @@ class StoredSource:
                 for part in parts:
                     for chunk in range(count):
                         if (part, chunk) not in offsets:
-                            raise DamagedChunk(unpacked.shown, f"has no chunk {chunk} of part {part}")
+                            raise DamagedChunk.at(unpacked.shown, f"has no chunk {chunk} of part {part}")
                         yield part, chunk, handle, unpacked.shown, offsets[part, chunk]
             return
         for part in parts:
@@ -421,7 +421,7 @@ class StoredSource:
         chunks.expect(header, shown, part, self.name, shard, chunk, rows)
         table = self._tables[part]
         if header.body_bytes != rows * table.row_bytes or size < header.body_bytes:
-            raise DamagedChunk(shown, f"does not have {rows:,} rows of {table.row_bytes} bytes")
+            raise DamagedChunk.at(shown, f"does not have {rows:,} rows of {table.row_bytes} bytes")
         table.map(int(self._first[shard]) + chunk, handle, offset + len(header.raw), rows)
         verified.add(name)
 

@@ -127,11 +127,11 @@ def read_meta(stream: Any, shown: object) -> dict[str, Any]:
             member = tar.next()
             file = None if member is None or member.name != META else tar.extractfile(member)
             if file is None:
-                raise DamagedChunk(shown, f"is no tar of features (it does not begin with {META})")
+                raise DamagedChunk.at(shown, f"is no tar of features (it does not begin with {META})")
             found: dict[str, Any] = json.loads(file.read())
             return found
     except (tarfile.TarError, ValueError, EOFError) as error:
-        raise DamagedChunk(shown, f"is damaged ({error})") from error
+        raise DamagedChunk.at(shown, f"is damaged ({error})") from error
 
 
 def unpack(path: Path, out: Path, shown: str, monitor: Monitor | None = None) -> None:
@@ -149,7 +149,7 @@ def unpack(path: Path, out: Path, shown: str, monitor: Monitor | None = None) ->
     shard = Shard(path)
     try:
         if shard.index.fault is not None:
-            raise DamagedChunk(shown, f"is damaged ({shard.index.fault})")
+            raise DamagedChunk.at(shown, f"is damaged ({shard.index.fault})")
         with open(out, "wb") as file:
             for chunk in range(-(-meta["samples"] // meta["chunk_rows"])):
                 for buffers in _rebuilt(shard, meta, chunk, shown):
@@ -158,7 +158,7 @@ def unpack(path: Path, out: Path, shown: str, monitor: Monitor | None = None) ->
                     file.write(bytes(-file.tell() % BLOCK))
                     monitor.received(file.tell())
     except (LookupError, TypeError, ValueError, ArithmeticError, Dropped) as error:
-        raise DamagedChunk(shown, f"is damaged ({error})") from error
+        raise DamagedChunk.at(shown, f"is damaged ({error})") from error
     finally:
         shard.close()
 
@@ -184,7 +184,7 @@ def _rebuilt(shard: Shard, meta: dict[str, Any], chunk: int, shown: str) -> Iter
             data = members[f"{part}.npy".lower()]
             header = _npy_header(_NPY[DTYPES[info["dtype"]]], count, stored_width(info["width"], info["dtype"]))
             if not data.startswith(header):
-                raise DamagedChunk(shown, f"is damaged ({ref.key}.{part}.npy has another shape)")
+                raise DamagedChunk.at(shown, f"is damaged ({ref.key}.{part}.npy has another shape)")
             bodies[part] += memoryview(data)[len(header) :]
     tensors: dict[str, dict[str, torch.Tensor]] = {
         SAMPLES: {ROWS: torch.from_numpy(rows.view(np.uint8).reshape(len(rows), dtype.itemsize))},
@@ -198,7 +198,7 @@ def _rebuilt(shard: Shard, meta: dict[str, Any], chunk: int, shown: str) -> Iter
         chunk_id = ChunkID(part, meta["source"], meta["shard"], chunk, meta["samples"])
         buffers = chunks.render(chunk_id, found, {KEYS: chunk_digest(keys)} if part == TEXTS else None)
         if json.loads(buffers[0][8:])["__metadata__"][CRC] != meta[CRC][part][chunk]:
-            raise DamagedChunk(shown, f"is damaged (chunk {chunk} of part {part} has another CRC-32)")
+            raise DamagedChunk.at(shown, f"is damaged (chunk {chunk} of part {part} has another CRC-32)")
         yield buffers
 
 

@@ -260,7 +260,7 @@ class StoreWriter:
             header = self._headers.get(path) or self._read_header(path)
             chunks.expect(header, path, part, source, shard, chunk, None)
             if shard_samples not in (None, header.id.shard_samples):
-                raise DamagedChunk(path, "is of a shard with another number of samples")
+                raise DamagedChunk.at(path, "is of a shard with another number of samples")
         except DamagedChunk:
             path.unlink(missing_ok=True)
             self._headers.pop(path, None)
@@ -361,7 +361,7 @@ class StoreWriter:
         try:
             meta = self._tars.get(path) or self._read_tar(path)
             if (meta["source"], meta["shard"]) != (source, shard) or shard_samples not in (None, meta["samples"]):
-                raise DamagedChunk(path, f"is shard {meta['shard']} of {meta['source']}, or has another length")
+                raise DamagedChunk.at(path, f"is shard {meta['shard']} of {meta['source']}, or has another length")
         except (DamagedChunk, KeyError):
             path.unlink()
             self._tars.pop(path, None)
@@ -415,7 +415,7 @@ class StoreWriter:
                 try:
                     Fetcher().unpack(ShardURL(str(path)), path, plain, Monitor(), tar=False)
                 except ShardError as error:
-                    raise DamagedChunk(path, f"is damaged ({error})") from error
+                    raise DamagedChunk.at(path, f"is damaged ({error})") from error
             yield plain
 
 

@@ -6,13 +6,12 @@ hold both towers; evaluations, which read pictures and texts of their own, load 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cached_property
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from clipstream.errors import SettingsError
@@ -21,56 +20,58 @@ Tower = Literal["image", "text"]
 
 
 class StoredTower:
-    """A tower of a model without its modules and parameters.
+    """A tower of a model whose parameters are not in memory.
 
     Args:
-        clip: the model; the tower is removed from it.
+        clip: the model, in the dtypes of the run; the tower is removed from it.
         tower: which of the two.
         weights: the safetensors file with the weights of the store's model.
-        build: builds the store's model on the CPU, in the dtypes of the run.
     """
 
-    def __init__(self, clip: nn.Module, tower: Tower, weights: Path, build: Callable[[], nn.Module]) -> None:
+    def __init__(self, clip: nn.Module, tower: Tower, weights: Path) -> None:
         self.tower, self.weights = tower, weights
-        self._build = build
+        self._module = nn.Module()  # holds the tower while the model does not
         self._members = members(clip, tower)
-        self._loaded: dict[str, Any] | None = None
+        for name in self._members:
+            member = getattr(clip, name)
+            if isinstance(member, torch.Tensor) and not isinstance(member, nn.Parameter):
+                self._module.register_buffer(name, member, persistent=False)
+            else:
+                setattr(self._module, name, member)
+        self._module.requires_grad_(False).eval()
+        self.names = frozenset(self._module.state_dict())  # of its tensors in the model's state dict
+        self._tables = dict(self._module.named_buffers())  # masks and the like, which no file may have
         self.remove(clip)
-
-    @cached_property
-    def names(self) -> frozenset[str]:
-        """The tower's tensors in the model's state dict."""
-        with safe_open(self.weights, framework="pt") as file:
-            return frozenset(name for name in file.keys() if name.partition(".")[0] in self._members)  # noqa: SIM118
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tower's weights by name, on the CPU; mapped from the file, so that they take no memory until used.
 
-        Raises SettingsError: the file cannot be read.
+        Raises SettingsError: the file cannot be read, or lacks a weight.
         """
         try:
             with safe_open(self.weights, framework="pt") as file:
                 for name in self.names:
                     yield name, file.get_tensor(name)
-        except OSError as error:
-            raise SettingsError(f"the {self.tower} tower of the feature store cannot be read: {error}") from error
+        except (OSError, SafetensorError) as error:
+            raise SettingsError(
+                f"the {self.tower} tower cannot be read from the feature store's model, {self.weights}: {error}"
+            ) from error
 
     def restore(self, clip: nn.Module, device: str) -> None:
         """Put the tower into the model, frozen and in evaluation mode."""
-        if self._loaded is None:
-            built = self._build().requires_grad_(False).eval()
-            self._loaded = {name: getattr(built, name) for name in self._members}
-        for name, member in self._loaded.items():
-            moved = member.to(device)
-            setattr(clip, name, nn.Parameter(moved, requires_grad=False) if isinstance(member, nn.Parameter) else moved)
+        self._module.to_empty(device=device)
+        with torch.no_grad():
+            for name, buffer in self._module.named_buffers():
+                buffer.copy_(self._tables[name])
+            self._module.load_state_dict(dict(self.tensors()))
+        for name in self._members:
+            setattr(clip, name, getattr(self._module, name))
 
     def remove(self, clip: nn.Module) -> None:
-        """Remove the tower from the model. Once loaded, it stays in the CPU's memory for the next evaluation."""
+        """Remove the tower from the model, and free its memory."""
         for name in self._members:
-            member = getattr(clip, name)
-            if self._loaded is not None and isinstance(member, nn.Module):
-                member.to("cpu")
             setattr(clip, name, None)
+        self._module.to("meta")
 
 
 def members(clip: nn.Module, tower: Tower) -> list[str]:

@@ -9,7 +9,7 @@ import json
 import math
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -257,12 +257,12 @@ class Towers(nn.Module):
         self._locks.append(lock)
         self.train(self.training)
 
-    def remove(self, tower: Tower, weights: Path, build: Callable[[], nn.Module]) -> None:
+    def remove(self, tower: Tower, weights: Path) -> None:
         """Remove a tower whose features come from a store; see `StoredTower`.
 
         Raises SettingsError: it is to be trained from a step on.
         """
-        self.stored[tower] = StoredTower(self.clip, tower, weights, build)
+        self.stored[tower] = StoredTower(self.clip, tower, weights)
         modules, parameters = dict(self.named_modules()), dict(self.named_parameters())
         for lock in self._locks:
             if lock.until is not None and not parameters.keys() >= set(lock.parameters):

@@ -48,6 +48,7 @@ from clipstream.features.manifest import MODEL, SAMPLES, TEXTS, Manifest, PartIn
 from clipstream.features.writer import StoreWriter
 from clipstream.losses.settings import chosen_loss_type
 from clipstream.models.fingerprint import image_fingerprint, text_fingerprint, weights_digest
+from clipstream.models.model_config import HUB, LOCAL
 from clipstream.models.pretrained import WEIGHT_FILES, fetch
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers, build_towers
@@ -181,9 +182,10 @@ def _build(job: Job, name: str) -> Model:
     if tokenizer.vocab_size > towers.vocab_size:
         text = f"tokenizer: its ids go up to {tokenizer.vocab_size - 1}, but the model knows {towers.vocab_size} tokens"
         raise SettingsError(text)
-    if model.pretrained is None and model.name.partition(":")[0] not in ("hf-hub", "local-dir") and job.world.is_main:
+    named = model.pretrained or model.image_pretrained or model.name.startswith((HUB, LOCAL))
+    if not named and job.world.is_main:
         logger.warning(f"{model.name} starts without pretrained weights: its features are those of a random tower")
-    width, scale = int(towers.config.model_cfg["embed_dim"]), float(towers.scalars()[0].detach()) if name else None
+    width, scale = int(towers.config.model_cfg["embed_dim"]), float(towers.scalars()[0].detach())
     parts: dict[str, str] = {}
     infos: dict[str, PartInfo] = {}
     for tower in ("image", "text") if name else options.towers:

@@ -25,11 +25,7 @@ def both(folder: Path, names: tuple[Tower, ...], **config: Any) -> tuple[Towers,
     whole, part = model_files.build(name).eval(), model_files.build(name, lock_image=True).eval()
     whole.save_pretrained(folder / "model")
     for tower in names:
-        part.remove(
-            tower,
-            folder / "model" / "open_clip_model.safetensors",
-            lambda: model_files.build(f"local-dir:{folder}/model").clip,
-        )
+        part.remove(tower, folder / "model" / "open_clip_model.safetensors")
     return whole, part
 
 

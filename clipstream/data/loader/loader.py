@@ -35,7 +35,7 @@ from clipstream.data.order.lanes import DataState, Fingerprint, LaneSlots, LaneS
 from clipstream.data.sources.registry import Source
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.errors import ClipstreamError, DataError, Interrupted
-from clipstream.features.manifest import IMAGE, TEXT
+from clipstream.features.manifest import IMAGE
 from clipstream.utils.escape import printable_lines
 from clipstream.utils.logs import logger
 
@@ -93,9 +93,9 @@ class LoaderPlan:
         teacher_text_width = 0 if self.teacher_tokenizer is None else self.teacher_tokenizer.context_length
         stored = {} if self.features is None else self.features.row_bytes()
         size = (0, 0) if IMAGE in stored else self.image.size
-        width = 0 if TEXT in stored else self.tokenizer.context_length
         views = max(1, self.image_views or 1)
         rows = tuple(stored.items())
+        width = self.tokenizer.context_length
         return BufferShape(self.samples, *size, width, *teacher_size, teacher_text_width, rows, views)
 
     def pipeline(self, worker: int, report: Callable[[WorkerReport], None], stopwatch: Stopwatch) -> Pipeline:

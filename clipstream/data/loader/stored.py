@@ -43,7 +43,7 @@ class StoredData:
     Attributes:
         features: name in Batch.features -> store and its part: `image` and `text` in place of the towers, NAME.image
             and NAME.text of teachers.
-        ids: the store of the token ids, where features take the place of pictures and the model reads texts.
+        ids: the store of the token ids, where features take the place of pictures, and so no shard is read.
     """
 
     features: Mapping[str, tuple[FeatureStore, str]]
@@ -90,7 +90,7 @@ class StoredData:
                         "give their teachers different names (--teacher NAME=MODEL of clipstream precompute)"
                     )
                 features[name] = opened[path], part
-        if image is None or text is not None:
+        if image is None:
             return cls(features)
         for store in (opened[image], *opened.values()):
             if IDS in store.manifest.parts:
@@ -99,6 +99,11 @@ class StoredData:
             f"the feature store {opened[image].shown} has no token ids, which training from it takes in place of "
             "captions: run the same `clipstream precompute` command again"
         )
+
+    @property
+    def teachers(self) -> list[str]:
+        """Names of the teachers."""
+        return list(dict.fromkeys(name.rpartition(".")[0] for name in self.features if "." in name))
 
     @property
     def replaces_loader(self) -> bool:

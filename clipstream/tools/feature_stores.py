@@ -1,0 +1,118 @@
+"""The feature stores of a training run: opened, compared with the run's settings, and put in the place of towers.
+
+Settings and towers enter; a StoredData leaves, or an error that names what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+from clipstream.config.settings import Settings
+from clipstream.data.decode.tokenizers import Tokenizer
+from clipstream.data.loader.stored import StoredData
+from clipstream.data.order_plan import reading_of, tokenizer_identity, views_of
+from clipstream.errors import SettingsError
+from clipstream.features.manifest import IDS, IMAGE, MODEL, TEXT, differences
+from clipstream.features.store import FeatureStore
+from clipstream.losses.settings import DistillSettings
+from clipstream.models.fingerprint import image_fingerprint, text_fingerprint
+from clipstream.models.pretrained import WEIGHT_FILES
+from clipstream.models.stored import Tower
+from clipstream.models.teacher import NAME as LIVE
+from clipstream.models.towers import Towers
+
+PRECISION = "precision"  # of the forward pass that made the features; training may compute in another one
+
+
+def open_stores(settings: Settings) -> StoredData | None:
+    """The stores that the settings name; None without any. Raises SettingsError: as StoredData.open."""
+    data = settings.data
+    if data.image_features is data.text_features is None and not data.teacher_features:
+        return None
+    return StoredData.open(data.image_features, data.text_features, data.teacher_features, data.cache)
+
+
+def check_stores(stored: StoredData, settings: Settings, towers: Towers, tokenizer: Tokenizer) -> None:
+    """Compare the settings and towers of the run with those that made the features.
+
+    Args:
+        towers: as `build_towers` gives them.
+
+    Raises SettingsError: tower, preprocessing, tokenizer, or how the data are read differ; names the differences.
+    """
+    for store, _ in stored.parts:
+        for name, source in settings.data.sources.items():
+            if name in store.manifest.sources:
+                _compare(store, f"data.sources.{name}", store.manifest.sources[name].settings, reading_of(source))
+    if stored.ids is not None:
+        now = {"tokenizer": tokenizer_identity(tokenizer)}
+        _compare(stored.ids, "the tokenizer", stored.ids.manifest.parts[IDS].fingerprint, now)
+    for part, make in ((IMAGE, _image), (TEXT, _text)):
+        if part in stored.features:
+            store, _ = stored.features[part]
+            then = dict(store.manifest.parts[part].fingerprint)
+            then.pop(PRECISION, None)
+            made = make(store, settings, towers, tokenizer)
+            made.pop(PRECISION)
+            _compare(store, f"the {part} tower", then, made)
+
+
+def remove_towers(stored: StoredData, towers: Towers) -> None:
+    """Remove the towers whose features are stored; the store's model has their weights.
+
+    Args:
+        towers: in the dtypes of the run.
+
+    Raises DataError: the store's model cannot be downloaded.
+    """
+    for part in (IMAGE, TEXT):
+        if part in stored.features:
+            store, _ = stored.features[part]
+            towers.remove(cast(Tower, part), store.local(f"{MODEL}/{WEIGHT_FILES[0]}"))
+
+
+def teacher_scales(stored: StoredData, settings: DistillSettings) -> dict[str, float]:
+    """Name of each stored teacher -> scale of its logits.
+
+    Raises SettingsError: a store lacks the features of a teacher's pictures or texts; the live teacher has its name.
+    """
+    scales: dict[str, float] = {}
+    for name in stored.teachers:
+        for kind in (IMAGE, TEXT):
+            if f"{name}.{kind}" not in stored.features:
+                raise SettingsError(
+                    f"data.teacher_features: teacher {name} has no {kind} features: distillation compares pictures "
+                    "with texts, and needs both; add them by clipstream precompute"
+                )
+        if settings.model is not None and name == LIVE:
+            raise SettingsError(f"data.teacher_features: {name} is the name of the live teacher: take another one")
+        store, part = stored.features[f"{name}.{IMAGE}"]
+        scale = store.manifest.parts[part].logit_scale
+        if scale is None and settings.teacher_temperature is None:
+            raise SettingsError(
+                f"data.teacher_features: {store.shown} does not tell the logit scale of teacher {name}: give "
+                "--distill.teacher-temperature"
+            )
+        scales[name] = 1.0 if scale is None else scale
+    return scales
+
+
+def _compare(store: FeatureStore, what: str, then: Mapping[str, object], now: Mapping[str, object]) -> None:
+    if found := differences(then, now):
+        listed = "".join(f"\n  {line}" for line in found)
+        raise SettingsError(
+            f"the feature store {store.shown} was made with other settings of {what}:{listed}\n"
+            "train with those, or compute the features again, into another folder"
+        )
+
+
+def _image(store: FeatureStore, settings: Settings, towers: Towers, tokenizer: Tokenizer) -> dict[str, object]:
+    transform = store.manifest.parts[IMAGE].fingerprint.get("transform")
+    seed = transform.get("seed", 0) if isinstance(transform, dict) else 0
+    now = views_of(settings.data, store.manifest.views, seed)
+    return image_fingerprint(towers, precision="", transform=now)
+
+
+def _text(store: FeatureStore, settings: Settings, towers: Towers, tokenizer: Tokenizer) -> dict[str, object]:
+    return text_fingerprint(towers, precision="", tokenizer=tokenizer_identity(tokenizer))
