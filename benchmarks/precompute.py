@@ -7,7 +7,7 @@ The loop has the decoded pictures of one batch and encodes it again and again, i
 precision; the result is converted to the stored type and kept on the device. `precompute` reads, decodes, encodes and
 writes. Both take the same number of batches in turns, in one process; the time of the first batch is not counted, as it
 includes the start of the data workers. The ratio is the median over the rounds. Where the model is on the CPU, decoding
-takes part of the model's cores.
+shares the cores with it.
 """
 
 from __future__ import annotations
