@@ -145,7 +145,8 @@ def run(
         watch.on_exit(loader.close)
 
         # Optimizer, step, loop.
-        fit(settings, world, towers, tokenizer, loader, watch, signals, ending, found, remote_sync, teacher, stored)
+        layout, step = build_step(settings, world, towers, teacher, stored)
+        fit(settings, world, layout, step, tokenizer, loader, watch, signals, ending, found, remote_sync)
         if world.is_main:
             print_best(settings)
 
@@ -153,7 +154,8 @@ def run(
 def fit(
     settings: Settings,
     world: World,
-    towers: Towers,
+    layout: FullTowers | ShardedTowers,
+    step: TrainStep,
     tokenizer: Tokenizer,
     loader: Loader,
     watch: FailureWatch,
@@ -161,10 +163,8 @@ def fit(
     ending: Ending | None,
     found: Path | None,
     remote_sync: RemoteSync | None,
-    teacher: Teacher | None = None,
-    stored: StoredData | None = None,
 ) -> None:
-    """Optimizer, step and loop, resumed from the checkpoint `found`, if any."""
+    """The loop, resumed from the checkpoint `found`, if any."""
     from clipstream.data.decode.tokenizers import readable
     from clipstream.losses.contrastive import warn_of_duplicates
     from clipstream.report.outputs import Outputs
@@ -175,8 +175,7 @@ def fit(
     from clipstream.training.state import TrainState
     from clipstream.training.trainer import Trainer
 
-    # Step, and the weights, moments and random states of the checkpoint.
-    layout, step = build_step(settings, world, towers, teacher, stored)
+    # Weights, moments and random states of the checkpoint.
     resumed = None if found is None else load_checkpoint(found, step)
     state = resumed or TrainState()
 
@@ -189,7 +188,7 @@ def fit(
     outputs = Outputs(log, world, info, subject={"run": settings.run.name, "model": settings.model.label})
     run_evals = build_evals(settings, world, layout, step, tokenizer, outputs)
     run_evals.context.interrupt = lambda: signals.received is not None
-    writer = build_writer(settings, world, towers, step, remote_sync, outputs.status)
+    writer = build_writer(settings, world, step, remote_sync, outputs.status)
     metrics = run_evals.dry_run()
     early_stop.expect(metrics)
     writer.expect(metrics)
@@ -429,7 +428,6 @@ def whole_weights(
 def build_writer(
     settings: Settings,
     world: World,
-    towers: Towers,
     step: TrainStep,
     remote_sync: RemoteSync | None,
     status: Callable[[str], None],
@@ -439,7 +437,7 @@ def build_writer(
     from clipstream.models.pretrained import AVERAGED_FILE
     from clipstream.tools.resume import noted
 
-    averages = step.averages
+    averages, towers = step.averages, step.towers
     return AsyncWriter(
         settings.run_folder / "checkpoints",
         world,
