@@ -143,6 +143,9 @@ class HostBatches:
         """Whether the buffer of batch number `step` is still being read; with `wait`, wait until it is not."""
         return False  # the caller has finished with a batch when it asks for the next one
 
+    def close(self) -> None:
+        """Release what was acquired; no batch may be started afterwards."""
+
 
 class CudaPrefetch(HostBatches):
     """Copies to a GPU on its own stream, from pinned memory.
@@ -167,6 +170,15 @@ class CudaPrefetch(HostBatches):
         code = int(cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
         if code != 0:
             raise RuntimeError(f"cudaHostRegister of {memory.nbytes} bytes failed with code {code}")
+        self._pinned: int | None = memory.ctypes.data
+
+    def close(self) -> None:
+        # A later loader of this process may get memory at the same address, which cannot be pinned twice.
+        pinned, self._pinned = self._pinned, None
+        if pinned is not None:
+            self._stream.synchronize()
+            cuda: Any = torch.cuda
+            cuda.cudart().cudaHostUnregister(pinned)
 
     def start(self, batch: Batch) -> Batch:
         with torch.cuda.stream(self._stream):

@@ -262,6 +262,7 @@ class Loader:
         for worker in reversed(self._workers):  # later workers inherited the pipes of earlier ones
             worker.stop()
         self._workers = []
+        self._prefetch.close()
         if self._rows is not None:
             self._rows.close()
         self.plan.close()

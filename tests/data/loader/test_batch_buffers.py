@@ -51,6 +51,9 @@ class SlowCopies:
         self.asked_for = batch.step + 1  # the process does not wait for the copy
         return batch
 
+    def close(self) -> None:
+        """Nothing was acquired."""
+
     def reading(self, step: int, wait: bool = False) -> bool:
         copy = self.copies.get(step)
         if copy is None:
