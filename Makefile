@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What is imported is compiled once, not by every process anew; pip need not compile what nobody imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-all lint format reference peers bench-loss bench-input clean
+.PHONY: quickstart test test-all lint format reference peers bench-loss bench-input bench-features clean
 
 # Trains on drawn scenes and evaluates. Each call is a run of its own under runs/.
 quickstart: .venv/.installed
@@ -33,6 +33,15 @@ bench-loss: .venv/.installed-dev
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[bench]'
 	mkdir -p build
 	$(BIN)/python benchmarks/loss.py --csv build/loss.csv --plot build/loss.svg
+
+# Stores of features: speed, memory and accuracy of a store, the verb beside a bare loop of its tower, and training from a
+# store beside training with the tower live.
+bench-features: .venv/.installed-dev
+	$(BIN)/python benchmarks/features.py
+	$(BIN)/python benchmarks/precompute.py --rounds 5
+	mkdir -p build/made
+	cd benchmarks && ../$(BIN)/python -c "import pathlib, made; p = pathlib.Path('../build/made/jpeg-512'); p.exists() or made.make('jpeg-512', p)"
+	$(BIN)/python benchmarks/stored_lit.py build/made/jpeg-512/00000.tar
 
 # Figures on Fashion-MNIST (Debian's dataset-fashion-mnist) beside those of clip-benchmark's own code, which works with
 # no later numpy.
