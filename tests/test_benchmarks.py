@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from clipstream.precompute import main as precompute
 from tests.support.ranks import ROOT, run_python
 from tests.support.runs import furnish
 
@@ -39,3 +40,14 @@ def test_precompute(tmp_path: Path) -> None:
     shards = sorted(str(path) for path in (furnish(tmp_path) / "pairs").glob("*.tar"))
     model = ("--model", str(tmp_path / "model.json"), "--batch-size", "8", "--workers", "1", "--rounds", "1")
     assert "of the bare loop" in output_of("precompute", *shards, *model)
+
+
+def test_accuracy_of_stored_types(tmp_path: Path) -> None:
+    shards, classes = str(furnish(tmp_path) / "val/{00000..00001}.tar"), tmp_path / "classes.txt"
+    classes.write_text("one\ntwo\nthree\n")
+    flags = ("--towers", "both", "--train-data", shards, "--model", str(tmp_path / "model.json"), "--workers", "1")
+    stores = [str(tmp_path / dtype) for dtype in ("float32", "int8")]
+    for store in stores:
+        assert precompute([store, *flags, "--dtype", Path(store).name, "--precision", "fp32"]) == 0
+    table = output_of("stored_accuracy", *stores, "--labels", shards, "--classes", str(classes)).splitlines()
+    assert "zero_shot_top1" in table[0] and "(+0.000)" in table[1] and table[2].startswith("int8")
