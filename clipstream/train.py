@@ -138,7 +138,7 @@ def run(
     stored = open_stores(settings)
     towers, tokenizer = build_model(settings, world, stored)
     teacher = build_teacher(settings, world)
-    settings = with_workers(settings, world)
+    settings = with_workers(settings, world, stored)
     if world.is_main:
         print_summary(settings, world, towers, found, meta)
     with build_loader(settings, world, towers, tokenizer, state, teacher, stored) as loader:
@@ -280,10 +280,12 @@ def build_teacher(settings: Settings, world: World) -> Teacher | None:
     return Teacher(towers, world.device, partial(autocast, world.device, precision))
 
 
-def with_workers(settings: Settings, world: World) -> Settings:
-    """The settings with `data.workers` resolved, and no more workers than lanes."""
+def with_workers(settings: Settings, world: World, stored: StoredData | None = None) -> Settings:
+    """The settings with `data.workers` resolved, and no more workers than lanes; none where no shard is read."""
     data, most = settings.data, int(settings.data.lanes) // world.size
-    if data.workers == "auto":
+    if stored is not None and stored.replaces_loader:
+        workers, why = 0, "a thread gathers the features"
+    elif data.workers == "auto":
         from clipstream.data.loader.workers import resolve_workers
 
         workers, why = resolve_workers(data, world)

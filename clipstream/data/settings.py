@@ -414,6 +414,12 @@ class DataSettings(Section):
             yield "batch_schedule", text
 
     @property
+    def stored_towers(self) -> dict[str, str]:
+        """Tower ('image', 'text') -> store of its features, where these take the tower's place."""
+        stores = {"image": self.image_features, "text": self.text_features}
+        return {tower: store for tower, store in stores.items() if store is not None}
+
+    @property
     def batch_changes(self) -> list[int]:
         """The steps at which the size of the global batch changes, 0 first."""
         return [0, *(step for step, _ in self.batch_schedule)]

@@ -7,6 +7,7 @@ from pathlib import Path
 from clipstream.checkpoint import store
 from clipstream.checkpoint.state import CheckpointMeta
 from clipstream.config.settings import Settings, open_sources
+from clipstream.data.shard_url import redact
 from clipstream.distributed.world import World
 from clipstream.models.towers import Towers
 from clipstream.tools.resume import changes
@@ -33,10 +34,15 @@ def print_summary(
     for tower, until in (("image", settings.model.unlock_image_at), ("text", settings.model.unlock_text_at)):
         count += "" if until is None else f", the {tower} tower from step {until}"
     announce(f"model    {settings.model.name}, {count}, {towers.loss_type} loss")
+    for tower, folder in data.stored_towers.items():
+        announce(f"features {redact(folder)}, in place of the {tower} tower")
+    teachers = [redact(folder) for folder in data.teacher_features]
     if distill.model is not None:
+        teachers.append(f"{distill.model}{f', {distill.pretrained}' if distill.pretrained else ''}")
+    if teachers:
         weights = f"contrastive {distill.contrastive:g}, {distill.type} {distill.weight:g}"
         weights += f", features {distill.features:g}" * bool(distill.features)
-        announce(f"teacher  {distill.model}{f', {distill.pretrained}' if distill.pretrained else ''}: {weights}")
+        announce(f"teacher  {'; '.join(teachers)}: {weights}")
     announce(f"optim    {optim.type}, lr {optim.lr:g}, wd {optim.wd:g}{optim.summary(settings.model.name)}")
     workers = f"{data.workers} worker{'s' * (data.workers != 1)}"
     sizes = "".join(f", {size} from step {step}" for step, size in data.batch_schedule)
