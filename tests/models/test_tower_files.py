@@ -195,8 +195,8 @@ def test_a_tower_from_a_store_cannot_be_unlocked(tmp_path: Path) -> None:
     towers = build(config(tmp_path), text_model=str(text_tower(tmp_path / "text")), lock_image=True, lock_text=True)
     towers.save_pretrained(tmp_path / "model")
     weights, files = tmp_path / "model/open_clip_model.safetensors", towers.description()
-    towers.remove("text", weights, lambda: towers.clip)
+    towers.remove("text", weights)
     assert towers.train().description() == files and "config.json" in files
     later = build(write(tmp_path), lock_image=True, unlock_image_at=3)
     with pytest.raises(SettingsError, match=r"unlock_image_at: .* leave out the store"):
-        later.remove("image", weights, lambda: later.clip)
+        later.remove("image", weights)

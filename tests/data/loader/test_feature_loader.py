@@ -85,8 +85,8 @@ def stored(
     return made
 
 
-def assert_same(live: Batch, found: Batch, ids: bool = True) -> None:
-    for name in ("weights", "sources", "pictures", *(["ids"] if ids else [])):
+def assert_same(live: Batch, found: Batch) -> None:
+    for name in ("weights", "sources", "pictures", "ids"):
         assert torch.equal(getattr(live, name), getattr(found, name)), name
     assert (live.step, live.global_size, len(live)) == (found.step, found.global_size, len(found))
     assert found.keys == live.keys and found.pixels is None
@@ -252,13 +252,14 @@ def test_views_are_those_whose_features_are_stored(shards: dict[str, list[str]],
     assert drawn == {0, 1, 2}
 
 
-def test_features_of_texts_take_the_place_of_ids_beside_pictures(shards: dict[str, list[str]], tmp_path: Path) -> None:
+def test_features_of_texts_stand_beside_pictures_and_ids(shards: dict[str, list[str]], tmp_path: Path) -> None:
     settings = data([], sources=sources(shards))
     texts = write_store(tmp_path / "texts", settings, ["text"])
     live, found = loader(settings), pictures_and_features(settings, StoredData.open(text=texts))
     for _ in range(4):
         plain, batch = next(live), next(found)
-        assert batch.ids.shape == (12, 0) and torch.equal(batch.pixels, plain.pixels) and batch.keys == plain.keys
+        assert torch.equal(batch.ids, plain.ids) and torch.equal(batch.pixels, plain.pixels)
+        assert batch.keys == plain.keys
         expected = [list(feature(ByteTokenizer().decode(row))) for row in plain.ids.tolist()]
         assert decode_rows(batch.features["text"]).tolist() == expected
 
@@ -276,13 +277,13 @@ def test_stores_that_are_unpacked_give_the_same(
 
 def test_images_and_texts_from_two_stores(shards: dict[str, list[str]], tmp_path: Path) -> None:
     settings = data([], sources=sources(shards, (1, 2)), shuffle={"window": 5, "shards": 1})
-    images = write_store(tmp_path / "images", settings, ["image"])
+    images = write_store(tmp_path / "images", settings, ["image", "ids"])
     texts = write_store(tmp_path / "texts", settings, ["text"], reverse=True, chunk_rows=8192)
     live, found = loader(settings), stored(settings, StoredData.open(image=images, text=texts))
     for _ in range(8):
         plain, batch = next(live), next(found)
-        assert_same(plain, batch, ids=False)
-        assert batch.ids.shape == (12, 0) and set(batch.features) == {"image", "text"}
+        assert_same(plain, batch)
+        assert set(batch.features) == {"image", "text"}
     other = {name: {**source, "caption": {**CAPTIONS, "path": ["short", "long", "none"]}}
              for name, source in sources(shards, (1, 2)).items()}  # fmt: skip
     changed = write_store(tmp_path / "changed", data([], sources=other), ["text"])
