@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from clipstream.errors import DataError
-from clipstream.features.manifest import RERUN
+from clipstream.features.manifest import RERUN, Manifest
 from clipstream.utils.atomic_write import BLOCK
 
 ROWS = "rows"
 CRC = "crc32"
+ORIGIN = "origin"  # metadata: Manifest.origin of the chunk's part
 MOST_HEADER = 1 << 20  # bytes
 PIECE = 1 << 20  # bytes read at once; they stay in the processor's cache until they are summed
 _NAMES = {
@@ -258,10 +259,13 @@ def captions_of(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     return [[next(texts) for _ in range(count)] for count in tensors["counts"].tolist()]
 
 
-def expect(header: Header, shown: object, part: str, source: str, shard: int, chunk: int, rows: int | None) -> None:
+def expect(
+    header: Header, shown: object, manifest: Manifest, part: str, source: str, shard: int, chunk: int, rows: int | None
+) -> None:
     """Check that a chunk is the one that is looked for.
 
     Args:
+        manifest: of the store.
         rows: of a part with rows.
 
     Raises DamagedChunk.
@@ -269,5 +273,7 @@ def expect(header: Header, shown: object, part: str, source: str, shard: int, ch
     found = header.id
     if (found.part, found.source, found.shard, found.chunk) != (part, source, shard, chunk):
         raise DamagedChunk.at(shown, f"is chunk {found.chunk} of shard {found.shard} of {found.source}/{found.part}")
+    if header.meta.get(ORIGIN) != manifest.origin(part, source):
+        raise DamagedChunk.at(shown, "is of another feature store: another model or other settings made it")
     if rows is not None and header.rows != rows:
         raise DamagedChunk.at(shown, f"has {header.rows:,} rows, and the store's manifest {rows:,}")

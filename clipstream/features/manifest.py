@@ -131,6 +131,13 @@ class Manifest:
         suffix = ".zst" if any(part.zstd for part in self.parts.values()) else ""
         return f"{quote(source, safe='')}/{shard:05d}.tar{suffix}"
 
+    def origin(self, part: str, source: str) -> str:
+        """Digest of what made a part of a source, 16 hexadecimal digits: chunks of other features have another one."""
+        info, read = self.parts.get(part), self.sources[source]
+        made = None if info is None else (info.fingerprint, info.width, info.dtype, info.rows_per)
+        text = json.dumps([made, read.settings, read.weights, read.paths, self.views], sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
     def to_json(self) -> dict[str, object]:
         """As nested dictionaries and lists."""
         return asdict(self)

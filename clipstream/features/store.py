@@ -418,7 +418,7 @@ class StoredSource:
         except OSError as error:
             raise DataError(f"feature store: {shown} cannot be read: {error.strerror}") from error
         rows = _rows(manifest, part, self.name, shard, chunk)
-        chunks.expect(header, shown, part, self.name, shard, chunk, rows)
+        chunks.expect(header, shown, manifest, part, self.name, shard, chunk, rows)
         table = self._tables[part]
         if header.body_bytes != rows * table.row_bytes or size < header.body_bytes:
             raise DamagedChunk.at(shown, f"does not have {rows:,} rows of {table.row_bytes} bytes")
@@ -438,7 +438,7 @@ class StoredSource:
         try:
             for part, chunk, handle, shown, offset in self._open(shard, [TEXTS], files):
                 header = chunks.verify(handle, shown, offset)
-                chunks.expect(header, shown, part, self.name, shard, chunk, None)
+                chunks.expect(header, shown, self.store.manifest, part, self.name, shard, chunk, None)
                 yield chunks.read_tensors(handle, header, offset)
         finally:
             for name in files:

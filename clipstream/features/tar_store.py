@@ -1,6 +1,6 @@
 """Tar shards of features: the chunks of a shard become a WebDataset tar, and chunks again when it is read.
 
-    __store__.json            parts and the CRC-32 of each chunk, by which the way back is verified
+    __store__.json            parts, what made them, and the CRC-32 of each chunk, by which the way back is verified
     KEY.sample.json           key, used, pictures, start, counts, views (as manifest.sample_dtype), reason
     KEY.captions.json         list of captions
     KEY.image.npy             stored rows of the views, [max(K, 1), W]; bfloat16 as uint16
@@ -30,7 +30,7 @@ from clipstream.data.tar import Shard
 from clipstream.data.transport.transfer import Monitor
 from clipstream.errors import Dropped
 from clipstream.features import chunks
-from clipstream.features.chunks import CRC, ROWS, ChunkID, DamagedChunk
+from clipstream.features.chunks import CRC, ORIGIN, ROWS, ChunkID, DamagedChunk
 from clipstream.features.codec import DTYPES, stored_width
 from clipstream.features.manifest import SAMPLES, TEXTS, Manifest, chunk_digest, sample_dtype
 from clipstream.utils.atomic_write import BLOCK
@@ -62,6 +62,7 @@ def pack(out: Any, manifest: Manifest, source: str, shard: int, samples: int, pa
         "source": source, "shard": shard, "samples": samples, "chunk_rows": manifest.chunk_rows,
         "views": manifest.views, "paths": manifest.sources[source].paths, "captions": captions,
         "keys": [chunks.header_of(path).meta[KEYS] for path in paths[TEXTS]], "parts": parts, CRC: crcs,
+        ORIGIN: {part: manifest.origin(part, source) for part in paths},
     }  # fmt: skip
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as tar:
         _add(tar, META, json.dumps(meta).encode())
@@ -196,7 +197,8 @@ def _rebuilt(shard: Shard, meta: dict[str, Any], chunk: int, shown: str) -> Iter
         tensors[part] = {ROWS: flat.reshape(-1, width)}
     for part, found in tensors.items():
         chunk_id = ChunkID(part, meta["source"], meta["shard"], chunk, meta["samples"])
-        buffers = chunks.render(chunk_id, found, {KEYS: chunk_digest(keys)} if part == TEXTS else None)
+        more = {ORIGIN: meta[ORIGIN][part], **({KEYS: chunk_digest(keys)} if part == TEXTS else {})}
+        buffers = chunks.render(chunk_id, found, more)
         if json.loads(buffers[0][8:])["__metadata__"][CRC] != meta[CRC][part][chunk]:
             raise DamagedChunk.at(shown, f"is damaged (chunk {chunk} of part {part} has another CRC-32)")
         yield buffers

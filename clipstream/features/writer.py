@@ -11,7 +11,7 @@ import fcntl
 import os
 import secrets
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from clipstream.data.transport.downloader import Fetcher
 from clipstream.data.transport.transfer import Monitor, ShardError
 from clipstream.errors import DataError, SettingsError
 from clipstream.features import chunks, tar_store
-from clipstream.features.chunks import ROWS, ChunkID, DamagedChunk, Header
+from clipstream.features.chunks import ORIGIN, ROWS, ChunkID, DamagedChunk, Header
 from clipstream.features.codec import DTYPES, FEATURE_DTYPES, is_finite, stored_width
 from clipstream.features.manifest import (
     DRAFT,
@@ -72,6 +72,8 @@ class StoreWriter:
         try:
             with self._full_disk(self.path / DRAFT):
                 if rank == 0:
+                    if self.path.exists() and not self.path.is_dir():
+                        raise SettingsError(f"{self.path} is a file: name a folder for the feature store")
                     self.path.mkdir(parents=True, exist_ok=True)
                     self._lock_store()
                     for left in self.path.rglob("*.tmp"):  # of killed processes
@@ -152,6 +154,26 @@ class StoreWriter:
             raise ValueError(f"chunk {chunk} of a shard of {shard_samples} samples has {samples} samples")
         tensors = chunks.texts_tensors(keys, captions, reasons)
         self._write(ChunkID(TEXTS, source, shard, chunk, shard_samples), tensors, {KEYS: chunk_digest(keys)})
+
+    def check_keys(self, source: str, shard: int, chunk: int, keys: Sequence[str], *, shard_samples: int) -> None:
+        """Compare a chunk's samples with those of its part `texts`, if that is there.
+
+        Raises DataError: the shard has other samples now.
+        """
+        meta, header = self._tar_meta(source, shard), None
+        if meta is None and (header := self._header(TEXTS, source, shard, chunk)) is None:
+            return
+        if meta is not None:
+            stored = meta["samples"], meta["keys"][chunk] if chunk < len(meta["keys"]) else None
+        else:
+            assert header is not None
+            stored = header.id.shard_samples, header.meta[KEYS]
+        if stored != (shard_samples, chunk_digest(keys)):
+            name = self.manifest.sources[source].shards[shard].name
+            raise DataError(
+                f"source {source!r}: {name} has changed since features of it were computed: compute all features of "
+                "these shards into another folder"
+            )
 
     def write_empty(self, source: str, shard: int, reason: str = "") -> None:
         """Note that a shard has no samples; with a reason, that it could not be opened, and is missing until it can."""
@@ -258,7 +280,7 @@ class StoreWriter:
             return None
         try:
             header = self._headers.get(path) or self._read_header(path)
-            chunks.expect(header, path, part, source, shard, chunk, None)
+            chunks.expect(header, path, self.manifest, part, source, shard, chunk, None)
             if shard_samples not in (None, header.id.shard_samples):
                 raise DamagedChunk.at(path, "is of a shard with another number of samples")
         except DamagedChunk:
@@ -288,7 +310,8 @@ class StoreWriter:
 
     def _write(self, chunk: ChunkID, tensors: dict[str, torch.Tensor], more: dict[str, str] | None = None) -> None:
         path = self._chunk(chunk.part, chunk.source, chunk.shard, chunk.chunk)
-        content = chunks.render(chunk, tensors, more)
+        origin = {ORIGIN: self.manifest.origin(chunk.part, chunk.source)}
+        content = chunks.render(chunk, tensors, {**origin, **(more or {})})
         header = content[0]
         if path.suffix == ".zst":
             import pyarrow as pa  # on use, as its import takes long
@@ -362,6 +385,8 @@ class StoreWriter:
             meta = self._tars.get(path) or self._read_tar(path)
             if (meta["source"], meta["shard"]) != (source, shard) or shard_samples not in (None, meta["samples"]):
                 raise DamagedChunk.at(path, f"is shard {meta['shard']} of {meta['source']}, or has another length")
+            if any(made != self.manifest.origin(part, source) for part, made in meta[ORIGIN].items()):
+                raise DamagedChunk.at(path, "is of another feature store")
         except (DamagedChunk, KeyError):
             path.unlink()
             self._tars.pop(path, None)
@@ -434,6 +459,12 @@ def _parts_of(meta: dict[str, Any]) -> set[str]:
     return {SAMPLES, TEXTS, *meta["parts"]}
 
 
+def _transform_of(parts: Mapping[str, Any]) -> dict[str, object]:
+    """How the pictures of parts were augmented, which is the same for all parts of a store: views have one key."""
+    found = [part["fingerprint"].get("transform") for part in parts.values() if part["rows_per"] == "view"]
+    return {"transform": found[0]} if found else {}
+
+
 def _merged(found: Manifest, draft: Manifest, path: Path) -> Manifest:
     """The parts of an existing store and of a draft. Raises SettingsError: they do not go together."""
     old, new = found.without_counts().to_json(), draft.without_counts().to_json()
@@ -442,6 +473,9 @@ def _merged(found: Manifest, draft: Manifest, path: Path) -> Manifest:
     both = known.keys() & wanted.keys()
     changed = differences(old, new)
     changed += differences({"parts": {name: known[name] for name in both}}, {"parts": {n: wanted[n] for n in both}})
+    before = _transform_of(known)
+    after = _transform_of({name: wanted[name] for name in wanted.keys() - both})
+    changed += differences(before, after) if before and after else []
     if found.kind == "tar" and len({part.zstd for part in (*found.parts.values(), *draft.parts.values())}) > 1:
         changed.append("zstd: the parts of a tar are compressed together")
     if changed:

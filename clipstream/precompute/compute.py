@@ -176,6 +176,7 @@ class ChunkComputer:
         """In the thread: the files of a chunk. Those that exist stay."""
         rows = on_host()
         where = (self.source, chunk.shard, chunk.number)
+        self.writer.check_keys(*where, chunk.keys, shard_samples=chunk.shard_samples)
         samples = self._samples(chunk, rows.pop("weights"), rows.pop("pictures"))
         for part, values in rows.items():
             if self.writer.missing(*where, part):

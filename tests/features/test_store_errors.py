@@ -118,6 +118,39 @@ def test_a_swapped_chunk_is_found(tmp_path: Path) -> None:
     read_all(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["mapped", "tar"])
+def test_a_file_of_another_store_is_found(tmp_path: Path, kind: str) -> None:
+    """Also where model, source, shard and shape have the same names and sizes."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    parts = {**PARTS, "image": replace(PARTS["image"], fingerprint={"model": "b"})}
+    content = replace(SMALL, kind=kind)
+    content.make(own)
+    replace(content, parts=parts).make(other)
+    name = "image/train/00000-0000.safetensors" if kind == "mapped" else "train/00000.tar"
+    shutil.copy(other / name, own / name)
+    with pytest.raises(DataError, match=rf"{re.escape(str(own / name))}.* is of another feature store"):
+        read_all(own)
+    whole = replace(content).make(tmp_path / "whole")
+    assert content.make(own) == whole and files_of(own) == files_of(tmp_path / "whole")
+
+
+def test_parts_with_views_of_another_seed_are_refused(tmp_path: Path) -> None:
+    """The keys of views are stored once, for all parts."""
+    image, teacher = (
+        replace(PARTS[name], fingerprint={"transform": {"views": 2, "seed": seed}})
+        for name, seed in (("image", 0), ("t.image", 7))
+    )
+    replace(SMALL, parts={"image": image}).make(tmp_path)
+    with pytest.raises(SettingsError, match=r"transform\.seed: 0 -> 7"):
+        StoreWriter(tmp_path, replace(SMALL, parts={"t.image": teacher}).draft())
+
+
+def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "store").touch()
+    with pytest.raises(SettingsError, match="store is a file: name a folder"):
+        StoreWriter(tmp_path / "store", SMALL.draft())
+
+
 def test_other_folders_and_versions(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"no feature store \(store.json is not there\)"):
         FeatureStore.open(tmp_path)
