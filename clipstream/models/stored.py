@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from clipstream.errors import SettingsError
+from clipstream.features.manifest import RERUN
 
 Tower = Literal["image", "text"]
 
@@ -26,6 +27,8 @@ class StoredTower:
         clip: the model, in the dtypes of the run; the tower is removed from it.
         tower: which of the two.
         weights: the safetensors file with the weights of the store's model.
+
+    Raises SettingsError: the file cannot be read, or has other weights than the model.
     """
 
     def __init__(self, clip: nn.Module, tower: Tower, weights: Path) -> None:
@@ -41,6 +44,7 @@ class StoredTower:
         self._module.requires_grad_(False).eval()
         self.names = frozenset(self._module.state_dict())  # of its tensors in the model's state dict
         self._tables = dict(self._module.named_buffers())  # masks and the like, which no file may have
+        self._compare()  # now, and not when the first checkpoint is written
         self.remove(clip)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -54,8 +58,18 @@ class StoredTower:
                     yield name, file.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise SettingsError(
-                f"the {self.tower} tower cannot be read from the feature store's model, {self.weights}: {error}"
+                f"the {self.tower} tower cannot be read from the feature store's model, {self.weights} ({error}): "
+                f"{RERUN}"
             ) from error
+
+    def _compare(self) -> None:
+        own = self._module.state_dict()
+        for name, tensor in self.tensors():
+            if not torch.equal(tensor.to(own[name]), own[name]):
+                raise SettingsError(
+                    f"the feature store's model, {self.weights}, has other weights ({name}) than the {self.tower} "
+                    f"tower whose features are stored: {RERUN}"
+                )
 
     def restore(self, clip: nn.Module, device: str) -> None:
         """Put the tower into the model, frozen and in evaluation mode."""

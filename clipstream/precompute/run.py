@@ -44,10 +44,19 @@ from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, DataError, Dropped, Interrupted, SettingsError, Stopped
-from clipstream.features.manifest import MODEL, SAMPLES, TEXTS, Manifest, PartInfo, ShardInfo, SourceInfo, part_folder
+from clipstream.features.manifest import (
+    MODEL,
+    SAMPLES,
+    TEXTS,
+    Manifest,
+    PartInfo,
+    ShardInfo,
+    SourceInfo,
+    part_folder,
+)
 from clipstream.features.writer import StoreWriter
 from clipstream.losses.settings import chosen_loss_type
-from clipstream.models.fingerprint import image_fingerprint, text_fingerprint, weights_digest
+from clipstream.models.fingerprint import Tower, image_fingerprint, text_fingerprint, tower_state, weights_digest
 from clipstream.models.model_config import HUB, LOCAL
 from clipstream.models.pretrained import WEIGHT_FILES, fetch
 from clipstream.models.settings import ModelSettings
@@ -135,7 +144,7 @@ def _compute(job: Job) -> None:
         guess = None
         if world.is_main:
             if job.options.towers:
-                _save_model(models[0].towers, folder / MODEL)
+                _save_model(models[0].towers, folder / MODEL, writer.manifest)
             guess = estimate(job.settings, writer.manifest, sources)
             guess.announce(folder)
         progress, counts = Progress(guess, len(models), world), Counts()
@@ -179,9 +188,8 @@ def _build(job: Job, name: str) -> Model:
         )
     except SettingsError as error:
         raise SettingsError(f"--teacher {name}: {error}" if name else str(error)) from error
-    if tokenizer.vocab_size > towers.vocab_size:
-        text = f"tokenizer: its ids go up to {tokenizer.vocab_size - 1}, but the model knows {towers.vocab_size} tokens"
-        raise SettingsError(text)
+    if (size := tokenizer.vocab_size) > towers.vocab_size:
+        raise SettingsError(f"tokenizer: its ids go up to {size - 1}, but the model knows {towers.vocab_size} tokens")
     named = model.pretrained or model.image_pretrained or model.name.startswith((HUB, LOCAL))
     if not named and job.world.is_main:
         logger.warning(f"{model.name} starts without pretrained weights: its features are those of a random tower")
@@ -206,7 +214,6 @@ def _build(job: Job, name: str) -> Model:
 
 def _manifest(job: Job, models: Sequence[Model], sources: Mapping[str, Source]) -> Manifest:
     """What the store will hold."""
-
     found = {}
     for name, source in sources.items():
         section = job.settings.data.sources[name]
@@ -223,34 +230,38 @@ def _manifest(job: Job, models: Sequence[Model], sources: Mapping[str, Source]) 
     return Manifest(options.kind, found, infos, chunk_rows=options.chunk_rows, views=options.views)
 
 
-def _save_model(towers: Towers, folder: Path) -> None:
-    """Write the model of the parts `image` and `text`, once.
+def _save_model(towers: Towers, folder: Path, manifest: Manifest) -> None:
+    """Write the model of the parts `image` and `text`, unless it is there and whole.
 
-    Raises SettingsError: the store has another one, or it cannot be written.
+    Raises SettingsError: the store has features of another one, or it cannot be written.
     """
-
-    if folder.is_dir():
+    both: tuple[Tower, ...] = ("image", "text")
+    for part in both:
+        own = weights_digest(tower_state(towers, part).items())
+        if part in manifest.parts and manifest.parts[part].fingerprint["weights"] != own:
+            raise SettingsError(
+                f"the {part} features in {folder.parent} are of a model with other weights: compute these features "
+                "into another store"
+            )
+    with suppress(SettingsError):  # a damaged file is written again
         stored = read_weights(folder / WEIGHT_FILES[0])
-        if weights_digest(stored.items()) != weights_digest(towers.clip.state_dict().items()):
-            raise SettingsError(f"{folder} holds a model with other weights: compute these features into another store")
-        return
+        if weights_digest(stored.items()) == weights_digest(towers.clip.state_dict().items()):
+            return
     draft = folder.with_name(f"{MODEL}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
     try:
-        shutil.rmtree(draft, ignore_errors=True)
         towers.save_pretrained(draft)
         for path in draft.rglob("*"):
             atomic_write.flush(path)
+        shutil.rmtree(folder, ignore_errors=True)
         draft.replace(folder)
         atomic_write.flush(folder.parent)
-    except OSError as error:
+    except Exception as error:  # OSError, or an error that safetensors has for a full disk
         shutil.rmtree(draft, ignore_errors=True)
         raise SettingsError(
-            f"{folder} cannot be written ({error.strerror or error}): free space on its disk and start the same "
-            "command again"
+            f"{folder} cannot be written ({getattr(error, 'strerror', None) or error}): free space on its disk and "
+            "start the same command again"
         ) from error
-    except Exception as error:  # safetensors has an error of its own for a full disk
-        shutil.rmtree(draft, ignore_errors=True)
-        raise SettingsError(f"{folder} cannot be written: {error}") from error
 
 
 def _pass(job: Job, model: Model, name: str, writer: StoreWriter, progress: Progress, counts: Counts) -> None:
@@ -258,7 +269,6 @@ def _pass(job: Job, model: Model, name: str, writer: StoreWriter, progress: Prog
 
     Raises DataError: a shard could be opened before and not now, or more samples fail than the settings allow.
     """
-
     settings, options, towers, world = job.settings, job.options, model.towers, job.world
 
     def encoder(encode: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -311,10 +321,8 @@ def _pass(job: Job, model: Model, name: str, writer: StoreWriter, progress: Prog
         except torch.OutOfMemoryError as error:
             raise ClipstreamError(f"the GPU's memory is full: use a smaller --batch-size ({error})") from error
     health = loader.health.sources[name]
-    titles = [loader.plan.sources[0].names[number] for number in sorted(health.unopened)]
-    for number, shard in zip(sorted(health.unopened), titles, strict=True):
-        if not share.owns(number, 0):
-            continue
+    for number in filter(lambda number: share.owns(number, 0), sorted(health.unopened)):
+        shard = loader.plan.sources[0].names[number]
         fault = health.faults.get(redact(shard), "it could not be opened")
         if writer.shard_samples(name, number) is not None:
             raise DataError(f"source {name!r}: {redact(shard)} was read before, and now: {fault}")
@@ -345,7 +353,6 @@ class Share:
     @classmethod
     def of(cls, writer: StoreWriter, source: str, parts: Sequence[str], world: World) -> Share:
         """The share of this rank, after checking the chunks that are there."""
-
         manifest = writer.manifest
         shards, rows = len(manifest.sources[source].shards), manifest.chunk_rows
         share = cls(world.rank, world.size, by_chunk=shards < FEW * world.size)
@@ -387,7 +394,7 @@ class Estimate:
             announce(f"samples  unknown, in {shards}")
             announce(f"size     {total:,} bytes a sample ({sizes}); {decimal(free)} are free in {folder}")
             return
-        announce(f"samples  {about}{self.samples:,} in {shards}, {self.captions:.3g} captions each")
+        announce(f"samples  {about}{self.samples:,} in {shards}; captions {self.captions:.3g} a sample")
         announce(f"size     about {decimal(total)} ({sizes}); {decimal(free)} are free in {folder}")
         if total > free:
             logger.warning(f"the disk of {folder} has {decimal(free)} free, and the store may need {decimal(total)}")

@@ -48,6 +48,24 @@ def test_stored_rows_take_the_place_of_a_tower(names: tuple[Tower, ...], custom:
     assert (("text" if custom else "transformer") in left) == ("text" not in names)
 
 
+def test_a_damaged_model_of_the_store_is_found_before_training(tmp_path: Path) -> None:
+    name = model_files.write(tmp_path)
+    whole, file = model_files.build(name), tmp_path / "model" / "open_clip_model.safetensors"
+    whole.save_pretrained(tmp_path / "model")
+    content = file.read_bytes()
+    for damaged, said in (
+        (content[:1000], "cannot be read"),
+        (content[:-40] + bytes(40), "has other weights"),
+        (None, "cannot be read"),
+    ):
+        file.unlink()
+        if damaged is not None:
+            file.write_bytes(damaged)
+        with pytest.raises(SettingsError, match=f"{said}.*clipstream precompute"):
+            for tower in ("image", "text"):
+                model_files.build(name).remove(tower, file)
+
+
 @pytest.mark.parametrize("custom", [False, True])
 @pytest.mark.parametrize("names", TOWERS)
 def test_saved_tensors_are_those_of_the_whole_model(names: tuple[Tower, ...], custom: bool, tmp_path: Path) -> None:
