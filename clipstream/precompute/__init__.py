@@ -80,12 +80,16 @@ def arguments(argv: Sequence[str]) -> tuple[Settings, StoreOptions, dict[str, Mo
     for text in own["--teacher"].split("\n") if "--teacher" in own else ():
         name, equals, model = text.partition("=")
         model, _, pretrained = model.partition(",")
-        if not equals or not model or not NAME.fullmatch(name) or name in TAKEN:
+        if not equals or not model or not NAME.fullmatch(name):
             raise SettingsError(
                 f"--teacher: expected NAME=MODEL[,PRETRAINED], with a NAME of letters, digits, - and _, not {text!r}"
             )
-        if name in teachers:
-            raise SettingsError(f"--teacher: {name} is given twice: each teacher has a name of its own")
+        if name.lower() in TAKEN:
+            raise SettingsError(f"--teacher: {name} is a part of every store: give the teacher another name")
+        if name.lower() in map(str.lower, teachers):
+            raise SettingsError(
+                f"--teacher: {name} is given twice: each teacher has a name of its own, in lower case too"
+            )
         teachers[name] = ModelSettings(name=model, pretrained=pretrained or None, cache_dir=settings.model.cache_dir)
     towers = _choice(own, "--towers", ("image", "text", "both"), "")
     if not towers and not teachers:

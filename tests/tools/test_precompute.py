@@ -95,7 +95,7 @@ def encoded(towers: Towers, pixels: Sequence[np.ndarray[Any, Any]]) -> torch.Ten
 def test_a_store_holds_what_the_towers_give(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv(place, tmp_path / "s")) == 0
     out = capsys.readouterr()
-    assert "samples  46 in 8 shards, 1 captions each" in out.out or "samples  about" in out.out
+    assert "samples  46 in 8 shards; captions 1 a sample" in out.out or "samples  about" in out.out
     assert "size     about" in out.out and "are free in" in out.out and "time     about" in out.out
     assert "46 samples read now, 44 used" in out.out
     assert "dropped: undecodable_image, e.g. 00002.tar/broken" in out.out and "dropped: no_caption" in out.out
@@ -197,7 +197,7 @@ def test_teachers_have_their_own_pictures_and_tokenizer(
     info = FeatureStore.open(store).manifest.parts["big.text"]
     assert info.logit_scale == pytest.approx(float(towers.scalars()[0].detach()))
 
-    for wrong, said in (("big", "NAME=MODEL"), ("image=ViT-B-32", "NAME=MODEL"), ("big=ViT-B-31", "--teacher big: ")):
+    for wrong, said in (("big", "NAME=MODEL"), ("image=ViT-B-32", "every store"), ("big=ViT-B-31", "--teacher big: ")):
         assert main(argv(place, store, "--teacher", wrong)) == SettingsError.exit_code
         assert said in capsys.readouterr().err
 
@@ -221,6 +221,37 @@ def test_another_tower_is_an_error_that_names_the_difference(
     assert files(store) == before
     assert main(argv(place, store, "--towers", "image")) == 0  # nothing to do
     assert files(store) == before
+
+
+def test_a_damaged_model_is_written_again_and_another_one_is_refused(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "s"
+    assert main(argv(place, store, "--towers", "image")) == 0
+    before, weights = files(store), store / "model/open_clip_model.safetensors"
+    for size in (1000, 0):
+        os.truncate(weights, size)
+        assert main(argv(place, store, "--towers", "image")) == 0
+        assert files(store) == before
+    damage(weights)
+    assert main(argv(place, store, "--towers", "image")) == 0
+    assert files(store) == before
+    assert main(argv(place, store, "--towers", "text", "--seed", "1")) == SettingsError.exit_code
+    assert f"the image features in {store} are of a model with other weights" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["mapped", "tar"])
+def test_a_shard_that_changed_before_a_part_was_added(
+    place: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, shard = tmp_path / "s", f"changing-{kind}.tar"
+    shutil.copy(place / "pairs/00000.tar", place / shard)
+    assert main(argv(place, store, "--towers", "image", "--store", kind, shards=shard)) == 0
+    before = files(store)
+    shutil.copy(place / "pairs/00004.tar", place / shard)
+    assert main(argv(place, store, "--towers", "text", "--store", kind, shards=shard)) == DataError.exit_code
+    assert f"{shard} has changed since features of it were computed" in capsys.readouterr().err
+    assert before.items() <= files(store).items()
 
 
 def test_shards_that_cannot_be_opened(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -354,6 +385,9 @@ def test_wrong_flags(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         (("--towers", "image", "--dtype", "fp8"), "--dtype: expected"),
         (("--towers", "image", "--chunk-rows", "5000"), "multiple of 4096"),
         (("--towers", "image", "--views", "-1"), "--views: expected"),
+        (("--teacher", "t"), "--teacher: expected NAME=MODEL"),
+        (("--teacher", "Image=RN50"), "Image is a part of every store"),
+        (("--teacher", "a=RN50", "--teacher", "A=RN50"), "A is given twice"),
     ):
         assert main(argv(place, tmp_path / "s", *more)) == SettingsError.exit_code
         assert said in capsys.readouterr().err
