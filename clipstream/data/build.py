@@ -31,7 +31,7 @@ from clipstream.data.sources.protocol import SourceContext
 from clipstream.data.sources.registry import Source, expand
 from clipstream.data.transport.downloader import MOST, Fetcher
 from clipstream.data.transport.shard_cache import ShardCache
-from clipstream.data.transport.transfer import GIB
+from clipstream.data.transport.transfer import GIB, ShardError
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
 from clipstream.features.manifest import IDS
@@ -169,6 +169,8 @@ def _stored(
         key = f"data.sources.{name}"
         samples = StoredSamples(features, name, shards, titles, key, weights, own, rows=rows)
         found.append(samples)
+        if features.replaces_loader:
+            _check_first_shard(source, samples)
         if settings.sampling.mode == "indexed" and features.replaces_loader:
             try:
                 count_samples(source)
@@ -176,6 +178,26 @@ def _stored(
                 source.counts = samples.counts.tolist()
                 source.empty = {i: samples.fault(i) for i, count in enumerate(source.counts) if not count}
     return found
+
+
+def _check_first_shard(source: Source, samples: StoredSamples) -> None:
+    """Compare the keys of the first local shard, if it is there, with those in the stores, as no shard is read later.
+
+    Raises DataError: they differ: the stores are of other shards, whose files have the same names.
+    """
+    for number, shard in enumerate(source.names):
+        if source.types[shard].is_remote(shard) or not samples.counts[number]:
+            continue
+        try:
+            opened = source.open(shard)
+        except (ShardError, OSError):
+            continue
+        try:
+            samples.check_keys(number, [ref.key for ref in opened.index.samples])
+        finally:
+            opened.close()
+            source.types[shard].release(shard)
+        return
 
 
 def _budget(settings: DataSettings, sources: dict[str, Source]) -> Budget:

@@ -77,7 +77,7 @@ class StoredData:
                         f"{opened[path].shown} --towers {name}`"
                     )
                 features[name] = opened[path], name
-        for path in teachers:
+        for path in dict.fromkeys(teachers):
             parts = opened[path].manifest.parts
             own = {part: part for part in parts if "." in part}
             own = own or {f"{TEACHER}.{part}": part for part in (IMAGE, TEXT) if part in parts}

@@ -305,6 +305,20 @@ def test_a_shard_that_has_changed_is_an_error_that_names_it(tmp_path: Path) -> N
         next(pictures_and_features(settings, StoredData.open(teachers=[teacher])))
 
 
+def test_other_shards_of_the_same_names_are_refused(tmp_path: Path) -> None:
+    """No shard is read in training, so that one is looked at before."""
+    for folder, first in (("own", 0), ("other", 500)):
+        write_tar(tmp_path / folder / "00000.tar", samples(20, first))
+    own, other = (
+        data([], sources={"train": {"shards": str(tmp_path / folder / "00000.tar"), "caption": CAPTIONS}})
+        for folder in ("own", "other")
+    )
+    store = write_store(tmp_path / "store", own)
+    next(stored(own, store))
+    with pytest.raises(DataError, match=r"other/00000\.tar has changed since its features were computed"):
+        stored(other, store)
+
+
 def test_shards_that_could_not_be_read_are_skipped_as_those_of_pictures(tmp_path: Path) -> None:
     names = [write_tar(tmp_path / f"{i:05d}.tar", samples(30, 100 * i)) for i in range(4)]
     names[1].unlink()
@@ -351,6 +365,7 @@ def test_wrong_stores_and_settings_are_refused(shards: dict[str, list[str]], sto
         StoredData.open(text=alone)
     with pytest.raises(SettingsError, match=r"both have teacher\.image"):
         StoredData.open(teachers=[alone, store])
+    assert StoredData.open(teachers=[alone, alone]).teachers == ["teacher"]
     with pytest.raises(SettingsError, match="has no source 'b'"):
         stored(settings, StoredData.open(image=alone, text=store))
     more = {**sources(shards), "a": {**sources(shards)["a"], "shards": [*shards["a"], *shards["b"][:0], "/x/new.tar"]}}
