@@ -23,7 +23,7 @@ from clipstream.data.batch import Batch
 from clipstream.data.loader.batch_buffers import BatchBuffer, BufferRing, device_prefetch_for
 from clipstream.data.loader.health import Health
 from clipstream.data.loader.lane_windows import LaneWindows, Positions
-from clipstream.data.loader.loader import POLL, Loader, LoaderPlan
+from clipstream.data.loader.loader import POLL, WAIT_WARNING, Loader, LoaderPlan
 from clipstream.data.loader.pipeline import INTERIM_DROPS, WorkerReport
 from clipstream.data.loader.stage_timing import IDLE, ORDER, Stopwatch
 from clipstream.data.loader.stored import StoredKeys, StoredSamples
@@ -99,12 +99,16 @@ class FeatureLoader(Loader):
         return batch
 
     def _collect(self, step: int) -> Sequence[DrawnBatch]:
-        began = time.monotonic()
+        began, warn_after = time.monotonic(), WAIT_WARNING
         while (part := self._receive(POLL)) is None:
             if self.interrupt():
                 raise Interrupted
-            if time.monotonic() - began > self.plan.stall_timeout:
+            waited = time.monotonic() - began
+            if waited > self.plan.stall_timeout:
                 raise self._stalled(step, self._doing())
+            if waited > warn_after:
+                warn_after *= 2
+                self._tell_waiting(step, waited)
         return [part]
 
     def _receive(self, timeout: float) -> DrawnBatch | None:

@@ -316,8 +316,11 @@ class Loader:
             waited = time.monotonic() - began
             if owing and waited > warn_after:
                 warn_after *= 2
-                logger.info(printable_lines(f"waiting for batch {step} for {waited:.0f} s:\n{self._doing()}"))
+                self._tell_waiting(step, waited)
         return self._parts.pop(step)
+
+    def _tell_waiting(self, step: int, waited: float) -> None:
+        logger.info(printable_lines(f"waiting for batch {step} for {waited:.0f} s:\n{self._doing()}"))
 
     def _stalled(self, step: int, doing: str) -> DataError:
         limit = f"{self.plan.stall_timeout:.0f} s (--data.stall-timeout)"
