@@ -385,6 +385,7 @@ def build_step(
         world,
         precision=train.arithmetic,
         micro_batch_size=train.micro_batch_size,
+        kept=train.kept_micro_batches,
         clip_norm=settings.optim.grad_clip_norm,
         max_logit_scale=loss.max_logit_scale,
         min_logit_scale=getattr(loss, "min_logit_scale", None),

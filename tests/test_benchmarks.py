@@ -51,3 +51,11 @@ def test_accuracy_of_stored_types(tmp_path: Path) -> None:
         assert precompute([store, *flags, "--dtype", Path(store).name, "--precision", "fp32"]) == 0
     table = output_of("stored_accuracy", *stores, "--labels", shards, "--classes", str(classes)).splitlines()
     assert "zero_shot_top1" in table[0] and "(+0.000)" in table[1] and table[2].startswith("int8")
+
+
+def test_text_buckets(tmp_path: Path) -> None:
+    folder = furnish(tmp_path)
+    shards = sorted(str(path) for path in (folder / "pairs").glob("*.tar"))
+    more = ("--batch", "6", "--rounds", "1", "--chunks", "3", "--caption", "caption.en")
+    table = output_of("text_buckets", *shards, "--model", str(folder / "model.json"), *more)
+    assert "buckets (auto)" in table and "3 chunks, 2 kept" in table and "a pass costs" in table

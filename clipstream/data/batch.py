@@ -32,6 +32,7 @@ class Batch:
         pictures: int64 [n], checksums of the picture files, equal for the same picture; None if none were read.
         teacher_pixels: as `pixels`, at a live teacher's size; None where the teacher takes `pixels`.
         teacher_ids: as `ids`, of a live teacher's tokenizer; None where the teacher takes `ids`.
+        lengths: true length of each text in tokens, counted on the host; None if nobody counted.
     """
 
     pixels: torch.Tensor | None
@@ -45,6 +46,7 @@ class Batch:
     pictures: torch.Tensor | None = None
     teacher_pixels: torch.Tensor | None = None
     teacher_ids: torch.Tensor | None = None
+    lengths: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -96,8 +98,10 @@ class Batch:
         kept = self.weights > 0
         if bool(kept.all()):
             return self
-        keys = tuple(key for key, keep in zip(self.keys, kept.tolist(), strict=True) if keep)
-        return replace(self._map(lambda tensor: tensor[kept]), keys=keys)
+        places = kept.nonzero().flatten().tolist()
+        keys = tuple(self.keys[place] for place in places)
+        lengths = None if self.lengths is None else tuple(self.lengths[place] for place in places)
+        return replace(self._map(lambda tensor: tensor[kept]), keys=keys, lengths=lengths)
 
 
 @dataclass(frozen=True)

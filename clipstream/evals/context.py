@@ -59,7 +59,7 @@ class Encoder(Protocol):
         """uint8 [n, 3, H, W] -> L2-normalised [n, D]."""
 
     def encode_text(self, ids: torch.Tensor) -> torch.Tensor:
-        """int [n, T] -> L2-normalised [n, D]."""
+        """int [n, T], also from the CPU -> L2-normalised [n, D]."""
 
     def scalars(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """exp(logit_scale), and logit_bias if the model has one; scalars."""
@@ -174,7 +174,8 @@ class EvalContext:
 
     def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
         """uint8 [n, 3, H, W] -> L2-normalised float32 [n, D] on the world's device, without gradient."""
-        return self._encode(self.towers.encode_image, pixels)
+        device = self.world.device
+        return self._encode(lambda rows: self.towers.encode_image(rows.to(device, non_blocking=True)), pixels)
 
     def encode_text(self, ids: torch.Tensor) -> torch.Tensor:
         """int [n, T] -> L2-normalised float32 [n, D] on the world's device, without gradient."""
@@ -222,7 +223,7 @@ class EvalContext:
         device = self.world.device
         # no_grad, not inference_mode: tensors that a tower caches (masks, position tables) must work in training too.
         with evaluating(self.towers), torch.no_grad(), autocast(device, self.precision):
-            return encode(rows.to(device, non_blocking=True)).float()
+            return encode(rows).float()
 
 
 class DryRun(EvalContext):

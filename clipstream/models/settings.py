@@ -54,6 +54,11 @@ class ModelSettings(Section):
     patch_dropout: float | None = Field(
         None, ge=0, lt=1, description="share of a ViT's patches dropped in training (FLIP, arXiv:2212.00794)"
     )
+    text_buckets: Literal["auto", "off"] | Annotated[int, Field(ge=1)] = Field(
+        "auto",
+        description="texts of a pass are sorted by length and run in this many buckets, without the padding behind "
+        "them; auto for as many as are worth their cost, off where the tower attends to padding (SigLIP)",
+    )
     grad_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
     lock_image: bool = Field(False, description="freeze the image tower")
     unlocked_groups: int = Field(0, ge=0, description="last groups of a locked image tower that stay trainable")

@@ -9,7 +9,7 @@ import json
 import math
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -43,6 +43,7 @@ from clipstream.models.pretrained import (
 )
 from clipstream.models.settings import ModelSettings
 from clipstream.models.stored import StoredTower, Tower
+from clipstream.models.text_buckets import Lengths, TextBuckets
 from clipstream.models.weights import load_image_weights, load_weights, read_weights
 
 
@@ -88,6 +89,7 @@ class Towers(nn.Module):
         config: open_clip's configuration of exactly this model.
         tokenizer_folder: folder of a Hugging Face tokenizer; None for open_clip's own BPE.
         stored: towers that are absent, as their features come from a store.
+        text_buckets: how texts are cut into buckets by length; None for passes over padded texts.
     """
 
     clip: Any
@@ -102,6 +104,7 @@ class Towers(nn.Module):
         loss_type: str,
         tokenizer_folder: Path | None = None,
         trust_remote_code: bool = False,
+        text_buckets: TextBuckets | None = None,
     ) -> None:
         super().__init__()
         self.clip = clip
@@ -119,20 +122,31 @@ class Towers(nn.Module):
         for name in ("mean", "std"):
             self.register_buffer(name, torch.tensor(preprocess[name]).view(1, 3, 1, 1), persistent=False)
         self.stored: dict[Tower, StoredTower] = {}
+        self.text_buckets = text_buckets
         self._locks: list[Lock] = []
         self._text_config = getattr(getattr(clip, "text", None), "config", None)  # of a Hugging Face text tower
         self._tokenizer: Any = None
         self._trust_remote_code = trust_remote_code
 
-    def forward(self, images: torch.Tensor, texts: torch.Tensor) -> Features:
+    def forward(
+        self, images: torch.Tensor, texts: torch.Tensor, lengths: Lengths | None = None, known: Collection[Tower] = ()
+    ) -> Features:
         """A batch's `images` and `texts` -> Features. All trainable parameters take part, as DDP requires.
 
         Args:
             images: uint8 [n, 3, H, W]; rows of a store (see `features.codec`) where the image tower is stored.
             texts: int [n, T]; rows of a store where the text tower is stored.
+            lengths: as `encode_text` takes them.
+            known: towers that do not run, as their argument is their features.
         """
-        image = self._from_store(images) if "image" in self.stored else self.encode_image(images)
-        text = self._from_store(texts) if "text" in self.stored else self.encode_text(texts)
+        if "image" in known:
+            image = images
+        else:
+            image = self._from_store(images) if "image" in self.stored else self.encode_image(images)
+        if "text" in known:
+            text = texts
+        else:
+            text = self._from_store(texts) if "text" in self.stored else self.encode_text(texts, lengths)
         return Features(image, text, *self.scalars())
 
     def _from_store(self, rows: torch.Tensor) -> torch.Tensor:
@@ -158,9 +172,22 @@ class Towers(nn.Module):
         scaled = (pixels.to(wide) / 255 - self.mean.to(wide)) / self.std.to(wide)
         return _unit(self.clip.encode_image(scaled.to(dtype)))
 
-    def encode_text(self, ids: torch.Tensor) -> torch.Tensor:
-        """int [n, T] -> L2-normalised [n, D]."""
-        return _unit(self.clip.encode_text(ids))
+    def encode_text(self, ids: torch.Tensor, lengths: Lengths | None = None) -> torch.Tensor:
+        """int [n, T] -> L2-normalised [n, D].
+
+        Args:
+            lengths: of `text_lengths`. Without them, they are counted here where ids are on the CPU, which are moved to
+                the model's device then; texts on another device are padded.
+        """
+        if self.text_buckets is None or not len(ids):
+            return _unit(self.clip.encode_text(ids.to(self.mean.device)))
+        if lengths is None and (lengths := self.text_buckets.lengths(ids)) is None:
+            lengths = (ids.shape[1],) * len(ids)
+        return _unit(self.text_buckets.encode(self.clip, ids.to(self.mean.device), lengths))
+
+    def text_lengths(self, ids: torch.Tensor) -> Lengths | None:
+        """True lengths in tokens of ids [n, T] on the CPU; None without buckets, or for ids on another device."""
+        return None if self.text_buckets is None or "text" in self.stored else self.text_buckets.lengths(ids)
 
     def train(self, mode: bool = True) -> Towers:
         """See nn.Module.train; locked towers stay in evaluation mode: no dropout, no update of batch statistics."""
@@ -185,6 +212,23 @@ class Towers(nn.Module):
         """The modules that no step trains."""
         names = [name for lock in self._locks if lock.until is None for name in lock.modules]
         return {module for name in names for module in self.get_submodule(name).modules()}
+
+    def unchanging(self) -> frozenset[Tower]:
+        """Towers whose features stay the same in a step: present, without trained parameters, in evaluation mode."""
+        text = getattr(self.clip, "text", None)
+        parts: dict[Tower, tuple[nn.Module, tuple[str, ...]]] = {}
+        if "image" not in self.stored:
+            parts["image"] = (self.clip.visual, ("visual.",))
+        if "text" not in self.stored:
+            parts["text"] = (text or self.clip.transformer, ("",) if text is None else ("text.",))
+        trained = [name for name, parameter in self.clip.named_parameters() if parameter.requires_grad]
+        found: set[Tower] = set()
+        for tower, (module, prefixes) in parts.items():
+            others = () if tower == "image" else ("visual.", "logit_")
+            own = [name for name in trained if name.startswith(prefixes) and not name.startswith(others)]
+            if not own and not module.training:
+                found.add(tower)
+        return frozenset(found)
 
     def lock_image(self, unlocked_groups: int = 0, *, until: int | None = None) -> None:
         """Freeze the image tower and its projection (LiT, arXiv:2111.07991), except its last groups.
@@ -411,6 +455,7 @@ def build_towers(
         loss_type=loss_type,
         tokenizer_folder=source.tokenizer,
         trust_remote_code=getattr(tokenizer, "trust_remote_code", False),
+        text_buckets=TextBuckets.of(clip, settings.text_buckets),
     )
     if settings.grad_checkpointing:
         if isinstance(clip.visual, open_clip.modified_resnet.ModifiedResNet):

@@ -6,13 +6,17 @@ whose sum over the ranks is that of the whole batch. DDP averages, so the share 
 **Micro-batches** follow GradCache (arXiv:2101.06983). Chunks of the batch pass through the towers without a graph; the
 loss is computed once on all features and gives their gradients; then each chunk passes through the towers again, with
 the same random numbers, to propagate its features' gradients to the weights. The cost is one more forward pass and
-memory for the features, n x 2D. Ranks may have different numbers of chunks: gradients are summed over the ranks once,
-in the last chunk of each. Scale and bias take part in the last chunk only, so that they are counted once.
+memory for the features, n x 2D. The last `kept` chunks keep their graph from the first pass, so that k chunks cost
+(k - kept) / k of a forward pass; a tower that does not change runs in the first pass alone. Gradients are summed in
+the order of the backward passes: the kept chunks, then the others. If the true lengths of texts are known, the chunks
+are made of the samples sorted by them. Ranks may have different numbers of chunks: gradients are summed over the ranks
+once, in the last backward pass of each. Scale and bias take part in it only, so that they are counted once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,20 +34,22 @@ if TYPE_CHECKING:
     from clipstream.losses.contrastive import ContrastiveLoss
     from clipstream.models.towers import Features
 
-Forward = Callable[[Any, Any], Any]  # images, texts -> features
+Forward = Callable[..., Any]  # images, texts and options of the model -> features
 
 
 @dataclass(eq=False)
 class GradCache:
     """Callable that adds the gradients of the global batch to the parameters."""
 
-    towers: Any  # the model, not wrapped; `image.size`, `context_length` and `has_batch_norm` are read
+    towers: Any  # the model, not wrapped; `zeros`, `has_batch_norm` and `unchanging` are read
     model: nn.Module  # the same, wrapped in DDP or sharded
     loss: ContrastiveLoss  # returns this rank's share of the global loss
     world: World  # this rank among the others
     precision: Precision  # of the forward pass
     scaled: Callable[[torch.Tensor], torch.Tensor]  # applied to a share before its backward pass (GradScaler.scale)
     size: int | None = None  # samples per forward pass on this rank; None for all
+    # chunks that keep their graph; one is always computed again, as its backward pass sums over the ranks
+    kept: int = 1
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's share of the loss, and exp(logit_scale) as it was used. Raises SettingsError: memory runs out."""
@@ -81,39 +87,52 @@ class GradCache:
         if self.size is not None and is_sharded(self.model):
             count = max(self.world.gather_objects(count))  # every pass is collective
         if count == 1:
-            features = last(batch.images, batch.texts)
+            lengths = {} if batch.lengths is None else {"lengths": batch.lengths}
+            features = last(batch.images, batch.texts, **lengths)
             return features, partial(propagate, features)
-        # Chunks of equal size, as a small last one would cost a whole pass; with n < count, some are empty.
-        chunks = [slice(n * number // count, n * (number + 1) // count) for number in range(count)]
-        states, parts = [], []
-        with torch.no_grad():
-            for chunk in chunks:
-                states.append(torch_state(device))
-                found = self._features(*_samples(batch, chunk), self.towers)
-                parts.append((found, _length(chunk)))
-        images, texts = zip(*((part.image[:size], part.text[:size]) for part, size in parts), strict=True)
+        chunks, places = _cut(batch, count)
+        again = max(count - self.kept, 1)
+        states, parts, graphs = [], [], []
+        for number, chunk in enumerate(chunks):
+            states.append(torch_state(device))
+            if number < again:
+                with torch.no_grad():
+                    found = self._features(*chunk.images_texts(batch), module=self.towers, **chunk.options())
+            else:
+                graphs.append((chunk, self._unsummed(*chunk.images_texts(batch), **chunk.options())))
+                found = detached(graphs[-1][1])
+            parts.append((found, chunk.size))
+        images, texts = (torch.cat(rows) for rows in zip(*((p.image[:n], p.text[:n]) for p, n in parts), strict=True))
+        if places is not None:
+            images, texts = images.index_select(0, places), texts.index_select(0, places)
 
         def backward(leaves: Features) -> None:
-            after = torch_state(device)
-            for chunk, state in zip(chunks, states, strict=True):
+            after, known = torch_state(device), self.towers.unchanging()
+            while graphs:
+                chunk, features = graphs.pop(0)
+                with no_sync(self.model):
+                    propagate(features, chunk.leaves(leaves), scalars=False)
+            for number, (chunk, state) in enumerate(zip(chunks[:again], states, strict=False)):
                 set_torch_state(state, device)
-                if chunk is not chunks[-1]:
-                    with no_sync(self.model):
-                        propagate(self._features(*_samples(batch, chunk)), _rows(leaves, chunk), scalars=False)
-                else:
-                    propagate(last(*_samples(batch, chunk)), _rows(leaves, chunk))
+                rows = chunk.leaves(leaves)
+                forward = last if number == again - 1 else self._unsummed
+                features = forward(*chunk.images_texts(batch, rows, known), **chunk.options(known))
+                with nullcontext() if number == again - 1 else no_sync(self.model):
+                    propagate(features, rows, scalars=number == again - 1)
             set_torch_state(after, device)
 
-        return parts[0][0]._replace(image=torch.cat(images), text=torch.cat(texts)), backward
+        return parts[0][0]._replace(image=images, text=texts), backward
 
-    def _unsummed(self, images: torch.Tensor, texts: torch.Tensor) -> Features:
+    def _unsummed(self, images: torch.Tensor, texts: torch.Tensor, **options: Any) -> Features:
         """Features whose backward pass does not sum gradients over the ranks."""
         with no_sync(self.model):
-            return self._features(images, texts)
+            return self._features(images, texts, **options)
 
-    def _features(self, images: torch.Tensor, texts: torch.Tensor, module: nn.Module | None = None) -> Features:
+    def _features(
+        self, images: torch.Tensor, texts: torch.Tensor, *, module: nn.Module | None = None, **options: Any
+    ) -> Features:
         with autocast(self.world.device, self.precision):
-            features: Features = (module or self.model)(images, texts)
+            features: Features = (module or self.model)(images, texts, **options)
         return features
 
     def _loss(self, features: Features, batch: Batch) -> tuple[Features, torch.Tensor]:
@@ -161,21 +180,55 @@ def propagate(features: Features, leaves: Features, *, scalars: bool = True) -> 
         torch.autograd.backward(outputs, gradients)
 
 
-def _length(chunk: slice) -> int:
-    return int(chunk.stop - chunk.start)
+@dataclass(frozen=True)
+class _Chunk:
+    """Samples of a batch that pass through the towers together."""
+
+    rows: Any  # slice, or int64 tensor on the batch's device; of an empty chunk a single sample
+    size: int  # samples; 0 on a rank that has fewer samples than there are chunks, as the other ranks wait for its pass
+    lengths: tuple[int, ...] | None  # true lengths of the texts
+
+    def images_texts(
+        self, batch: Batch, leaves: Features | None = None, known: Collection[str] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Input of the towers; of those in `known`, the features in `leaves`."""
+        image = leaves.image if leaves is not None and "image" in known else batch.images[self.rows]
+        text = leaves.text if leaves is not None and "text" in known else batch.texts[self.rows]
+        return image, text
+
+    def options(self, known: Collection[str] = ()) -> dict[str, Any]:
+        """Further arguments of the towers."""
+        options: dict[str, Any] = {} if self.lengths is None else {"lengths": self.lengths}
+        return {**options, "known": known} if known else options
+
+    def leaves(self, leaves: Features) -> Features:
+        """The chunk's rows of the leaves with their gradients; of an empty one, a row without gradient."""
+        rows = []
+        for leaf in (leaves.image, leaves.text):
+            part = leaf.detach()[self.rows]
+            part.grad = None if leaf.grad is None or not self.size else leaf.grad[self.rows]
+            rows.append(part)
+        return leaves._replace(image=rows[0], text=rows[1])
 
 
-def _samples(batch: Batch, chunk: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images and texts of a chunk; of an empty one a single sample's, as the other ranks wait for this rank's pass."""
-    taken = chunk if _length(chunk) else slice(0, 1)
-    return batch.images[taken], batch.texts[taken]
+def _cut(batch: Batch, count: int) -> tuple[list[_Chunk], torch.Tensor | None]:
+    """Chunks of equal size, as a small last one would cost a whole pass; with n < count, some are empty.
 
-
-def _rows(leaves: Features, chunk: slice) -> Features:
-    """A chunk's rows of the leaves, with their gradients; of an empty one, the row of `_samples` without gradient."""
-    rows = []
-    for leaf in (leaves.image, leaves.text):
-        part = leaf.detach()[chunk if _length(chunk) else slice(0, 1)]
-        part.grad = None if leaf.grad is None or not _length(chunk) else leaf.grad[chunk]
-        rows.append(part)
-    return leaves._replace(image=rows[0], text=rows[1])
+    If the texts' lengths are known, samples are sorted by them, and the place of each sample among the chunks comes
+    with the chunks.
+    """
+    n = len(batch)
+    bounds = [(n * number // count, n * (number + 1) // count) for number in range(count)]
+    if batch.lengths is None:
+        cut = [slice(start, stop) if stop > start else slice(0, 1) for start, stop in bounds]
+        return [_Chunk(rows, stop - start, None) for rows, (start, stop) in zip(cut, bounds, strict=True)], None
+    lengths, device = batch.lengths, batch.texts.device
+    order = sorted(range(n), key=lengths.__getitem__)
+    chunks = []
+    for start, stop in bounds:
+        own = order[start:stop] or order[:1]
+        rows = torch.tensor(own).to(device, non_blocking=True)
+        chunks.append(_Chunk(rows, stop - start, tuple(lengths[row] for row in own)))
+    places = torch.empty(n, dtype=torch.long)
+    places[order] = torch.arange(n)
+    return chunks, places.to(device, non_blocking=True)

@@ -144,6 +144,8 @@ class ShardedTowers:
         tensors = (*towers.parameters(), *towers.buffers())
         empty = {id(tensor): _empty_like(tensor, "meta") for tensor in tensors}
         self.full: Any = copy.deepcopy(towers, cast("dict[int, Any]", empty))
+        if (buckets := getattr(towers, "text_buckets", None)) is not None:
+            towers.text_buckets = buckets.for_shards()  # the ranks must take the same number of passes
         mesh = init_device_mesh(torch.device(world.device).type, (world.size,))
         # No separate dtype for parameters: autocast converts matrices, and leaves embeddings and norms.
         reduce_dtype = torch.float32 if precision == "pure_bf16" else None

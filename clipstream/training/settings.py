@@ -29,6 +29,12 @@ class TrainSettings(Section):
     micro_batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] | None = Field(
         None, description="samples per forward pass on a rank, auto for as many as fit; all unless set"
     )
+    kept_micro_batches: int = Field(
+        1,
+        ge=0,
+        description="micro-batches of a step, but one, that keep their activations from the first pass, which saves "
+        "their second forward pass and takes their memory",
+    )
     parallel: Literal["ddp", "fsdp"] = Field(
         "ddp", description="on several ranks: each holds the whole model (ddp), or a shard of it (fsdp, FSDP2)"
     )
@@ -62,6 +68,9 @@ class TrainSettings(Section):
         if self.parallel == "fsdp" and self.micro_batch_size == "auto":
             text = "fsdp does not find micro_batch_size by itself, as its ranks wait for each other: name it"
             yield "parallel", text
+        if self.micro_batch_size == "auto" and self.kept_micro_batches > 1:
+            text = "auto finds the largest micro-batch whose activations fit, which leaves no memory for those of more"
+            yield "kept_micro_batches", f"{text}: leave one of the two out"
         if self.ema_warmup and self.ema is None:
             yield "ema_warmup", "up to which decay? Give --train.ema as well, as 0.9999"
 

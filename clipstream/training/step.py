@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -65,9 +65,10 @@ class TrainStep:
 
     Args:
         model: the towers on this rank's device, in their final dtype; `image.size`, `context_length`,
-            `has_batch_norm` and `clip.logit_scale` are read. Not wrapped in DDP; may be sharded. Locks with an end
-            are open.
+            `has_batch_norm`, `text_lengths`, `unchanging` and `clip.logit_scale` are read. Not wrapped in DDP; may be
+            sharded. Locks with an end are open.
         micro_batch_size: samples per forward pass on this rank; None for all, 'auto' for as many as fit.
+        kept: micro-batches, but one, that keep their graph from the first pass.
         clip_norm: gradients with a larger norm are scaled down to it; None for no limit.
         max_logit_scale: upper limit of exp(logit_scale), or None. A step never raises the scale above it; a scale that
             was loaded above it stays or falls, so that learning rate 0 changes nothing.
@@ -86,6 +87,7 @@ class TrainStep:
         *,
         precision: Precision = "fp32",
         micro_batch_size: MicroBatch = None,
+        kept: int = 1,
         clip_norm: float | None = None,
         max_logit_scale: float | None = None,
         min_logit_scale: float | None = None,
@@ -112,9 +114,9 @@ class TrainStep:
                 new = [p for p in self.parameters if p.requires_grad and not optimizer.state.get(p)]
                 return 2 * sum(p.numel() * p.element_size() for p in new)
 
-            self.gradcache = AutoMicroBatch(*parts, reserved=reserved)
+            self.gradcache = AutoMicroBatch(*parts, kept=kept, reserved=reserved)
         else:
-            self.gradcache = GradCache(*parts, micro_batch_size)
+            self.gradcache = GradCache(*parts, micro_batch_size, kept)
         warm_up_buckets(self.gradcache.model, self.gradcache.warm_up, world)
 
     def unlock(self, step: int) -> None:
@@ -135,6 +137,8 @@ class TrainStep:
         """One step on this rank's part of a batch, at least one sample."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        if batch.lengths is None:
+            batch = replace(batch, lengths=self.towers.text_lengths(batch.ids))
         batch = batch.to(self.world.device)
         statistics = [tensor.clone() for tensor in self._statistics]
         share, scale = self.gradcache(batch)

@@ -62,6 +62,13 @@ class TinyTowers(nn.Module):
         """As Towers.changing_locks; nothing is locked."""
         return []
 
+    def text_lengths(self, ids: torch.Tensor) -> None:
+        """As Towers.text_lengths; there are no buckets."""
+
+    def unchanging(self) -> frozenset[str]:
+        """As Towers.unchanging; every tower runs in both passes."""
+        return frozenset()
+
     def description(self) -> dict[str, bytes]:
         """As Towers.description."""
         return {"open_clip_config.json": b"{}"}

@@ -1,0 +1,216 @@
+"""Text towers without arithmetic on padding: texts in buckets by length, each bucket only as long as its texts.
+
+Token ids enter; the features that the tower gives for them at full length leave. Features and gradients are those of
+the padded pass up to rounding, as no token behind a text's true length can reach its feature: in a tower with a causal
+mask that takes its feature at the end-of-text token, that is the position of this token + 1; in a Hugging Face tower,
+whose attention and pooling leave padding out, the position of the last token that is not padding + 1.
+
+The texts of a pass are sorted by length and cut into buckets. A bucket's length is a multiple of `STEP` or the context
+length, so that there are few shapes. The cut depends on the lengths alone: it is the same in both passes of gradient
+caching and in a resumed run. Dropout draws other numbers than in the padded pass, from the same distribution.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar, cast
+
+import open_clip
+import torch
+from open_clip.hf_model import ClsLastHiddenStatePooler, ClsPooler, HFTextEncoder, MeanPooler
+from open_clip.transformer import TextTransformer, text_global_pool
+
+from clipstream.errors import SettingsError
+
+STEP = 8  # tokens between the lengths of buckets
+# Fixed cost of one more pass of a tower's blocks, forward and backward, in tokens: reading the weights and adding to
+# their gradients on a CPU (both in proportion to the size of the tower, as is the cost of a token), launching kernels
+# on a GPU. `benchmarks/text_buckets.py` measures the first; the second is an estimate.
+PASS_TOKENS = {"cpu": 64, "cuda": 8192}
+
+Setting = int | Literal["auto", "off"]
+Lengths = tuple[int, ...]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _eager(function: Function) -> Function:
+    """A function that torch.compile leaves as it is, while it compiles what the function calls: the cut differs from
+    batch to batch, the blocks do not.
+    """
+    return cast(Function, torch.compiler.disable(function, recursive=False))  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Texts that pass through the tower together."""
+
+    rows: int
+    length: int  # tokens
+
+
+@dataclass(frozen=True)
+class TextBuckets:
+    """How a tower's texts are cut into buckets, and its pass over them.
+
+    Attributes:
+        rule: what a text's true length is: 'argmax' and 'eos' (open_clip's pooling), or 'padding'.
+        token: id of the end-of-text token ('eos'), or of padding ('padding').
+        most: most buckets of a pass; None for as many as the cost model finds.
+        exactly: whether every pass has `most` buckets, as ranks that share shards of the tower (FSDP) must agree.
+        embeddings: parameters of a pass in proportion to those of its blocks. The embeddings of Hugging Face towers
+            get a gradient of their whole size in each pass; those of open_clip's are looked up once for all buckets.
+    """
+
+    rule: str
+    token: int
+    most: int | None = None
+    exactly: bool = False
+    embeddings: float = 1.0
+
+    @classmethod
+    def of(cls, clip: Any, setting: Setting) -> TextBuckets | None:
+        """The buckets of the text tower of open_clip's model; None for 'off', and for 'auto' where it is not exact.
+
+        Raises SettingsError: a number of buckets where it is not exact.
+        """
+        if setting == "off":
+            return None
+        tower = getattr(clip, "text", clip)
+        if (reason := _inexact(tower)) is not None:
+            if setting == "auto":
+                return None
+            raise SettingsError(f"model.text_buckets: {reason}: give auto or off")
+        most = None if setting == "auto" else setting
+        if isinstance(tower, HFTextEncoder):
+            total = sum(p.numel() for p in tower.transformer.parameters())
+            table = sum(p.numel() for p in tower.transformer.get_input_embeddings().parameters())
+            return cls("padding", int(tower.config.pad_token_id), most, embeddings=total / max(total - table, 1))
+        rule, eos = _pooling(tower)
+        return cls(rule, eos if rule == "eos" else 0, most)
+
+    def for_shards(self) -> TextBuckets:
+        """The same number of passes on all ranks: one, unless a number is set."""
+        return replace(self, most=self.most or 1, exactly=True)
+
+    def lengths(self, ids: torch.Tensor) -> Lengths | None:
+        """True length of each text of ids [n, T] on the CPU, 1 to T; None for ids on a device, which would have to
+        be waited for.
+        """
+        if ids.device.type != "cpu":
+            return None
+        if self.rule == "argmax":
+            found = ids.argmax(dim=1) + 1
+        elif self.rule == "eos":
+            found = (ids == self.token).int().argmax(dim=1) + 1
+        else:
+            places = torch.arange(1, ids.shape[1] + 1)
+            found = torch.where(ids != self.token, places, 0).amax(dim=1)
+            found[found == 0] = ids.shape[1]  # a text of padding alone, whose attention has no definite result
+        return tuple(found.tolist())
+
+    def plan(self, lengths: Sequence[int], context_length: int, device: str) -> list[Bucket]:
+        """The buckets for texts of these lengths, shortest first, at the least cost by `PASS_TOKENS`."""
+        counts = Counter(min(-(-length // STEP) * STEP, context_length) for length in lengths)
+        sizes = sorted(counts)
+        fixed = PASS_TOKENS.get(device, PASS_TOKENS["cuda"]) * self.embeddings
+        most = min(self.most or len(sizes), len(sizes))
+        # best[j]: cost and buckets of the texts of the first j sizes, in at most as many buckets as rounds done.
+        best: list[tuple[float, list[Bucket]] | None] = [(0.0, []), *[None for _ in sizes]]
+        for _ in range(most):
+            longer = list(best)
+            for stop in range(1, len(sizes) + 1):
+                for start in range(stop):
+                    if (before := best[start]) is None:
+                        continue
+                    bucket = Bucket(sum(counts[size] for size in sizes[start:stop]), sizes[stop - 1])
+                    cost = before[0] + fixed + bucket.rows * bucket.length
+                    if (known := longer[stop]) is None or cost < known[0]:
+                        longer[stop] = (cost, [*before[1], bucket])
+            if longer == best:
+                break
+            best = longer
+        found = best[-1]
+        assert found is not None, "one bucket takes all texts"
+        return found[1]
+
+    @_eager
+    def encode(self, clip: Any, ids: torch.Tensor, lengths: Lengths) -> torch.Tensor:
+        """Features [n, D] of int [n, T], not normalised, as `clip.encode_text` gives them.
+
+        Args:
+            lengths: the true length of each text.
+        """
+        buckets = self.plan(lengths, ids.shape[1], ids.device.type)
+        places = None
+        if len(buckets) > 1:
+            order = sorted(range(len(lengths)), key=lengths.__getitem__)
+            ids = ids.index_select(0, torch.tensor(order).to(ids.device, non_blocking=True))
+            places = torch.empty(len(order), dtype=torch.long)
+            places[order] = torch.arange(len(order))
+        parts, start = [], 0
+        for bucket in buckets:
+            parts.append(ids[start : start + bucket.rows, : bucket.length])
+            start += bucket.rows
+        if self.exactly:  # the further passes take a text whose features nobody uses
+            parts += [parts[0][:1]] * ((self.most or 1) - len(parts))
+        features = _padded(clip, parts) if self.rule == "padding" else _causal(getattr(clip, "text", clip), parts)
+        if places is None:
+            return features[: len(lengths)]
+        return features.index_select(0, places.to(ids.device, non_blocking=True))
+
+
+def _inexact(tower: Any) -> str | None:
+    """Why padding reaches the features of a text tower; None if it does not."""
+    if isinstance(tower, HFTextEncoder):
+        if not isinstance(tower.pooler, MeanPooler | ClsPooler | ClsLastHiddenStatePooler):
+            return f"the features of this text tower depend on padding ({type(tower.pooler).__name__})"
+        if getattr(tower.config, "pad_token_id", None) is None:
+            return "this text tower has no padding token"
+        return None
+    if not isinstance(tower, open_clip.CLIP | TextTransformer):
+        return f"a text tower of class {type(tower).__name__} may attend to padding"
+    if getattr(tower, "cls_emb", None) is not None:
+        return "this text tower takes its feature at a class token behind the padding (CoCa)"
+    if tower.attn_mask is None:
+        return "this text tower attends to padding, as it has no causal mask (SigLIP)"
+    pooling, _ = _pooling(tower)
+    if pooling not in ("argmax", "eos"):
+        return f"this text tower takes its feature at the {pooling} token, not at the end of the text"
+    return None
+
+
+def _pooling(tower: Any) -> tuple[str, int]:
+    """Type of pooling of open_clip's text tower, and the id of its end-of-text token."""
+    if isinstance(tower, open_clip.CLIP):
+        return str(tower.text_pool_type), int(tower.text_eos_id)
+    return str(tower.pool_type), int(tower.eos_id)
+
+
+@_eager
+def _padded(clip: Any, parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([clip.encode_text(part) for part in parts])
+
+
+@_eager
+def _causal(tower: Any, parts: list[torch.Tensor]) -> torch.Tensor:
+    """The text pass of open_clip's CLIP and TextTransformer, with one look-up of the embeddings for all parts.
+
+    The last norm is applied after pooling: it is one of single tokens.
+    """
+    dtype = tower.transformer.get_cast_dtype()
+    pooling, eos = _pooling(tower)
+    embedded = tower.token_embedding(torch.cat([part.reshape(-1) for part in parts])).to(dtype)
+    positions = tower.positional_embedding.to(dtype)
+    pooled = []
+    for part, tokens in zip(parts, embedded.split([part.numel() for part in parts]), strict=True):
+        length = part.shape[1]
+        x = tokens.view(*part.shape, -1) + positions[:length]
+        x = tower.transformer(x, attn_mask=tower.attn_mask[:length, :length].contiguous())
+        pooled.append(text_global_pool(x, part, pooling, eos_token_id=eos))
+    features = tower.ln_final(torch.cat(pooled))
+    projection = tower.text_projection
+    if projection is not None:
+        features = projection(features) if isinstance(projection, torch.nn.Linear) else features @ projection
+    return cast(torch.Tensor, features)

@@ -1,0 +1,106 @@
+"""Steps with text buckets, on ranks and in micro-batches: the gradients of padded texts at once."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from clipstream.data.batch import Batch
+from clipstream.distributed.world import World
+from clipstream.losses.contrastive import ClipLoss
+from clipstream.losses.settings import ClipLossSettings
+from clipstream.training.parallel import parallelize
+from clipstream.training.precision import prepare
+from clipstream.training.step import TrainStep
+from tests.support.model_files import TEXT, build, write
+from tests.support.ranks import run_ranks
+from tests.support.steps import CUTS, sgd
+
+TOKENS = 20
+Case = tuple[str, int | str, int | None, int]  # parallel, text_buckets, micro_batch_size, kept
+
+
+def part_of_batch(world: World) -> Batch:
+    """A rank's part of a batch of ten samples, with texts of 2 to 20 tokens."""
+    draw = torch.Generator().manual_seed(3)
+    pixels = torch.randint(0, 256, (10, 3, 32, 32), dtype=torch.uint8, generator=draw)
+    ids = torch.zeros(10, TOKENS, dtype=torch.int32)
+    for row, length in zip(ids, (2, 9, 3, 20, 8, 2, 17, 5, 12, 4), strict=True):
+        row[:length] = torch.randint(1, 60, (length,), generator=draw)
+        row[length - 1] = 63
+    start, stop = sum(CUTS[world.size][: world.rank]), sum(CUTS[world.size][: world.rank + 1])
+    part = slice(start, stop)
+    return Batch(pixels[part], ids[part], torch.ones(10)[part], ("",) * (stop - start), torch.zeros(10)[part], 0, 10)
+
+
+def gradients(world: World, model: str, cases: list[Case], **settings: Any) -> list[dict[str, torch.Tensor]]:
+    """The gradient that a step goes along in each case, in float64."""
+    torch.set_num_threads(1)
+    found = []
+    for parallel, buckets, micro, kept in cases:
+        towers = build(model, text_buckets=buckets, **settings).train()
+        prepare(towers, "fp64")
+        before = {name: p.detach().clone() for name, p in towers.named_parameters()}
+        parallelize(towers, world, parallel=parallel, precision="fp64")
+        loss = ClipLoss(ClipLossSettings())
+        step = TrainStep(towers, loss, sgd(towers), world, precision="fp64", micro_batch_size=micro, kept=kept)
+        step(part_of_batch(world), lr=1.0)
+        after = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in towers.named_parameters()}
+        found.append({name: (before[name] - p).detach() for name, p in after.items()})
+    return found
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return write(tmp_path, text_cfg={**TEXT, "context_length": TOKENS, "vocab_size": 64})
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_micro_batches_and_buckets_change_no_gradient(size: int, model: str) -> None:
+    (truth,) = gradients(World(), model, [("ddp", "off", None, 1)])
+    cases: list[Case] = [
+        ("ddp", buckets, micro, kept) for buckets in ("auto", 2) for micro, kept in ((None, 1), (2, 0), (2, 2), (3, 9))
+    ]
+    if size > 1:
+        cases += [("fsdp", "auto", None, 1), ("fsdp", 2, None, 1), ("fsdp", 3, 2, 1), ("fsdp", "auto", 2, 0)]
+    for results in run_ranks(size, partial(gradients, grad_checkpointing=size == 2), model, cases):
+        for case, found in zip(cases, results, strict=True):
+            assert found.keys() == truth.keys()
+            for name, gradient in truth.items():
+                torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-10, msg=f"{case}: {name}")
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3])
+@pytest.mark.parametrize("frozen", ["image", "text", None])
+def test_a_frozen_tower_runs_once_and_kept_micro_batches_run_once(kept: int, frozen: str | None, model: str) -> None:
+    locks = {} if frozen is None else {f"lock_{frozen}": True}
+    (truth,) = gradients(World(), model, [("ddp", "off", None, 1)], **locks)
+    towers = build(model, text_buckets=1, **locks).train()
+    prepare(towers, "fp64")
+    before = {name: p.detach().clone() for name, p in towers.named_parameters()}
+    calls: dict[str, list[bool]] = {"image": [], "text": []}
+    for tower, module in (("image", towers.clip.visual), ("text", towers.clip.transformer)):
+        module.register_forward_hook(lambda _, __, out, seen=calls[tower]: seen.append(out.requires_grad))
+    loss = ClipLoss(ClipLossSettings())
+    step = TrainStep(towers, loss, sgd(towers), World(), precision="fp64", micro_batch_size=2, kept=kept)
+    step(part_of_batch(World()), lr=1.0)
+    for name, p in towers.named_parameters():
+        torch.testing.assert_close(before[name] - p.detach(), truth[name], rtol=0, atol=1e-10)
+    for tower, seen in calls.items():
+        graphs = [False] * 5 if tower == frozen else [False] * (5 - kept) + [True] * 5
+        assert seen == graphs, tower
+
+
+def test_the_step_counts_lengths_on_the_host(model: str) -> None:
+    """So that no step waits for a device: the batch that towers get has its lengths."""
+    towers = build(model)
+    given: list[Any] = []
+    towers.register_forward_pre_hook(lambda _, args, options: given.append(options.get("lengths")), with_kwargs=True)
+    step = TrainStep(towers, ClipLoss(ClipLossSettings()), sgd(towers), World(), micro_batch_size=6)
+    step(part_of_batch(World()), lr=0.0)
+    assert given == [(2, 2, 3, 4, 5), (8, 9, 12, 17, 20), (2, 2, 3, 4, 5)]
