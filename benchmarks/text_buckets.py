@@ -135,7 +135,7 @@ def main() -> None:
         compare("text tower", {name: partial(tower_pass, model, ids) for name, model in models.items()}, options.rounds)
     if "step" in options.parts:
         compare("step", {"padded": step_of(padded, batch), "buckets": step_of(bucketed, batch)}, options.rounds)
-    if "gradcache" in options.parts:
+    if "gradcache" in options.parts and not bucketed.has_batch_norm:
         k = min(options.chunks, n)
         cases = {"at once": step_of(bucketed, batch)}
         for kept in sorted({0, 1, k // 2, k - 1}):
