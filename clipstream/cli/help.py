@@ -49,7 +49,6 @@ THEMES = {
     "Device and precision": ("--device", "--precision"),
     "Speed and memory": (
         "--train.micro-batch-size",
-        "--model.text-buckets",
         "--grad-checkpointing",
         "--torchcompile",
         "--train.parallel",
