@@ -10,14 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from typing import Literal
 
 import torch
 
 from clipstream.models.model_config import Config
+from clipstream.models.stored import Tower
 from clipstream.models.towers import Towers
 
-Tower = Literal["image", "text"]
 Fingerprint = dict[str, object]
 IMAGE_PREFIX = "visual."
 SCALARS = ("logit_scale", "logit_bias")

@@ -56,7 +56,7 @@ from clipstream.features.manifest import (
 )
 from clipstream.features.writer import StoreWriter
 from clipstream.losses.settings import chosen_loss_type
-from clipstream.models.fingerprint import Tower, image_fingerprint, text_fingerprint, tower_state, weights_digest
+from clipstream.models.fingerprint import image_fingerprint, text_fingerprint, tower_state, weights_digest
 from clipstream.models.model_config import HUB, LOCAL
 from clipstream.models.pretrained import WEIGHT_FILES, fetch
 from clipstream.models.settings import ModelSettings
@@ -235,7 +235,7 @@ def _save_model(towers: Towers, folder: Path, manifest: Manifest) -> None:
 
     Raises SettingsError: the store has features of another one, or it cannot be written.
     """
-    both: tuple[Tower, ...] = ("image", "text")
+    both: tuple[Literal["image", "text"], ...] = ("image", "text")
     for part in both:
         own = weights_digest(tower_state(towers, part).items())
         if part in manifest.parts and manifest.parts[part].fingerprint["weights"] != own:

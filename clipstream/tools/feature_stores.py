@@ -6,7 +6,6 @@ Settings and towers enter; a StoredData leaves, or an error that names what diff
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
 
 from clipstream.config.settings import Settings
 from clipstream.data.decode.tokenizers import Tokenizer
@@ -18,7 +17,6 @@ from clipstream.features.store import FeatureStore
 from clipstream.losses.settings import DistillSettings
 from clipstream.models.fingerprint import image_fingerprint, text_fingerprint
 from clipstream.models.pretrained import WEIGHT_FILES
-from clipstream.models.stored import Tower
 from clipstream.models.teacher import NAME as LIVE
 from clipstream.models.towers import Towers
 
@@ -45,17 +43,21 @@ def check_stores(stored: StoredData, settings: Settings, towers: Towers, tokeniz
         for name, source in settings.data.sources.items():
             if name in store.manifest.sources:
                 _compare(store, f"data.sources.{name}", store.manifest.sources[name].settings, reading_of(source))
+    identity = tokenizer_identity(tokenizer)
     if stored.ids is not None:
-        now = {"tokenizer": tokenizer_identity(tokenizer)}
-        _compare(stored.ids, "the tokenizer", stored.ids.manifest.parts[IDS].fingerprint, now)
-    for part, make in ((IMAGE, _image), (TEXT, _text)):
-        if part in stored.features:
-            store, _ = stored.features[part]
-            then = dict(store.manifest.parts[part].fingerprint)
-            then.pop(PRECISION, None)
-            made = make(store, settings, towers, tokenizer)
-            made.pop(PRECISION)
-            _compare(store, f"the {part} tower", then, made)
+        then = stored.ids.manifest.parts[IDS].fingerprint
+        _compare(stored.ids, "the tokenizer", then, {"tokenizer": identity})
+    for tower, store in stored.towers.items():
+        then = {key: value for key, value in store.manifest.parts[tower].fingerprint.items() if key != PRECISION}
+        if tower == IMAGE:
+            transform = then.get("transform")
+            seed = transform.get("seed", 0) if isinstance(transform, dict) else 0
+            views = views_of(settings.data, store.manifest.views, seed)
+            now = image_fingerprint(towers, precision="", transform=views)
+        else:
+            now = text_fingerprint(towers, precision="", tokenizer=identity)
+        now.pop(PRECISION)
+        _compare(store, f"the {tower} tower", then, now)
 
 
 def remove_towers(stored: StoredData, towers: Towers) -> None:
@@ -66,10 +68,8 @@ def remove_towers(stored: StoredData, towers: Towers) -> None:
 
     Raises DataError: the store's model cannot be downloaded.
     """
-    for part in (IMAGE, TEXT):
-        if part in stored.features:
-            store, _ = stored.features[part]
-            towers.remove(cast(Tower, part), store.local(f"{MODEL}/{WEIGHT_FILES[0]}"))
+    for tower, store in stored.towers.items():
+        towers.remove(tower, store.local(f"{MODEL}/{WEIGHT_FILES[0]}"))
 
 
 def teacher_scales(stored: StoredData, settings: DistillSettings) -> dict[str, float]:
@@ -105,14 +105,3 @@ def _compare(store: FeatureStore, what: str, then: Mapping[str, object], now: Ma
             f"the feature store {store.shown} was made with other settings of {what}:{listed}\n"
             "train with those, or compute the features again, into another folder"
         )
-
-
-def _image(store: FeatureStore, settings: Settings, towers: Towers, tokenizer: Tokenizer) -> dict[str, object]:
-    transform = store.manifest.parts[IMAGE].fingerprint.get("transform")
-    seed = transform.get("seed", 0) if isinstance(transform, dict) else 0
-    now = views_of(settings.data, store.manifest.views, seed)
-    return image_fingerprint(towers, precision="", transform=now)
-
-
-def _text(store: FeatureStore, settings: Settings, towers: Towers, tokenizer: Tokenizer) -> dict[str, object]:
-    return text_fingerprint(towers, precision="", tokenizer=tokenizer_identity(tokenizer))

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, overload
 
 import numpy as np
 import torch
@@ -99,6 +99,12 @@ class StoredData:
             f"the feature store {opened[image].shown} has no token ids, which training from it takes in place of "
             "captions: run the same `clipstream precompute` command again"
         )
+
+    @property
+    def towers(self) -> dict[Literal["image", "text"], FeatureStore]:
+        """The towers whose features are stored, with their stores."""
+        names: tuple[Literal["image"], Literal["text"]] = ("image", "text")
+        return {name: self.features[name][0] for name in names if name in self.features}
 
     @property
     def teachers(self) -> list[str]:
