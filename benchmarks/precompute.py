@@ -31,8 +31,9 @@ from clipstream.data.sources.registry import expand
 from clipstream.features.codec import encode_rows
 from clipstream.features.manifest import CHUNK_ROWS, Manifest, PartInfo, ShardInfo, SourceInfo
 from clipstream.features.writer import StoreWriter
+from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
-from clipstream.models.towers import Towers, build_towers
+from clipstream.models.towers import Towers
 from clipstream.precompute.compute import ChunkComputer, Pass
 from clipstream.training.precision import autocast, prepare
 

@@ -29,8 +29,9 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.losses.contrastive import ClipLoss
 from clipstream.losses.settings import ClipLossSettings
+from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
-from clipstream.models.towers import Towers, build_towers
+from clipstream.models.towers import Towers
 from clipstream.training.optim import AdamW, build_optimizer
 from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState

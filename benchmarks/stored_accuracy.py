@@ -38,8 +38,8 @@ from clipstream.evals.evaluators.zero_shot import score, text_classifier
 from clipstream.features.analysis.rows import StoredRows
 from clipstream.features.manifest import IMAGE, MODEL, TEXT
 from clipstream.features.store import FeatureStore
+from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
-from clipstream.models.towers import build_towers
 
 METRICS = ("image_to_text_R@1", "text_to_image_R@1", "zero_shot_top1")
 TEMPLATES = ("{c}", "an emoji of {c}")

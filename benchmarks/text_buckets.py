@@ -30,9 +30,10 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.losses.contrastive import ClipLoss
 from clipstream.losses.settings import ClipLossSettings
+from clipstream.models.build import build_towers
+from clipstream.models.execution.text_buckets import STEP, _causal
 from clipstream.models.settings import ModelSettings
-from clipstream.models.text_buckets import STEP, _causal
-from clipstream.models.towers import Towers, build_towers
+from clipstream.models.towers import Towers
 from clipstream.training.step import TrainStep
 
 Cases = dict[str, Callable[[], object]]

@@ -31,8 +31,9 @@ from clipstream.distributed.world import World
 from clipstream.errors import Dropped
 from clipstream.evals.context import EvalContext, Example, Table
 from clipstream.losses.contrastive import ContrastiveLoss
+from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
-from clipstream.models.towers import Features, build_towers
+from clipstream.models.towers import Features
 from clipstream.report.sinks import Record, RunInfo, Sink
 from clipstream.training.optim import Optimizer, OptimSettings, Schedule
 

@@ -238,8 +238,8 @@ def build_model(settings: Settings, world: World, stored: StoredData | None) -> 
     Raises SettingsError: the tokenizer has more tokens than the model, or a store was made with other settings.
     """
     from clipstream.data.decode.tokenizers import build_tokenizer
+    from clipstream.models.build import build_towers
     from clipstream.models.pretrained import fetch
-    from clipstream.models.towers import build_towers
     from clipstream.tools.feature_stores import check_stores, remove_towers
     from clipstream.training.precision import check_device, prepare, seed_all
 
@@ -266,9 +266,9 @@ def build_model(settings: Settings, world: World, stored: StoredData | None) -> 
 
 def build_teacher(settings: Settings, world: World) -> Teacher | None:
     """The live teacher on this rank's device, in the arithmetic of training; None where the settings name none."""
+    from clipstream.models.build import build_towers
     from clipstream.models.pretrained import fetch
     from clipstream.models.teacher import Teacher
-    from clipstream.models.towers import build_towers
     from clipstream.training.precision import autocast, prepare
 
     model, precision = settings.distill.teacher(settings.model.cache_dir), settings.train.arithmetic

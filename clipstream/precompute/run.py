@@ -56,11 +56,12 @@ from clipstream.features.manifest import (
 )
 from clipstream.features.writer import StoreWriter
 from clipstream.losses.settings import chosen_loss_type
+from clipstream.models.build import build_towers
 from clipstream.models.fingerprint import image_fingerprint, text_fingerprint, tower_state, weights_digest
 from clipstream.models.model_config import HUB, LOCAL
 from clipstream.models.pretrained import WEIGHT_FILES, fetch
 from clipstream.models.settings import ModelSettings
-from clipstream.models.towers import Towers, build_towers
+from clipstream.models.towers import Towers
 from clipstream.models.weights import read_weights
 from clipstream.precompute.compute import ChunkComputer, Pass
 from clipstream.precompute.options import StoreOptions

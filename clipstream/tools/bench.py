@@ -105,8 +105,8 @@ def bench(argv: Sequence[str]) -> int:
             raise SettingsError(f"--output: {output} cannot be written ({error.strerror})") from error
     preflight(settings.model, settings.tokenizer)
     from clipstream.data.decode.tokenizers import build_tokenizer
+    from clipstream.models.build import build_towers
     from clipstream.models.pretrained import fetch
-    from clipstream.models.towers import build_towers
 
     fetch(settings.model, settings.tokenizer, World())
     towers = build_towers(settings.model, seed=settings.run.seed, tokenizer=settings.tokenizer)

@@ -378,8 +378,8 @@ def context_for(settings: Settings, model: ModelSettings, world: World) -> EvalC
     from clipstream.data.decode.tokenizers import build_tokenizer
     from clipstream.evals.context import EvalContext
     from clipstream.losses.contrastive import build_loss
+    from clipstream.models.build import build_towers
     from clipstream.models.pretrained import fetch
-    from clipstream.models.towers import build_towers
     from clipstream.training.precision import check_device, prepare, resolve_precision
 
     fetch(model, settings.tokenizer, world)

@@ -28,8 +28,8 @@ from clipstream.features.analysis.rows import Name, PairScores, StoredRows, pair
 from clipstream.features.analysis.tables import TableWriter, check_suffix
 from clipstream.features.manifest import IMAGE, MODEL, TEXT
 from clipstream.features.store import FeatureStore
+from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
-from clipstream.models.towers import build_towers
 from clipstream.utils.escape import printable
 
 SHOWN = 25  # rows of a table

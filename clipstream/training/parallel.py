@@ -36,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
+from clipstream.models.execution.blocks import blocks
 from clipstream.training.precision import Precision, same_randomness
 
 # torch 2.13 renamed the argument.
@@ -182,15 +183,6 @@ def parallelize(towers: Any, world: World, *, parallel: str, precision: Precisio
     if parallel == "fsdp" and world.size > 1:
         return ShardedTowers(towers, world, precision)
     return FullTowers(towers.to(world.device))
-
-
-def blocks(towers: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of the towers: outermost modules in a list of modules of the same class."""
-    if isinstance(towers, nn.ModuleList | nn.Sequential):
-        children = list(towers.children())
-        if len(children) > 1 and len({type(child) for child in children}) == 1 and any(children[0].children()):
-            return [child for child in children if any(True for _ in child.parameters())]
-    return [block for child in towers.children() for block in blocks(child)]
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -17,8 +17,8 @@ from clipstream.evals.runner import EvalRunner
 from clipstream.evals.settings import EvalSettings
 from clipstream.losses.contrastive import build_loss
 from clipstream.losses.settings import LossSettings
+from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
-from clipstream.models.towers import build_towers
 from clipstream.training.parallel import parallelize
 from tests.support.evaluating import CONFIG
 from tests.support.pictures import ByteTokenizer, make_shards

@@ -36,7 +36,7 @@ for settings in runs:
     preflight(settings)
     fetch(settings, None, World())
 assert "torch" not in sys.modules
-from clipstream.models.towers import build_towers
+from clipstream.models.build import build_towers
 import torch
 for settings in runs:
     towers = build_towers(settings, seed=0).eval()

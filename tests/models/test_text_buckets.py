@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipstream.errors import SettingsError
-from clipstream.models.text_buckets import PASS_TOKENS, Bucket, TextBuckets
+from clipstream.models.execution.text_buckets import PASS_TOKENS, Bucket, TextBuckets
 from clipstream.models.towers import Towers
 from tests.support import hubtree
 from tests.support.model_files import TEXT, VIT, build, write

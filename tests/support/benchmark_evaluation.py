@@ -10,8 +10,9 @@ from clipstream.evals.context import EvalContext
 from clipstream.evals.evaluators.retrieval import Retrieval
 from clipstream.evals.evaluators.zero_shot import ZeroShot
 from clipstream.evals.settings import EvalSettings
+from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
-from clipstream.models.towers import Towers, build_towers
+from clipstream.models.towers import Towers
 from tests.support.pictures import ByteTokenizer
 
 BUILT: dict[str, Any] = {"zero_shot": ZeroShot, "retrieval": Retrieval}

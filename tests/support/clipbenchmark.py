@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from PIL import Image
 
+from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
-from clipstream.models.towers import build_towers
 from tests.support.evaluating import CONFIG
 from tests.support.pictures import ByteTokenizer
 from tests.support.tars import write_tar

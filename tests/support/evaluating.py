@@ -10,8 +10,9 @@ from pathlib import Path
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
 from clipstream.evals.context import EvalContext
+from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
-from clipstream.models.towers import Towers, build_towers
+from clipstream.models.towers import Towers
 from tests.support.pictures import ByteTokenizer
 
 CONFIG = {

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
-from clipstream.models.towers import Towers, build_towers
+from clipstream.models.towers import Towers
 
 TEXT = {"context_length": 12, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2}
 VIT = {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8}

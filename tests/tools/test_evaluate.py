@@ -25,8 +25,8 @@ from clipstream.evals.evaluators.retrieval import Retrieval
 from clipstream.evals.fingerprints import of_weights
 from clipstream.evals.settings import RetrievalSettings
 from clipstream.evaluate import main
+from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
-from clipstream.models.towers import build_towers
 from clipstream.report.terminal import evaluation_line, table
 from clipstream.tools.evaluate import OWN_FLAGS, locate
 from clipstream.training.settings import CheckpointSettings

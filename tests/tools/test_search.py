@@ -21,8 +21,8 @@ from clipstream.data.settings import ModelTokenizer
 from clipstream.features.analysis.faiss_index import EXTRA
 from clipstream.features.manifest import Manifest, PartInfo, ShardInfo, SourceInfo, sample_dtype
 from clipstream.features.writer import StoreWriter
+from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
-from clipstream.models.towers import build_towers
 from clipstream.search import main
 from tests.support.models import MODEL
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from clipstream import evaluate
 from clipstream.distributed.world import World
+from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
-from clipstream.models.towers import build_towers
 from clipstream.train import main
 from clipstream.training.ema import WeightAverages
 from clipstream.training.parallel import FullTowers, full_tensor, parallelize

@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
+from clipstream.models.build import build_towers
+from clipstream.models.execution.blocks import blocks
 from clipstream.models.settings import ModelSettings
-from clipstream.models.towers import build_towers
-from clipstream.training.parallel import ShardedTowers, blocks, parallelize, shard_like, synchronize_batch_norm
+from clipstream.training.parallel import ShardedTowers, parallelize, shard_like, synchronize_batch_norm
 from clipstream.training.precision import Precision
 from clipstream.training.step import TrainStep
 from tests.support.pictures import make_shards

@@ -23,8 +23,8 @@ from clipstream.checkpoint.run_lock import holds_a_run, occupied
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.images import EvalTransform
 from clipstream.distributed.world import World
+from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
-from clipstream.models.towers import build_towers
 from clipstream.train import main
 from clipstream.training.precision import resolve_precision
 from tests.support.pictures import make_shards, picture

@@ -74,7 +74,7 @@ from clipstream.data.settings import TokenizerSettings
 from clipstream.data.decode.tokenizers import build_tokenizer
 from clipstream.errors import SettingsError
 from clipstream.models.settings import ModelSettings
-from clipstream.models.towers import build_towers
+from clipstream.models.build import build_towers
 kind, model, folder, trust = sys.argv[1:]
 named = {"type": "path", "name": folder} if kind == "path" else {"type": "model"}
 chosen = TokenizerSettings.model_validate({**named, "trust_remote_code": trust == "true"})

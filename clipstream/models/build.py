@@ -1,0 +1,163 @@
+"""Builds the towers that settings name from files that are on this machine; `pretrained` finds and downloads them."""
+
+from __future__ import annotations
+
+import math
+import re
+from copy import deepcopy
+from dataclasses import asdict
+from typing import Any
+
+import open_clip
+import timm
+import torch
+from open_clip.transform import PreprocessCfg, merge_preprocess_dict
+from timm.layers import to_2tuple
+
+from clipstream.errors import SettingsError
+from clipstream.models.execution.text_buckets import TextBuckets
+from clipstream.models.model_config import Config, ModelConfig
+from clipstream.models.pretrained import (
+    ModelFiles,
+    TokenizerChoice,
+    resolve,
+    resolve_loss,
+    timm_entry,
+)
+from clipstream.models.settings import ModelSettings
+from clipstream.models.towers import Towers
+from clipstream.models.weights import load_image_weights, load_weights, read_weights
+
+
+def build_towers(
+    settings: ModelSettings, *, seed: int, loss_type: str | None = None, tokenizer: TokenizerChoice | None = None
+) -> Towers:
+    """The model that the settings name, in float32 on the CPU, from files that are on this machine already.
+
+    Initial values depend on `seed` alone, so that all ranks start alike; the global random state is not changed. A
+    tag's activation (quick_gelu) takes precedence over the model's, as the weights were trained with it.
+
+    Args:
+        loss_type: 'clip' or 'siglip' where the user chose one; None for the loss that the model was made for.
+        tokenizer: the tokenizer's settings, which are saved with the model.
+
+    Raises SettingsError: there is no such model, the weights do not fit it, or they were trained with another loss and
+    `allow_mismatch` is not set.
+    """
+    source = resolve(settings, tokenizer)
+    cfg = deepcopy(source.model_cfg)
+    if settings.image_size is not None:
+        _set_image_size(cfg["vision_cfg"], settings.image_size)
+    if settings.patch_dropout is not None:
+        if isinstance(cfg["vision_cfg"].get("layers"), list):
+            raise SettingsError(f"model.patch_dropout: {settings.name} has a ResNet, which has no patches to leave out")
+        cfg["vision_cfg"]["patch_dropout"] = settings.patch_dropout
+    state = None if source.weights is None else read_weights(source.weights)
+    loss_type = _resolve_loss_and_bias(settings, cfg, state, loss_type)
+    clip = _create(source, cfg, seed, settings.image_size)
+    if state is not None:
+        load_weights(clip, state, source)
+    preprocess = asdict(PreprocessCfg())
+    if source.image_weights is not None:
+        load_image_weights(clip.visual.trunk, source.image_weights)
+        theirs = timm_entry(cfg["vision_cfg"]["timm_model_name"], str(settings.image_pretrained))
+        theirs = clip.visual.trunk.pretrained_cfg if theirs is None else asdict(theirs)
+        preprocess |= {"mean": theirs["mean"], "std": theirs["std"]}
+    preprocess = merge_preprocess_dict(preprocess, source.preprocess_cfg)
+    own = {name: getattr(settings, f"image_{name}") for name in ("mean", "std", "interpolation", "resize_mode")}
+    preprocess |= {name: value for name, value in own.items() if value is not None}
+    preprocess["size"] = clip.visual.image_size
+    open_clip.model.set_model_preprocess_cfg(clip, preprocess)
+    towers = Towers(
+        clip,
+        ModelConfig(cfg, preprocess),
+        loss_type=loss_type,
+        tokenizer_folder=source.tokenizer,
+        trust_remote_code=getattr(tokenizer, "trust_remote_code", False),
+        text_buckets=TextBuckets.of(clip, settings.text_buckets),
+    )
+    if settings.grad_checkpointing:
+        if isinstance(clip.visual, open_clip.modified_resnet.ModifiedResNet):
+            raise SettingsError(f"model.grad_checkpointing: open_clip's ResNet ({settings.name}) cannot recompute")
+        clip.set_grad_checkpointing()
+    if settings.lock_image:
+        towers.lock_image(settings.unlocked_groups, until=settings.unlock_image_at)
+    if settings.lock_text:
+        keep = state is None and source.text_model is not None
+        towers.lock_text(settings.unlocked_layers, keep_projection=keep, until=settings.unlock_text_at)
+    return towers
+
+
+def _set_image_size(vision_cfg: Config, size: int) -> None:
+    """Set the picture size. timm models have it in their name, by which open_clip rebuilds them."""
+    vision_cfg["image_size"] = size
+    name = str(vision_cfg.get("timm_model_name") or "")
+    sized = re.fullmatch(r"(.+_)(\d{2,4})", name)
+    if not sized or int(sized[2]) == size:
+        return
+    if not timm.is_model(f"{sized[1]}{size}"):
+        others = [other for other in timm.list_models(f"{sized[1]}*") if re.fullmatch(r"\d+", other[len(sized[1]) :])]
+        raise SettingsError(
+            f"model.image_size {size}: timm has no {sized[1]}{size}; sizes of this tower: "
+            f"{', '.join(other[len(sized[1]) :] for other in others)}"
+        )
+    vision_cfg["timm_model_name"] = f"{sized[1]}{size}"
+
+
+def _resolve_loss_and_bias(
+    settings: ModelSettings, cfg: Config, state: dict[str, torch.Tensor] | None, wanted: str | None
+) -> str:
+    """Resolve the loss, and add or remove the logit bias in `cfg` and `state`.
+
+    SigLIP (arXiv:2303.15343, section 3.2) starts at a scale of 10 and a bias of -10. So does a model with weights of
+    another loss: at CLIP's final scale of 100 without a bias, the loss of all negatives would be huge.
+    """
+    weights_for = None if state is None else "siglip" if "logit_bias" in state else "clip"
+    chosen = resolve_loss(settings, wanted, cfg, weights_for=weights_for)
+    if chosen == "siglip":
+        cfg.setdefault("init_logit_bias", -10.0)
+        cfg.setdefault("init_logit_scale", math.log(10.0))
+        if state is not None and weights_for == "clip":
+            shape = state["logit_scale"].shape
+            state["logit_scale"] = torch.full(shape, math.log(10.0))
+            state["logit_bias"] = torch.full(shape, -10.0)
+    else:
+        cfg.pop("init_logit_bias", None)
+        if state is not None:
+            state.pop("logit_bias", None)
+    return chosen
+
+
+def _create(source: ModelFiles, model_cfg: Config, seed: int, size: int | None) -> Any:
+    """A fresh model of open_clip, with base weights in a Hugging Face text tower unless it says otherwise."""
+    cfg = deepcopy(model_cfg)
+    text_cfg = cfg["text_cfg"]
+    custom = cfg.pop("custom_text", False) or "hf_model_name" in text_cfg
+    cfg["vision_cfg"]["timm_model_pretrained"] = False
+    if source.text_model is not None:
+        from transformers import dynamic_module_utils
+
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # open_clip does not pass trust_remote_code: refuse, never ask
+        text_cfg["hf_model_pretrained"] = source.weights is None and text_cfg.get("hf_model_pretrained", True)
+        text_cfg["hf_model_name"] = str(source.text_model)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            clip = (open_clip.CustomTextCLIP if custom else open_clip.CLIP)(**cfg)
+    except (TypeError, ValueError, KeyError, RuntimeError, AssertionError, OSError) as error:
+        if "trust_remote_code" in str(error):
+            text = f"the text tower in {source.text_model} is Python code of its own (auto_map), which is never run"
+            raise SettingsError(f"{text}: take a tower that transformers has") from error
+        raise SettingsError(f"open_clip cannot build {source.label}: {error}") from error
+    clip = clip.float()
+    if size is None:
+        return clip
+    try:  # whether the image tower takes pictures of a size that it was not made for
+        with torch.no_grad():
+            clip.eval().encode_image(torch.zeros(1, 3, *to_2tuple(clip.visual.image_size)))
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise SettingsError(
+            f"model.image_size {size}: {source.label} takes no pictures of this size (a ResNet takes multiples of 32): "
+            f"{error}"
+        ) from error
+    return clip.train()
