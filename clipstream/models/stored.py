@@ -18,6 +18,7 @@ from clipstream.errors import SettingsError
 from clipstream.features.manifest import RERUN
 
 Tower = Literal["image", "text"]
+TOWERS: tuple[Tower, ...] = ("image", "text")
 
 
 class StoredTower:

@@ -44,16 +44,7 @@ from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, DataError, Dropped, Interrupted, SettingsError, Stopped
-from clipstream.features.manifest import (
-    MODEL,
-    SAMPLES,
-    TEXTS,
-    Manifest,
-    PartInfo,
-    ShardInfo,
-    SourceInfo,
-    part_folder,
-)
+from clipstream.features.manifest import MODEL, SAMPLES, TEXTS, Manifest, PartInfo, ShardInfo, SourceInfo, part_folder
 from clipstream.features.writer import StoreWriter
 from clipstream.losses.settings import chosen_loss_type
 from clipstream.models.build import build_towers
@@ -61,6 +52,7 @@ from clipstream.models.fingerprint import image_fingerprint, text_fingerprint, t
 from clipstream.models.model_config import HUB, LOCAL
 from clipstream.models.pretrained import WEIGHT_FILES, fetch
 from clipstream.models.settings import ModelSettings
+from clipstream.models.stored import TOWERS
 from clipstream.models.towers import Towers
 from clipstream.models.weights import read_weights
 from clipstream.precompute.compute import ChunkComputer, Pass
@@ -236,8 +228,7 @@ def _save_model(towers: Towers, folder: Path, manifest: Manifest) -> None:
 
     Raises SettingsError: the store has features of another one, or it cannot be written.
     """
-    both: tuple[Literal["image", "text"], ...] = ("image", "text")
-    for part in both:
+    for part in TOWERS:
         own = weights_digest(tower_state(towers, part).items())
         if part in manifest.parts and manifest.parts[part].fingerprint["weights"] != own:
             raise SettingsError(
