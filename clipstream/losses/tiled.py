@@ -157,7 +157,7 @@ class Tiles:
         # Far below all logits; with -inf, rows without a present sample would give nan.
         self._low = torch.finfo(pairs.images.dtype).min / 8
         gone = pairs.weights == 0
-        self._absent = gone.to(pairs.images.dtype) * self._low if bool(gone.any()) else None
+        self._absent = None if _none_on_cpu(gone) else gone.to(pairs.images.dtype) * self._low
         self._labels = pairs.labels
         if pairs.labels is not None:  # an absent sample has no duplicates
             self._labels = torch.where(gone, -1 - torch.arange(len(gone), device=gone.device), pairs.labels)
@@ -304,3 +304,8 @@ class LogSums:
             most = self.columns.clone()
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
             self.columns = world.all_reduce_sum(torch.exp(self.columns - most)).log_().add_(most)
+
+
+def _none_on_cpu(flags: torch.Tensor) -> bool:
+    """Whether no flag is set, as far as that is known without waiting for a device."""
+    return flags.device.type == "cpu" and not bool(flags.any())
