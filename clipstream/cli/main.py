@@ -85,6 +85,9 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
         argv: that command line; by default the process's.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    # OpenMP reads it when torch is imported. Threads that wait for work by spinning take the cores of the data workers,
+    # and then the threads with work wait for a core: some steps on a CPU take ten times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(ValueError, OSError):  # macOS refuses an infinite limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each lane keeps shards open: 1,024 files are few

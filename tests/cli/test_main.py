@@ -200,3 +200,19 @@ def test_help_into_a_closed_pipe() -> None:
     )
     assert ended.stdout.startswith(b"usage: ")
     assert not ended.stderr
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "passive"), ("active", "active")])
+def test_threads_sleep_while_they_wait(given: str | None, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy is set before torch is imported, which reads it."""
+    if given is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    else:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    code = (
+        "import os, sys\nfrom clipstream.cli.main import run_main\n"
+        "def verb(argv):\n    print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)\n    return 0\n"
+        "sys.exit(run_main(verb, []))"
+    )
+    ended = python("-c", code)
+    assert ended.stdout.split() == [expected, "False"], ended.stderr
