@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from clipstream.evals.settings import Weights
     from clipstream.models.teacher import Teacher
     from clipstream.models.towers import Towers
+    from clipstream.performance.flops import Throughput
     from clipstream.report.outputs import Ending, Outputs
     from clipstream.training.parallel import FullTowers, ShardedTowers
     from clipstream.training.state import TrainState
@@ -145,8 +146,9 @@ def run(
         watch.on_exit(loader.close)
 
         # Optimizer, step, loop.
+        throughput = build_throughput(settings, world, towers)  # before the towers are sharded or compiled
         layout, step = build_step(settings, world, towers, teacher, stored)
-        fit(settings, world, layout, step, tokenizer, loader, watch, signals, ending, found, remote_sync)
+        fit(settings, world, layout, step, tokenizer, loader, throughput, watch, signals, ending, found, remote_sync)
         if world.is_main:
             print_best(settings)
 
@@ -158,6 +160,7 @@ def fit(
     step: TrainStep,
     tokenizer: Tokenizer,
     loader: Loader,
+    throughput: Throughput | None,
     watch: FailureWatch,
     signals: StopSignals,
     ending: Ending | None,
@@ -204,7 +207,6 @@ def fit(
             warn_of_duplicates(settings.loss, batch, world)
         outputs.show_batch(number, batch, decode=partial(readable, tokenizer))
 
-    # Loop.
     trainer = Trainer(
         step,
         loader,
@@ -222,6 +224,7 @@ def fit(
         show=show,
         show_every=log.pictures_every,
         early_stop=early_stop,
+        throughput=throughput,
     )
     watch.on_exit(writer.close)
     if ending is not None:
@@ -262,6 +265,16 @@ def build_model(settings: Settings, world: World, stored: StoredData | None) -> 
     if stored is not None:
         remove_towers(stored, towers)
     return towers, tokenizer
+
+
+def build_throughput(settings: Settings, world: World, towers: Towers) -> Throughput | None:
+    """What adds TFLOP/s and MFU to training lines; None where the model's FLOPs cannot be counted."""
+    from clipstream.performance.flops import Throughput, count_flops
+    from clipstream.performance.peaks import peak_tflops
+
+    flops = count_flops(towers)
+    peak = settings.log.peak_tflops or peak_tflops(world.device, settings.train.arithmetic)
+    return None if flops is None else Throughput(flops, peak)
 
 
 def build_teacher(settings: Settings, world: World) -> Teacher | None:

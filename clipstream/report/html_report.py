@@ -24,6 +24,9 @@ TEMPLATE = "page.html"
 TITLES = {  # of curves, in the order of the page; others follow
     "loss": "loss",
     "samples_per_s": "samples a second",
+    "tokens_per_s": "text tokens a second",
+    "tflops": "TFLOP/s of a device",
+    "mfu": "model FLOPs utilisation (MFU)",
     "data_wait": "waiting for data",
     "lr": "learning rate",
     "grad_norm": "norm of the gradients",
@@ -32,7 +35,7 @@ TITLES = {  # of curves, in the order of the page; others follow
     "skipped": "steps left out, as loss or gradients were not finite",
 }
 RARE = ("skipped",)  # not shown if all values are 0
-SHARES = ("data_wait", "overflow_rate")
+SHARES = ("mfu", "data_wait", "overflow_rate")
 INTERVAL = 60.0  # minimum seconds between two reports of a running run
 COUNTS = ("n", "dropped", "seconds", "captions", "n_train", "batch_size", "batches", "left_out")
 WIDTH, HEIGHT = 360, 190  # of a chart

@@ -64,6 +64,9 @@ class LogSettings(Section):
     alert: str | None = Field(
         None, description="called with that warning: module:function, or a shell command ($CLIPSTREAM_ALERT)"
     )
+    peak_tflops: float | None = Field(
+        None, gt=0, description="a device's dense TFLOP/s, for MFU; of known GPUs from a table unless set"
+    )
     progress: Progress = Field("auto", description="auto: a bar on a terminal, lines elsewhere")
     level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="messages of this level and above are shown; out.log has info and above in any case"

@@ -21,6 +21,7 @@ from clipstream.distributed.run_record import end_record
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, DataError, Interrupted, Stopped
+from clipstream.performance.flops import Throughput
 from clipstream.training.early_stop import EarlyStop, EarlyStopSettings
 from clipstream.training.rollback import Rollback
 from clipstream.training.state import IntervalState, SourceHealth, TrainState
@@ -81,6 +82,7 @@ class Trainer:
     show_every: int = 1000
     # may end the run before its last step
     early_stop: EarlyStop = field(default_factory=lambda: EarlyStop(EarlyStopSettings()))
+    throughput: Throughput | None = None  # adds `tokens_per_s`, `tflops` and `mfu` to the training lines
 
     def __post_init__(self, state: TrainState | None) -> None:
         self._saved_step = -1
@@ -115,6 +117,8 @@ class Trainer:
                 with self._clock.paused():
                     self.show(self.step, batch)
             self.train_step.unlock(self.step)
+            if self.throughput is not None:
+                self.throughput.add(batch)
             result = self.train_step(batch, lr)
             self.step += 1
             self.samples += result.n
@@ -215,11 +219,12 @@ class Trainer:
 
     def _log(self, result: StepResult, lr: float) -> None:
         """Write a training line: loss and gradient norm averaged over the interval, the rest of its last step."""
-        mine = (*self._clock.read(self.loader.wait_seconds), self.loader.take_times())
+        work = self.throughput.take() if self.throughput is not None else None
+        mine = (*self._clock.read(self.loader.wait_seconds), self.loader.take_times(), work)
         times = self.world.gather_objects(mine)
         seconds = max(wall for wall, *_ in times)
-        waited = max(wait / wall for wall, wait, _ in times)
-        stages = merged(stages for *_, stages in times)
+        waited = max(wait / wall for wall, wait, *_ in times)
+        stages = merged(stages for *_, stages, _ in times)
         bottleneck = TRAINING if waited < NEGLIGIBLE else stages.longest() or TRAINING
         sums = self._interval
         finite = sums.steps - sums.skipped
@@ -237,6 +242,8 @@ class Trainer:
             "skipped": sums.skipped,
         }
         record |= {f"loss_{name}": part / finite if finite else math.nan for name, part in sums.parts.items()}
+        if self.throughput is not None and (works := [work for *_, work in times if work is not None]):
+            record |= self.throughput.figures(works, seconds, self.train_step.towers.unchanging())
         if result.loss_scale is not None:
             record |= {"loss_scale": result.loss_scale, "overflow_rate": sums.overflows / sums.steps}
         if self.epoch_samples:

@@ -165,5 +165,5 @@ class Run:
 
     def training_lines(self) -> list[dict[str, Any]]:
         """Without what depends on the clock."""
-        timed = ("samples_per_s", "data_wait", "bottleneck")
+        timed = ("samples_per_s", "tokens_per_s", "tflops", "mfu", "data_wait", "bottleneck")
         return [{k: v for k, v in line.items() if k not in timed} for line in self.lines if "loss" in line]

@@ -56,6 +56,7 @@ def test_a_run_leaves_what_the_contract_names(place: Path, whole: str) -> None:
     training = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     first = next(record for record in training if "loss" in record)
     assert {"step", "samples", "loss", "lr", "grad_norm", "logit_scale", "samples_per_s", "data_wait"} <= first.keys()
+    assert first["tokens_per_s"] > first["samples_per_s"] and first["tflops"] > 0 and "mfu" not in first  # on a CPU
     assert [record["samples"] for record in training if "loss" in record] == [24 * i for i in range(1, 9)]
     evaluation = next(record for record in training if "eval" in record)
     assert evaluation["eval"] == "val" and evaluation["n"] == 20

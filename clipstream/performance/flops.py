@@ -1,0 +1,194 @@
+"""Model FLOPs: the arithmetic that a step needs, as torch's flop counter counts it (a multiply-add is 2).
+
+Counted once, before training, by passes over tensors of the meta device, which hold no data: weights, batch statistics,
+random states and the GPU's memory stay as they are. Recomputation (activation checkpointing, gradient caching), padding
+of texts, loss, optimizer and a live teacher are not counted, nor is what the counter leaves out: norms, activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from clipstream.data.batch import Batch
+from clipstream.models.execution.text_buckets import STEP, TextBuckets
+from clipstream.models.stored import Tower
+from clipstream.models.towers import Towers
+from clipstream.utils.logs import logger
+
+
+class Flops(NamedTuple):
+    """FLOPs of a tower for one sample."""
+
+    forward: float = 0.0
+    backward: float = 0.0  # for the parameters that are trained
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """FLOPs of a model for one sample.
+
+    Attributes:
+        image: of a picture.
+        text: of a text of L tokens, the coefficients of 1, L and L squared.
+        buckets: tells a text's true length; None where padding is part of a text, as the tower attends to it.
+    """
+
+    image: Flops
+    text: tuple[Flops, Flops, Flops]
+    buckets: TextBuckets | None
+
+    def of_text(self, length: int) -> Flops:
+        """FLOPs of a text of `length` tokens."""
+        constant, linear, square = self.text
+        return Flops(
+            constant.forward + linear.forward * length + square.forward * length**2,
+            constant.backward + linear.backward * length + square.backward * length**2,
+        )
+
+
+@dataclass
+class Work:
+    """Pictures and texts that a rank trained on since the last training line."""
+
+    images: int = 0
+    texts: int = 0
+    tokens: int = 0
+    squared_tokens: int = 0  # sum of the squares of the texts' lengths
+
+    def add(self, batch: Batch, flops: ModelFlops) -> None:
+        """Add a batch whose ids are on the CPU; features from a store take no work."""
+        if "image" not in batch.features:
+            self.images += len(batch)
+        if "text" in batch.features:
+            return
+        lengths = batch.lengths
+        if lengths is None and flops.buckets is not None:
+            lengths = flops.buckets.lengths(batch.ids)
+        if lengths is None:
+            lengths = (batch.ids.shape[1],) * len(batch)
+        self.texts += len(lengths)
+        self.tokens += sum(lengths)
+        self.squared_tokens += sum(length * length for length in lengths)
+
+    def flops(self, model: ModelFlops, frozen: Collection[Tower]) -> float:
+        """Model FLOPs; those of `frozen` towers forward only."""
+        amounts = (self.texts, self.tokens, self.squared_tokens)
+        total = self.images * (model.image.forward + ("image" not in frozen) * model.image.backward)
+        for amount, flops in zip(amounts, model.text, strict=True):
+            total += amount * (flops.forward + ("text" not in frozen) * flops.backward)
+        return total
+
+
+@dataclass
+class Throughput:
+    """Figures of the training lines: true text tokens a second, TFLOP/s of a device, MFU.
+
+    Args:
+        model: FLOPs of the model.
+        peak: TFLOP/s of a device at the run's precision; None if not known.
+    """
+
+    model: ModelFlops
+    peak: float | None = None
+    work: Work = field(default_factory=Work)
+
+    def add(self, batch: Batch) -> None:
+        """Count a batch of this rank."""
+        self.work.add(batch, self.model)
+
+    def take(self) -> Work:
+        """What was counted since the last call."""
+        taken, self.work = self.work, Work()
+        return taken
+
+    def figures(self, works: list[Work], seconds: float, frozen: Collection[Tower]) -> dict[str, float]:
+        """Keys of a training line, from the work of all ranks in `seconds`."""
+        found = {}
+        if any(work.texts for work in works):
+            found["tokens_per_s"] = sum(work.tokens for work in works) / seconds
+        done = sum(work.flops(self.model, frozen) for work in works)
+        found["tflops"] = done / len(works) / seconds / 1e12
+        if self.peak:
+            found["mfu"] = found["tflops"] / self.peak
+        return found
+
+
+def count_flops(towers: Towers) -> ModelFlops | None:
+    """FLOPs of towers as `build_model` gives them, neither sharded nor compiled.
+
+    None if a tower cannot run on the meta device, which is logged.
+    """
+    own, buckets = towers.text_buckets, towers.text_buckets
+    recomputing = [
+        (module, name)
+        for module in towers.modules()
+        for name in ("grad_checkpointing", "gradient_checkpointing")  # of open_clip and timm, of transformers
+        if getattr(module, name, False)
+    ]
+    try:
+        for module, name in recomputing:
+            setattr(module, name, False)
+        if "text" not in towers.stored:  # true lengths count, also where texts are padded
+            buckets = towers.text_buckets = own or TextBuckets.of(towers.clip, "auto")
+        with torch.random.fork_rng(devices=[]):
+            image = Flops() if "image" in towers.stored else _count(towers, "image")
+            text = (Flops(), Flops(), Flops()) if "text" in towers.stored else _text_terms(towers)
+    except Exception as error:  # a user's own tower: training goes on without these figures
+        logger.info(f"no TFLOP/s and MFU: the FLOPs of this model cannot be counted: {error}")
+        return None
+    finally:
+        towers.text_buckets = own
+        for module, name in recomputing:
+            setattr(module, name, True)
+    return ModelFlops(image, text, buckets)
+
+
+def _count(towers: Towers, tower: Tower, length: int | None = None) -> Flops:
+    """FLOPs of a tower for one sample, counted on the meta device."""
+    weights = {
+        name: torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+        for name, tensor in [*towers.named_parameters(), *towers.named_buffers()]
+    }
+    rows = torch.empty(1, 1, device="meta")
+    if tower == "image":
+        pixels = torch.empty(1, 3, *towers.image.size, dtype=torch.uint8, device="meta")
+        arguments: tuple[object, ...] = (pixels, rows, None, ("text",))
+    else:
+        length = length or towers.context_length
+        ids = torch.empty(1, length, dtype=torch.int32, device="meta")
+        arguments = (rows, ids, (length,), ("image",))
+    # The counter knows the products that attention is made of, but not every fused operation.
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        features = functional_call(towers, weights, arguments)
+        forward = counter.get_total_flops()
+        found: torch.Tensor = features.image if tower == "image" else features.text
+        if found.requires_grad:
+            torch.autograd.backward(found.sum())
+    return Flops(forward, counter.get_total_flops() - forward)
+
+
+def _text_terms(towers: Towers) -> tuple[Flops, Flops, Flops]:
+    """Coefficients of 1, L and L squared; of texts that are always as long as the context, only the first."""
+    end = towers.context_length
+    if towers.text_buckets is None or end <= 2 * STEP:
+        return _count(towers, "text"), Flops(), Flops()
+    lengths = (STEP, 2 * STEP, end)
+    counts = [_count(towers, "text", length) for length in lengths]
+    forward, backward = (_parabola(lengths, [count[way] for count in counts]) for way in (0, 1))
+    constant, linear, square = (Flops(*pair) for pair in zip(forward, backward, strict=True))
+    return constant, linear, square
+
+
+def _parabola(x: tuple[int, int, int], y: list[float]) -> tuple[float, float, float]:
+    """Coefficients of 1, x and x squared of the parabola through three points."""
+    slope = (y[1] - y[0]) / (x[1] - x[0])
+    square = ((y[2] - y[0]) / (x[2] - x[0]) - slope) / (x[2] - x[1])
+    linear = slope - square * (x[0] + x[1])
+    return y[0] - linear * x[0] - square * x[0] ** 2, linear, square
