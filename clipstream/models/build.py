@@ -15,6 +15,7 @@ from open_clip.transform import PreprocessCfg, merge_preprocess_dict
 from timm.layers import to_2tuple
 
 from clipstream.errors import SettingsError
+from clipstream.models.execution.checkpointing import checkpoint_blocks
 from clipstream.models.execution.text_buckets import TextBuckets
 from clipstream.models.model_config import Config, ModelConfig
 from clipstream.models.pretrained import (
@@ -76,10 +77,9 @@ def build_towers(
         trust_remote_code=getattr(tokenizer, "trust_remote_code", False),
         text_buckets=TextBuckets.of(clip, settings.text_buckets),
     )
-    if settings.grad_checkpointing:
-        if isinstance(clip.visual, open_clip.modified_resnet.ModifiedResNet):
-            raise SettingsError(f"model.grad_checkpointing: open_clip's ResNet ({settings.name}) cannot recompute")
-        clip.set_grad_checkpointing()
+    for kind, tower in (("image", clip.visual), ("text", getattr(clip, "text", None) or clip.transformer)):
+        policy = getattr(settings, f"{kind}_grad_checkpointing") or settings.grad_checkpointing
+        checkpoint_blocks(tower, policy, f"model.{kind}_grad_checkpointing")
     if settings.lock_image:
         towers.lock_image(settings.unlocked_groups, until=settings.unlock_image_at)
     if settings.lock_text:

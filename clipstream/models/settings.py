@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from clipstream.config.section import PathText, Section
 
 Level = Annotated[float, Field(ge=0, le=1)]
 Deviation = Annotated[float, Field(gt=0, le=1)]
+# true and false: as settings were before there were policies, and YAML's reading of `off`
+Recomputed = Annotated[
+    Literal["off", "all", "matmuls"] | Annotated[int, Field(ge=2)],
+    BeforeValidator(lambda value: ("all" if value else "off") if isinstance(value, bool) else value),
+]
 
 
 class ModelSettings(Section):
@@ -59,7 +64,17 @@ class ModelSettings(Section):
         description="texts of a pass are sorted by length and run in this many buckets, without the padding behind "
         "them; auto for as many as are worth their cost, off where the tower attends to padding (SigLIP)",
     )
-    grad_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
+    grad_checkpointing: Recomputed = Field(
+        "off",
+        description="blocks that recompute activations in the backward pass to save memory: all, N for every N-th, "
+        "matmuls for all but the results of matrix products and attention, or off",
+    )
+    image_grad_checkpointing: Recomputed | None = Field(
+        None, description="grad_checkpointing of the image tower, where it differs"
+    )
+    text_grad_checkpointing: Recomputed | None = Field(
+        None, description="grad_checkpointing of the text tower, where it differs"
+    )
     lock_image: bool = Field(False, description="freeze the image tower")
     unlocked_groups: int = Field(0, ge=0, description="last groups of a locked image tower that stay trainable")
     unlock_image_at: int | None = Field(

@@ -100,7 +100,7 @@ def test_a_command_line_of_open_clip_means_the_same() -> None:
     assert (settings.log.every, settings.log.tensorboard, settings.model.image_size) == (32, True, 192)
     assert (settings.optim.betas, settings.optim.eps, settings.schedule.type) == ((0.8, 0.95), 1e-7, "constant")
     model = settings.model
-    assert model.grad_checkpointing and model.lock_image and model.lock_text and model.cache_dir == "c"
+    assert model.grad_checkpointing == "all" and model.lock_image and model.lock_text and model.cache_dir == "c"
     assert settings.train.compile and settings.loss.type == "siglip"
     validate_run(settings, World(size=2))
     resolved = resolve(settings, World(size=2))

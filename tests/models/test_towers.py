@@ -175,20 +175,6 @@ def test_frozen_towers_get_no_gradient_and_stay_in_evaluation_mode(tmp_path: Pat
         assert features.image.requires_grad and not features.text.requires_grad
 
 
-def test_gradient_checkpointing_changes_no_gradient(tmp_path: Path) -> None:
-    name, (pixels, _) = write(tmp_path), pictures(2, 32)
-    ids = torch.ones(2, 12, dtype=torch.int32)
-    gradients = []
-    for checkpointing in (False, True):
-        towers = build(name, grad_checkpointing=checkpointing)
-        features = towers(pixels, ids)
-        (features.image[0] @ features.text[1]).backward()
-        gradients.append(towers.clip.visual.conv1.weight.grad)
-    assert torch.equal(*gradients)
-    with pytest.raises(SettingsError, match="cannot recompute"):
-        build(write(tmp_path, RESNET), grad_checkpointing=True)
-
-
 def test_a_file_that_does_not_fit_is_named_with_its_first_differences(tmp_path: Path) -> None:
     towers = build(write(tmp_path))
     state = {name: tensor.contiguous() for name, tensor in towers.clip.state_dict().items()}

@@ -1,0 +1,74 @@
+"""Activation checkpointing by policy: blocks of the towers that recompute their activations in the backward pass.
+
+One mechanism for the towers of open_clip, timm and Hugging Face: the `forward` of a block is replaced on the instance,
+so that names in state dicts stay, and FSDP gathers the block's parameters around it. Random states are restored for the
+recomputation, so gradients are those without it. Blocks in evaluation mode and passes without gradients are as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from clipstream.errors import SettingsError
+from clipstream.models.execution.blocks import blocks
+
+Policy = Literal["off", "all", "matmuls"] | int
+
+_ATEN = torch.ops.aten
+# Results that `matmuls` keeps: matrix products, convolutions and attention.
+_KEPT: list[Any] = [
+    _ATEN.mm.default,
+    _ATEN.addmm.default,
+    _ATEN.bmm.default,
+    _ATEN.baddbmm.default,
+    _ATEN.convolution.default,
+    _ATEN._scaled_dot_product_flash_attention.default,
+    _ATEN._scaled_dot_product_efficient_attention.default,
+    _ATEN._scaled_dot_product_cudnn_attention.default,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+]
+
+
+def checkpoint_blocks(tower: nn.Module, policy: Policy, key: str) -> None:
+    """Let the blocks of one tower recompute, in place: 'all' of them, every N-th, or all but their matrix products.
+
+    Args:
+        key: the setting, for messages.
+
+    Raises SettingsError: the tower has no repeated blocks, or batch norm in them, which would count the statistics of
+    a batch twice.
+    """
+    if policy == "off":
+        return
+    found = blocks(tower)
+    if not found:
+        raise SettingsError(f"{key}: {type(tower).__name__} cannot recompute, as it has no repeated blocks")
+    if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for block in found for part in block.modules()):
+        reason = "as its batch norm would count the statistics of a batch twice: set off for this tower"
+        raise SettingsError(f"{key}: {type(tower).__name__} cannot recompute, {reason}")
+    forward = _recompute_but_matmuls if policy == "matmuls" else _recompute
+    for block in found[:: policy if isinstance(policy, int) else 1]:
+        block.forward = MethodType(forward, block)  # a method, so that a deep copy runs its own weights
+
+
+def _recompute(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return _checkpointed(block, {}, args, kwargs)
+
+
+def _recompute_but_matmuls(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    contexts: Callable[[], Any] = partial(create_selective_checkpoint_contexts, _KEPT)
+    return _checkpointed(block, {"context_fn": contexts}, args, kwargs)
+
+
+def _checkpointed(block: nn.Module, options: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    forward = MethodType(type(block).forward, block)
+    if not (block.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)

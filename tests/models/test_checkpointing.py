@@ -1,0 +1,87 @@
+"""Activation checkpointing: equal gradients, equal names, and less memory."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from timm.layers import to_2tuple
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from clipstream.errors import SettingsError
+from tests.support.model_files import VIT, build, write
+
+TIMM = {"timm_model_name": "test_vit", "image_size": 160, "timm_pool": "token", "timm_proj": "linear"}
+
+
+class Made(TorchDispatchMode):
+    """Counts the storages made in its context that are still alive, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return made
+
+    def alive(self) -> int:
+        return sum(size for reference, size in self.storages.values() if not reference.expired())
+
+
+def _step(towers: Any) -> tuple[dict[str, torch.Tensor], int]:
+    """Gradients of one pass with random numbers, and the memory that it holds before the backward pass."""
+    torch.manual_seed(3)
+    size = to_2tuple(towers.clip.visual.image_size)
+    pixels, ids = torch.rand(4, 3, *size), torch.randint(1, 500, (4, 12))
+    torch.manual_seed(5)
+    with Made() as made:
+        features = towers(pixels, ids)
+    held = made.alive()
+    (features.image @ features.text.T).square().sum().backward()
+    return {name: p.grad for name, p in towers.clip.named_parameters() if p.grad is not None}, held
+
+
+@pytest.mark.parametrize(
+    "vision", [{**VIT, "patch_dropout": 0.5}, {**TIMM, "timm_drop_path": 0.2}], ids=["vit", "timm"]
+)
+def test_gradients_are_equal_and_memory_falls_with_the_policy(tmp_path: Path, vision: dict[str, Any]) -> None:
+    name = write(tmp_path, vision)
+    gradients, memory = {}, {}
+    for policy in ("off", 2, "matmuls", "all"):
+        towers = build(name, grad_checkpointing=policy, text_buckets="off").train()
+        copied = deepcopy(towers)
+        gradients[policy], memory[policy] = _step(towers)
+        assert all(parameter.grad is None for parameter in copied.parameters())
+        assert _step(copied)[0].keys() == gradients[policy].keys()  # a copy runs its own weights
+        assert gradients[policy].keys() == gradients["off"].keys()
+        assert all(torch.equal(gradients[policy][key], wanted) for key, wanted in gradients["off"].items()), policy
+    assert memory["off"] > memory["matmuls"] > memory["all"]
+    assert memory["off"] > memory[2] > memory["all"]
+
+
+def test_each_tower_may_have_its_own_policy(tmp_path: Path) -> None:
+    name = write(tmp_path)
+    held = [
+        _step(build(name, text_buckets="off", **settings).train())[1]
+        for settings in (
+            {},
+            {"text_grad_checkpointing": "all"},
+            {"grad_checkpointing": True, "image_grad_checkpointing": False},
+            {"grad_checkpointing": True},
+        )
+    ]
+    assert held[0] > held[1] == held[2] > held[3]
+    resnet = write(tmp_path, {"image_size": 64, "layers": [1, 1, 1, 1], "width": 16})
+    build(resnet, text_grad_checkpointing="all")
+    with pytest.raises(SettingsError, match=r"image_grad_checkpointing.*cannot recompute"):
+        build(resnet, grad_checkpointing="all")
