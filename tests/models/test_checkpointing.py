@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from clipstream.errors import SettingsError
+from tests.support import hubtree
 from tests.support.model_files import VIT, build, write
 
 TIMM = {"timm_model_name": "test_vit", "image_size": 160, "timm_pool": "token", "timm_proj": "linear"}
@@ -42,7 +43,7 @@ def _step(towers: Any) -> tuple[dict[str, torch.Tensor], int]:
     """Gradients of one pass with random numbers, and the memory that it holds before the backward pass."""
     torch.manual_seed(3)
     size = to_2tuple(towers.clip.visual.image_size)
-    pixels, ids = torch.rand(4, 3, *size), torch.randint(1, 500, (4, 12))
+    pixels, ids = torch.rand(4, 3, *size), torch.randint(4, 60, (4, 12))
     torch.manual_seed(5)
     with Made() as made:
         features = towers(pixels, ids)
@@ -67,6 +68,24 @@ def test_gradients_are_equal_and_memory_falls_with_the_policy(tmp_path: Path, vi
         assert all(torch.equal(gradients[policy][key], wanted) for key, wanted in gradients["off"].items()), policy
     assert memory["off"] > memory["matmuls"] > memory["all"]
     assert memory["off"] > memory[2] > memory["all"]
+
+
+def test_a_hugging_face_tower_recomputes_with_its_dropout(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    BertModel(BertConfig(**sizes, vocab_size=64, max_position_embeddings=40)).save_pretrained(tmp_path / "bert")
+    hubtree.write_tokenizer(tmp_path / "bert")
+    here = str(tmp_path / "bert")
+    text = {"hf_model_name": here, "hf_tokenizer_name": here, "hf_pooler_type": "mean_pooler", "context_length": 12}
+    name = write(tmp_path, text_cfg={**text, "hf_proj_type": "linear"})
+    off, matmuls, recomputed = (
+        _step(build(name, text_grad_checkpointing=policy).train()) for policy in ("off", "matmuls", "all")
+    )
+    assert off[1] > matmuls[1] > recomputed[1]
+    for found in (matmuls[0], recomputed[0]):
+        assert found.keys() == off[0].keys()
+        assert all(torch.equal(found[key], wanted) for key, wanted in off[0].items())
 
 
 def test_each_tower_may_have_its_own_policy(tmp_path: Path) -> None:
