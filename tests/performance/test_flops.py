@@ -30,6 +30,11 @@ def test_the_flops_of_vit_b_32_are_those_that_are_known() -> None:
     assert text.backward == pytest.approx(2 * text.forward, rel=0.001)
 
 
+def test_the_backward_pass_of_grouped_convolutions_is_twice_the_forward() -> None:
+    flops = count_flops(_towers("convnext_base"))
+    assert flops is not None and flops.image.backward == 2 * flops.image.forward
+
+
 def test_texts_count_at_their_true_length_and_frozen_towers_forward_only() -> None:
     towers = _towers("RN50")
     tower = towers.clip.transformer
