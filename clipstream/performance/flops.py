@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from clipstream.data.batch import Batch
+from clipstream.models.execution.checkpointing import suspended
 from clipstream.models.execution.text_buckets import STEP, TextBuckets
 from clipstream.models.stored import Tower
 from clipstream.models.towers import Towers
@@ -126,18 +127,10 @@ def count_flops(towers: Towers) -> ModelFlops | None:
     None if a tower cannot run on the meta device, which is logged.
     """
     own, buckets = towers.text_buckets, towers.text_buckets
-    recomputing = [
-        (module, name)
-        for module in towers.modules()
-        for name in ("grad_checkpointing", "gradient_checkpointing")  # of open_clip and timm, of transformers
-        if getattr(module, name, False)
-    ]
     try:
-        for module, name in recomputing:
-            setattr(module, name, False)
         if "text" not in towers.stored:  # true lengths count, also where texts are padded
             buckets = towers.text_buckets = own or TextBuckets.of(towers.clip, "auto")
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), suspended():
             image = Flops() if "image" in towers.stored else _count(towers, "image")
             text = (Flops(), Flops(), Flops()) if "text" in towers.stored else _text_terms(towers)
     except Exception as error:  # a user's own tower: training goes on without these figures
@@ -145,8 +138,6 @@ def count_flops(towers: Towers) -> ModelFlops | None:
         return None
     finally:
         towers.text_buckets = own
-        for module, name in recomputing:
-            setattr(module, name, True)
     return ModelFlops(image, text, buckets)
 
 

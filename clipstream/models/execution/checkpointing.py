@@ -7,7 +7,9 @@ recomputation, so gradients are those without it. Blocks in evaluation mode and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from types import MethodType
 from typing import Any, Literal
@@ -21,6 +23,7 @@ from clipstream.models.execution.blocks import blocks
 
 Policy = Literal["off", "all", "matmuls"] | int
 
+_SUSPENDED = ContextVar("suspended", default=False)
 _ATEN = torch.ops.aten
 # Results that `matmuls` keeps: matrix products, convolutions and attention.
 _KEPT: list[Any] = [
@@ -58,6 +61,16 @@ def checkpoint_blocks(tower: nn.Module, policy: Policy, key: str) -> None:
         block.forward = MethodType(forward, block)  # a method, so that a deep copy runs its own weights
 
 
+@contextmanager
+def suspended() -> Iterator[None]:
+    """A context in which no block recomputes, to count a model's FLOPs."""
+    token = _SUSPENDED.set(True)
+    try:
+        yield
+    finally:
+        _SUSPENDED.reset(token)
+
+
 def _recompute(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return _checkpointed(block, {}, args, kwargs)
 
@@ -69,6 +82,6 @@ def _recompute_but_matmuls(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _checkpointed(block: nn.Module, options: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     forward = MethodType(type(block).forward, block)
-    if not (block.training and torch.is_grad_enabled()):
+    if not (block.training and torch.is_grad_enabled()) or _SUSPENDED.get():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
