@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import clipstream
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.losses.contrastive import build_loss
@@ -22,6 +23,7 @@ from clipstream.training.optim import parameter_groups
 from clipstream.training.step import TrainStep
 from tests.support.model_files import build, write
 
+PACKAGE = Path(clipstream.__file__).resolve().parent
 READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
 # Read what is on the CPU on any machine, or do not read on a GPU.
 HOST = ("text_buckets.py:lengths", "tiled.py:_none_on_cpu")
@@ -49,7 +51,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     def note(what: str) -> None:
         frame: Any = sys._getframe(1)
-        while frame is not None and "clipstream" not in Path(frame.f_code.co_filename).parts[:-1]:
+        while frame is not None and PACKAGE not in Path(frame.f_code.co_filename).resolve().parents:
             frame = frame.f_back
         place = what if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"
         if place not in HOST:
