@@ -25,7 +25,7 @@ from clipstream.models.pretrained import (
     resolve_loss,
     timm_entry,
 )
-from clipstream.models.settings import ModelSettings
+from clipstream.models.settings import ModelSettings, TowerSettings
 from clipstream.models.towers import Towers
 from clipstream.models.weights import load_image_weights, load_weights, read_weights
 
@@ -78,8 +78,9 @@ def build_towers(
         text_buckets=TextBuckets.of(clip, settings.text_buckets),
     )
     for kind, tower in (("image", clip.visual), ("text", getattr(clip, "text", None) or clip.transformer)):
-        policy = getattr(settings, f"{kind}_grad_checkpointing") or settings.grad_checkpointing
-        checkpoint_blocks(tower, policy, f"model.{kind}_grad_checkpointing")
+        section: TowerSettings = getattr(settings, kind)
+        policy = section.grad_checkpointing or settings.grad_checkpointing
+        checkpoint_blocks(tower, policy, f"model.{kind}.grad_checkpointing")
     if settings.lock_image:
         towers.lock_image(settings.unlocked_groups, until=settings.unlock_image_at)
     if settings.lock_text:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
+from typing_extensions import Self
 
 from clipstream.config.section import PathText, Section
 
@@ -16,6 +17,12 @@ Recomputed = Annotated[
     Literal["off", "all", "matmuls"] | Annotated[int, Field(ge=2)],
     BeforeValidator(lambda value: ("all" if value else "off") if isinstance(value, bool) else value),
 ]
+
+
+class TowerSettings(Section):
+    """Settings of one tower, where they differ from those of the model or of training."""
+
+    grad_checkpointing: Recomputed | None = Field(None, description="model.grad_checkpointing of this tower alone")
 
 
 class ModelSettings(Section):
@@ -69,12 +76,8 @@ class ModelSettings(Section):
         description="blocks that recompute activations in the backward pass to save memory: all, N for every N-th, "
         "matmuls for all but the results of matrix products and attention, or off",
     )
-    image_grad_checkpointing: Recomputed | None = Field(
-        None, description="grad_checkpointing of the image tower, where it differs"
-    )
-    text_grad_checkpointing: Recomputed | None = Field(
-        None, description="grad_checkpointing of the text tower, where it differs"
-    )
+    image: TowerSettings = Field(default_factory=TowerSettings, description="the image tower's own settings")
+    text: TowerSettings = Field(default_factory=TowerSettings, description="the text tower's own settings")
     lock_image: bool = Field(False, description="freeze the image tower")
     unlocked_groups: int = Field(0, ge=0, description="last groups of a locked image tower that stay trainable")
     unlock_image_at: int | None = Field(
@@ -100,6 +103,12 @@ class ModelSettings(Section):
         trained = self.unlocked_groups or self.unlock_image_at
         if self.patch_dropout and self.lock_image and not trained:
             yield "patch_dropout", "a locked image tower drops no patches: leave one of the two out"
+
+    def not_trained(self) -> Self:
+        """The same model without the settings of its training."""
+        whole = type(self).model_fields
+        keys = ("grad_checkpointing", "image", "text", "lock_image", "lock_text", "patch_dropout")
+        return self.model_copy(update={key: whole[key].get_default(call_default_factory=True) for key in keys})
 
     @property
     def label(self) -> dict[str, str | None]:

@@ -169,9 +169,7 @@ def _build(job: Job, name: str) -> Model:
     Raises SettingsError: the model cannot be built, or the tokenizer has more tokens than it.
     """
     settings, options, seed = job.settings, job.options, job.settings.run.seed
-    off = dict.fromkeys(("grad_checkpointing", "image_grad_checkpointing", "text_grad_checkpointing"), "off")
-    own = {**off, "lock_image": False, "lock_text": False, "patch_dropout": None}
-    model = (job.teachers[name] if name else settings.model).model_copy(update=own)
+    model = (job.teachers[name] if name else settings.model).not_trained()
     chosen = TokenizerSettings.model_validate({"type": "model"}) if name else settings.tokenizer
     try:
         fetch(model, chosen, job.world)

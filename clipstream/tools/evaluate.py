@@ -297,16 +297,11 @@ def model_in(checkpoint: Path, model: ModelSettings, tokenizer_fits: bool, weigh
     averaged = checkpoint / AVERAGED_FILE
     if weights == "averaged" and not averaged.is_file():
         raise SettingsError(f"--weights averaged: {checkpoint} has none; train with --train.ema to get them")
-    return model.model_copy(
+    return model.not_trained().model_copy(
         update={
             "name": f"{LOCAL}{checkpoint}",
             "config": None,
             "pretrained": str(averaged) if weights == "averaged" else None,
-            "grad_checkpointing": "off",
-            "image_grad_checkpointing": None,
-            "text_grad_checkpointing": None,
-            "lock_image": False,
-            "lock_text": False,
             "allow_mismatch": tokenizer_fits or model.allow_mismatch,
         }
     )

@@ -47,16 +47,17 @@ def test_help_imports_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("width", [60, 120])
 def test_help_all_tells_every_key(width: int) -> None:
-    """Those of a source once, though evaluators have sources as well."""
+    """Those of a source once, though evaluators have sources as well, and those of a tower once."""
     text = help_text(Settings, "train", "all", width=width)
-    for key, field in leaves(Settings):
-        source = re.match(r"evals\.NAME\.(data|train)\.", key)
-        if source:
-            assert f"--{source[0]}KEY" in text
-            key = key.replace(source[0], "data.sources.NAME.")
+    for given, field in leaves(Settings):
+        key = given
+        for same, first in ((r"evals\.NAME\.(data|train)\.", "data.sources.NAME."), (r"model\.text\.", "model.image.")):
+            if repeated := re.match(same, key):
+                assert f"--{repeated[0]}KEY" in text
+                key = key.replace(repeated[0], first)
         flag = f"--{key.replace('_', '-')} "
         assert flag in text
-        assert not source or text.count(f"\n  {flag}") <= 2  # `key` is of two types of captions
+        assert key == given or text.count(f"\n  {flag}") <= 2  # `key` is of two types of captions
         assert field.description
     for short in ALIASES:
         assert f"\n  {short.flag}" in text

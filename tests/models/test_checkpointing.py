@@ -80,7 +80,7 @@ def test_a_hugging_face_tower_recomputes_with_its_dropout(tmp_path: Path) -> Non
     text = {"hf_model_name": here, "hf_tokenizer_name": here, "hf_pooler_type": "mean_pooler", "context_length": 12}
     name = write(tmp_path, text_cfg={**text, "hf_proj_type": "linear"})
     off, matmuls, recomputed = (
-        _step(build(name, text_grad_checkpointing=policy).train()) for policy in ("off", "matmuls", "all")
+        _step(build(name, text={"grad_checkpointing": policy}).train()) for policy in ("off", "matmuls", "all")
     )
     assert off[1] > matmuls[1] > recomputed[1]
     for found in (matmuls[0], recomputed[0]):
@@ -94,13 +94,13 @@ def test_each_tower_may_have_its_own_policy(tmp_path: Path) -> None:
         _step(build(name, text_buckets="off", **settings).train())[1]
         for settings in (
             {},
-            {"text_grad_checkpointing": "all"},
-            {"grad_checkpointing": True, "image_grad_checkpointing": False},
+            {"text": {"grad_checkpointing": "all"}},
+            {"grad_checkpointing": True, "image": {"grad_checkpointing": False}},
             {"grad_checkpointing": True},
         )
     ]
     assert held[0] > held[1] == held[2] > held[3]
     resnet = write(tmp_path, {"image_size": 64, "layers": [1, 1, 1, 1], "width": 16})
-    build(resnet, text_grad_checkpointing="all")
-    with pytest.raises(SettingsError, match=r"image_grad_checkpointing.*cannot recompute"):
+    build(resnet, text={"grad_checkpointing": "all"})
+    with pytest.raises(SettingsError, match=r"model\.image\.grad_checkpointing.*cannot recompute"):
         build(resnet, grad_checkpointing="all")
