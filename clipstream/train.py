@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from clipstream.checkpoint.run_lock import occupied
 from clipstream.cli.main import load_or_help, run_main
-from clipstream.config.dump import dump, secrets
+from clipstream.config.dump import dump, redacted, secrets
 from clipstream.config.settings import Settings, require_equal, resolve, with_known_epoch
 from clipstream.config.validate import validate_run
 from clipstream.data.shard_url import redact
@@ -187,7 +187,7 @@ def fit(
     early_stop = EarlyStop(train.early_stop, state.early_stop)
     done = None if resumed is None else state.step
     ended = done is not None and (done >= total or early_stop.should_stop)
-    info = RunInfo(settings.run_folder, total, done, world.size, ended, state.evaluation_pending)
+    info = RunInfo(settings.run_folder, total, done, world.size, ended, state.evaluation_pending, redacted(settings))
     outputs = Outputs(log, world, info, subject={"run": settings.run.name, "model": settings.model.label})
     run_evals = build_evals(settings, world, layout, step, tokenizer, outputs)
     run_evals.context.interrupt = lambda: signals.received is not None

@@ -23,7 +23,7 @@ from clipstream.config.plugins import is_plugin
 from clipstream.config.section import PluginSection, Section, Tree, entries_of, section_of
 from clipstream.config.settings import Settings, by_key
 from clipstream.data.settings import DataSettings, PathTokenizer, SourceSettings
-from clipstream.data.shard_url import PATH_SCHEMES, ShardURL, has_secret, parts_of
+from clipstream.data.shard_url import PATH_SCHEMES, ShardURL, has_secret, parts_of, redact_value
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -57,6 +57,20 @@ def secrets(settings: Settings) -> list[str]:
     """The keys whose values contain a credential; references to the environment do not count."""
     texts = {key: json.dumps(value, ensure_ascii=False) for key, value in by_key(settings).items()}
     return [key for key, text in texts.items() if has_secret(text)]
+
+
+def redacted(settings: Settings) -> Tree:
+    """The settings as nested mappings without credentials, for the files and services that show a run."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [clean(item) for item in value]
+        return redact_value(value) if isinstance(value, str) else value
+
+    tree: Tree = clean(settings.model_dump(mode="json"))
+    return tree
 
 
 def portable(section: S) -> S:

@@ -37,6 +37,7 @@ from clipstream.report.sinks import (
     lines,
 )
 from clipstream.report.terminal import ProgressDisplay
+from clipstream.report.trackers import CsvFiles, trackio_run, wandb_run
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
 
@@ -49,6 +50,11 @@ BUILTIN: dict[str, Callable[[Any, RunInfo], Sink]] = {
     "jsonl": lambda settings, run: MetricsFile(
         run.folder, run.resume_step, file=settings.file, ended=run.repeats_end, owed=run.repeats_evals
     ),
+    "csv": lambda settings, run: CsvFiles(
+        run.folder / settings.folder, run.resume_step, ended=run.repeats_end, owed=run.repeats_evals
+    ),
+    "wandb": lambda settings, run: wandb_run(settings, run),
+    "trackio": lambda settings, run: trackio_run(settings, run),
     "tensorboard": lambda settings, run: TensorBoard(run.folder, run.resume_step, subfolder=settings.folder),
     "terminal": lambda settings, run: ProgressDisplay(
         run.total_steps, start=run.resume_step or 0, mode=settings.progress
@@ -84,8 +90,8 @@ class SinkGroup(Sink):
     """Hands everything to several sinks, and keeps a failing one from ending the run.
 
     Args:
-        plugins: names of users' own sinks, which may fail in any way. Of the others only pictures and a full disk may
-            fail.
+        plugins: names of the sinks of `log.sinks`, which may fail in any way. Of the others only pictures and a full
+            disk may fail.
     """
 
     def __init__(self, plugins: Collection[str]) -> None:

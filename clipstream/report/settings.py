@@ -15,7 +15,7 @@ Progress = Literal["auto", "bar", "lines", "none"]
 class SinkSettings(PluginSection):
     """A destination of the run's records. `type` may be a user's own `package.module:Name`."""
 
-    type: str = Field("jsonl", description="jsonl, tensorboard, terminal, or package.module:Name")
+    type: str = Field("jsonl", description="jsonl, csv, tensorboard, wandb, trackio, terminal, or package.module:Name")
 
 
 class JsonLinesSettings(SinkSettings):
@@ -34,6 +34,42 @@ class TensorBoardSettings(SinkSettings):
     )
 
 
+class CsvSettings(SinkSettings):
+    """CSV files: train.csv with the training lines, and NAME.csv for each evaluator."""
+
+    type: Literal["csv"] = "csv"
+    folder: PathText = Field("csv", min_length=1, description="where they are written; relative to the run's folder")
+
+
+class TrackerSettings(SinkSettings):
+    """An experiment tracker."""
+
+    project: str = Field("clipstream", min_length=1, description="the project that the run appears in")
+    group: str | None = Field(None, description="group of runs within the project")
+    name: str | None = Field(None, description="the run's name there; run.name unless set")
+
+
+class WandbSettings(TrackerSettings):
+    """Weights & Biases (pip install 'clipstream[wandb]')."""
+
+    type: Literal["wandb"] = "wandb"
+    entity: str | None = Field(None, description="user or team; the account's default unless set")
+    notes: str | None = Field(None, description="notes on the run")
+    tags: list[str] = Field(default_factory=list, description="tags of the run")
+    mode: Literal["online", "offline", "disabled"] | None = Field(
+        None, description="offline writes to the run's folder, for `wandb sync`; WANDB_MODE, or online, unless set"
+    )
+
+
+class TrackioSettings(TrackerSettings):
+    """Trackio, which stores runs on this machine or in a Hugging Face Space (pip install 'clipstream[trackio]')."""
+
+    type: Literal["trackio"] = "trackio"
+    space: str | None = Field(
+        None, description="Hugging Face Space that gets the figures, as ORG/NAME; none unless set"
+    )
+
+
 class TerminalSettings(SinkSettings):
     """Training lines, evaluations and warnings on standard output."""
 
@@ -41,7 +77,14 @@ class TerminalSettings(SinkSettings):
     progress: Progress = Field("auto", description="auto: a bar on a terminal, lines elsewhere")
 
 
-SinkSettings.builtin = {"jsonl": JsonLinesSettings, "tensorboard": TensorBoardSettings, "terminal": TerminalSettings}
+SinkSettings.builtin = {
+    "jsonl": JsonLinesSettings,
+    "csv": CsvSettings,
+    "tensorboard": TensorBoardSettings,
+    "wandb": WandbSettings,
+    "trackio": TrackioSettings,
+    "terminal": TerminalSettings,
+}
 
 
 class LogSettings(Section):

@@ -47,6 +47,7 @@ class RunInfo:
     world_size: int = 1  # ranks of the run
     repeats_end: bool = False  # whether `resume_step` is the last step of a finished run, which evaluates again
     repeats_evals: bool = False  # whether the evaluations of `resume_step` were interrupted and run again
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the run, as nested mappings, without credentials
 
 
 class Sink(Protocol):

@@ -1,0 +1,178 @@
+"""Sinks for other tools: CSV files, and the experiment trackers Weights & Biases and Trackio.
+
+Records and pictures enter; files, or the figures of a run in the tracker, leave. Metrics have the names that they have
+in TensorBoard: train/loss, eval/val/top1, health/…, stages/….
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clipstream.errors import SettingsError
+from clipstream.report.settings import TrackioSettings, WandbSettings
+from clipstream.report.sinks import Record, RunInfo, Sink, flat, markdown_table, scalars
+from clipstream.utils import atomic_write
+
+if TYPE_CHECKING:
+    from clipstream.evals.context import Example, Table
+
+WANDB_ID = "wandb_id"  # file with the id under which Weights & Biases knows the run
+
+
+class CsvFiles(Sink):
+    """FOLDER/train.csv with a row per training line, and FOLDER/NAME.csv with a row per evaluation of NAME.
+
+    A column that appears later is added, and the rows before it have no value there. Nested figures are joined by `/`.
+
+    Args:
+        resume_step: step of the checkpoint that the run resumes from: later rows are removed. None removes all.
+        ended: whether that step is the last one of a finished run, whose evaluations run again.
+        owed: whether the evaluations of that step were interrupted, and run again.
+    """
+
+    def __init__(self, folder: Path, resume_step: int | None, *, ended: bool = False, owed: bool = False) -> None:
+        self.folder = folder
+        self._columns: dict[Path, list[str]] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in sorted(folder.glob("*.csv")):
+            again = path.name != "train.csv" and (ended or owed)
+            last = -1 if resume_step is None else resume_step - again
+            kept = [row for row in read_csv(path) if _is_step(row.get("step")) and int(row["step"]) <= last]
+            if kept:
+                self._rewrite(path, list(kept[0]), kept)
+            else:
+                path.unlink()
+
+    def write(self, record: Record) -> None:
+        if "eval" in record:
+            path = self.folder / f"{str(record['eval']).replace('/', '_')}.csv"
+        elif "loss" in record:
+            path = self.folder / "train.csv"
+        else:
+            return
+        row = {key: value for key, value in flat(record).items() if key != "eval"}
+        known = self._columns.get(path, [])
+        if new := [key for key in row if key not in known]:
+            self._rewrite(path, [*known, *new], read_csv(path) if known else [])
+        with path.open("a", encoding="utf-8", newline="") as file:
+            csv.DictWriter(file, self._columns[path]).writerow(row)
+
+    def _rewrite(self, path: Path, columns: list[str], rows: list[dict[str, str]]) -> None:
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, columns, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+        atomic_write.replace(path, text.getvalue().encode())
+        self._columns[path] = columns
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file with a header, without the last one if it is incomplete."""
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    return list(csv.DictReader(io.StringIO(whole, newline="")))
+
+
+def _is_step(text: str | None) -> bool:
+    return text is not None and text.isdecimal()
+
+
+class Tracker(Sink):
+    """A run of a tracker with the interface of Weights & Biases: `log`, `finish`, and pictures as `Image`.
+
+    Args:
+        module: of the tracker.
+        run: as the module's `init` returns it.
+        table: (title, header, rows) -> what the tracker shows as a table.
+    """
+
+    def __init__(self, module: Any, run: Any, table: Callable[[Table], Any]) -> None:
+        self._module, self._run, self._table = module, run, table
+
+    def write(self, record: Record) -> None:
+        if metrics := dict(scalars(record)):
+            self._run.log(metrics, step=record["step"])
+
+    def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
+        """Log the pictures with their texts, and the tables."""
+        found: dict[str, Any] = {f"tables/{name}/{table.title}": self._table(table) for table in tables}
+        if examples:
+            found[f"pictures/{name}"] = [
+                self._module.Image(example.pixels.permute(1, 2, 0).cpu().numpy(), caption=example.text)
+                for example in examples
+            ]
+        if found:
+            self._run.log(found, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def wandb_run(settings: WandbSettings, run: RunInfo) -> Tracker:
+    """The run in Weights & Biases. A resumed run goes on under its id, which the run's folder keeps in `wandb_id`.
+
+    Raises SettingsError: the package is missing, or the run cannot be started there, for example without a login.
+    """
+    wandb = _import("wandb")
+    path = run.folder / WANDB_ID
+    if run.resume_step is None or not path.exists():
+        atomic_write.replace(path, uuid.uuid4().hex[:16].encode())
+    try:
+        found = wandb.init(
+            project=settings.project,
+            entity=settings.entity,
+            group=settings.group,
+            name=settings.name or run.folder.name,
+            notes=settings.notes,
+            tags=settings.tags or None,
+            mode=settings.mode,
+            config=dict(run.settings),
+            dir=str(run.folder),
+            id=path.read_text(encoding="utf-8").strip(),
+            resume="allow",
+            settings=wandb.Settings(console="off"),  # which would take the terminal's progress bar for a file
+        )
+    except Exception as error:  # of many kinds: no login, no network, a broken settings file
+        raise SettingsError(
+            f"Weights & Biases could not start the run: {error}; run `wandb login`, or set the sink's mode to offline"
+        ) from error
+    return Tracker(wandb, found, lambda table: wandb.Table(list(table.header), [list(row) for row in table.rows]))
+
+
+def trackio_run(settings: TrackioSettings, run: RunInfo) -> Tracker:
+    """The run in Trackio, under its name in the project; a resumed run goes on there.
+
+    Raises SettingsError: the package is missing, or the run cannot be started there.
+    """
+    trackio = _import("trackio")
+    try:
+        found = trackio.init(
+            project=settings.project,
+            group=settings.group,
+            name=settings.name or run.folder.name,
+            space_id=settings.space,
+            config=_plain(run.settings),
+            resume="never" if run.resume_step is None else "allow",
+            embed=False,
+        )
+    except Exception as error:  # of many kinds: no login, no network, a folder that cannot be written
+        raise SettingsError(f"Trackio could not start the run: {error}") from error
+    return Tracker(trackio, found, lambda table: trackio.Markdown(markdown_table(table.header, table.rows)))
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings by dotted key, as Trackio shows no nested ones; its own names begin with an underscore."""
+    return dict(flat(settings, separator="."))
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise SettingsError(f"{name} is not installed ({error}): pip install 'clipstream[{name}]'") from error
