@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from clipstream.distributed.signals import StopSignals
     from clipstream.evals.runner import EvalRunner
     from clipstream.evals.settings import Weights
+    from clipstream.models.settings import TowerSettings
     from clipstream.models.teacher import Teacher
     from clipstream.models.towers import Towers
     from clipstream.performance.flops import Throughput
@@ -243,6 +244,7 @@ def build_model(settings: Settings, world: World, stored: StoredData | None) -> 
     from clipstream.data.decode.tokenizers import build_tokenizer
     from clipstream.models.build import build_towers
     from clipstream.models.pretrained import fetch
+    from clipstream.models.stored import TOWERS
     from clipstream.tools.feature_stores import check_stores, remove_towers
     from clipstream.training.precision import check_device, prepare, seed_all
 
@@ -261,6 +263,11 @@ def build_model(settings: Settings, world: World, stored: StoredData | None) -> 
         )
     if stored is not None:
         check_stores(stored, settings, towers, tokenizer)
+    for tower in TOWERS:
+        own: TowerSettings = getattr(model, tower)
+        if own.precision is not None:
+            check_device(world.device, own.precision, f"model.{tower}.precision")
+            towers.set_precision(tower, own.precision, keep=world.is_main)
     prepare(towers, settings.train.arithmetic)
     if stored is not None:
         remove_towers(stored, towers)

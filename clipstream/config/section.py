@@ -53,13 +53,15 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, defer_build=True, allow_inf_nan=False)
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """(key, message) for each key whose value does not go with the other keys of this section."""
+        """(key, message) for each key, dotted below a nested section, whose value does not go with the other keys of
+        this section.
+        """
         return iter(())
 
     @model_validator(mode="after")
     def _raise_conflicts(self) -> Self:
         found = [
-            InitErrorDetails(type="value_error", loc=(key,), input=None, ctx={"error": ValueError(text)})
+            InitErrorDetails(type="value_error", loc=tuple(key.split(".")), input=None, ctx={"error": ValueError(text)})
             for key, text in self.conflicts()
         ]
         if found:

@@ -171,6 +171,10 @@ def _features(settings: Settings) -> Problems:
     ):
         if store is not None and getattr(model, key):
             yield ("model", key), f"the features in {store} are those of the frozen tower: no {noun} can be trained"
+    for tower, store in data.stored_towers.items():
+        if getattr(model, tower).precision is not None:
+            text = f"the features in {store} replace the {tower} tower, which does not run: leave it out"
+            yield ("model", tower, "precision"), text
     if data.image_features is not None and model.patch_dropout:
         yield ("model", "patch_dropout"), f"the features in {data.image_features} are those of whole pictures"
     if data.image_features is not None and data.trace:

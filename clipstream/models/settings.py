@@ -22,6 +22,11 @@ Recomputed = Annotated[
 class TowerSettings(Section):
     """Settings of one tower, where they differ from those of the model or of training."""
 
+    precision: Literal["fp32", "bf16", "fp16"] | None = Field(
+        None,
+        description="of a locked tower, its weights included; checkpoints keep the weights as they were loaded; that "
+        "of train.precision unless set",
+    )
     grad_checkpointing: Recomputed | None = Field(None, description="model.grad_checkpointing of this tower alone")
 
 
@@ -96,6 +101,15 @@ class ModelSettings(Section):
         for key, lock in [*((key, "lock_image") for key in image), *((key, "lock_text") for key in text)]:
             if getattr(self, key) and not getattr(self, lock):
                 yield key, f"nothing is locked: give --{lock.replace('_', '-')} as well, or leave it out"
+        for tower, more in (("image", image), ("text", text)):
+            if getattr(self, tower).precision is None:
+                continue
+            reason = "training needs the weights in the precision of train.precision"
+            key = f"{tower}.precision"
+            if not getattr(self, f"lock_{tower}"):
+                yield key, f"the {tower} tower is trained, and {reason}: give --lock-{tower} as well, or leave it out"
+            for other in (other for other in more if getattr(self, other)):
+                yield key, f"model.{other} trains weights of the {tower} tower, and {reason}: leave one of the two out"
         whole = self.pretrained or (self.name if self.name.startswith(("hf-hub:", "local-dir:")) else None)
         if self.image_pretrained and whole:
             both = f"{whole} has the weights of both towers, and these are the image tower's alone: give one of the two"

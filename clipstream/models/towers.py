@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from clipstream.config.plugins import not_trusted
 from clipstream.data.batch import ImageSpec
 from clipstream.errors import SettingsError
 from clipstream.features.codec import decode_rows
+from clipstream.models.execution.frozen import FrozenPrecision, FrozenTower, arithmetic
 from clipstream.models.execution.text_buckets import Lengths, TextBuckets
 from clipstream.models.model_config import ModelConfig
 from clipstream.models.pretrained import (
@@ -28,7 +29,7 @@ from clipstream.models.pretrained import (
     TEXT_CONFIG,
     WEIGHT_FILES,
 )
-from clipstream.models.stored import StoredTower, Tower
+from clipstream.models.stored import StoredTower, Tower, members
 
 
 class Features(NamedTuple):
@@ -74,6 +75,7 @@ class Towers(nn.Module):
         tokenizer_folder: folder of a Hugging Face tokenizer; None for open_clip's own BPE.
         stored: towers that are absent, as their features come from a store.
         text_buckets: how texts are cut into buckets by length; None for passes over padded texts.
+        own_precision: frozen towers in a precision of their own.
     """
 
     clip: Any
@@ -107,6 +109,7 @@ class Towers(nn.Module):
             self.register_buffer(name, torch.tensor(preprocess[name]).view(1, 3, 1, 1), persistent=False)
         self.stored: dict[Tower, StoredTower] = {}
         self.text_buckets = text_buckets
+        self.own_precision: dict[Tower, FrozenTower] = {}
         self._locks: list[Lock] = []
         self._text_config = getattr(getattr(clip, "text", None), "config", None)  # of a Hugging Face text tower
         self._tokenizer: Any = None
@@ -134,7 +137,18 @@ class Towers(nn.Module):
         return Features(image, text, *self.scalars())
 
     def _from_store(self, rows: torch.Tensor) -> torch.Tensor:
-        return _unit(decode_rows(rows).to(self.mean.dtype))
+        return self._unit(decode_rows(rows))
+
+    def _arithmetic(self, tower: Tower) -> AbstractContextManager[None]:
+        """The context of a tower's pass: that of the caller, or the tower's own precision."""
+        if (own := self.own_precision.get(tower)) is None:
+            return nullcontext()
+        return arithmetic(self.mean.device.type, own.dtype, cast=False)
+
+    def _unit(self, features: torch.Tensor) -> torch.Tensor:
+        """Normalize rows to length 1, in float32 under any autocast, or in float64 if the model is."""
+        wide = torch.promote_types(self.mean.dtype, torch.float32)
+        return F.normalize(features.to(torch.promote_types(features.dtype, wide)), dim=-1)
 
     def zeros(self, n: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Input of `forward` without content, for n samples."""
@@ -154,7 +168,8 @@ class Towers(nn.Module):
         dtype = next(self.clip.visual.parameters()).dtype
         wide = torch.promote_types(dtype, torch.float32)
         scaled = (pixels.to(wide) / 255 - self.mean.to(wide)) / self.std.to(wide)
-        return _unit(self.clip.encode_image(scaled.to(dtype)))
+        with self._arithmetic("image"):
+            return self._unit(self.clip.encode_image(scaled.to(dtype)))
 
     def encode_text(self, ids: torch.Tensor, lengths: Lengths | None = None) -> torch.Tensor:
         """int [n, T] -> L2-normalised [n, D].
@@ -164,10 +179,12 @@ class Towers(nn.Module):
                 the model's device then; texts on another device are padded.
         """
         if self.text_buckets is None or not len(ids):
-            return _unit(self.clip.encode_text(ids.to(self.mean.device)))
+            with self._arithmetic("text"):
+                return self._unit(self.clip.encode_text(ids.to(self.mean.device)))
         if lengths is None and (lengths := self.text_buckets.lengths(ids)) is None:
             lengths = (ids.shape[1],) * len(ids)
-        return _unit(self.text_buckets.encode(self.clip, ids.to(self.mean.device), lengths))
+        with self._arithmetic("text"):
+            return self._unit(self.text_buckets.encode(self.clip, ids.to(self.mean.device), lengths))
 
     def text_lengths(self, ids: torch.Tensor) -> Lengths | None:
         """True lengths in tokens of ids [n, T] on the CPU; None without buckets, or for ids on another device."""
@@ -258,6 +275,23 @@ class Towers(nn.Module):
                 parameter.requires_grad_(False)
         self._add_lock(before, [self.clip.text if custom else self.clip.transformer], until)
 
+    def set_precision(self, tower: Tower, precision: FrozenPrecision, *, keep: bool = True) -> None:
+        """Convert a frozen tower to a precision of its own, in which it is stored and computed from now on.
+
+        Args:
+            keep: whether `saved_tensors` gives the weights as they are now; without, it leaves them out.
+
+        Raises SettingsError: the tower has parameters that are trained.
+        """
+        names = members(self.clip, tower)
+        trained = [name for name, p in self.clip.named_parameters() if p.requires_grad and name.split(".")[0] in names]
+        if trained:
+            raise SettingsError(
+                f"model.{tower}.precision: {trained[0]} of the {tower} tower is trained, and training needs it in the "
+                "precision of train.precision: leave model." + f"{tower}.precision out"
+            )
+        self.own_precision[tower] = FrozenTower(self.clip, names, precision, keep=keep)
+
     def changing_locks(self, step: int) -> list[Lock]:
         """The open locks that last longer than `step` steps of the run, and the closed ones that do not."""
         return [lock for lock in self._locks if lock.until is not None and lock.closed != (step < lock.until)]
@@ -313,18 +347,22 @@ class Towers(nn.Module):
                 tower.remove(self.clip)
 
     def saved_tensors(self) -> dict[str, torch.Tensor]:
-        """open_clip's state dict, with the weights of stored towers."""
+        """open_clip's state dict, with the weights of stored towers, and the original ones of `set_precision`."""
         present: dict[str, torch.Tensor] = self.clip.state_dict()
+        for frozen in self.own_precision.values():
+            present = frozen.saved(present)
         return present | {name: tensor for stored in self.stored.values() for name, tensor in stored.tensors()}
 
     def not_stored(self, saved: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of a checkpoint that are not those of stored towers.
+        """Yield the tensors of a checkpoint that are not those of stored towers, to be loaded into `clip`.
 
         Raises SettingsError: the checkpoint's tower differs from the store's.
         """
         stored = {name: (tower, tensor) for tower in self.stored.values() for name, tensor in tower.tensors()}
         for name, tensor in saved:
             if name not in stored:
+                for frozen in self.own_precision.values():
+                    frozen.load(name, tensor)
                 yield name, tensor
                 continue
             tower, own = stored[name]
@@ -392,11 +430,6 @@ class Towers(nn.Module):
         if self._text_config is not None:
             files[TEXT_CONFIG] = self._text_config.to_json_string().encode()
         return files
-
-
-def _unit(features: torch.Tensor) -> torch.Tensor:
-    """Normalize rows to length 1, in at least float32 under any autocast."""
-    return F.normalize(features.to(torch.promote_types(features.dtype, torch.float32)), dim=-1)
 
 
 def _wholly_frozen(module: nn.Module) -> list[nn.Module]:

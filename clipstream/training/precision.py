@@ -10,16 +10,16 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal, TypedDict
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
+from clipstream.models.execution.frozen import arithmetic
 
 Precision = Literal["fp32", "bf16", "fp16", "pure_bf16", "fp64"]
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,13 +38,15 @@ class RandomState(TypedDict, total=False):
 
 def prepare(module: nn.Module, precision: Precision) -> nn.Module:
     """Convert a module in place: to float64 for fp64, to bfloat16 for pure_bf16 (except tensors of up to 4 elements),
-    else to float32.
+    else to float32. Towers in a precision of their own (`Towers.set_precision`) stay as they are.
     """
-    module.to(torch.float64 if precision == "fp64" else torch.float32)
-    if precision == "pure_bf16":
-        for tensor in itertools.chain(module.parameters(), module.buffers()):
-            if tensor.is_floating_point() and tensor.numel() > KEPT_WIDE:
-                tensor.data = tensor.data.to(torch.bfloat16)
+    frozen = getattr(module, "own_precision", {}).values()
+    own = {id(tensor) for tower in frozen for tensor in tower.tensors(module.clip)}
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        if tensor.is_floating_point() and id(tensor) not in own:
+            narrow = precision == "pure_bf16" and tensor.numel() > KEPT_WIDE
+            wide = torch.float64 if precision == "fp64" else torch.float32
+            tensor.data = tensor.data.to(torch.bfloat16 if narrow else wide)
     return module
 
 
@@ -66,23 +68,18 @@ def _computes_bf16(device: str) -> bool:
     return any(ask is not None and bool(ask()) for ask in asked)
 
 
-def check_device(device: str | torch.device, precision: Precision) -> None:
+def check_device(device: str | torch.device, precision: str, key: str = "train.precision") -> None:
     """Refuse a precision that the device only emulates. Raises SettingsError: bfloat16 on a GPU without support."""
     if "bf16" in precision and str(device).startswith("cuda") and not _computes_bf16(str(device)):
         name = torch.cuda.get_device_name(device)
-        raise SettingsError(f"train.precision: {name} computes no bfloat16: use --precision fp16, or fp32")
+        raise SettingsError(f"{key}: {name} computes no bfloat16: use fp16 or fp32")
 
 
 @contextmanager
 def autocast(device: str | torch.device, precision: Precision) -> Iterator[None]:
     """The context of a forward pass."""
-    kind = torch.device(device).type
-    with ExitStack() as stack:
-        dtype = AUTOCAST.get(precision)
-        stack.enter_context(torch.autocast(kind, dtype or torch.bfloat16, enabled=dtype is not None))
-        if kind == "cpu" and "bf16" in precision:
-            # The CPU's fused attention takes 3 to 5 times as long as plain matrices do in bfloat16 (torch 2.15, AMX).
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+    dtype = torch.bfloat16 if precision == "pure_bf16" else AUTOCAST.get(precision, torch.float32)
+    with arithmetic(torch.device(device).type, dtype, cast=precision in AUTOCAST):
         yield
 
 
