@@ -246,10 +246,11 @@ def build_model(settings: Settings, world: World, stored: StoredData | None) -> 
     from clipstream.models.pretrained import fetch
     from clipstream.models.stored import TOWERS
     from clipstream.tools.feature_stores import check_stores, remove_towers
-    from clipstream.training.precision import check_device, prepare, seed_all
+    from clipstream.training.precision import check_device, prepare, seed_all, set_tf32
 
     model, seed = settings.model, settings.run.seed
     check_device(world.device, settings.train.arithmetic)
+    set_tf32(world.device, settings.train.tf32)
     fetch(model, settings.tokenizer, world)
     seed_all(seed, world.rank)
     towers = build_towers(model, seed=seed, loss_type=chosen_loss_type(settings.loss), tokenizer=settings.tokenizer)

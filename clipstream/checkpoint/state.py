@@ -219,10 +219,7 @@ def load(checkpoint: Path, *, towers: Towers, optimizer: torch.optim.Optimizer, 
         saved = towers.not_stored(finite(read(checkpoint / WEIGHTS), checkpoint / WEIGHTS))
         weights = {name: shard_like(weight, present.get(name)) for name, weight in saved}
         towers.clip.load_state_dict(weights)
-        numbers = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         optimizer.load_state_dict(_saved_moments(checkpoint, optimizer))
-        for group, own in zip(optimizer.param_groups, numbers, strict=True):
-            group.update(own)
         states = torch.load(checkpoint / RANDOM, map_location="cpu", weights_only=True)
     except OSError as error:
         raise SettingsError(f"{checkpoint} cannot be read: {error}") from error
@@ -240,7 +237,10 @@ def load(checkpoint: Path, *, towers: Towers, optimizer: torch.optim.Optimizer, 
 
 
 def _saved_moments(checkpoint: Path, optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """The saved state of the optimizer, sharded as its parameters are."""
+    """The saved state of the optimizer, sharded as its parameters are, with the present hyperparameters.
+
+    These decide where load_state_dict puts the tensors: the fused AdamW wants its step counts on the device.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, torch.Tensor]] = {}
     for key, value in read(checkpoint / OPTIMIZER):
@@ -250,4 +250,7 @@ def _saved_moments(checkpoint: Path, optimizer: torch.optim.Optimizer) -> dict[s
         part = shard_like(value, like)
         # A tensor that is read maps its file, whose disk space would stay in use until the run ends.
         state.setdefault(index, {})[name] = part.clone() if part is value else part
-    return {"state": state, "param_groups": json.loads(metadata(checkpoint / OPTIMIZER)[GROUPS])}
+    groups = json.loads(metadata(checkpoint / OPTIMIZER)[GROUPS])
+    for saved, group in zip(groups, optimizer.param_groups, strict=False):  # load_state_dict refuses another number
+        saved |= {key: value for key, value in group.items() if key != "params"}
+    return {"state": state, "param_groups": groups}

@@ -110,7 +110,7 @@ def parameter_groups(module: nn.Module, wd: float) -> list[dict[str, Any]]:
 
 
 class AdamW:
-    """AdamW (arXiv:1711.05101) with open_clip's defaults: torch.optim.AdamW, fused."""
+    """AdamW (arXiv:1711.05101) with open_clip's defaults: torch.optim.AdamW, fused unless set otherwise."""
 
     class Settings(OptimSettings):
         """AdamW. Gains, biases and scales have no weight decay, as in open_clip."""
@@ -122,6 +122,7 @@ class AdamW:
         eps: float | None = Field(
             None, gt=0, description="1e-6 if the model's name contains vit, else 1e-8, unless set"
         )
+        fused: bool = Field(True, description="update all parameters in torch's fused kernel, not one after the other")
 
         @field_validator("betas")
         @classmethod
@@ -156,7 +157,7 @@ class AdamW:
 
         betas, eps = self.settings.defaults(model)
         groups = parameter_groups(towers, self.settings.wd)
-        return TorchAdamW(groups, lr=self.settings.lr, betas=betas, eps=eps, fused=True)
+        return TorchAdamW(groups, lr=self.settings.lr, betas=betas, eps=eps, fused=self.settings.fused)
 
 
 class Constant:

@@ -24,6 +24,7 @@ from clipstream.models.execution.frozen import arithmetic
 Precision = Literal["fp32", "bf16", "fp16", "pure_bf16", "fp64"]
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _COMPUTE_BF16 = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # of torch.cpu
+TF32_CAPABILITY = (8, 0)  # of the first GPUs with TF32 (Ampere)
 KEPT_WIDE = 4  # elements of tensors that stay float32: scale and bias, which bfloat16 would freeze, and channel means
 
 
@@ -73,6 +74,21 @@ def check_device(device: str | torch.device, precision: str, key: str = "train.p
     if "bf16" in precision and str(device).startswith("cuda") and not _computes_bf16(str(device)):
         name = torch.cuda.get_device_name(device)
         raise SettingsError(f"{key}: {name} computes no bfloat16: use fp16 or fp32")
+
+
+def set_tf32(device: str | torch.device, enabled: bool) -> None:
+    """Let products of float32 matrices on the GPU round their factors to TF32 (10 bits of mantissa), or not.
+
+    Convolutions are computed in TF32 in either case, as is torch's default.
+
+    Raises SettingsError: it is to be enabled, and the device is no GPU or has no TF32 (compute capability below 8.0).
+    """
+    if enabled:
+        cuda = torch.device(device).type == "cuda"
+        if not cuda or torch.cuda.get_device_capability(device) < TF32_CAPABILITY:
+            name = torch.cuda.get_device_name(device) if cuda else "the CPU"
+            raise SettingsError(f"train.tf32: {name} computes no TF32: leave it out")
+    torch.backends.cuda.matmul.allow_tf32 = enabled
 
 
 @contextmanager

@@ -26,6 +26,11 @@ class TrainSettings(Section):
         "and moments in bfloat16 as well; fp64 is for checks; auto is bf16 where the device computes it, else fp16 on "
         "a GPU and fp32 on a CPU",
     )
+    tf32: bool = Field(
+        False,
+        description="compute products of float32 matrices in TF32 on a GPU that has it: faster, with 10 bits of "
+        "mantissa; it concerns fp32, and the parts of bf16 and fp16 that stay float32",
+    )
     micro_batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] | None = Field(
         None, description="samples per forward pass on a rank, auto for as many as fit; all unless set"
     )

@@ -98,6 +98,29 @@ def test_the_optimisers_numbers_are_the_present_settings(tmp_path: Path) -> None
     assert optimizer.param_groups[0]["weight_decay"] == 0.7 and optimizer.param_groups[0]["betas"] == (0.5, 0.6)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_moments_of_the_fused_optimizer_and_of_the_plain_one_are_the_same(fused: bool, tmp_path: Path) -> None:
+    """A run goes on with the other kind, as with its own."""
+
+    def weights(then: bool, folder: Path) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = TinyTowers()
+        for number, kind in enumerate((fused, then)):
+            optimizer = build_optimizer(model, AdamW.Settings(fused=kind), "ViT")
+            if number:
+                load(folder / "step_00000001", towers=model, optimizer=optimizer, world=World())
+                assert optimizer.param_groups[0]["fused"] is kind
+            TrainStep(model, LOSSES["clip"], optimizer, World())(make_batch(number, 0, 1), lr=0.01)
+            saver = saver_of(folder, model=(model, optimizer))
+            saver.save(TrainState(number + 1))
+            assert saver.finish()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    same, other = (weights(then, tmp_path / str(then)) for then in (fused, not fused))
+    for a, b in zip(same, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
 def test_another_model_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
     assert path is not None

@@ -100,12 +100,14 @@ def test_what_has_no_weight_decay_is_open_clips_for_every_model() -> None:
     assert checked >= 131
 
 
-def test_adamw_is_the_published_one() -> None:
+@pytest.mark.parametrize("fused", [True, False])
+def test_adamw_is_the_published_one(fused: bool) -> None:
     """Two steps against the update of arXiv:1711.05101, algorithm 2, in float64."""
     weight = nn.Parameter(torch.tensor([[1.0, -2.0]], dtype=torch.float64))
     model = nn.Module()
     model.weight = weight
-    optimizer = build_optimizer(model, AdamW.Settings(lr=0.1, wd=0.5, betas=(0.9, 0.98), eps=1e-6), "ViT")
+    optimizer = build_optimizer(model, AdamW.Settings(lr=0.1, wd=0.5, betas=(0.9, 0.98), eps=1e-6, fused=fused), "ViT")
+    assert optimizer.param_groups[0]["fused"] is fused
     expected, m, v = weight.detach().clone(), torch.zeros(1, 2), torch.zeros(1, 2)
     for t in (1, 2):
         gradient = torch.tensor([[0.3, -0.1 * t]], dtype=torch.float64)
