@@ -23,7 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_main(_main, argv)
 
 
-def _main(argv: list[str]) -> int:
+def build_parser() -> argparse.ArgumentParser:
+    """The verb's command line."""
     parser = argparse.ArgumentParser(
         prog="python -m clipstream.check",
         description="Inspect a data set: its shards, members and JSON fields, the samples that these settings would "
@@ -44,6 +45,11 @@ def _main(argv: list[str]) -> int:
     parser.add_argument("--separator", metavar="CHARACTER", help="of a CSV (from its header)")
     parser.add_argument("--print-config", action="store_true", help="print these flags as YAML for --config, and end")
     parser.add_argument("--samples", type=int, default=500, metavar="N", help="samples to read; 0 for all (500)")
+    return parser
+
+
+def _main(argv: list[str]) -> int:
+    parser = build_parser()
     every, argv = take_flag(argv)
     options = parser.parse_args(argv)
     if options.samples < 0:

@@ -21,7 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_main(_main, argv)
 
 
-def _main(argv: list[str]) -> int:
+def build_parser() -> argparse.ArgumentParser:
+    """The verb's command line."""
     parser = argparse.ArgumentParser(
         prog="python -m clipstream.compare",
         description="Write one HTML file, without network, that shows runs side by side: curves, evaluations, settings "
@@ -29,7 +30,11 @@ def _main(argv: list[str]) -> int:
     )
     parser.add_argument("runs", nargs="+", type=with_home, metavar="RUN", help="folder of a run (LOGS/NAME)")
     parser.add_argument("--out", type=with_home, default="compare.html", metavar="FILE", help="(compare.html)")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def _main(argv: list[str]) -> int:
+    options = build_parser().parse_args(argv)
     runs, wrong = [], []
     for folder in options.runs:
         try:

@@ -15,7 +15,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_main(_main, argv)
 
 
-def _main(argv: list[str]) -> int:
+def build_parser() -> argparse.ArgumentParser:
+    """The verb's command line."""
     parser = argparse.ArgumentParser(prog="python -m clipstream.export", description="Write files for other programs.")
     topics = parser.add_subparsers(dest="topic", required=True, metavar="TOPIC")
     features = topics.add_parser(
@@ -39,9 +40,14 @@ def _main(argv: list[str]) -> int:
     features.add_argument(
         "--cache", type=with_home, metavar="FOLDER", help="keeps what is downloaded of a remote store"
     )
+    return parser
+
+
+def _main(argv: list[str]) -> int:
+    parser = build_parser()
     options = parser.parse_args(argv)
     if options.rows is not None and options.rows < 1:
-        features.error(f"--rows must be 1 or more, not {options.rows}")
+        parser.error(f"--rows must be 1 or more, not {options.rows}")
     # Not before, so that --help and wrong usage answer at once.
     from pathlib import Path
 

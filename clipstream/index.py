@@ -15,7 +15,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_main(_main, argv)
 
 
-def _main(argv: list[str]) -> int:
+def build_parser() -> argparse.ArgumentParser:
+    """The verb's command line."""
     parser = argparse.ArgumentParser(
         prog="python -m clipstream.index",
         description="Write a small file for each shard that says what the shard holds: its samples are counted for "
@@ -30,6 +31,11 @@ def _main(argv: list[str]) -> int:
     )
     parser.add_argument("--workers", type=int, metavar="N", help="processes (one a core)")
     parser.add_argument("--again", action="store_true", help="also shards that have an index")
+    return parser
+
+
+def _main(argv: list[str]) -> int:
+    parser = build_parser()
     options = parser.parse_intermixed_args(argv)  # flags may stand between shards
     if options.workers is not None and options.workers < 1:
         parser.error(f"--workers must be 1 or more, not {options.workers}")

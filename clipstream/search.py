@@ -17,7 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_main(_main, argv)
 
 
-def _main(argv: list[str]) -> int:
+def build_parser() -> argparse.ArgumentParser:
+    """The verb's command line."""
     parser = argparse.ArgumentParser(
         prog="python -m clipstream.search",
         description="Search in a store of features that `clipstream precompute` wrote: neighbours of pictures and "
@@ -35,7 +36,11 @@ def _main(argv: list[str]) -> int:
     _duplicates(topics.add_parser("duplicates", parents=[common, part], help="pictures that are nearly the same"))
     _clusters(topics.add_parser("clusters", parents=[common, part], help="spherical k-means"))
     _scores(topics.add_parser("scores", parents=[common], help="cosines of pictures with their captions"))
-    options = parser.parse_args(argv)
+    return parser
+
+
+def _main(argv: list[str]) -> int:
+    options = build_parser().parse_args(argv)
     # Not before, so that --help and wrong usage answer at once.
     from clipstream.tools import search
 

@@ -38,6 +38,8 @@ VERBS = {
     "search": "search in precomputed features: neighbours, near-duplicates, clusters, scores",
     "export": "write precomputed features as Parquet or NumPy",
     "compare": "show runs side by side in one HTML file",
+    "env": "print versions and hardware, for a bug report",
+    "completion": "print a script that completes verbs and flags in a shell",
 }
 
 

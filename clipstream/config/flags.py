@@ -24,7 +24,7 @@ from clipstream.config.flag_aliases import (
     refusal,
     zero_shot_sets,
 )  # fmt: skip
-from clipstream.config.section import Path, Section, child, dotted, entries_of, leaves, with_home
+from clipstream.config.section import Path, Section, child, dotted, entries_of, leaves, with_home, with_shipped
 from clipstream.errors import SettingsError, nearest
 
 
@@ -56,7 +56,7 @@ def split(argv: Sequence[str], problems: list[str]) -> tuple[list[str], list[Giv
         if flag != "--config":
             given.append(Given(flag, value))
         elif value:
-            configs.append(with_home(value))
+            configs.append(with_shipped(with_home(value)))
         else:
             problems.append("--config: needs a file")
     return configs, given

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path as FilePath
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
 
@@ -26,6 +27,7 @@ from typing_extensions import Self
 
 from clipstream.config.plugins import load_plugin
 
+PACKAGE = FilePath(__file__).parents[1]
 Path = tuple[str | int, ...]
 Tree = dict[str, Any]  # settings as YAML has them, not validated
 
@@ -41,8 +43,15 @@ def with_home(text: str) -> str:
     return text if match is None else match[0] + os.path.expanduser(text[match.end() :])
 
 
+def with_shipped(text: str) -> str:
+    """The path; of a file `configs/…` that the working folder lacks, the path of the copy in the installed package."""
+    copy = PACKAGE / text
+    return str(copy) if text.startswith("configs/") and not os.path.exists(text) and copy.is_file() else text
+
+
 # Text that is, or may be, a path.
 PathText = Annotated[str, AfterValidator(with_home)]
+ConfigPathText = Annotated[PathText, AfterValidator(with_shipped)]
 
 
 class Section(BaseModel):

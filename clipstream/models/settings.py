@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from typing_extensions import Self
 
-from clipstream.config.section import PathText, Section
+from clipstream.config.section import ConfigPathText, PathText, Section
 
 Level = Annotated[float, Field(ge=0, le=1)]
 Deviation = Annotated[float, Field(gt=0, le=1)]
@@ -33,7 +33,7 @@ class TowerSettings(Section):
 class ModelSettings(Section):
     """A CLIP-like model of open_clip."""
 
-    name: PathText = Field(
+    name: ConfigPathText = Field(
         "ViT-B-32", description="open_clip's name, a path to a JSON config, hf-hub:ORG/NAME or local-dir:PATH"
     )
     config: dict[str, Any] | None = Field(

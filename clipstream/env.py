@@ -1,0 +1,84 @@
+"""The verb `python -m clipstream.env`: prints versions and hardware, for a bug report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from clipstream.cli.main import run_main
+
+EXTRAS = (
+    "simplejpeg", "torchvision", "torchcodec", "pydantic", "pyarrow", "fsspec", "s3fs", "gcsfs", "adlfs", "faiss-cpu",
+    "nvidia-ml-py", "tensorboard", "wandb", "trackio",
+)  # fmt: skip
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "MKL_NUM_THREADS",
+    "NCCL_DEBUG", "OMP_NUM_THREADS", "SLURM_JOB_NUM_NODES", "WDS_SECURE", "WORLD_SIZE",
+)  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb, and return its exit code."""
+    return run_main(_main, argv)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The verb's command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m clipstream.env",
+        description="Print versions, hardware and the environment variables that matter, to paste into a bug report. "
+        "Nothing of it identifies you: no host name, no user, no path.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _main(argv: list[str]) -> int:
+    options = build_parser().parse_args(argv)
+    found = environment()
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    width = max(map(len, found))
+    for key, value in found.items():
+        print(f"{key + ':':<{width + 1}} {value}")
+    return 0
+
+
+def environment() -> dict[str, str]:
+    """Name -> version, or description, of what may explain how a run behaves. Absent packages are left out."""
+    import torch
+
+    from clipstream.distributed.run_record import hardware
+    from clipstream.utils.versions import versions
+
+    found = versions()
+    for package in EXTRAS:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    machine = hardware()
+    gpus = [str(gpu) for gpu in machine["gpus"]] if isinstance(machine["gpus"], list) else []
+    found |= {
+        "system": platform.platform(),
+        "cpu": f"{machine['cpu']}, {machine['cores']} cores",
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "memory": f"{machine['memory_gib']} GiB",
+        "gpu": ", ".join(gpus) or "none",
+        "cuda": str(torch.version.cuda or "none"),
+        "compiler": next((name for name in ("g++", "clang++") if shutil.which(name)), "none"),
+    }
+    if os.path.isdir("/dev/shm"):
+        found["/dev/shm"] = f"{shutil.disk_usage('/dev/shm').total / 2**30:.1f} GiB"
+    return found | {f"${name}": os.environ[name] for name in VARIABLES if name in os.environ}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
