@@ -15,6 +15,7 @@ from open_clip.transform import PreprocessCfg, merge_preprocess_dict
 from timm.layers import to_2tuple
 
 from clipstream.errors import SettingsError
+from clipstream.models.execution.channels_last import ChannelsLast
 from clipstream.models.execution.checkpointing import checkpoint_blocks
 from clipstream.models.execution.text_buckets import TextBuckets
 from clipstream.models.model_config import Config, ModelConfig
@@ -76,6 +77,7 @@ def build_towers(
         tokenizer_folder=source.tokenizer,
         trust_remote_code=getattr(tokenizer, "trust_remote_code", False),
         text_buckets=TextBuckets.of(clip, settings.text_buckets),
+        channels_last=ChannelsLast.of(clip.visual, settings.channels_last),
     )
     for kind, tower in (("image", clip.visual), ("text", getattr(clip, "text", None) or clip.transformer)):
         section: TowerSettings = getattr(settings, kind)

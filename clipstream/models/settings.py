@@ -19,6 +19,13 @@ Recomputed = Annotated[
 ]
 
 
+# true and false: YAML's reading of `on` and `off`
+Switch = Annotated[
+    Literal["auto", "on", "off"],
+    BeforeValidator(lambda value: ("on" if value else "off") if isinstance(value, bool) else value),
+]
+
+
 class TowerSettings(Section):
     """Settings of one tower, where they differ from those of the model or of training."""
 
@@ -75,6 +82,11 @@ class ModelSettings(Section):
         "auto",
         description="texts of a pass are sorted by length and run in this many buckets, without the padding behind "
         "them; auto for as many as are worth their cost, off where the tower attends to padding (SigLIP)",
+    )
+    channels_last: Switch = Field(
+        "auto",
+        description="lay pictures out in torch's channels_last format, which convolutions compute faster in: on or "
+        "off; auto for a convolutional image tower, on the CPU and on GPUs in bf16 or fp16",
     )
     grad_checkpointing: Recomputed = Field(
         "off",

@@ -21,6 +21,7 @@ from clipstream.config.plugins import not_trusted
 from clipstream.data.batch import ImageSpec
 from clipstream.errors import SettingsError
 from clipstream.features.codec import decode_rows
+from clipstream.models.execution.channels_last import ChannelsLast
 from clipstream.models.execution.frozen import FrozenPrecision, FrozenTower, arithmetic
 from clipstream.models.execution.text_buckets import Lengths, TextBuckets
 from clipstream.models.model_config import ModelConfig
@@ -75,6 +76,7 @@ class Towers(nn.Module):
         tokenizer_folder: folder of a Hugging Face tokenizer; None for open_clip's own BPE.
         stored: towers that are absent, as their features come from a store.
         text_buckets: how texts are cut into buckets by length; None for passes over padded texts.
+        channels_last: how the image tower takes its pixels; None for contiguous ones.
         own_precision: frozen towers in a precision of their own.
     """
 
@@ -91,6 +93,7 @@ class Towers(nn.Module):
         tokenizer_folder: Path | None = None,
         trust_remote_code: bool = False,
         text_buckets: TextBuckets | None = None,
+        channels_last: ChannelsLast | None = None,
     ) -> None:
         super().__init__()
         self.clip = clip
@@ -109,6 +112,7 @@ class Towers(nn.Module):
             self.register_buffer(name, torch.tensor(preprocess[name]).view(1, 3, 1, 1), persistent=False)
         self.stored: dict[Tower, StoredTower] = {}
         self.text_buckets = text_buckets
+        self.channels_last = channels_last
         self.own_precision: dict[Tower, FrozenTower] = {}
         self._locks: list[Lock] = []
         self._text_config = getattr(getattr(clip, "text", None), "config", None)  # of a Hugging Face text tower
@@ -167,6 +171,8 @@ class Towers(nn.Module):
         """uint8 [n, 3, H, W] -> L2-normalised [n, D]; same arithmetic as torchvision's ToTensor and Normalize."""
         dtype = next(self.clip.visual.parameters()).dtype
         wide = torch.promote_types(dtype, torch.float32)
+        if self.channels_last is not None:
+            pixels = self.channels_last.apply(pixels, dtype)
         scaled = (pixels.to(wide) / 255 - self.mean.to(wide)) / self.std.to(wide)
         with self._arithmetic("image"):
             return self._unit(self.clip.encode_image(scaled.to(dtype)))

@@ -1,0 +1,60 @@
+"""Channels-last layout of pictures for convolutional image towers.
+
+Only the pixels are laid out so: convolutions, batch norm and pooling keep the format of their input, and a convolution
+converts its weights as it needs them. Parameters, gradients, moments and checkpoints are those without it. Features
+and gradients differ from those of the contiguous format by rounding alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from clipstream.errors import SettingsError
+
+# oneDNN's backward pass of a strided 1 x 1 convolution over fewer channels than a vector register holds writes outside
+# of its memory in channels-last format (torch 2.15 on the CPU: seen for 2 to 5 input channels; registers have 8 or 16
+# floats). Such convolutions read the pixels of FastViT, MobileOne and RepVGG.
+VECTOR = 16
+
+
+@dataclass(frozen=True)
+class ChannelsLast:
+    """How an image tower takes its pixels.
+
+    Attributes:
+        always: whether on every device; else on the CPU, and on GPUs in 16 bits, whose tensor cores compute
+            convolutions in channels-last format.
+    """
+
+    always: bool = False
+
+    @classmethod
+    def of(cls, tower: nn.Module, setting: Literal["auto", "on", "off"]) -> ChannelsLast | None:
+        """The layout for a tower; None for contiguous pixels: for 'off', and for 'auto' where it does not pay, in
+        towers with at most one convolution over neighbouring pixels (a ViT's patch embedding), or is not safe.
+
+        Raises SettingsError: 'on' where it is not safe.
+        """
+        convolutions = [module for module in tower.modules() if isinstance(module, nn.Conv2d)]
+        unsafe = [c for c in convolutions if max(c.kernel_size) == 1 and max(c.stride) > 1 and c.in_channels < VECTOR]
+        if setting == "on":
+            if unsafe:
+                raise SettingsError(
+                    f"model.channels_last: {type(tower).__name__} has a strided 1 x 1 convolution over "
+                    f"{unsafe[0].in_channels} channels, which torch cannot compute in this format without memory "
+                    "errors on the CPU: give auto or off"
+                )
+            return cls(always=True)
+        spatial = sum(max(convolution.kernel_size) > 1 for convolution in convolutions)
+        return None if setting == "off" or spatial < 2 or unsafe else cls()
+
+    def apply(self, pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Pixels [n, 3, H, W] in the layout for a tower with weights of `dtype`, outside or inside of autocast."""
+        device = pixels.device.type
+        narrow = dtype.itemsize == 2 or torch.is_autocast_enabled(device)
+        pays = self.always or device == "cpu" or narrow
+        return pixels.contiguous(memory_format=torch.channels_last) if pays else pixels
