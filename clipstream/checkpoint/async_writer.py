@@ -44,6 +44,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
 from clipstream.models.towers import Towers
 from clipstream.training.early_stop import EvalRecord
+from clipstream.training.optim import groups_to_json
 from clipstream.training.parallel import full_tensor, reshard
 from clipstream.training.precision import RandomState, random_state
 from clipstream.training.settings import CheckpointSettings
@@ -151,7 +152,7 @@ class AsyncWriter:
         if not self.world.is_main:
             return
         state = replace(state, data=DataState.merge([part for part, _ in parts]))
-        groups = json.dumps(self._optimizer.state_dict()["param_groups"])
+        groups = groups_to_json(self._optimizer)
         job = (CheckpointMeta(state, self._recorded), groups, [random for _, random in parts], self._evaluated)
         self._thread = threading.Thread(target=self._run, args=job, name="save", daemon=True)
         self._thread.start()

@@ -28,6 +28,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.towers import Towers
 from clipstream.models.weights import finite
+from clipstream.training.optim import CONSTRUCTED, groups_from_json
 from clipstream.training.parallel import shard_like
 from clipstream.training.precision import set_random_state
 from clipstream.training.state import TrainState
@@ -38,6 +39,7 @@ from clipstream.utils.versions import versions
 WEIGHTS, OPTIMIZER, RANDOM, STATE = "open_clip_model.safetensors", "optimizer.safetensors", "rng.pt", "state.json"
 VERSION = 1  # of state.json
 GROUPS = "groups"
+NUMBERS: dict[str, type[float]] = {"int": int, "float": float, "bool": bool}  # in an optimizer's state
 MISMATCH_SHOWN = 300  # characters of a mismatch that a message repeats
 
 Tensors = Mapping[str, torch.Tensor]
@@ -164,9 +166,17 @@ def _layout(tensors: Mapping[str, torch.Tensor]) -> _Layout:
 
 
 def moments(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The optimizer's state as tensors, named `INDEX OF THE PARAMETER.NAME`."""
-    state: dict[int, dict[str, torch.Tensor]] = optimizer.state_dict()["state"]
-    return {f"{index}.{name}": value for index, values in state.items() for name, value in values.items()}
+    """The optimizer's state as tensors, named `INDEX OF THE PARAMETER.NAME`; of a number also with its type."""
+    state: dict[int, dict[str, torch.Tensor | float]] = optimizer.state_dict()["state"]
+    found: dict[str, torch.Tensor] = {}
+    for index, values in state.items():
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                found[f"{index}.{name}"] = value
+            else:
+                dtype = torch.float64 if isinstance(value, float) else torch.int64
+                found[f"{index}.{name}:{type(value).__name__}"] = torch.tensor(value, dtype=dtype)
+    return found
 
 
 def write(
@@ -242,15 +252,20 @@ def _saved_moments(checkpoint: Path, optimizer: torch.optim.Optimizer) -> dict[s
     These decide where load_state_dict puts the tensors: the fused AdamW wants its step counts on the device.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    state: dict[int, dict[str, torch.Tensor]] = {}
+    state: dict[int, dict[str, torch.Tensor | float]] = {}
     for key, value in read(checkpoint / OPTIMIZER):
         number, _, name = key.partition(".")
         index = int(number)
+        name, _, kind = name.partition(":")
+        if kind:
+            state.setdefault(index, {})[name] = NUMBERS[kind](value.item())
+            continue
         like = parameters[index] if value.ndim and index < len(parameters) else None
         part = shard_like(value, like)
         # A tensor that is read maps its file, whose disk space would stay in use until the run ends.
         state.setdefault(index, {})[name] = part.clone() if part is value else part
-    groups = json.loads(metadata(checkpoint / OPTIMIZER)[GROUPS])
+    groups, own = groups_from_json(metadata(checkpoint / OPTIMIZER)[GROUPS]), getattr(optimizer, CONSTRUCTED, None)
     for saved, group in zip(groups, optimizer.param_groups, strict=False):  # load_state_dict refuses another number
-        saved |= {key: value for key, value in group.items() if key != "params"}
+        # What the optimizer's steps added to a group is state.
+        saved |= {key: value for key, value in group.items() if key != "params" and (own is None or key in own)}
     return {"state": state, "param_groups": groups}

@@ -3,6 +3,9 @@
 Settings and towers enter; a torch optimizer and the learning rate as a function of the step leave. Built-in ones are
 entries of `OPTIMIZERS` and `SCHEDULES`; a user's own is named `module:Name`. Importing this does not import torch.
 
+A step sets the learning rate of a parameter group to `lr_scale` times the schedule's, where the group has such a key:
+learning rates per tower and layer are scales of `optim.lr`.
+
 Schedules give the rate after the warm-up, from `peak` towards `min_lr` at step `total_steps`. With min_lr = 0, cosine
 and constant equal open_clip's; const-cooldown equals it for every `min_lr`.
 """
@@ -11,7 +14,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+CONSTRUCTED = "constructed_keys"  # attribute of an optimizer: keys of its groups that its construction set
+TENSOR = "__tensor__"  # key of a tensor of one number in a checkpoint's parameter groups
 UNDECAYED = ("bn", "ln", "bias", "logit_scale")  # parts of names, from open_clip_train.main
 Betas = tuple[float | None, float | None]  # None: the model's default
 
@@ -32,7 +38,7 @@ Betas = tuple[float | None, float | None]  # None: the model's default
 class OptimSettings(PluginSection):
     """The optimizer. `type` may be a user's own `package.module:Name`."""
 
-    type: str = Field("adamw", description="adamw, or package.module:Name")
+    type: str = Field("adamw", description="adamw, nadamw, timm (with a name of timm), or package.module:Name")
     lr: float = Field(5e-4, ge=0, description="peak learning rate")
     wd: float = Field(0.2, ge=0, description="weight decay")
     grad_clip_norm: float | None = Field(
@@ -64,8 +70,8 @@ class Optimizer(Protocol):
     def __call__(self, towers: nn.Module, model: str) -> torch.optim.Optimizer:
         """A torch optimizer over all trainable parameters of the towers, each exactly once.
 
-        Training sets `lr` of every parameter group before each step. The optimizer's state must consist of tensors,
-        which checkpoints store by parameter.
+        Training sets `lr` of every parameter group before each step. The optimizer's state must consist of tensors
+        and numbers, which checkpoints store by parameter.
 
         Args:
             towers: on their device and in their final dtype; parameters may be sharded (DTensor).
@@ -90,64 +96,155 @@ class Schedule(Protocol):
         """
 
 
-def parameter_groups(module: nn.Module, wd: float) -> list[dict[str, Any]]:
-    """The trainable parameters in up to three groups, as torch optimizers take them.
+def parameter_groups(
+    module: nn.Module, wd: float, settings: TowerRates | None = None, fallback: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """The trainable parameters in groups, as torch optimizers take them.
 
-    The first has weight decay `wd` (by the rule of open_clip_train.main); the second has none; the third holds single
-    numbers, which have none either, and which FSDP never shards. Empty groups are left out.
+    At each learning rate there are up to three groups. The first has weight decay `wd` (by the rule of open_clip's
+    open_clip_train.main); the second has none; the third holds single numbers, which have none either, and which FSDP
+    never shards. Empty groups are left out.
+
+    Args:
+        module: the towers; any other module where no tower has a learning rate of its own.
+        settings: learning rates per tower and layer, and names without weight decay.
+        fallback: patterns of names whose groups have `use_fallback`, by which timm's Muon takes AdamW for them.
+
+    Raises SettingsError: the layers of a tower are not known, or a pattern matches no parameter.
     """
+    excluded = [] if settings is None else settings.wd_exclude
+    scales = {} if settings is None else _scales(module, settings)
+    groups: dict[tuple[float, bool, int], list[nn.Parameter]] = {}
+    unmatched = {"wd_exclude": set(excluded), "fallback": set(fallback)}
+    for full, parameter in module.named_parameters():
+        name = full.removeprefix("clip.")  # the names are those of open_clip's model
 
-    def decays(name: str, parameter: nn.Parameter) -> bool:
-        return parameter.ndim >= 2 and not any(part in name for part in UNDECAYED)
+        def matches(key: str, patterns: Sequence[str], name: str = name) -> bool:
+            found = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
+            unmatched[key].difference_update(found)
+            return bool(found)
 
-    trainable = [(decays(name, p), p) for name, p in module.named_parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for decayed, p in trainable if decayed], "weight_decay": wd},
-        {"params": [p for decayed, p in trainable if not decayed and p.numel() > 1], "weight_decay": 0.0},
-        {"params": [p for decayed, p in trainable if not decayed and p.numel() == 1], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+        exempt, falls_back = matches("wd_exclude", excluded), matches("fallback", fallback)
+        if not parameter.requires_grad:
+            continue
+        decays = parameter.ndim >= 2 and not exempt and not any(part in full for part in UNDECAYED)
+        kind = 0 if decays else 1 if parameter.numel() > 1 else 2
+        groups.setdefault((scales.get(id(parameter), 1.0), falls_back, kind), []).append(parameter)
+    for key, patterns in unmatched.items():
+        if patterns:
+            text = f"optim.{key}: no parameter's name matches {sorted(patterns)[0]!r}; names are open_clip's"
+            raise SettingsError(f"{text}, such as visual.proj and *.positional_embedding; * stands for any characters")
+    made = []
+    for scale, falls_back, kind in sorted(groups, key=lambda one: (-one[0], *one[1:])):
+        group: dict[str, Any] = {"params": groups[scale, falls_back, kind], "weight_decay": 0.0 if kind else wd}
+        made.append(group | ({"lr_scale": scale} if scales else {}) | ({"use_fallback": True} if falls_back else {}))
+    return made
+
+
+def _scales(towers: Any, settings: TowerRates) -> dict[int, float]:
+    """The scale of the learning rate by the id of the parameter, in towers with rates of their own.
+
+    Raises SettingsError: the layers of a tower are not known.
+    """
+    from clipstream.models.layers import tower_layers, tower_parameters
+
+    scales: dict[int, float] = {}
+    for tower in ("image", "text"):
+        peak, decay = getattr(settings, f"{tower}_lr"), getattr(settings, f"{tower}_layer_decay")
+        scale = 1.0 if peak is None else peak / settings.lr
+        if decay == 1 and peak is not None:
+            scales |= {id(parameter): scale for _, parameter in tower_parameters(towers.clip, tower)}
+        elif decay != 1:
+            try:
+                layers = tower_layers(towers.clip, tower, own_pooler=settings.text_pooler_own_group)
+            except SettingsError as error:
+                raise SettingsError(f"optim.{tower}_layer_decay: {error}") from error
+            for depth, layer in enumerate(reversed(layers)):
+                scales |= {id(parameter): scale * decay**depth for parameter in layer}
+    return scales
+
+
+class TowerRates(OptimSettings):
+    """Learning rates per tower and layer, and exceptions from weight decay, of the built-in optimizers."""
+
+    image_lr: float | None = Field(None, ge=0, description="peak learning rate of the image tower; lr unless set")
+    text_lr: float | None = Field(None, ge=0, description="peak learning rate of the text tower; lr unless set")
+    image_layer_decay: float = Field(
+        1.0, gt=0, le=1, description="each layer of the image tower has this times the learning rate of the one above"
+    )
+    text_layer_decay: float = Field(1.0, gt=0, le=1, description="the same of the text tower")
+    text_pooler_own_group: bool = Field(
+        False, description="the pooler of a Hugging Face text tower is a layer below the projection, not part of it"
+    )
+    wd_exclude: list[str] = Field(
+        default_factory=list,
+        description="names of parameters without weight decay, with * for any characters, beside gains, biases and "
+        "scales; names as in open_clip: '*positional_embedding', 'visual.proj'",
+    )
+    kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="further arguments of the optimizer's class in torch or timm"
+    )
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Rates that have nothing to be relative to, and arguments with a setting of their own."""
+        for key in ("image_lr", "text_lr"):
+            if getattr(self, key) and not self.lr:
+                yield key, f"the schedule scales optim.lr, which is 0: set it, and --optim.{key.replace('_', '-')}"
+        if self.text_pooler_own_group and self.text_layer_decay == 1:
+            yield "text_pooler_own_group", "layers have one learning rate: give --text-layer-decay as well"
+        for key in sorted({"lr", "weight_decay", "params"} & self.kwargs.keys()):
+            yield "kwargs", f"{key} is set by --{'wd' if key == 'weight_decay' else 'lr'}"
+
+    def summary(self, model: str) -> str:
+        """Rates per tower and layer, for the line at the start of a run."""
+        told = ""
+        for tower in ("image", "text"):
+            peak, decay = getattr(self, f"{tower}_lr"), getattr(self, f"{tower}_layer_decay")
+            told += "" if peak is None else f", {tower} lr {peak:g}"
+            told += "" if decay == 1 else f", {tower} layer decay {decay:g}"
+        return told
+
+
+class AdamSettings(TowerRates):
+    """Betas and eps of the Adam family, with open_clip's defaults."""
+
+    betas: Betas | None = Field(
+        None, description="0.9 0.98 if the model's name contains vit, else 0.9 0.999, unless set, both or one"
+    )
+    eps: float | None = Field(None, gt=0, description="1e-6 if the model's name contains vit, else 1e-8, unless set")
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_in_range(cls, value: Betas | None) -> Betas | None:
+        if value is not None and not all(beta is None or 0 <= beta < 1 for beta in value):
+            raise ValueError("each beta must be at least 0 and below 1")
+        return value
+
+    def defaults(self, model: str) -> tuple[tuple[float, float], float]:
+        """Betas and eps; those that are not set follow open_clip's rule (open_clip_train.params).
+
+        Args:
+            model: the model's name. A configuration file counts by its stem, as in open_clip.add_model_config.
+        """
+        name = Path(model).stem if model.endswith(".json") else model
+        usual, eps = ((0.9, 0.98), 1e-6) if "vit" in name.lower() else ((0.9, 0.999), 1e-8)
+        beta1, beta2 = (own if given is None else given for given, own in zip(self.betas or usual, usual, strict=True))
+        return (beta1, beta2), self.eps or eps
+
+    def summary(self, model: str) -> str:
+        """Betas and eps, for the lines at the start of a run."""
+        (beta1, beta2), eps = self.defaults(model)
+        return f", betas {beta1:g} {beta2:g}, eps {eps:g}{super().summary(model)}"
 
 
 class AdamW:
     """AdamW (arXiv:1711.05101) with open_clip's defaults: torch.optim.AdamW, fused unless set otherwise."""
 
-    class Settings(OptimSettings):
+    class Settings(AdamSettings):
         """AdamW. Gains, biases and scales have no weight decay, as in open_clip."""
 
         type: Literal["adamw"] = "adamw"
-        betas: Betas | None = Field(
-            None, description="0.9 0.98 if the model's name contains vit, else 0.9 0.999, unless set, both or one"
-        )
-        eps: float | None = Field(
-            None, gt=0, description="1e-6 if the model's name contains vit, else 1e-8, unless set"
-        )
         fused: bool = Field(True, description="update all parameters in torch's fused kernel, not one after the other")
-
-        @field_validator("betas")
-        @classmethod
-        def _betas_in_range(cls, value: Betas | None) -> Betas | None:
-            if value is not None and not all(beta is None or 0 <= beta < 1 for beta in value):
-                raise ValueError("each beta must be at least 0 and below 1")
-            return value
-
-        def defaults(self, model: str) -> tuple[tuple[float, float], float]:
-            """Betas and eps; those that are not set follow open_clip's rule (open_clip_train.params).
-
-            Args:
-                model: the model's name. A configuration file counts by its stem, as in open_clip.add_model_config.
-            """
-            name = Path(model).stem if model.endswith(".json") else model
-            usual, eps = ((0.9, 0.98), 1e-6) if "vit" in name.lower() else ((0.9, 0.999), 1e-8)
-            beta1, beta2 = (
-                own if given is None else given for given, own in zip(self.betas or usual, usual, strict=True)
-            )
-            return (beta1, beta2), self.eps or eps
-
-        def summary(self, model: str) -> str:
-            """Betas and eps, for the lines at the start of a run."""
-            (beta1, beta2), eps = self.defaults(model)
-            return f", betas {beta1:g} {beta2:g}, eps {eps:g}"
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -155,9 +252,70 @@ class AdamW:
     def __call__(self, towers: nn.Module, model: str) -> torch.optim.Optimizer:
         from torch.optim import AdamW as TorchAdamW
 
-        betas, eps = self.settings.defaults(model)
-        groups = parameter_groups(towers, self.settings.wd)
-        return TorchAdamW(groups, lr=self.settings.lr, betas=betas, eps=eps, fused=self.settings.fused)
+        own, (betas, eps) = self.settings, self.settings.defaults(model)
+        options = {"betas": betas, "eps": eps, "fused": own.fused, **own.kwargs}
+        return TorchAdamW(parameter_groups(towers, own.wd, own), lr=own.lr, **options)
+
+
+class NAdamW:
+    """NAdam with decoupled weight decay: torch.optim.NAdam, as `--opt nadamw` of open_clip's main branch."""
+
+    class Settings(AdamSettings):
+        """NAdam with decoupled weight decay. Gains, biases and scales have none."""
+
+        type: Literal["nadamw"] = "nadamw"
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def __call__(self, towers: nn.Module, model: str) -> torch.optim.Optimizer:
+        from torch.optim import NAdam
+
+        own, (betas, eps) = self.settings, self.settings.defaults(model)
+        options = {"betas": betas, "eps": eps, "decoupled_weight_decay": True, **own.kwargs}
+        return NAdam(parameter_groups(towers, own.wd, own), lr=own.lr, **options)
+
+
+class Timm:
+    """An optimizer of timm, made by timm.optim.create_optimizer_v2."""
+
+    class Settings(TowerRates):
+        """An optimizer of timm. Gains, biases and scales have no weight decay."""
+
+        type: Literal["timm"] = "timm"
+        name: str = Field(min_length=1, description="timm's name of the optimizer, as lamb")
+        betas: tuple[float, float] | None = Field(None, description="the optimizer's own unless set")
+        eps: float | None = Field(None, gt=0, description="the optimizer's own unless set")
+        momentum: float | None = Field(None, ge=0, description="the optimizer's own unless set")
+        fallback: list[str] = Field(
+            default_factory=list,
+            description="names of parameters that timm's Muon optimizers give to AdamW, with * for any characters",
+        )
+
+        def conflicts(self) -> Iterator[tuple[str, str]]:
+            """An optimizer that cannot train here, or a fallback that it does not have."""
+            yield from super().conflicts()
+            if "hessian" in self.name.lower():
+                yield "name", f"{self.name} needs second derivatives, which training does not compute: take another one"
+            if self.fallback and "muon" not in self.name.lower():
+                yield "fallback", f"only timm's Muon optimizers, such as nadamuon, have a fallback, and not {self.name}"
+
+        def summary(self, model: str) -> str:
+            """The name, for the line at the start of a run."""
+            return f", {self.name}{super().summary(model)}"
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def __call__(self, towers: nn.Module, model: str) -> torch.optim.Optimizer:
+        from timm.optim import create_optimizer_v2
+
+        own = self.settings
+        groups = parameter_groups(towers, own.wd, own, own.fallback)
+        options = {key: value for key in ("betas", "eps", "momentum") if (value := getattr(own, key)) is not None}
+        options |= own.kwargs
+        made: torch.optim.Optimizer = create_optimizer_v2(groups, own.name, lr=own.lr, weight_decay=own.wd, **options)
+        return made
 
 
 class Constant:
@@ -233,7 +391,7 @@ class ConstCooldown:
         return self.min_lr + (peak - self.min_lr) * left
 
 
-OPTIMIZERS = {"adamw": AdamW}
+OPTIMIZERS: dict[str, Any] = {"adamw": AdamW, "nadamw": NAdamW, "timm": Timm}
 SCHEDULES = {"cosine": Cosine, "constant": Constant, "linear": Linear, "const-cooldown": ConstCooldown}
 OptimSettings.builtin = {name: cls.Settings for name, cls in OPTIMIZERS.items()}
 ScheduleSettings.builtin = {name: cls.Settings for name, cls in SCHEDULES.items()}  # type: ignore[attr-defined]
@@ -251,9 +409,11 @@ def build_optimizer(towers: nn.Module, settings: OptimSettings, model: str) -> t
     optimizer = _build("optim.type", OPTIMIZERS, settings)(towers, model)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise SettingsError(f"optim.type: {settings.type} gave {type(optimizer).__name__}, not a torch.optim.Optimizer")
-    if settings.type not in OPTIMIZERS:
+    if settings.type not in ("adamw", "nadamw"):
         _check_parameters(towers, optimizer, settings.type)
-        _check_state(optimizer, settings.type)
+        _check_state(optimizer, f"timm's {settings.name}" if isinstance(settings, Timm.Settings) else settings.type)
+    # What its steps add to the groups, such as a counter, is state; the rest is set by the settings of each process.
+    setattr(optimizer, CONSTRUCTED, {key for group in optimizer.param_groups for key in group})
     return optimizer
 
 
@@ -271,21 +431,64 @@ def _check_state(optimizer: torch.optim.Optimizer, type: str) -> None:
     import torch
 
     def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for name, value in (item for state in optimizer.state.values() for item in state.items()):
-            if not isinstance(value, torch.Tensor):
+        for parameter, name, value in ((p, *item) for p, state in optimizer.state.items() for item in state.items()):
+            is_moment = isinstance(value, torch.Tensor) and value.ndim and value.is_floating_point()
+            if is_moment and value.dtype != parameter.dtype:  # torch casts it when a checkpoint is loaded
+                raise SettingsError(
+                    f"optim.type: the state {name!r} of {type} is {value.dtype} beside weights of {parameter.dtype}, "
+                    "and could not be resumed: take another optimizer"
+                )
+            if not isinstance(value, (torch.Tensor, int, float)):
                 raise SettingsError(
                     f"optim.type: the state {name!r} of {type} is {value.__class__.__name__}, and checkpoints store "
-                    "tensors only: do without it, or make it a tensor"
+                    "tensors and numbers only: do without it, or make it a tensor"
                 )
         try:
-            for group in optimizer.param_groups:
-                json.dumps({key: value for key, value in group.items() if key != "params"})
+            groups_to_json(optimizer)
         except (TypeError, ValueError) as error:
             raise SettingsError(
                 f"optim.type: the parameter groups of {type} cannot be stored in a checkpoint, as JSON: {error}"
             ) from error
 
     optimizer.register_step_post_hook(check)
+
+
+def groups_to_json(optimizer: torch.optim.Optimizer) -> str:
+    """The parameter groups for a checkpoint, as JSON.
+
+    Values from the construction that are not JSON are left out: they come from the settings of the resuming process.
+
+    Raises TypeError, ValueError: a value that the steps added is neither JSON nor a tensor of one number.
+    """
+    import torch
+
+    constructed = getattr(optimizer, CONSTRUCTED, ())
+
+    def content(key: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and key not in constructed:
+            return {TENSOR: value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):
+            if key in constructed:
+                return None
+            raise
+        return value
+
+    groups = optimizer.state_dict()["param_groups"]
+    return json.dumps([{key: content(key, value) for key, value in group.items()} for group in groups])
+
+
+def groups_from_json(text: str) -> list[dict[str, Any]]:
+    """The parameter groups that `groups_to_json` wrote."""
+    import torch
+
+    def content(value: Any) -> Any:
+        if isinstance(value, dict) and TENSOR in value:
+            return torch.tensor(value[TENSOR], dtype=getattr(torch, value["dtype"]))
+        return value
+
+    return [{key: content(value) for key, value in group.items()} for group in json.loads(text)]
 
 
 def build_schedule(settings: ScheduleSettings, *, peak: float, total_steps: int) -> Callable[[int], float]:

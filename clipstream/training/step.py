@@ -136,7 +136,7 @@ class TrainStep:
     def __call__(self, batch: Batch, lr: float) -> StepResult:
         """One step on this rank's part of a batch, at least one sample."""
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         if batch.lengths is None:
             batch = replace(batch, lengths=self.towers.text_lengths(batch.ids))
         batch = batch.to(self.world.device)

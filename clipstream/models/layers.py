@@ -1,0 +1,93 @@
+"""The layers of a tower in order of depth, for learning rates per layer.
+
+A model of open_clip enters; lists of parameters from the input to the projection leave. The partition is that of
+open_clip's main branch (`layer_groups` of its towers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+from open_clip.hf_configs import arch_dict
+from timm.models import group_parameters
+from torch import nn
+
+from clipstream.errors import SettingsError
+
+Member = nn.Module | nn.Parameter | None
+
+
+def tower_parameters(clip: Any, tower: Literal["image", "text"]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a tower and its projection, without scale and bias of the logits."""
+    custom = hasattr(clip, "text")
+    for name, parameter in clip.named_parameters():
+        image = name.startswith("visual.")
+        text = name.startswith("text.") if custom else not image and not name.startswith("logit_")
+        if image if tower == "image" else text:
+            yield name, parameter
+
+
+def tower_layers(clip: Any, tower: Literal["image", "text"], *, own_pooler: bool = False) -> list[list[nn.Parameter]]:
+    """All parameters of a tower, each once, by layer: embeddings, blocks, and the head with the projection.
+
+    The last normalization belongs to the last block.
+
+    Args:
+        own_pooler: whether the pooler of a Hugging Face text tower is a layer below the head, and not part of it.
+
+    Raises SettingsError: the layers of this tower are not known.
+    """
+    own = [parameter for _, parameter in tower_parameters(clip, tower)]
+    if not own:
+        raise SettingsError(f"there is no {tower} tower in the model, as its features come from a store")
+    members = _image_layers(clip.visual) if tower == "image" else _text_layers(clip, own_pooler)
+    layers = [list(_parameters(layer)) for layer in members]
+    placed = {id(parameter) for layer in layers for parameter in layer}
+    head = [parameter for parameter in own if id(parameter) not in placed]
+    return [*layers, head] if head else layers
+
+
+def _parameters(members: Iterable[Member]) -> Iterator[nn.Parameter]:
+    for member in members:
+        if isinstance(member, nn.Parameter):
+            yield member
+        elif member is not None:
+            yield from member.parameters()
+
+
+def _image_layers(visual: Any) -> list[list[Member]]:
+    """The layers of an image tower below the head."""
+    if hasattr(visual, "trunk"):
+        names: dict[Any, list[str]] = group_parameters(visual.trunk, visual.trunk.group_matcher())
+        return [[visual.trunk.get_parameter(name) for name in names[layer]] for layer in sorted(names)]
+    if hasattr(visual, "layer4"):  # a ResNet of CLIP
+        stem = [getattr(visual, f"{kind}{number}") for number in (1, 2, 3) for kind in ("conv", "bn")]
+        return [stem, *([getattr(visual, f"layer{number}")] for number in (1, 2, 3, 4))]
+    if not hasattr(visual, "transformer"):
+        raise SettingsError(f"the layers of the image tower {type(visual).__name__} are not known")
+    return _native_layers(visual, ("conv1", "class_embedding", "positional_embedding", "ln_pre"), "ln_post")
+
+
+def _text_layers(clip: Any, own_pooler: bool) -> list[list[Member]]:
+    """The layers of a text tower below the head."""
+    text = getattr(clip, "text", clip)
+    if not hasattr(text, "config"):  # open_clip's own
+        return _native_layers(text, ("token_embedding", "positional_embedding", "cls_emb"), "ln_final")
+    tower, names = text.transformer, arch_dict[text.config.model_type]["config_names"]
+    blocks = getattr(getattr(tower, "encoder", tower), names.get("layer_attr", "layer"), None)
+    embeddings = getattr(tower, names.get("token_embeddings_attr", "embeddings"), None)
+    if blocks is None or embeddings is None:
+        raise SettingsError(f"the layers of the text tower {type(tower).__name__} are not known")
+    layers: list[list[Member]] = [[embeddings], *([block] for block in blocks)]
+    if own_pooler and getattr(tower, "pooler", None) is not None:
+        layers.append([tower.pooler])
+    return layers
+
+
+def _native_layers(tower: Any, embeddings: Iterable[str], last_norm: str) -> list[list[Member]]:
+    """The layers of a transformer of open_clip below the head."""
+    layers: list[list[Member]] = [[getattr(tower, name, None) for name in embeddings]]
+    layers += [[block] for block in tower.transformer.resblocks]
+    layers[-1].append(getattr(tower, last_norm, None))
+    return layers
