@@ -465,7 +465,7 @@ def groups_to_json(optimizer: torch.optim.Optimizer) -> str:
     constructed = getattr(optimizer, CONSTRUCTED, ())
 
     def content(key: str, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and key not in constructed:
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and key not in constructed:
             return {TENSOR: value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
         try:
             json.dumps(value)

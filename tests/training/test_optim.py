@@ -244,9 +244,8 @@ def test_a_state_that_no_checkpoint_can_store_is_told_at_the_first_step(
 def test_parameter_groups_that_no_checkpoint_can_store_are_told_at_the_first_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    optimizer = own(
-        monkeypatch, lambda towers: torch.optim.SGD([{"params": list(towers.parameters()), "scale": torch.ones(2)}])
-    )
+    optimizer = own(monkeypatch, lambda towers: torch.optim.SGD(list(towers.parameters())))
+    optimizer.param_groups[0]["scale"] = torch.ones(2)
     with pytest.raises(SettingsError, match=r"parameter groups of .*:Own cannot be stored .*Tensor"):
         optimizer.step()
 
