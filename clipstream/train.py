@@ -370,7 +370,8 @@ def build_step(
 ) -> tuple[FullTowers | ShardedTowers, TrainStep]:
     """The towers on this rank's device, sharded with fsdp, and the step that trains them.
 
-    Raises SettingsError: micro_batch_size is auto on the CPU, or a stored teacher lacks features of pictures or texts.
+    Raises SettingsError: micro_batch_size or kept_micro_batches is auto on the CPU, or a stored teacher lacks features
+    of pictures or texts.
     """
     from clipstream.losses.contrastive import build_loss
     from clipstream.losses.distillation import DistilledLoss
@@ -386,9 +387,10 @@ def build_step(
     synchronize_batch_norm(towers, world, towers.frozen)
     layout = parallelize(towers, world, parallel=train.parallel, precision=train.arithmetic)
     optimizer = build_optimizer(towers, settings.optim, settings.model.name)
-    if train.micro_batch_size == "auto" and not world.device.startswith("cuda"):
+    auto = [key for key in ("micro_batch_size", "kept_micro_batches") if getattr(train, key) == "auto"]
+    if auto and not world.device.startswith("cuda"):
         raise SettingsError(
-            "train.micro_batch_size: auto finds out when a GPU's memory is full; on the CPU the system ends the run "
+            f"train.{auto[0]}: auto finds out when a GPU's memory is full; on the CPU the system ends the run "
             "instead: give a number"
         )
     if train.compile:

@@ -1,13 +1,15 @@
-"""Micro-batches of the largest size that fits into memory.
+"""Micro-batches of the largest size that fits into memory, or as many graphs of micro-batches as fit.
 
 **Search.** On the first batch, the number of samples that pass through the towers and back is doubled until memory runs
 out, and then the gap is halved. Gradients are zero, and ballast stands for what a real step allocates besides. The
 minimum over the ranks is used. The search is repeated when a larger batch arrives and the one before set no limit.
+For micro-batches of a given size (`finds_kept`), the number of the last ones whose graphs are held at once is found in
+the same way, and again for each larger batch.
 
 **Running out later.** Until all ranks have finished their chunks, none waits for another: each runs its chunks alone,
 then the ranks agree whether all succeeded, and only then are gradients summed, by a pass of one sample with zero
-gradients. If a rank failed, all take smaller chunks and repeat the batch with the same random numbers. The loss itself
-is collective: on several ranks, running out of memory in it ends the run.
+gradients. If a rank failed, all take smaller chunks, or keep fewer graphs, and repeat the batch with the same random
+numbers. The loss itself is collective: on several ranks, running out of memory in it ends the run.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from clipstream.data.batch import Batch
 from clipstream.errors import SettingsError
-from clipstream.training.gradcache import GradCache, detached, is_out_of_memory, propagate
+from clipstream.training.gradcache import GradCache, cut, detached, is_out_of_memory, propagate
 from clipstream.training.precision import same_randomness, set_torch_state, torch_state
 from clipstream.utils.logs import logger
 
@@ -32,16 +35,20 @@ FIRST = 8  # samples of the first trial: with huge batches, some libraries fail 
 
 @dataclass(eq=False)
 class AutoMicroBatch(GradCache):
-    """GradCache with as many samples per pass as fit."""
+    """GradCache with as many samples per pass as fit; with `finds_kept`, as many kept graphs of `size` samples."""
 
     reserved: Callable[[], int] = lambda: 0  # returns the memory that the optimizer has still to allocate, in bytes
     # global batch size of the last search, whose samples all fit if `size` is None; 0 before the first
     tried_for: int = 0
+    finds_kept: bool = False  # whether `size` is given and `kept` is searched
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """See GradCache; all ranks repeat a step together. Raises SettingsError: not even one sample fits."""
-        if self.size is None and batch.global_size > self.tried_for:
-            self._search(batch)
+        """See GradCache; all ranks repeat a step together.
+
+        Raises SettingsError: not even one sample fits, or no chunk of the given size.
+        """
+        if batch.global_size > self.tried_for and (self.finds_kept or self.size is None):
+            self._search_kept(batch) if self.finds_kept else self._search(batch)
         while True:
             state = torch_state(self.world.device)
             found = self._attempt(batch)
@@ -49,10 +56,20 @@ class AutoMicroBatch(GradCache):
                 return found
             self.model.zero_grad(set_to_none=True)
             set_torch_state(state, self.world.device)
-            before = self.size or max(self.world.gather_objects(len(batch)))
-            self._search(batch, before - max(1, before // FINENESS))
-            text = f"out of memory with {before} samples at once; the step is repeated with {self.size}"
-            self._log(logging.WARNING, text)
+            if self.finds_kept:
+                before, unit = self.kept, "micro-batches kept"
+                if not before:
+                    raise SettingsError(
+                        f"memory ran out with {self.size} samples at once and no micro-batch kept: give a smaller "
+                        "--train.micro-batch-size, --grad-checkpointing or another --precision"
+                    )
+                self._search_kept(batch, before - max(1, before // FINENESS))
+                now = self.kept
+            else:
+                before, unit = self.size or max(self.world.gather_objects(len(batch))), "samples at once"
+                self._search(batch, before - max(1, before // FINENESS))
+                now = self.size or 0
+            self._log(logging.WARNING, f"out of memory with {before} {unit}; the step is repeated with {now}")
 
     def _attempt(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor] | None:
         """One try of the step; None on all ranks if one ran out of memory while no rank waited for it."""
@@ -64,9 +81,10 @@ class AutoMicroBatch(GradCache):
         if found is None:
             if self.world.size == 1:
                 return None
+            flag = "--train.kept-micro-batches" if self.finds_kept else "--train.micro-batch-size"
             raise SettingsError(
-                "memory ran out in the loss, in which ranks wait for each other: give --train.micro-batch-size a "
-                "number, so that more is left for it, or take a smaller batch"
+                f"memory ran out in the loss, in which ranks wait for each other: give {flag} a number, so that more "
+                "is left for it, or take a smaller batch"
             )
         leaves, share = found
         if not all(self.world.gather_objects(self._try(lambda: (backward(leaves),)) is not None)):
@@ -84,10 +102,8 @@ class AutoMicroBatch(GradCache):
         """
         n = len(batch)
         top = n if most is None else min(n, most)
-        fits, fails = 0, top + 1
-        tried = min(FIRST, top)
 
-        def trial() -> bool:
+        def trial(tried: int) -> bool:
             """Passes of the first samples, with zero gradients and the memory that a loss takes."""
             with same_randomness(self.world.device):
                 features = self._unsummed(batch.images[:tried], batch.texts[:tried])
@@ -97,15 +113,7 @@ class AutoMicroBatch(GradCache):
                 del loss_memory
             return True
 
-        ballast = self._try(lambda: torch.empty(self.reserved(), dtype=torch.uint8, device=self.world.device))
-        while fits < top if fails > top else fails - fits > max(1, fits // FINENESS):
-            if self._try(trial):
-                fits = tried
-            else:
-                fails = tried
-            tried = min(2 * fits, top) if fails > top else (fits + fails) // 2
-        del ballast
-        self.model.zero_grad(set_to_none=True)
+        fits = self._largest(top, min(FIRST, top), trial)
         # A rank that could take all of its samples sets no limit.
         limits = [found for found, count in self.world.gather_objects((fits, n)) if found < count]
         limits += [] if most is None else [most]
@@ -119,6 +127,51 @@ class AutoMicroBatch(GradCache):
         self.size = min(limits) if limits else None
         if limits and first:
             self._log(logging.INFO, f"train.micro_batch_size: {self.size} samples fit at once")
+
+    def _search_kept(self, batch: Batch, most: int | None = None) -> None:
+        """Find `kept`, of all chunks but one, at most `most` if given. Collective."""
+        n, size = len(batch), self.size or len(batch)
+        count = -(-n // size)
+        top = count - 1 if most is None else min(count - 1, most)
+
+        def trial(kept: int) -> bool:
+            """Forward passes of the last chunks, and the backward pass of the first of them, with zero gradients."""
+            with same_randomness(self.world.device):
+                chunks, _ = cut(batch, count)
+                graphs = [
+                    self._unsummed(*chunk.images_texts(batch), **chunk.options()) for chunk in chunks[count - kept :]
+                ]
+                loss_memory = graphs[0].image.new_empty((6, n, graphs[0].image.shape[1]))
+                propagate(graphs[0], detached(graphs[0]))
+                del loss_memory
+            return True
+
+        counts = self.world.gather_objects((self._largest(top, min(1, top), trial), count - 1))
+        # A rank that could keep all of its chunks but one sets no limit.
+        limits = [found for found, possible in counts if found < possible] + ([] if most is None else [most])
+        self.kept = min(limits) if limits else max(possible for _, possible in counts)
+        self.tried_for = batch.global_size
+        if most is None:
+            text = f"train.kept_micro_batches: {self.kept} of {count} micro-batches keep their activations"
+            self._log(logging.INFO, text)
+
+    def _largest(self, top: int, first: int, trial: Callable[[int], bool]) -> int:
+        """The largest number up to `top`, to 1 / FINENESS, for which the trial finds memory; 0 if there is none.
+
+        Args:
+            first: the first number that is tried.
+        """
+        fits, fails, tried = 0, top + 1, first
+        ballast = self._try(lambda: torch.empty(self.reserved(), dtype=torch.uint8, device=self.world.device))
+        while fits < top if fails > top else fails - fits > max(1, fits // FINENESS):
+            if self._try(partial(trial, tried)):
+                fits = tried
+            else:
+                fails = tried
+            tried = min(2 * fits, top) if fails > top else (fits + fails) // 2
+        del ballast
+        self.model.zero_grad(set_to_none=True)
+        return fits
 
     def _try(self, function: Callable[[], Any]) -> Any:
         """The function's result; None if memory runs out."""

@@ -90,7 +90,7 @@ class GradCache:
             lengths = {} if batch.lengths is None else {"lengths": batch.lengths}
             features = last(batch.images, batch.texts, **lengths)
             return features, partial(propagate, features)
-        chunks, places = _cut(batch, count)
+        chunks, places = cut(batch, count)
         again = max(count - self.kept, 1)
         states, parts, graphs = [], [], []
         for number, chunk in enumerate(chunks):
@@ -181,7 +181,7 @@ def propagate(features: Features, leaves: Features, *, scalars: bool = True) -> 
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class Chunk:
     """Samples of a batch that pass through the towers together."""
 
     rows: Any  # slice, or int64 tensor on the batch's device; of an empty chunk a single sample
@@ -211,7 +211,7 @@ class _Chunk:
         return leaves._replace(image=rows[0], text=rows[1])
 
 
-def _cut(batch: Batch, count: int) -> tuple[list[_Chunk], torch.Tensor | None]:
+def cut(batch: Batch, count: int) -> tuple[list[Chunk], torch.Tensor | None]:
     """Chunks of equal size, as a small last one would cost a whole pass; with n < count, some are empty.
 
     If the texts' lengths are known, samples are sorted by them, and the place of each sample among the chunks comes
@@ -220,15 +220,15 @@ def _cut(batch: Batch, count: int) -> tuple[list[_Chunk], torch.Tensor | None]:
     n = len(batch)
     bounds = [(n * number // count, n * (number + 1) // count) for number in range(count)]
     if batch.lengths is None:
-        cut = [slice(start, stop) if stop > start else slice(0, 1) for start, stop in bounds]
-        return [_Chunk(rows, stop - start, None) for rows, (start, stop) in zip(cut, bounds, strict=True)], None
+        parts = [slice(start, stop) if stop > start else slice(0, 1) for start, stop in bounds]
+        return [Chunk(rows, stop - start, None) for rows, (start, stop) in zip(parts, bounds, strict=True)], None
     lengths, device = batch.lengths, batch.texts.device
     order = sorted(range(n), key=lengths.__getitem__)
     chunks = []
     for start, stop in bounds:
         own = order[start:stop] or order[:1]
         rows = torch.tensor(own).to(device, non_blocking=True)
-        chunks.append(_Chunk(rows, stop - start, tuple(lengths[row] for row in own)))
+        chunks.append(Chunk(rows, stop - start, tuple(lengths[row] for row in own)))
     places = torch.empty(n, dtype=torch.long)
     places[order] = torch.arange(n)
     return chunks, places.to(device, non_blocking=True)

@@ -34,11 +34,10 @@ class TrainSettings(Section):
     micro_batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] | None = Field(
         None, description="samples per forward pass on a rank, auto for as many as fit; all unless set"
     )
-    kept_micro_batches: int = Field(
+    kept_micro_batches: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
         1,
-        ge=0,
         description="micro-batches of a step, but one, that keep their activations from the first pass, which saves "
-        "their second forward pass and takes their memory",
+        "their second forward pass and takes their memory; auto for as many as fit",
     )
     parallel: Literal["ddp", "fsdp"] = Field(
         "ddp", description="on several ranks: each holds the whole model (ddp), or a shard of it (fsdp, FSDP2)"
@@ -73,7 +72,13 @@ class TrainSettings(Section):
         if self.parallel == "fsdp" and self.micro_batch_size == "auto":
             text = "fsdp does not find micro_batch_size by itself, as its ranks wait for each other: name it"
             yield "parallel", text
-        if self.micro_batch_size == "auto" and self.kept_micro_batches > 1:
+        kept = self.kept_micro_batches
+        if kept == "auto" and self.micro_batch_size is None:
+            yield "kept_micro_batches", "there are no micro-batches: give --train.micro-batch-size as well"
+        if kept == "auto" and self.parallel == "fsdp":
+            text = "fsdp does not find it by itself, as its ranks wait for each other: give a number"
+            yield "kept_micro_batches", text
+        if self.micro_batch_size == "auto" and (kept == "auto" or kept > 1):
             text = "auto finds the largest micro-batch whose activations fit, which leaves no memory for those of more"
             yield "kept_micro_batches", f"{text}: leave one of the two out"
         if self.ema_warmup and self.ema is None:

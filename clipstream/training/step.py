@@ -16,7 +16,7 @@ import gc
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -68,7 +68,8 @@ class TrainStep:
             `has_batch_norm`, `text_lengths`, `unchanging` and `clip.logit_scale` are read. Not wrapped in DDP; may be
             sharded. Locks with an end are open.
         micro_batch_size: samples per forward pass on this rank; None for all, 'auto' for as many as fit.
-        kept: micro-batches, but one, that keep their graph from the first pass.
+        kept: micro-batches, but one, that keep their graph from the first pass; 'auto' for as many as fit, of a given
+            size.
         clip_norm: gradients with a larger norm are scaled down to it; None for no limit.
         max_logit_scale: upper limit of exp(logit_scale), or None. A step never raises the scale above it; a scale that
             was loaded above it stays or falls, so that learning rate 0 changes nothing.
@@ -87,7 +88,7 @@ class TrainStep:
         *,
         precision: Precision = "fp32",
         micro_batch_size: MicroBatch = None,
-        kept: int = 1,
+        kept: int | Literal["auto"] = 1,
         clip_norm: float | None = None,
         max_logit_scale: float | None = None,
         min_logit_scale: float | None = None,
@@ -108,13 +109,17 @@ class TrainStep:
         self._set_locks(0)
         parts = (model, wrap(model, world), loss, world, precision, self.scaler.scale)
         self.gradcache: GradCache
-        if isinstance(micro_batch_size, str):
+        if isinstance(micro_batch_size, str) or isinstance(kept, str):
 
             def reserved() -> int:  # by AdamW for its moments, before a parameter's first step
                 new = [p for p in self.parameters if p.requires_grad and not optimizer.state.get(p)]
                 return 2 * sum(p.numel() * p.element_size() for p in new)
 
-            self.gradcache = AutoMicroBatch(*parts, kept=kept, reserved=reserved)
+            self.gradcache = AutoMicroBatch(*parts, reserved=reserved)
+            if isinstance(micro_batch_size, int):
+                self.gradcache.size, self.gradcache.finds_kept = micro_batch_size, True
+            else:
+                self.gradcache.kept = 1 if isinstance(kept, str) else kept
         else:
             self.gradcache = GradCache(*parts, micro_batch_size, kept)
         warm_up_buckets(self.gradcache.model, self.gradcache.warm_up, world)
@@ -202,10 +207,12 @@ class TrainStep:
 
     def state(self) -> StepState:
         """What a resumed run needs to repeat the same steps."""
+        auto = self.gradcache if isinstance(self.gradcache, AutoMicroBatch) else None
         return StepState(
             precision=self.gradcache.precision,
             scaler=self.scaler.state_dict(),
-            micro_batch=self.gradcache.size if isinstance(self.gradcache, AutoMicroBatch) else None,
+            micro_batch=None if auto is None or auto.finds_kept else auto.size,
+            kept_micro_batches=(auto.kept, auto.tried_for) if auto is not None and auto.finds_kept else None,
             ema_updates=None if self.averages is None else self.averages.updates,
         )
 
@@ -213,8 +220,12 @@ class TrainStep:
         """Continue from a saved state; averaged weights are loaded apart (`WeightAverages.load`)."""
         if state.scaler:
             self.scaler.load_state_dict(state.scaler)
-        if isinstance(self.gradcache, AutoMicroBatch):
+        if not isinstance(self.gradcache, AutoMicroBatch):
+            return
+        if not self.gradcache.finds_kept:
             self.gradcache.size = state.micro_batch  # None: all samples fitted, which is tried again
+        elif state.kept_micro_batches is not None:
+            self.gradcache.kept, self.gradcache.tried_for = state.kept_micro_batches
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], world: World | None = None) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.training.auto_micro_batch import MicroBatch
+from clipstream.training.settings import TrainSettings
 from clipstream.training.step import TrainStep
 from tests.support.ranks import run_ranks
 from tests.support.steps import LOSSES, Features, TinyTowers, make_batch, reference, sgd
@@ -143,6 +145,118 @@ def test_a_batch_that_grows_is_tried_again_only_while_nothing_set_a_limit() -> N
     fixed = TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size=2)
     fixed.load_state(step.state())
     assert fixed.gradcache.size == 2 and fixed.state().micro_batch is None
+
+
+class _Token:
+    """Stands for the memory of a graph."""
+
+
+class _Holding(torch.autograd.Function):
+    """The identity, which holds a token until its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, token: list[_Token]) -> torch.Tensor:
+        ctx.token = token.pop()
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        del ctx.token
+        return gradients[0], None
+
+
+class FewGraphs(TinyTowers):
+    """Towers whose device holds the graphs of so many passes at once."""
+
+    def __init__(self, graphs: int) -> None:
+        super().__init__()
+        self.graphs, self.alive = graphs, 0
+        self.most = 0
+
+    def forward(self, pixels: torch.Tensor, ids: torch.Tensor) -> Features:
+        features = super().forward(pixels, ids)
+        if not torch.is_grad_enabled():
+            return features
+        if self.alive == self.graphs:
+            raise torch.cuda.OutOfMemoryError("a stand-in: the graphs need more than there is")
+        self.alive += 1
+        self.most = max(self.most, self.alive)
+        token = _Token()
+        weakref.finalize(token, self._freed)
+        tokens = [token]
+        del token
+        return features._replace(image=_Holding.apply(features.image, tokens))  # type: ignore[no-untyped-call]
+
+    def _freed(self) -> None:
+        self.alive -= 1
+
+
+def kept_steps(world: World, graphs: int, then: int) -> list[Any]:
+    """Two steps from the same weights in chunks of a sample, with memory for so many graphs on the last rank, which of
+    two ranks has three chunks.
+    """
+    torch.set_num_threads(1)
+    last = world.rank == world.size - 1
+    model = FewGraphs(graphs if last else 99).double()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer, kind = sgd(model), "clip"
+    step = TrainStep(model, LOSSES[kind], optimizer, world, precision="fp64", micro_batch_size=1, kept="auto")
+    found = []
+    for number in range(2):
+        if number and last:
+            model.graphs = then
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(before[name])
+        result = step(make_batch(0, world.rank, world.size), lr=1.0)
+        gradients = {name: before[name] - p.detach() for name, p in model.named_parameters()}
+        found.append((result, gradients, step.state().kept_micro_batches))
+    return found
+
+
+@pytest.mark.parametrize(("size", "graphs", "then", "kept"), [(1, 6, 3, (6, 3)), (1, 99, 1, (9, 1)), (2, 2, 1, (6, 1))])
+def test_as_many_micro_batches_are_kept_as_fit(size: int, graphs: int, then: int, kept: tuple[int, int]) -> None:
+    loss, truth = reference("clip", torch.ones(10))
+    for found in run_ranks(size, kept_steps, graphs, then):
+        assert [state for *_, state in found] == [(number, 10) for number in kept]
+        for result, gradients, _ in found:
+            assert result.loss == pytest.approx(float(loss), abs=1e-10)
+            for name, gradient in truth.items():
+                torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-10)
+
+
+def test_kept_micro_batches_are_those_of_the_checkpoint_and_searched_again_for_a_larger_batch() -> None:
+    model = FewGraphs(3)
+    step = TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size=2, kept="auto")
+    step(make_batch(), lr=0.0)
+    assert step.gradcache.kept == 3 and model.most == 3
+    model.graphs = 4
+    again = TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size=2, kept="auto")
+    again.load_state(step.state())
+    again(make_batch(), lr=0.0)
+    assert again.gradcache.kept == 3
+    again(replace(make_batch(), global_size=11), lr=0.0)
+    assert again.gradcache.kept == 4
+
+
+def test_micro_batches_that_do_not_fit_even_alone_are_an_error() -> None:
+    model = FewGraphs(0)
+    step = TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size=2, kept="auto")
+    with pytest.raises(SettingsError, match="with 2 samples at once and no micro-batch kept"):
+        step(make_batch(), lr=1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "there are no micro-batches: give --train.micro-batch-size"),
+        ({"micro_batch_size": "auto"}, "leaves no memory for those of more"),
+        ({"micro_batch_size": 4, "parallel": "fsdp"}, "its ranks wait for each other: give a number"),
+    ],
+)
+def test_kept_micro_batches_are_not_found_where_they_cannot_be(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainSettings.model_validate({**settings, "kept_micro_batches": "auto"})
 
 
 class Hungry:
