@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from clipstream import train
 from clipstream.cli import main as cli
 from clipstream.config.settings import Settings, load, resolve
 from clipstream.data.loader.loader import Loader
 from clipstream.distributed.world import World
 from clipstream.tools.feature_stores import open_stores
+from clipstream.train import run as train
 from clipstream.training.step import TrainStep
 
 

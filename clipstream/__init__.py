@@ -1,12 +1,48 @@
-"""clipstream trains contrastive image-text models (CLIP, SigLIP) over WebDataset shards."""
+"""clipstream trains contrastive image-text models (CLIP, SigLIP) over WebDataset shards.
 
+The public interface is `__all__`. It is imported when it is used: `import clipstream` imports no torch. `train`,
+`evaluate` and `check` are functions and, as they are also verbs of the command line, modules: `clipstream.train(…)` and
+`python -m clipstream.train` both work, whatever was imported before.
+"""
+
+import importlib
 import sys
+from typing import TYPE_CHECKING, Any
 
 from clipstream.utils.early_signals import guard
 
+if TYPE_CHECKING:
+    from clipstream import errors as errors
+    from clipstream.api.run import Run as Run
+    from clipstream.config.python_settings import load_settings as load_settings
+    from clipstream.config.settings import Settings as Settings
+    from clipstream.train import train as train
+
 __version__ = "0.1.0"
+__all__ = ["Run", "Settings", "__version__", "errors", "load_settings", "train"]
+
+_PLACES = {  # of what is not a module of its own name
+    "Run": "clipstream.api.run",
+    "Settings": "clipstream.config.settings",
+    "load_settings": "clipstream.config.python_settings",
+}
 
 if sys.platform == "win32":
     raise ImportError("clipstream runs on Linux and macOS: it forks processes and locks files. On Windows, use WSL")
 
 guard()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PLACES:
+        found = getattr(importlib.import_module(_PLACES[name]), name)
+    elif name in __all__:
+        found = importlib.import_module(f"clipstream.{name}")
+    else:
+        raise AttributeError(f"module 'clipstream' has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -43,9 +43,17 @@ class DivergedError(ClipstreamError):
 
 
 class Stopped(ClipstreamError):
-    """A signal has stopped the run, which has saved a checkpoint and can be resumed."""
+    """A signal has stopped the run, which has saved a checkpoint and can be resumed.
+
+    Attributes:
+        signal: name of the signal, if it is known here.
+    """
 
     exit_code = STOPPED
+
+    def __init__(self, message: str, *, signal: str | None = None) -> None:
+        super().__init__(message)
+        self.signal = signal
 
 
 class Interrupted(BaseException):

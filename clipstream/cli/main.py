@@ -11,7 +11,6 @@ import importlib
 import io
 import itertools
 import os
-import resource
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from clipstream.errors import ClipstreamError, SettingsError, Stopped, did_you_m
 from clipstream.utils import early_signals
 from clipstream.utils.early_signals import INTERRUPTED
 from clipstream.utils.escape import printable, printable_lines
+from clipstream.utils.file_limit import many_files
 from clipstream.utils.logs import on_terminal, set_level
 
 VERBS = {
@@ -90,9 +90,6 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
     # OpenMP reads it when torch is imported. Threads that wait for work by spinning take the cores of the data workers,
     # and then the threads with work wait for a core: some steps on a CPU take ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(ValueError, OSError):  # macOS refuses an infinite limit
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each lane keeps shards open: 1,024 files are few
     if isinstance(sys.stdout, io.TextIOWrapper):  # file names may be unprintable
         sys.stdout.reconfigure(errors="backslashreplace")
     rank = None
@@ -102,7 +99,7 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
     said = None
     try:
         early_signals.begin()
-        with on_terminal(rank):
+        with on_terminal(rank), many_files():
             code = main(argv)
         sys.stdout.flush()
     except ClipstreamError as error:

@@ -88,11 +88,12 @@ class Settings(Section):
         return FilePath(self.run.logs) / self.run.name
 
 
-def load(argv: Sequence[str], *, ranks: int | None = None, trains: bool = True) -> Settings:
+def load(argv: Sequence[str], *, trees: Sequence[Node] = (), ranks: int | None = None, trains: bool = True) -> Settings:
     """The settings of a command line: defaults, then each `--config` file in order, then flags.
 
     Args:
         argv: the command line without the program's name and the verb's own flags.
+        trees: settings over those of the files, and under the flags.
         ranks: processes of the run, for `--batch-size`; the launcher's unless given.
         trains: whether there is a source to train on; if not, flags such as `--caption-json` describe --val-data.
 
@@ -100,7 +101,7 @@ def load(argv: Sequence[str], *, ranks: int | None = None, trains: bool = True) 
     """
     problems: list[str] = []
     configs, given = split(argv, problems)
-    files = [read_yaml(file, problems) for file in configs]
+    files = [*(read_yaml(file, problems) for file in configs), *trees]
     ranks = World.from_env().size if ranks is None else ranks
     places = merged(Settings, [*files, flag_tree(Settings, given, files, ranks, problems, trains=trains)])
     bare: list[str] = []

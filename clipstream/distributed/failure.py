@@ -25,7 +25,7 @@ from datetime import timedelta
 from typing import Any
 
 from clipstream.distributed.world import World
-from clipstream.errors import ClipstreamError, Stopped
+from clipstream.errors import ClipstreamError, DataError, DivergedError, SettingsError, Stopped
 from clipstream.utils.early_signals import INTERRUPTED
 from clipstream.utils.escape import printable_lines
 
@@ -83,14 +83,15 @@ class FailureWatch:
 
     Args:
         debug: print the traceback of a user's error too; that of a bug is always printed.
+        embedded: the process is a user's program: `report` prints nothing, as the caller raises `first_error`.
 
     Attributes:
         on_end: called as on_end(code, message) after the cause is printed, on rank 0; it must not raise.
         held: contexts to close last, after the cause is printed: a lock, a log file.
     """
 
-    def __init__(self, world: World, *, debug: bool = False) -> None:
-        self.world, self.debug = world, debug
+    def __init__(self, world: World, *, debug: bool = False, embedded: bool = False) -> None:
+        self.world, self.debug, self.embedded = world, debug, embedded
         self.on_end: Callable[[int, str], object] | None = None
         self.held = contextlib.ExitStack()
         self._store: Any = None
@@ -166,6 +167,14 @@ class FailureWatch:
         self._note(cause)
         return code
 
+    def first_error(self, error: BaseException) -> BaseException:
+        """The error to raise after `report(error)`: that of the first rank that failed, which may be `error` itself."""
+        cause = self._cause
+        if cause is None or cause.rank == self.world.rank:
+            return error
+        kinds = {kind.exit_code: kind for kind in (SettingsError, DataError, DivergedError, Stopped)}
+        return kinds.get(cause.code, ClipstreamError)(f"rank {cause.rank}: {cause.message}")
+
     def stop(self) -> None:
         """Stop watching after success. Rank 0, which may host the store, waits for all ranks to call this."""
         if self._thread is None:
@@ -202,6 +211,7 @@ class FailureWatch:
             stack = traceback.format_stack(frame)
             print(f"rank {self.world.rank} is at:", *stack, sep="\n", file=sys.stderr, flush=True)
         self.run_cleanups()
+        self.embedded = False  # nothing is raised here
         self._print(self._cause, None)
         self._note(self._cause)
         os._exit(self._cause.code)
@@ -270,7 +280,8 @@ class FailureWatch:
 
     def _print(self, cause: Cause, error: BaseException | None) -> int:
         """Print the cause, only its first line on ranks other than 0 and its own; return its code."""
-        if error is not None and (self.debug or not isinstance(error, ClipstreamError | KeyboardInterrupt)):
+        shown = error is not None and (self.debug or not isinstance(error, ClipstreamError | KeyboardInterrupt))
+        if error is not None and shown and not self.embedded:
             print(printable_lines("".join(traceback.format_exception(error)), 1 << 20), end="", file=sys.stderr)
         message = cause.message
         if not self.world.is_main and cause.rank != self.world.rank:
@@ -278,7 +289,7 @@ class FailureWatch:
         where = "" if self.world.size == 1 else f"rank {cause.rank}: "
         if cause.code != Stopped.exit_code:
             message = f"{'' if cause.code == INTERRUPTED else 'error: '}{where}{message}"
-        if cause.code != Stopped.exit_code or self.world.is_main:
+        if not self.embedded and (cause.code != Stopped.exit_code or self.world.is_main):
             sys.stdout.flush()
             print(printable_lines(message), file=sys.stderr, flush=True)
         if self.on_end is not None:

@@ -16,19 +16,25 @@ from datetime import timedelta
 
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.settings import RunSettings
+from clipstream.distributed.signals import SIGNALS
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.utils import early_signals
-from clipstream.utils.logs import logger
+from clipstream.utils.file_limit import many_files
+from clipstream.utils.logs import logger, on_terminal
 
 PR_SET_PDEATHSIG = 1
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"  # which torch's deterministic algorithms need
 SILENT = 20.0  # s that rank 0 waits for the others before it says so
 
 
-def run_ranks(run: RunSettings, body: Callable[[World, FailureWatch], None]) -> int:
+def run_ranks(run: RunSettings, body: Callable[[World, FailureWatch], None], *, embedded: bool = False) -> int:
     """Configure torch, make the process group, and call `body` on this rank; return the exit code.
 
     An error on any rank ends all ranks with the code of the first cause.
+
+    Args:
+        embedded: see `run_embedded`.
 
     Raises SettingsError: `run.device` does not exist.
     """
@@ -46,24 +52,60 @@ def run_ranks(run: RunSettings, body: Callable[[World, FailureWatch], None]) -> 
     # torchrun sets OMP_NUM_THREADS=1, which leaves the other cores idle; and the number decides the bits of sums.
     torch.set_num_threads(run.threads or max(1, cores // world.local_size))
     if run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault(CUBLAS, ":4096:8")
         torch.use_deterministic_algorithms(True)
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         # Save and end when torchrun is killed: a restarted job must not find this one's ranks in its folder.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    watch = FailureWatch(world, debug=run.debug)
+    watch = FailureWatch(world, debug=run.debug, embedded=embedded)
+    theirs = embedded and world.size > 1 and torch.distributed.is_initialized()  # the program's own process group
     try:
-        with announce_waiting(world), early_signals.watched():
-            world.start(timedelta(seconds=run.timeout))
+        if not theirs:
+            with announce_waiting(world), early_signals.watched():
+                world.start(timedelta(seconds=run.timeout))
         watch.start()
         body(world, watch)
         watch.stop()
     except BaseException as error:
-        return watch.report(error)
+        code = watch.report(error)
+        if not embedded:
+            return code
+        if (first := watch.first_error(error)) is error:
+            raise
+        raise first from error
     finally:
-        world.stop()
+        if not theirs:
+            world.stop()
         watch.held.close()
     return 0
+
+
+def run_embedded(run: RunSettings, body: Callable[[World, FailureWatch], None]) -> None:
+    """`run_ranks` within a user's program: the error of the first rank that failed is raised, and not printed.
+
+    What is set for the whole process is restored afterwards: signal handlers, torch's threads and determinism, and the
+    limit of open files. A process group that the program has made is used, and left as it is.
+
+    Raises SettingsError: `run.device` does not exist.
+    """
+    import torch
+
+    main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in SIGNALS} if main else {}
+    threads, variable = torch.get_num_threads(), os.environ.get(CUBLAS)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    world = World.from_env()
+    try:
+        with many_files(), on_terminal(world.rank if world.size > 1 else None):
+            run_ranks(run, body, embedded=True)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        if variable is None:
+            os.environ.pop(CUBLAS, None)
 
 
 @contextmanager

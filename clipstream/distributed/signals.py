@@ -23,7 +23,9 @@ SETUP_GRACE = 5.0  # s that the main thread has to end before training, where it
 
 
 class StopSignals:
-    """Context manager, main thread only: records SIGTERM, SIGINT and SIGUSR1 instead of ending the process.
+    """Context manager: records SIGTERM, SIGINT and SIGUSR1 instead of ending the process.
+
+    In another thread than the main one it records nothing, as Python hands signals to the main thread.
 
     A second SIGINT (Ctrl-C twice) interrupts at once. Data workers must ignore SIGINT themselves, because a terminal
     sends it to them as well.
@@ -32,7 +34,7 @@ class StopSignals:
         deferring: whether there is something to save. If not, a signal raises `Interrupted` at once, and ends the
             process with its code if the main thread does not respond within SETUP_GRACE.
         broadcast: called once, from the thread, with the signal's name, to pass it to the other ranks.
-        on_exit: called before the thread ends the process.
+        on_exit: called before the thread ends the process; None where the process is not ended, as it is not ours.
         announce: print a line at the first signal.
         ending: what that line says the process does, where it does not defer.
 
@@ -45,7 +47,7 @@ class StopSignals:
         *,
         deferring: bool = True,
         broadcast: Callable[[str], object] = lambda name: None,
-        on_exit: Callable[[], object] = lambda: None,
+        on_exit: Callable[[], object] | None = lambda: None,
         announce: bool = False,
         ending: str = "ending before the first step",
     ) -> None:
@@ -53,10 +55,13 @@ class StopSignals:
         self.deferring = deferring
         self._broadcast, self._on_exit, self._announce, self._ending = broadcast, on_exit, announce, ending
         self._before: dict[signal.Signals, Any] = {}
-        self._noted = False
+        self._noted = self._installed = False
         self._over, self._announced = threading.Event(), threading.Event()
 
     def __enter__(self) -> StopSignals:
+        self._installed = threading.current_thread() is threading.main_thread()
+        if not self._installed:
+            return self
         self._listening = early_signals.listening(self._hear)
         self._listening.__enter__()
         self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
@@ -66,6 +71,8 @@ class StopSignals:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
+        if not self._installed:
+            return
         self._listening.__exit__(None, None, None)
         for number, handler in self._before.items():
             # After a failure the launcher's SIGTERM still has to find a process that ends with its own code.
@@ -82,7 +89,7 @@ class StopSignals:
         """Record that another rank was asked to stop; from any thread."""
         if not self._noted:
             self._note(name)
-            if not self.deferring:  # the handler raises in the main thread
+            if not self.deferring and self._installed:  # the handler raises in the main thread
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
     def _hear(self, number: int) -> None:
@@ -99,11 +106,11 @@ class StopSignals:
             with contextlib.suppress(OSError):
                 os.write(2, f"{name}: {what}\n".encode())
         self._announced.set()
-        if not self.deferring:
+        if not self.deferring and (on_exit := self._on_exit) is not None:
 
             def end() -> None:
                 if not self._over.is_set() and not self.deferring:
-                    self._on_exit()
+                    on_exit()
                     os._exit(Stopped.exit_code)
 
             timer = threading.Timer(SETUP_GRACE, end)

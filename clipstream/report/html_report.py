@@ -13,7 +13,7 @@ from typing import Any
 
 from clipstream import __version__
 from clipstream.report.eval_results import groups
-from clipstream.report.run_reader import Points, Run, fewer, read_run, take
+from clipstream.report.run_reader import Points, RunContents, fewer, read_run, take
 from clipstream.report.sinks import Page, Record, Sink
 from clipstream.report.terminal import chance_of, duration, early_stop_line, is_minor, is_share, milliseconds, percent
 from clipstream.utils import atomic_write
@@ -79,7 +79,7 @@ def write_report(folder: Path, path: Path) -> None:
     atomic_write.replace(path, render([read_run(folder)]).encode(errors="backslashreplace"))
 
 
-def write_comparison(runs: Sequence[Run], path: Path) -> list[str]:
+def write_comparison(runs: Sequence[RunContents], path: Path) -> list[str]:
     """Write the page of several runs; returns which of their metrics may not be compared, in words.
 
     Raises OSError: the file cannot be written.
@@ -99,13 +99,13 @@ def write_evaluations(path: Path, name: str, records: Sequence[Record], pages: S
     Raises:
         OSError: the file cannot be written.
     """
-    run = Run(name, pages=[*pages])
+    run = RunContents(name, pages=[*pages])
     for record in records:
         take(run, record)
     atomic_write.replace(path, render([run], trained=False).encode(errors="backslashreplace"))
 
 
-def render(runs: Sequence[Run], *, trained: bool = True) -> str:
+def render(runs: Sequence[RunContents], *, trained: bool = True) -> str:
     """The page; `trained` says whether the runs trained, or were evaluated only."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -177,7 +177,7 @@ def _series(names: Sequence[str], points: Sequence[Points], marks: Sequence[str]
     )
 
 
-def _evaluations(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
+def _evaluations(runs: Sequence[RunContents], names: Sequence[str]) -> list[dict[str, Any]]:
     """For each evaluator: charts of its metrics, and a row per metric with a cell per run.
 
     Runs have the same mark if their metrics may be compared, those comparable with the first run none; `others`

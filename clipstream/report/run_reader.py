@@ -1,4 +1,4 @@
-"""Reads a run's folder into a `Run`: curves, evaluations, data health, settings, starts and pictures."""
+"""Reads a run's folder into `RunContents`: curves, evaluations, data health, settings, starts and pictures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Points = list[tuple[float, float]]
 
 
 @dataclass
-class Run:
+class RunContents:
     """The contents of a run's folder."""
 
     name: str  # of the folder
@@ -56,7 +56,7 @@ class Run:
         return int(self.curves["loss"][-1][0]) if self.curves.get("loss") else 0
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunContents:
     """Read the folder of a run that is finished, running or was killed.
 
     Raises SettingsError: the folder holds no run.
@@ -66,7 +66,9 @@ def read_run(folder: Path) -> Run:
         raise SettingsError(f"{folder} holds no run: there is no {METRICS_FILE} in it")
     pages = [*PictureFiles(folder).pages(), *PictureFiles(folder / WATCH_FOLDER).pages()]
     newest = {page.name: page for page in sorted(pages, key=lambda page: page.step)}
-    run = Run(name=folder.resolve().name, pages=[newest[name] for name in dict.fromkeys(page.name for page in pages)])
+    run = RunContents(
+        name=folder.resolve().name, pages=[newest[name] for name in dict.fromkeys(page.name for page in pages)]
+    )
     for _, record in lines(metrics):
         take(run, record)
     run.running = is_occupied(folder)
@@ -83,7 +85,7 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def take(run: Run, record: Record) -> None:
+def take(run: RunContents, record: Record) -> None:
     """Add a record of metrics.jsonl."""
     step = record.get("step", 0)
     if "start" in record:
@@ -109,7 +111,7 @@ def take(run: Run, record: Record) -> None:
                 into.setdefault(key, []).append((step, math.nan if value is None else value))
 
 
-def _take_later_evaluations(run: Run, folder: Path) -> None:
+def _take_later_evaluations(run: RunContents, folder: Path) -> None:
     """Add the evaluations by `clipstream evaluate`, with and without --watch; of a step, the last one counts.
 
     Evaluations of one name form a curve only if they used the same data and settings: those of the run's own

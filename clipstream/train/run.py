@@ -1,14 +1,10 @@
-"""Train a CLIP or SigLIP model.
+"""A training run on one rank: validated settings enter, the run's folder leaves.
 
-    python -m clipstream.train --config configs/quickstart.yaml
-
-`main` checks the settings and finds missing weights before torch is imported; `train` prepares the run's folder on
-each rank; `run` and `fit` are the recipe: settings, model, data, optimizer, step, loop.
+`train_rank` prepares the run's folder; `run` and `fit` are the recipe: settings, model, data, optimizer, step, loop.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
@@ -16,10 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clipstream.checkpoint.run_lock import occupied
-from clipstream.cli.main import load_or_help, run_main
 from clipstream.config.dump import dump, redacted, secrets
-from clipstream.config.settings import Settings, require_equal, resolve, with_known_epoch
-from clipstream.config.validate import validate_run
+from clipstream.config.settings import Settings, require_equal, resolve
 from clipstream.data.shard_url import redact
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.world import World
@@ -52,30 +46,8 @@ if TYPE_CHECKING:
 FREE_SPACE = 64 << 10  # bytes that a run writes before its first step
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train as the command line says; returns the exit code."""
-    return run_main(_main, argv)
-
-
-def _main(argv: list[str]) -> int:
-    settings = load_or_help("train", argv)
-    if settings is None:
-        return 0
-    settings = with_known_epoch(settings)
-    validate_run(settings, World.from_env())
-    from clipstream.models.pretrained import preflight, preflight_teacher
-
-    loss_type, ask = chosen_loss_type(settings.loss), World.from_env().local_rank == 0
-    preflight(settings.model, settings.tokenizer, loss_type=loss_type, ask=ask)
-    if (teacher := settings.distill.teacher(settings.model.cache_dir)) is not None:
-        preflight_teacher(teacher, ask=ask)
-    from clipstream.distributed.launch import run_ranks
-
-    return run_ranks(settings.run, partial(train, settings))
-
-
-def train(settings: Settings, world: World, watch: FailureWatch) -> None:
-    """A whole run on this rank.
+def train_rank(settings: Settings, world: World, watch: FailureWatch) -> Path:
+    """A whole run on this rank; returns the run's folder.
 
     Raises ClipstreamError: settings, data or training failed, or a signal stopped the run.
     """
@@ -85,7 +57,10 @@ def train(settings: Settings, world: World, watch: FailureWatch) -> None:
 
     require_equal(settings, world)
     signals = StopSignals(
-        deferring=False, broadcast=watch.broadcast_stop, on_exit=watch.run_cleanups, announce=world.is_main
+        deferring=False,
+        broadcast=watch.broadcast_stop,
+        on_exit=None if watch.embedded else watch.run_cleanups,
+        announce=world.is_main,
     )
     watch.on_stop(signals.receive)
     own_lanes, ending = settings.data.lanes != "auto", None
@@ -99,8 +74,12 @@ def train(settings: Settings, world: World, watch: FailureWatch) -> None:
                 watch.held.enter_context(run_log(settings.run_folder))
                 ending = watch.on_end = Ending(settings.run_folder, report=settings.log.report)
             run(settings, world, watch, signals, ending, own_lanes=own_lanes)
+            return settings.run_folder
     except Interrupted:
-        raise Stopped(early_signals.BEFORE_TRAINING.format(signals.received)) from None
+        raise Stopped(early_signals.BEFORE_TRAINING.format(signals.received), signal=signals.received) from None
+    except Stopped as stopped:
+        stopped.signal = signals.received
+        raise
     except OSError as error:
         if not atomic_write.is_full(error):
             raise
@@ -511,7 +490,3 @@ def write_config(settings: Settings) -> None:
             f"{synced}; write ${{NAME}} instead, which is taken from the environment"
         )
     atomic_write.replace(settings.run_folder / "config.yaml", dump(settings).encode(), private=bool(keys))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,146 @@
+"""`Run`: the folder of a run, read when something is asked for. Imports no torch."""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from clipstream.checkpoint import store
+from clipstream.config.settings import Settings, load
+from clipstream.errors import SettingsError
+from clipstream.report.html_report import REPORT_FILE, render, write_report
+from clipstream.report.run_reader import read_run
+from clipstream.report.sinks import METRICS_FILE, lines
+
+if TYPE_CHECKING:
+    import pandas
+
+Kind = Literal["metrics", "evaluations"]
+FRAME_HEIGHT = 700  # pixels of the report in a notebook
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder: finished, running or stopped. What it returns is read anew each time.
+
+    Example:
+        >>> import clipstream
+        >>> run = clipstream.Run.open("runs/first")
+        >>> run.status, run.step
+        ('done', 3)
+        >>> run.settings.optim.lr
+        0.001
+        >>> [path.name for path in run.checkpoints]
+        ['step_00000003']
+
+    Attributes:
+        folder: the run's folder, LOGS/NAME.
+    """
+
+    folder: Path
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str]) -> Run:
+        """The run in a folder.
+
+        Args:
+            folder: of the run (`runs/NAME`), or of one of its checkpoints.
+
+        Raises SettingsError: there is no run.
+        """
+        path = Path(os.path.expanduser(folder))
+        for place in (path, path.absolute().parent.parent):
+            if (place / METRICS_FILE).is_file():
+                return cls(path if place is path else place)
+        raise SettingsError(f"{path} holds no run: there is no {METRICS_FILE} in it")
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r})"
+
+    @property
+    def name(self) -> str:
+        """The run's name, which is its folder's."""
+        return self.folder.resolve().name
+
+    @property
+    def settings(self) -> Settings:
+        """The resolved settings, from config.yaml. Raises SettingsError: there are none yet."""
+        file = self.folder / "config.yaml"
+        if not file.is_file():
+            raise SettingsError(f"{self.folder} has no config.yaml: the run ended before its first step")
+        return load(["--config", str(file)])
+
+    @property
+    def status(self) -> str:
+        """'done', 'stopped', 'failed', 'diverged', 'running', or 'unrecorded' if the run was killed."""
+        return read_run(self.folder).status
+
+    @property
+    def step(self) -> int:
+        """The step of the last training line; 0 if there is none."""
+        return read_run(self.folder).steps
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """All records of metrics.jsonl, in order: starts, training lines, evaluations, data health and ends."""
+        return (record for _, record in lines(self.folder / METRICS_FILE))
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The training lines: step, samples, loss, lr, grad_norm, samples_per_s and more."""
+        return [record for record in self.records() if "loss" in record and "eval" not in record]
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The evaluations: step, `eval` (the evaluator's name) and its metrics, or `error`."""
+        return [record for record in self.records() if "eval" in record]
+
+    def to_pandas(self, kind: Kind = "metrics") -> pandas.DataFrame:
+        """Training lines or evaluations as a data frame, a row each.
+
+        Args:
+            kind: 'metrics' or 'evaluations'.
+
+        Raises ImportError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("Run.to_pandas needs pandas: pip install pandas") from error
+        return pandas.DataFrame(self.metrics if kind == "metrics" else self.evaluations)
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The folders of the whole checkpoints, oldest first."""
+        return store.whole(self.folder / "checkpoints")[::-1]
+
+    @property
+    def latest(self) -> Path | None:
+        """The folder of the newest whole checkpoint; None if there is none."""
+        found = self.checkpoints
+        return found[-1] if found else None
+
+    @property
+    def best(self) -> Path | None:
+        """The folder of the best checkpoint by `checkpoint.keep_best`; None if no evaluation has chosen one."""
+        found = store.pointed(self.folder / "checkpoints" / store.BEST)
+        return found if found is not None and store.marker_of(found) is not None else None
+
+    @property
+    def report(self) -> Path:
+        """The path of report.html, which is written if it is not there."""
+        path = self.folder / REPORT_FILE
+        if not path.is_file():
+            write_report(self.folder, path)
+        return path
+
+    def _repr_html_(self) -> str:
+        """The report, for notebooks: a page of its own in a frame, as its style must not reach the notebook's."""
+        page = html.escape(render([read_run(self.folder)]), quote=True)
+        return (
+            f'<iframe sandbox="allow-scripts" style="width:100%;height:{FRAME_HEIGHT}px;border:0" '
+            f'title="Report of {html.escape(self.name)}" srcdoc="{page}"></iframe>'
+        )
