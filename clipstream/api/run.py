@@ -86,7 +86,7 @@ class Run:
 
     def records(self) -> Iterator[dict[str, Any]]:
         """All records of metrics.jsonl, in order: starts, training lines, evaluations, data health and ends."""
-        return (record for _, record in lines(self.folder / METRICS_FILE))
+        return (dict(record) for _, record in lines(self.folder / METRICS_FILE))
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"  # which torch's deterministic algorithms nee
 SILENT = 20.0  # s that rank 0 waits for the others before it says so
 
 
-def run_ranks(run: RunSettings, body: Callable[[World, FailureWatch], None], *, embedded: bool = False) -> int:
+def run_ranks(run: RunSettings, body: Callable[[World, FailureWatch], object], *, embedded: bool = False) -> int:
     """Configure torch, make the process group, and call `body` on this rank; return the exit code.
 
     An error on any rank ends all ranks with the code of the first cause.
@@ -80,11 +80,11 @@ def run_ranks(run: RunSettings, body: Callable[[World, FailureWatch], None], *, 
     return 0
 
 
-def run_embedded(run: RunSettings, body: Callable[[World, FailureWatch], None]) -> None:
+def run_embedded(run: RunSettings, body: Callable[[World, FailureWatch], object]) -> None:
     """`run_ranks` within a user's program: the error of the first rank that failed is raised, and not printed.
 
-    What is set for the whole process is restored afterwards: signal handlers, torch's threads and determinism, and the
-    limit of open files. A process group that the program has made is used, and left as it is.
+    What is set for the whole process is restored afterwards: signal handlers, torch's threads, determinism and TF32, and
+    the limit of open files. A process group that the program has made is used, and left as it is.
 
     Raises SettingsError: `run.device` does not exist.
     """
@@ -95,6 +95,7 @@ def run_embedded(run: RunSettings, body: Callable[[World, FailureWatch], None]) 
     threads, variable = torch.get_num_threads(), os.environ.get(CUBLAS)
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    tf32 = torch.backends.cuda.matmul.allow_tf32
     world = World.from_env()
     try:
         with many_files(), on_terminal(world.rank if world.size > 1 else None):
@@ -104,6 +105,7 @@ def run_embedded(run: RunSettings, body: Callable[[World, FailureWatch], None]) 
             signal.signal(number, handler)
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.backends.cuda.matmul.allow_tf32 = tf32
         if variable is None:
             os.environ.pop(CUBLAS, None)
 

@@ -56,7 +56,7 @@ def train(config: Config = None, overrides: Overrides = None, /, **flags: Any) -
     Example:
         >>> import clipstream
         >>> run = clipstream.train(
-        ...     "quickstart.yaml", {"optim.lr": 1e-3}, steps=3, warmup=1, batch_size=8, name="first"
+        ...     "my.yaml", {"optim.lr": 1e-3}, train_data="shards/*.tar", steps=3, name="first"
         ... )
         >>> run
         Run('runs/first')

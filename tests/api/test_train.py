@@ -1,0 +1,185 @@
+"""`clipstream.train` in scripts, threads and several times in a process, and the `Run` that it returns."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import clipstream
+from clipstream.checkpoint.run_lock import is_occupied
+from clipstream.errors import DataError, SettingsError
+from tests.support.ranks import ROOT, TIMEOUT, run_python
+from tests.support.runs import place, wait_for_step
+
+__all__ = ["place"]  # the fixture
+
+
+def settings(place: Path, name: str, steps: int = 3) -> dict[str, Any]:
+    """A small run's settings."""
+    return {
+        "run": {"logs": place / "runs", "name": name, "device": "cpu", "threads": 1},
+        "model.name": place / "model.json",
+        "data": {"global_batch_size": 24, "workers": 1, "sources": {"train": {"shards": f"{place}/pairs/*.tar"}}},
+        "optim.lr": 1e-3,
+        "train": {"steps": steps, "precision": "fp32"},
+        "log": {"every": 1, "tensorboard": False},
+    }
+
+
+def test_it_leaves_the_process_as_it_was(place: Path) -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)
+
+    def state() -> list[object]:
+        gc.collect()  # processes that have ended
+        log = logging.getLogger("clipstream")
+        of_torch = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.get_rng_state().tolist()
+        files = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+        own = [*map(signal.getsignal, numbers), [*log.handlers], log.level, log.propagate, sys.stdout, files]
+        return [*own, *of_torch, threading.active_count(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")]
+
+    def train(name: str) -> clipstream.Run:
+        return clipstream.train(settings(place, name), {"run.threads": 2, "run.deterministic": True})
+
+    train("warm")  # what is imported by the first run stays
+    before = state()
+    run = train("first")
+    with pytest.raises(DataError):
+        clipstream.train(settings(place, "broken"), {"data.sources.train.caption": {"type": "text", "key": "none"}})
+    assert {k: (a, b) for k, (a, b) in enumerate(zip(before, state(), strict=True)) if a != b} == {}
+    second = clipstream.train(run.settings, name="second")
+    assert [line["loss"] for line in second.metrics] == [line["loss"] for line in run.metrics]
+    broken = clipstream.Run.open(place / "runs/broken")
+    assert broken.status == "failed" and not is_occupied(broken.folder)
+
+
+def test_what_a_run_knows(place: Path) -> None:
+    val = {"evals.val.data.shards": f"{place}/val/*.tar", "checkpoint.keep_best": "val/image_to_text_R@1"}
+    run = clipstream.train(settings(place, "known"), val, steps=4)
+    assert run == clipstream.Run.open(run.folder) and run.name == "known"
+    assert (run.status, run.step, run.settings.optim.lr) == ("done", 4, 1e-3)
+    assert [line["step"] for line in run.metrics] == [1, 2, 3, 4]
+    assert [line["eval"] for line in run.evaluations] == ["val"] and run.evaluations[0]["n"] == 20
+    assert [path.name for path in run.checkpoints] == ["step_00000004"]
+    assert run.latest == run.best == run.checkpoints[0] and run == clipstream.Run.open(run.checkpoints[0])
+    assert run.report.read_text() in (page := run._repr_html_()) or "srcdoc=" in page
+    assert page.startswith("<iframe") and "&lt;html" in page and page.count("<") == 2
+    with pytest.raises(SettingsError, match="holds no run"):
+        clipstream.Run.open(place)
+
+
+def test_a_run_as_a_data_frame(place: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = clipstream.train(settings(place, "frame")).to_pandas()
+    assert isinstance(frame, pandas.DataFrame) and frame["step"].tolist() == [1, 2, 3] and frame["loss"].notna().all()
+
+
+def test_settings_come_from_files_mappings_and_keywords(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.yaml").write_text("optim: {lr: 1, wd: 1}\ntrain: {steps: 1}\n")
+    (tmp_path / "two.yaml").write_text("optim: {wd: 2}\n")
+    files = [tmp_path / "one.yaml", str(tmp_path / "two.yaml")]
+    found = clipstream.load_settings(files, {"optim": {"lr": 2.0}, "run.name": "00001"}, steps=5, lock_image=True)
+    assert (found.optim.lr, found.optim.wd, found.train.steps) == (2.0, 2.0, 5)
+    assert found.run.name == "00001" and found.model.lock_image
+    again = clipstream.load_settings(found, train_data=["a.tar", "b.tar"], pretrained=None, batch_size=7)
+    assert again.data.sources["train"].shards == "a.tar::b.tar" and again.data.global_batch_size == 7
+    assert again.optim.lr == 2.0 and clipstream.load_settings(found) is found
+    built = clipstream.Settings.model_validate({"optim": {"wd": 0.5}})
+    assert clipstream.load_settings(built, lr=3e-4).optim.wd == 0.5
+    own = clipstream.load_settings({"loss": {"type": Own}})
+    assert own.loss.type == f"{__name__}:Own"
+
+
+class Own:
+    """A loss of one's own, by its class."""
+
+    max_logit_scale = None
+
+
+def test_mistakes_are_named_all_at_once() -> None:
+    with pytest.raises(SettingsError) as raised:
+        clipstream.train({"optim": {"lrr": 1}}, {"train.steps": "x"}, stepz=4, batch_size=0)
+    for text in ("optim.lrr: there is no such key; did you mean 'lr'?", "train.steps: expected", "'--steps'?"):
+        assert text in str(raised.value)
+    with pytest.raises(SettingsError, match="type object"):
+        clipstream.load_settings(name=object())
+    with pytest.raises(SettingsError, match="a key of the settings is text"):
+        clipstream.load_settings({3: 1})  # type: ignore[dict-item]
+    with pytest.raises(SettingsError, match=r"there is no file none\.yaml"):
+        clipstream.train("none.yaml")
+
+
+def test_another_thread_trains_as_well(place: Path) -> None:
+    found: list[clipstream.Run] = []
+    thread = threading.Thread(target=lambda: found.append(clipstream.train(settings(place, "thread"))))
+    thread.start()
+    thread.join()
+    assert found[0].status == "done"
+
+
+def script(place: Path, name: str, body: str) -> list[str]:
+    """A command that runs a script, which has no `if __name__ == "__main__"`."""
+    given = {**settings(place, name), "run.logs": f"{place}/runs", "model.name": f"{place}/model.json"}
+    given["run"] = {key: value for key, value in given["run"].items() if key != "logs"}
+    file = place / f"{name}.py"
+    file.write_text(f"import clipstream, json\nSETTINGS = json.loads({json.dumps(given)!r})\n{textwrap.dedent(body)}")
+    return [sys.executable, str(file)]
+
+
+def test_a_script_needs_no_guard(place: Path) -> None:
+    body = "print('begins', flush=True)\nprint(clipstream.train(SETTINGS, {'data.workers': 2}).status)"
+    out = run_python(*script(place, "script", body)[1:], PYTHONPATH=str(ROOT))
+    assert out.count("begins") == 1 and out.splitlines()[-1] == "done" and "step 3/3" in out
+
+
+def test_ctrl_c_saves_and_raises_keyboard_interrupt(place: Path) -> None:
+    body = """
+        try:
+            clipstream.train(SETTINGS, {"train.steps": 100_000})
+        except KeyboardInterrupt as stopped:
+            print(stopped)
+        print(clipstream.train(SETTINGS, resume="latest", steps=len(clipstream.Run.open("RUN").metrics)).status)
+    """
+    command = script(place, "stopped", body.replace("RUN", f"{place}/runs/stopped"))
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    wait_for_step(place, "stopped", 2, process)  # type: ignore[arg-type]
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 0, errors
+    assert "stopped by SIGINT, step" in out and out.splitlines()[-1] == "done" and "Traceback" not in errors
+
+
+@pytest.mark.parametrize("first", ["import clipstream.train", "import clipstream; clipstream.train", "pass"])
+def test_the_module_of_a_verb_is_its_function(first: str) -> None:
+    code = f"""
+{first}
+import clipstream, inspect, sys
+from clipstream import train
+assert "torch" not in sys.modules
+assert clipstream.train is train is sys.modules["clipstream.train"] and callable(train) and callable(train.main)
+print(inspect.signature(train))
+try: train(stepz=3)
+except clipstream.errors.SettingsError as error: print(error)
+"""
+    out = run_python("-c", code)
+    assert out.startswith("(config: 'Config' = None, overrides: 'Overrides' = None, /, **flags: 'Any') -> 'Run'")
+    assert "'--steps'?" in out
+    assert inspect.getdoc(clipstream.train).startswith("Train a model")  # type: ignore[union-attr]
+
+
+def test_the_import_takes_no_time() -> None:
+    code = "import time; a = time.perf_counter(); import clipstream; print(time.perf_counter() - a)"
+    assert min(float(run_python("-c", code)) for _ in range(3)) < 0.2
