@@ -83,8 +83,8 @@ def run_ranks(run: RunSettings, body: Callable[[World, FailureWatch], object], *
 def run_embedded(run: RunSettings, body: Callable[[World, FailureWatch], object]) -> None:
     """`run_ranks` within a user's program: the error of the first rank that failed is raised, and not printed.
 
-    What is set for the whole process is restored afterwards: signal handlers, torch's threads, determinism and TF32, and
-    the limit of open files. A process group that the program has made is used, and left as it is.
+    What is set for the whole process is restored afterwards: signal handlers, torch's threads, determinism and TF32,
+    and the limit of open files. A process group that the program has made is used, and left as it is.
 
     Raises SettingsError: `run.device` does not exist.
     """
