@@ -126,6 +126,12 @@ def _batches(settings: Settings, world: World) -> Problems:
         yield ("data", "lanes"), text
     if isinstance(micro, int) and micro > largest:
         yield ("train", "micro_batch_size"), f"{micro} is more than the largest global batch, {largest}"
+    for tower in ("image", "text"):
+        policy = settings.model.recomputed(tower)
+        if micro == "auto" and isinstance(policy, str) and policy.endswith("iB"):
+            text = f"{policy} of how many samples? train.micro_batch_size is auto: give it a number, or a share here"
+            own = getattr(settings.model, tower).grad_checkpointing is not None
+            yield ("model", tower, "grad_checkpointing") if own else ("model", "grad_checkpointing"), text
     timeout, stall = settings.run.timeout, data.stall_timeout
     if world.size > 1 and timeout <= stall:
         text = f"{timeout:g} s end the run before data.stall_timeout, {stall:g} s, can say what is wrong: raise it"

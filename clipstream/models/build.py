@@ -26,7 +26,8 @@ from clipstream.models.pretrained import (
     resolve_loss,
     timm_entry,
 )
-from clipstream.models.settings import ModelSettings, TowerSettings
+from clipstream.models.settings import ModelSettings
+from clipstream.models.stored import TOWERS
 from clipstream.models.towers import Towers
 from clipstream.models.weights import load_image_weights, load_weights, read_weights
 
@@ -79,10 +80,8 @@ def build_towers(
         text_buckets=TextBuckets.of(clip, settings.text_buckets),
         channels_last=ChannelsLast.of(clip.visual, settings.channels_last),
     )
-    for kind, tower in (("image", clip.visual), ("text", getattr(clip, "text", None) or clip.transformer)):
-        section: TowerSettings = getattr(settings, kind)
-        policy = section.grad_checkpointing or settings.grad_checkpointing
-        checkpoint_blocks(tower, policy, f"model.{kind}.grad_checkpointing")
+    for kind in TOWERS:
+        checkpoint_blocks(towers.tower(kind), settings.recomputed(kind), f"model.{kind}.grad_checkpointing")
     if settings.lock_image:
         towers.lock_image(settings.unlocked_groups, until=settings.unlock_image_at)
     if settings.lock_text:

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from typing_extensions import Self
 
 from clipstream.config.section import ConfigPathText, PathText, Section
 
 Level = Annotated[float, Field(ge=0, le=1)]
 Deviation = Annotated[float, Field(gt=0, le=1)]
+
+
+def _memory(text: str) -> str:
+    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?(GiB|MiB)", text):
+        policies = "off, all, matmuls, a whole number from 2 on, a share between 0 and 1, or memory as 12GiB or 500MiB"
+        raise ValueError(f"expected {policies}")
+    return text
+
+
 # true and false: as settings were before there were policies, and YAML's reading of `off`
 Recomputed = Annotated[
-    Literal["off", "all", "matmuls"] | Annotated[int, Field(ge=2)],
+    Literal["off", "all", "matmuls"]
+    | Annotated[int, Field(ge=2)]
+    | Annotated[float, Field(gt=0, lt=1)]
+    | Annotated[str, AfterValidator(_memory)],
     BeforeValidator(lambda value: ("all" if value else "off") if isinstance(value, bool) else value),
 ]
 
@@ -91,7 +104,8 @@ class ModelSettings(Section):
     grad_checkpointing: Recomputed = Field(
         "off",
         description="blocks that recompute activations in the backward pass to save memory: all, N for every N-th, "
-        "matmuls for all but the results of matrix products and attention, or off",
+        "matmuls for all but the results of matrix products and attention, or off; or a budget, which chooses "
+        "blocks and policy: 0.5 for half of the activations of a tower's blocks, 12GiB for so much in a forward pass",
     )
     image: TowerSettings = Field(default_factory=TowerSettings, description="the image tower's own settings")
     text: TowerSettings = Field(default_factory=TowerSettings, description="the text tower's own settings")
@@ -129,6 +143,11 @@ class ModelSettings(Section):
         trained = self.unlocked_groups or self.unlock_image_at
         if self.patch_dropout and self.lock_image and not trained:
             yield "patch_dropout", "a locked image tower drops no patches: leave one of the two out"
+
+    def recomputed(self, tower: Literal["image", "text"]) -> Recomputed:
+        """grad_checkpointing of a tower."""
+        own: TowerSettings = getattr(self, tower)
+        return self.grad_checkpointing if own.grad_checkpointing is None else own.grad_checkpointing
 
     def not_trained(self) -> Self:
         """The same model without the settings of its training."""

@@ -203,6 +203,12 @@ class Towers(nn.Module):
             self.get_submodule(name).eval()
         return self
 
+    def tower(self, tower: Tower) -> nn.Module:
+        """The module of a tower's blocks; of open_clip's CLIP, which has no text tower of its own, the transformer."""
+        clip = self.clip
+        module: nn.Module = clip.visual if tower == "image" else getattr(clip, "text", None) or clip.transformer
+        return module
+
     @property
     def n_parameters(self) -> int:
         """Number of parameters, trained or frozen."""

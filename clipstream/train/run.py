@@ -372,6 +372,7 @@ def build_step(
             f"train.{auto[0]}: auto finds out when a GPU's memory is full; on the CPU the system ends the run "
             "instead: give a number"
         )
+    fit_activations(settings, world, towers)
     if train.compile:
         towers.compile()
     loss = build_loss(settings.loss, towers.loss_type)
@@ -396,6 +397,26 @@ def build_step(
     if teacher is not None:
         teacher.chunk = lambda: step.gradcache.size
     return layout, step
+
+
+def fit_activations(settings: Settings, world: World, towers: Towers) -> None:
+    """Fit the activations of towers on their device to the budgets of `model.grad_checkpointing`, if there are any.
+
+    Raises SettingsError: a budget is too little.
+    """
+    from clipstream.models.execution.activation_budget import fit_budgets
+    from clipstream.training.parallel import reshard
+    from clipstream.training.precision import autocast, same_randomness
+
+    micro, samples = settings.train.micro_batch_size, -(-max(settings.data.batch_sizes) // world.size)
+    if isinstance(micro, int):
+        samples = min(samples, micro)
+    context = partial(autocast, world.device, settings.train.arithmetic)
+    with same_randomness(world.device):
+        lines = fit_budgets(towers, settings.model, samples, context)
+    reshard(towers)
+    for line in lines if world.is_main else ():
+        announce(f"memory   {line}")
 
 
 def build_evals(

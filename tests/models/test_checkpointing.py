@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from clipstream.errors import SettingsError
+from clipstream.models.execution.activation_budget import Held, chosen, fit_budgets
+from clipstream.models.settings import ModelSettings
+from clipstream.models.stored import TOWERS, Tower
 from tests.support import hubtree
 from tests.support.model_files import VIT, build, write
 
@@ -86,6 +90,67 @@ def test_a_hugging_face_tower_recomputes_with_its_dropout(tmp_path: Path) -> Non
     for found in (matmuls[0], recomputed[0]):
         assert found.keys() == off[0].keys()
         assert all(torch.equal(found[key], wanted) for key, wanted in off[0].items())
+
+
+@pytest.mark.parametrize("vision", [{**VIT, "layers": 4, "patch_dropout": 0.5}, TIMM], ids=["vit", "timm"])
+def test_a_budget_is_kept_with_equal_gradients(tmp_path: Path, vision: dict[str, Any]) -> None:
+    name = write(tmp_path, vision)
+    whole, at_most = _step(build(name, text_buckets="off").train())
+    parts = {}
+    for tower in TOWERS:
+        parts[tower] = _blocks_memory(build(name, text_buckets="off").train(), tower)
+    before = at_most + 1
+    for share in (0.99, 0.8, 0.4, 0.2):
+        policy = share
+        if share == 0.4:  # the same, in bytes of a tower
+            settings = {tower: {"grad_checkpointing": f"{share * parts[tower] / 2**20:.9f}MiB"} for tower in TOWERS}
+        else:
+            settings = {"grad_checkpointing": policy}
+        towers = build(name, text_buckets="off", **settings).train()
+        chosen = ModelSettings.model_validate({"name": name, **settings})
+        kept = [(tensor, tensor.clone()) for tensor in (*towers.parameters(), *towers.buffers())]
+        lines = fit_budgets(towers, chosen, 4, nullcontext)
+        assert [line.split(":")[0] for line in lines] == [f"model.{tower}.grad_checkpointing" for tower in TOWERS]
+        assert all(torch.equal(*pair) and pair[0].grad is None for pair in kept)
+        gradients, held = _step(towers)
+        assert all(torch.equal(gradients[key], wanted) for key, wanted in whole.items()), share
+        assert held < before
+        assert at_most - held >= sum((1 - share) * part for part in parts.values()) - 1e-6 * at_most
+        before = held
+
+
+def _blocks_memory(towers: Any, tower: Tower) -> float:
+    """Bytes that the blocks of a tower hold for four samples, as the difference of no blocks and all, with inputs."""
+    lines = fit_budgets(towers, ModelSettings.model_validate({"grad_checkpointing": 0.999}), 4, nullcontext)
+    line = next(line for line in lines if line.startswith(f"model.{tower}."))
+    return float(line.rpartition(" ")[2]) * 2**30
+
+
+def test_a_budget_below_the_inputs_of_the_blocks_is_an_error(tmp_path: Path) -> None:
+    settings = {"name": write(tmp_path), "text": {"grad_checkpointing": 0.001}}
+    towers = build(**settings).train()
+    with pytest.raises(SettingsError, match=r"model\.text\.grad_checkpointing: 0\.001 is too little.* 0\.0\d of their"):
+        fit_budgets(towers, ModelSettings.model_validate(settings), 8, nullcontext)
+    locked = build(**settings, lock_text=True).train()
+    assert fit_budgets(locked, ModelSettings.model_validate(settings), 8, nullcontext) == []
+
+
+def test_the_first_blocks_recompute_first_and_cheapest() -> None:
+    held: Held = {"off": [10.0] * 3, "matmuls": [6.0] * 3, "all": [1.0] * 3}
+    assert chosen(held, 30) == ["off"] * 3
+    assert chosen(held, 23) == ["matmuls", "matmuls", "off"]
+    assert chosen(held, 18) == ["matmuls"] * 3
+    assert chosen(held, 10) == ["all", "all", "matmuls"]
+    assert chosen(held, 2) is None
+    unlike: Held = {"off": [10.0, 2.0], "matmuls": [6.0, 2.0], "all": [1.0, 3.0]}
+    assert chosen(unlike, 3) == ["all", "off"]
+
+
+@pytest.mark.parametrize("value", ["some", 1, 1.5, 0.0, "12GB", "-3GiB"])
+def test_policies_that_are_none_are_told(value: object) -> None:
+    told = r"expected off, all, matmuls, .* or memory as 12GiB" if isinstance(value, str) else "grad_checkpointing"
+    with pytest.raises(ValueError, match=told):
+        ModelSettings.model_validate({"grad_checkpointing": value})
 
 
 def test_each_tower_may_have_its_own_policy(tmp_path: Path) -> None:

@@ -58,11 +58,11 @@ def test_checkpoints_hold_the_weights_as_they_were_and_resume_exactly(place: Pat
         assert same_weights(weights(place, "again", STEPS, file), weights(place, "one", STEPS, file))
 
 
-def test_ranks_shards_and_micro_batches_change_nothing(place: Path) -> None:
+def test_ranks_shards_and_recomputation_change_nothing(place: Path) -> None:
     fp64 = ("--precision", "fp64")
     go(place, "fp64", *fp64)
-    go(place, "chunks", *fp64, "--train.micro-batch-size", "5")
     go(place, "ddp", *fp64, "--train.micro-batch-size", "5", ranks=2)
-    go(place, "fsdp", *fp64, *FSDP, ranks=2)
-    for other in ("chunks", "ddp", "fsdp"):
+    go(place, "fsdp", *fp64, *FSDP, "--model.grad-checkpointing", "0.6", ranks=2)
+    assert "memory   model.text.grad_checkpointing: of 2 blocks, " in (place / "runs/fsdp/out.log").read_text()
+    for other in ("ddp", "fsdp"):
         close(place, "fp64", other)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from clipstream.errors import SettingsError
 from clipstream.models.execution.blocks import blocks
 
-Policy = Literal["off", "all", "matmuls"] | int
+Policy = str | int | float  # 'off', 'all', 'matmuls', every N-th block, or a budget (see `activation_budget`)
 
 _SUSPENDED = ContextVar("suspended", default=False)
 _ATEN = torch.ops.aten
@@ -42,6 +42,8 @@ _KEPT: list[Any] = [
 def checkpoint_blocks(tower: nn.Module, policy: Policy, key: str) -> None:
     """Let the blocks of one tower recompute, in place: 'all' of them, every N-th, or all but their matrix products.
 
+    With a budget, this only checks that they can.
+
     Args:
         key: the setting, for messages.
 
@@ -56,9 +58,17 @@ def checkpoint_blocks(tower: nn.Module, policy: Policy, key: str) -> None:
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for block in found for part in block.modules()):
         reason = "as its batch norm would count the statistics of a batch twice: set off for this tower"
         raise SettingsError(f"{key}: {type(tower).__name__} cannot recompute, {reason}")
-    forward = _recompute_but_matmuls if policy == "matmuls" else _recompute
-    for block in found[:: policy if isinstance(policy, int) else 1]:
-        block.forward = MethodType(forward, block)  # a method, so that a deep copy runs its own weights
+    if policy in ("all", "matmuls") or isinstance(policy, int):  # a budget is for `activation_budget`
+        for block in found[:: policy if isinstance(policy, int) else 1]:
+            set_policy(block, "matmuls" if policy == "matmuls" else "all")
+
+
+def set_policy(block: nn.Module, policy: Literal["off", "matmuls", "all"]) -> None:
+    """Let a block recompute its activations, or all but the results of its matrix products, or nothing."""
+    vars(block).pop("forward", None)
+    if policy != "off":  # a method, so that a deep copy runs its own weights
+        forward = _recompute_but_matmuls if policy == "matmuls" else _recompute
+        block.forward = MethodType(forward, block)
 
 
 @contextmanager
