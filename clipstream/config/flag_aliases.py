@@ -280,6 +280,7 @@ ALIASES = (
     _alias("--zeroshot-frequency", "evals.imagenet.every_epochs", "NUMBER",
            "epochs between both zero-shot evaluations"),
     _alias("--log-every-n-steps", "log.every", "INT", "steps between training lines"),
+    _alias("--profile", "log.profile", "STEPS", "steps to profile: a number of them, or the first and last, as 10-14"),
     _alias("--report-to", "log.tensorboard", "NAME", "tensorboard, none or module:Name; metrics.jsonl is always "
            "written", report_to_sets),
     _alias("--seed", "run.seed", "INT", "fixes order, augmentation, weights and dropout"),

@@ -87,6 +87,8 @@ def _length(settings: Settings) -> Problems:
             yield ("model", key), f"step {at} is never reached: the run has {steps}"
     if late := [step for step, _ in settings.data.batch_schedule if step >= steps]:
         yield ("data", "batch_schedule"), f"step {late[0]} is never reached: the run has {steps}"
+    if (last := settings.log.profiled_steps) > steps:
+        yield ("log", "profile"), f"step {last} is never reached: the run has {steps}"
     in_epochs: list[tuple[Path, str]] = [
         ((*path, "every_epochs"), "every") for path, section in cadences(settings) if section.every_epochs is not None
     ]

@@ -31,6 +31,7 @@ from clipstream.models.pretrained import (
     WEIGHT_FILES,
 )
 from clipstream.models.stored import StoredTower, Tower, members
+from clipstream.performance.timing import IMAGE_FORWARD, TEXT_FORWARD, begin
 
 
 class Features(NamedTuple):
@@ -133,10 +134,12 @@ class Towers(nn.Module):
         if "image" in known:
             image = images
         else:
+            begin(IMAGE_FORWARD)
             image = self._from_store(images) if "image" in self.stored else self.encode_image(images)
         if "text" in known:
             text = texts
         else:
+            begin(TEXT_FORWARD)
             text = self._from_store(texts) if "text" in self.stored else self.encode_text(texts, lengths)
         return Features(image, text, *self.scalars())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from pydantic import Field, SerializeAsAny, field_validator
@@ -10,6 +11,19 @@ from clipstream.config.plugins import is_plugin, load_function
 from clipstream.config.section import PathText, PluginSection, Section
 
 Progress = Literal["auto", "bar", "lines", "none"]
+
+
+MOST_PROFILED = 100  # steps
+WARM_UP = 5  # steps of a process before a number of profiled ones: compilation, allocation, the choice of kernels
+
+
+def _profile_steps(text: str) -> tuple[int | None, int]:
+    """First and last step, or no first step and their number. Raises ValueError: it is neither."""
+    if found := re.fullmatch(r"(?:([1-9][0-9]{0,11})-)?([1-9][0-9]{0,11})", text):
+        first, last = None if found[1] is None else int(found[1]), int(found[2])
+        if first is None or first <= last:
+            return first, last
+    raise ValueError(f"expected a number of steps, as 3, or the first and the last, as 10-14, not {text!r}")
 
 
 class SinkSettings(PluginSection):
@@ -110,6 +124,11 @@ class LogSettings(Section):
     peak_tflops: float | None = Field(
         None, gt=0, description="a device's dense TFLOP/s, for MFU; of known GPUs from a table unless set"
     )
+    profile: str | None = Field(
+        None,
+        description="steps that torch's profiler records into the run's folder: a number of them, after warm-up, or "
+        "the first and the last, as 10-14",
+    )
     progress: Progress = Field("auto", description="auto: a bar on a terminal, lines elsewhere")
     level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="messages of this level and above are shown; out.log has info and above in any case"
@@ -131,6 +150,34 @@ class LogSettings(Section):
             if isinstance(sink, JsonLinesSettings) and sink.file == "metrics.jsonl":
                 raise ValueError(f"{name}: metrics.jsonl is always written: give another file")
         return value
+
+    @field_validator("profile", mode="before")
+    @classmethod
+    def _check_steps(cls, value: object) -> object:
+        if value is None:
+            return value
+        first, last = _profile_steps(str(value))
+        if last - (first or 1) >= MOST_PROFILED:
+            raise ValueError(f"more than {MOST_PROFILED} steps do not fit into the memory of a profile")
+        return str(value)
+
+    @property
+    def profiled_steps(self) -> int:
+        """Steps that a run needs for its profile; 0 without one."""
+        return 0 if self.profile is None else _profile_steps(self.profile)[1]
+
+    def profiled(self, done: int, total: int) -> range:
+        """The steps to profile, from 1, in a process that begins after `done` of `total` steps; empty if none are left.
+
+        A number of steps begins after the `WARM_UP` first ones, or earlier if the run is shorter.
+        """
+        if self.profile is None:
+            return range(0)
+        first, last = _profile_steps(self.profile)
+        if first is None:
+            first = done + 1 + max(0, min(WARM_UP, total - done - last))
+            last += first - 1
+        return range(max(first, done + 1), min(last, total) + 1)
 
     @field_validator("alert")
     @classmethod

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from clipstream.models.teacher import Teacher
     from clipstream.models.towers import Towers
     from clipstream.performance.flops import Throughput
+    from clipstream.performance.step_profile import StepProfiler
     from clipstream.report.outputs import Ending, Outputs
     from clipstream.training.parallel import FullTowers, ShardedTowers
     from clipstream.training.state import TrainState
@@ -205,6 +206,7 @@ def fit(
         show_every=log.pictures_every,
         early_stop=early_stop,
         throughput=throughput,
+        profiler=build_profiler(settings, world, state.step),
     )
     watch.on_exit(writer.close)
     if ending is not None:
@@ -255,13 +257,24 @@ def build_model(settings: Settings, world: World, stored: StoredData | None) -> 
 
 
 def build_throughput(settings: Settings, world: World, towers: Towers) -> Throughput | None:
-    """What adds TFLOP/s and MFU to training lines; None where the model's FLOPs cannot be counted."""
+    """What adds TFLOP/s and MFU to training lines; None where the model's FLOPs cannot be counted. Collective."""
     from clipstream.performance.flops import Throughput, count_flops
     from clipstream.performance.peaks import peak_tflops
 
-    flops = count_flops(towers)
+    # A second of work for a processor, which all ranks of a node would do at once.
+    flops = world.broadcast_object(count_flops(towers) if world.is_main else None)
     peak = settings.log.peak_tflops or peak_tflops(world.device, settings.train.arithmetic)
     return None if flops is None else Throughput(flops, peak)
+
+
+def build_profiler(settings: Settings, world: World, done: int) -> StepProfiler | None:
+    """The profiler of some of the steps after `done`; None without any."""
+    from clipstream.performance.step_profile import StepProfiler
+
+    steps = settings.log.profiled(done, settings.total_steps)
+    if world.is_main and settings.log.profile is not None and not steps and done < settings.total_steps:
+        logger.info(f"log.profile: no step of {settings.log.profile} is left after step {done}")
+    return StepProfiler(steps, settings.run_folder, world.device, records=world.is_main) if steps else None
 
 
 def build_teacher(settings: Settings, world: World) -> Teacher | None:

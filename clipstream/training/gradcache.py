@@ -27,7 +27,8 @@ from torch import nn
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.training.parallel import is_sharded, no_sync
+from clipstream.performance.timing import BACKWARD, COMMUNICATION, FORWARD, LOSS, begin_when_backward_ends, timed
+from clipstream.training.parallel import is_sharded, no_sync, sums_gradients
 from clipstream.training.precision import Precision, autocast, set_torch_state, torch_state
 
 if TYPE_CHECKING:
@@ -131,8 +132,12 @@ class GradCache:
     def _features(
         self, images: torch.Tensor, texts: torch.Tensor, *, module: nn.Module | None = None, **options: Any
     ) -> Features:
-        with autocast(self.world.device, self.precision):
+        with autocast(self.world.device, self.precision), timed(FORWARD):
             features: Features = (module or self.model)(images, texts, **options)
+        if sums_gradients(self.model):
+            first = next((output for output in features if output is not None and output.requires_grad), None)
+            if first is not None:
+                begin_when_backward_ends(COMMUNICATION, first)
         return features
 
     def _loss(self, features: Features, batch: Batch) -> tuple[Features, torch.Tensor]:
@@ -141,8 +146,9 @@ class GradCache:
         for leaf in leaves:
             if leaf is not None:
                 leaf.requires_grad_()
-        share = self.loss(leaves, batch, self.world)
-        self.scaled(share * self.world.size).backward()  # type: ignore[no-untyped-call]
+        with timed(LOSS):
+            share = self.loss(leaves, batch, self.world)
+            self.scaled(share * self.world.size).backward()  # type: ignore[no-untyped-call]
         return leaves, share.detach()
 
 
@@ -177,7 +183,8 @@ def propagate(features: Features, leaves: Features, *, scalars: bool = True) -> 
             outputs.append(output)
             gradients.append(torch.zeros_like(output) if leaf.grad is None else leaf.grad.to(output.dtype))
     if outputs:
-        torch.autograd.backward(outputs, gradients)
+        with timed(BACKWARD):
+            torch.autograd.backward(outputs, gradients)
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,11 @@ def no_sync(module: nn.Module) -> AbstractContextManager[Any]:
     return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
 
 
+def sums_gradients(module: nn.Module) -> bool:
+    """Whether the backward pass of the next forward pass sums gradients over the ranks (DDP)."""
+    return isinstance(module, DistributedDataParallel) and module.require_backward_grad_sync
+
+
 def finish_gradients(module: nn.Module, world: World) -> None:
     """After the last backward pass of a step: average the gradients of the scalars, which FSDP ignores."""
     if is_sharded(module):

@@ -26,6 +26,7 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses.contrastive import ContrastiveLoss
+from clipstream.performance.timing import COPY, OPTIMIZER, begin, timed
 from clipstream.training.auto_micro_batch import AutoMicroBatch, MicroBatch
 from clipstream.training.ema import WeightAverages
 from clipstream.training.gradcache import GradCache
@@ -144,9 +145,11 @@ class TrainStep:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         if batch.lengths is None:
             batch = replace(batch, lengths=self.towers.text_lengths(batch.ids))
-        batch = batch.to(self.world.device)
+        with timed(COPY):
+            batch = batch.to(self.world.device)
         statistics = [tensor.clone() for tensor in self._statistics]
         share, scale = self.gradcache(batch)
+        begin(OPTIMIZER)
         finish_gradients(self.towers, self.world)
         self.scaler.unscale_(self.optimizer)
         norm = gradient_norm(self.parameters, self.world)

@@ -12,16 +12,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from clipstream.data.batch import Batch
-from clipstream.data.loader.stage_timing import merged
+from clipstream.data.loader.stage_timing import StageTimes, merged
 from clipstream.data.order.lanes import DataState
 from clipstream.distributed.run_record import end_record
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, DataError, Interrupted, Stopped
-from clipstream.performance.flops import Throughput
+from clipstream.performance.flops import Throughput, Work
+from clipstream.performance.step_profile import StepProfiler
+from clipstream.performance.timing import DATA, PARTS, StepTimer, timed
+from clipstream.performance.usage import Usage, over_ranks
 from clipstream.training.early_stop import EarlyStop, EarlyStopSettings
 from clipstream.training.rollback import Rollback
 from clipstream.training.state import IntervalState, SourceHealth, TrainState
@@ -83,6 +86,7 @@ class Trainer:
     # may end the run before its last step
     early_stop: EarlyStop = field(default_factory=lambda: EarlyStop(EarlyStopSettings()))
     throughput: Throughput | None = None  # adds `tokens_per_s`, `tflops` and `mfu` to the training lines
+    profiler: StepProfiler | None = None  # writes a profile of some steps
 
     def __post_init__(self, state: TrainState | None) -> None:
         self._saved_step = -1
@@ -95,6 +99,8 @@ class Trainer:
         self._health_before = [start.health] if start.health else []
         self._health_step = -1
         self._clock = _Clock()
+        self._timer = StepTimer(self.world.device)
+        self._usage = Usage(self.world.device, self.loader.worker_pids)
 
     def run(self) -> None:
         """Train until the last step, or until early stopping.
@@ -110,17 +116,40 @@ class Trainer:
             self._evaluation_pending = False
             self.writer.finish()  # which may mark it as the best one
         self._clock = _Clock(self.loader.wait_seconds)
+        self._usage.read()
+        try:
+            with self._timer.active():
+                self._train()
+        finally:
+            if self.profiler is not None:
+                self.profiler.close()
+        self.rollback.on_end(self.step)
+        if self._health_step != self.step:
+            self._write_health()
+        self._save()  # first: the last evaluation may take long
+        self._evaluate(last=True)
+        if not self.writer.finish():
+            raise ClipstreamError(f"the last checkpoint, of step {self.step}, could not be written")
+        why = {"early_stop": self.early_stop.summary()} if self.early_stop.should_stop else {}
+        self._write(end_record(self.step, 0, None, total_steps=self.total_steps, **why))
+
+    def _train(self) -> None:
+        """The steps, with the evaluations and checkpoints between them."""
         while self.step < self.total_steps and not self.early_stop.should_stop:
             lr = self.lr(self.step)
-            batch = self._next_batch()
+            self._profile(begins=True)
+            with timed(DATA):
+                batch = self._next_batch()
             if self.show is not None and self.step % self.show_every == 0:
-                with self._clock.paused():
+                with self._paused():
                     self.show(self.step, batch)
             self.train_step.unlock(self.step)
             if self.throughput is not None:
                 self.throughput.add(batch)
             result = self.train_step(batch, lr)
+            self._timer.end_step()
             self.step += 1
+            self._profile(begins=False)
             self.samples += result.n
             self._clock.samples += result.n
             sums = self._interval
@@ -137,7 +166,7 @@ class Trainer:
                 self._write({"step": self.step, "nonfinite": {**figures, "keys": keys}})
             if self.step % self.log_every == 0 or self.step == self.total_steps:
                 self._log(result, lr)
-            with self._clock.paused():
+            with self._paused():
                 row = self.rollback.state.nonfinite + 1
                 if (restored := self.rollback.on_step(self.step, result)) is not None:
                     self._write({"step": self.step, "rollback": {"to": restored, "skipped": row}})
@@ -148,15 +177,25 @@ class Trainer:
                 # Weights that may be broken must not replace good ones.
                 if self.writer.due(self.step) and not self.rollback.state.nonfinite:
                     self._save(must=False)
-        self.rollback.on_end(self.step)
-        if self._health_step != self.step:
-            self._write_health()
-        self._save()  # first: the last evaluation may take long
-        self._evaluate(last=True)
-        if not self.writer.finish():
-            raise ClipstreamError(f"the last checkpoint, of step {self.step}, could not be written")
-        why = {"early_stop": self.early_stop.summary()} if self.early_stop.should_stop else {}
-        self._write(end_record(self.step, 0, None, total_steps=self.total_steps, **why))
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Exclude the time spent in the context from the figures of training."""
+        with self._clock.paused(), self._timer.paused():
+            yield
+
+    def _profile(self, *, begins: bool) -> None:
+        """Start and end the profile at the steps it is to have. Collective at its end, which other ranks wait for."""
+        if self.profiler is None:
+            return
+        if begins:
+            self._timer.ranges = self.profiler.begin_step(self.step + 1)
+        elif self.profiler.end_step(self.step):
+            self._timer.ranges = False
+            with self._paused():
+                if (profile := self.profiler.finish()) is not None:
+                    self._write({"step": self.step, "profile": profile})
+                self.world.barrier()
 
     def _stop_requested(self) -> bool:
         return self.signals.received is not None
@@ -219,12 +258,13 @@ class Trainer:
 
     def _log(self, result: StepResult, lr: float) -> None:
         """Write a training line: loss and gradient norm averaged over the interval, the rest of its last step."""
+        wall, waited = self._clock.read(self.loader.wait_seconds)
         work = self.throughput.take() if self.throughput is not None else None
-        mine = (*self._clock.read(self.loader.wait_seconds), self.loader.take_times(), work)
-        times = self.world.gather_objects(mine)
-        seconds = max(wall for wall, *_ in times)
-        waited = max(wait / wall for wall, wait, *_ in times)
-        stages = merged(stages for *_, stages, _ in times)
+        mine = _Interval(wall, waited, self.loader.take_times(), work, *self._timer.take(), self._usage.read())
+        ranks: list[_Interval] = self.world.gather_objects(mine)
+        seconds = max(rank.seconds for rank in ranks)
+        waited = max(rank.waited / rank.seconds for rank in ranks)
+        stages = merged(rank.stages for rank in ranks)
         bottleneck = TRAINING if waited < NEGLIGIBLE else stages.longest() or TRAINING
         sums = self._interval
         finite = sums.steps - sums.skipped
@@ -242,8 +282,13 @@ class Trainer:
             "skipped": sums.skipped,
         }
         record |= {f"loss_{name}": part / finite if finite else math.nan for name, part in sums.parts.items()}
-        if self.throughput is not None and (works := [work for *_, work in times if work is not None]):
+        if self.throughput is not None and (works := [rank.work for rank in ranks if rank.work is not None]):
             record |= self.throughput.figures(works, seconds, self.train_step.towers.unchanging())
+        if timed_ranks := [rank for rank in ranks if rank.steps]:
+            by_rank = [{part: rank.parts.get(part, 0.0) / rank.steps for part in PARTS} for rank in timed_ranks]
+            means = {part: sum(parts[part] for parts in by_rank) / len(by_rank) for part in PARTS}
+            record["time"] = {part: mean for part, mean in means.items() if mean}
+        record[self._usage.kind] = over_ranks(rank.usage for rank in ranks)
         if result.loss_scale is not None:
             record |= {"loss_scale": result.loss_scale, "overflow_rate": sums.overflows / sums.steps}
         if self.epoch_samples:
@@ -303,6 +348,18 @@ class Trainer:
         self.writer.save(deepcopy(state))
         self._saved_step = self.step
         self.rollback.on_save(self.step)
+
+
+class _Interval(NamedTuple):
+    """What a rank tells of the steps since the last training line."""
+
+    seconds: float
+    waited: float  # seconds in which its loader had no batch
+    stages: StageTimes
+    work: Work | None
+    parts: dict[str, float]  # seconds by part of the step
+    steps: int  # that `parts` counts
+    usage: dict[str, float]
 
 
 class _Clock:

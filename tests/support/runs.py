@@ -54,7 +54,8 @@ def flags(place: Path, name: str, *more: str, steps: int = 8) -> list[str]:
 def lines(place: Path, name: str, key: str = "loss") -> list[dict[str, Any]]:
     """The lines of a kind in a run's metrics, without what the clock makes."""
     records = [json.loads(line) for line in (place / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-    clock = ("samples_per_s", "tokens_per_s", "tflops", "mfu", "data_wait", "bottleneck", "seconds", "time")
+    clock = ("samples_per_s", "tokens_per_s", "tflops", "mfu", "data_wait", "bottleneck", "seconds", "time",
+             "cpu")  # fmt: skip
     return [{k: v for k, v in record.items() if k not in clock} for record in records if key in record]
 
 

@@ -67,6 +67,10 @@ class Batches:
         """Position."""
         return DataState(self.step)
 
+    def worker_pids(self) -> list[int]:
+        """None."""
+        return []
+
     def take_times(self) -> StageTimes:
         """One stage, which takes all of the waiting."""
         times = StageTimes()
@@ -165,5 +169,5 @@ class Run:
 
     def training_lines(self) -> list[dict[str, Any]]:
         """Without what depends on the clock."""
-        timed = ("samples_per_s", "tokens_per_s", "tflops", "mfu", "data_wait", "bottleneck")
+        timed = ("samples_per_s", "tokens_per_s", "tflops", "mfu", "data_wait", "bottleneck", "time", "cpu")
         return [{k: v for k, v in line.items() if k not in timed} for line in self.lines if "loss" in line]

@@ -36,6 +36,7 @@ from clipstream.data.sources.registry import Source
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.errors import ClipstreamError, DataError, Interrupted
 from clipstream.features.manifest import IMAGE
+from clipstream.performance.timing import COPY, timed
 from clipstream.utils.escape import printable_lines
 from clipstream.utils.logs import logger
 
@@ -232,7 +233,8 @@ class Loader:
             for name, counts in self.plan.remainder(self._step - self.plan.start.restarted_at).items():
                 self.health.sources[name].remainder.update(counts)
         self._step += 1
-        batch = self._prefetch.finish(batch)
+        with timed(COPY):
+            batch = self._prefetch.finish(batch)
         if self._prefetch.ahead:
             self._copy_ahead()
         return batch
