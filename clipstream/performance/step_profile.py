@@ -19,7 +19,7 @@ from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
 
 FOLDER = "profile"
-SHOWN = 30  # operations of the table
+SHOWN = 20  # operations in the record; the text file has all
 _OWN = (RANGE, "ProfilerStep")  # of names that are ranges, not operations
 
 

@@ -84,7 +84,9 @@ def over_ranks(figures: Iterable[Mapping[str, float]]) -> Figures:
     for of_rank in figures:
         for key, value in of_rank.items():
             by_key.setdefault(key, []).append(value)
-    return {key: max(vs) if "memory" in key else sum(vs) / len(vs) for key, vs in by_key.items()}
+    return {
+        key: round(max(values) if "memory" in key else sum(values) / len(values), 3) for key, values in by_key.items()
+    }
 
 
 def _processor_seconds(pids: Sequence[int]) -> dict[int, float]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clipstream import __version__
+from clipstream.performance.timing import PARTS
 from clipstream.report.eval_results import groups
 from clipstream.report.run_reader import Points, RunContents, fewer, read_run, take
 from clipstream.report.sinks import Page, Record, Sink
@@ -28,6 +29,13 @@ TITLES = {  # of curves, in the order of the page; others follow
     "tflops": "TFLOP/s of a device",
     "mfu": "model FLOPs utilisation (MFU)",
     "data_wait": "waiting for data",
+    "gpu/utilization": "GPU utilisation",
+    "gpu/power_w": "GPU power, W",
+    "gpu/memory_peak_gib": "GPU memory at most, GiB",
+    "gpu/memory_reserved_gib": "GPU memory reserved, GiB",
+    "cpu/cores": "busy processor cores",
+    "cpu/memory_gib": "memory of a rank, GiB",
+    "cpu/workers_memory_gib": "memory of a rank's data workers, GiB",
     "lr": "learning rate",
     "grad_norm": "norm of the gradients",
     "logit_scale": "logit scale",
@@ -35,7 +43,9 @@ TITLES = {  # of curves, in the order of the page; others follow
     "skipped": "steps left out, as loss or gradients were not finite",
 }
 RARE = ("skipped",)  # not shown if all values are 0
-SHARES = ("mfu", "data_wait", "overflow_rate")
+SHARES = ("mfu", "data_wait", "gpu/utilization", "overflow_rate")
+# Not shown as charts of their own: the parts of a step, and memory at the moment of a line.
+HIDDEN = ("time/", "gpu/memory_allocated", "cpu/memory_peak")
 INTERVAL = 60.0  # minimum seconds between two reports of a running run
 COUNTS = ("n", "dropped", "seconds", "captions", "n_train", "batch_size", "batches", "left_out")
 WIDTH, HEIGHT = 360, 190  # of a chart
@@ -116,7 +126,7 @@ def render(runs: Sequence[RunContents], *, trained: bool = True) -> str:
         metric
         for run in runs
         for metric, points in run.curves.items()
-        if metric not in RARE or any(value for _, value in points)
+        if not metric.startswith(HIDDEN) and (metric not in RARE or any(value for _, value in points))
     )
     curves = [
         Chart(
@@ -156,6 +166,7 @@ def render(runs: Sequence[RunContents], *, trained: bool = True) -> str:
         contents=[(id_, called) for id_, (called, there) in sections.items() if there],
         headlines=headlines,
         curves=curves,
+        steps=[(name, StepTimes.of(run)) for name, run in zip(names, runs, strict=True)],
         evaluations=evaluations,
         pages=pages,
         settings=settings,
@@ -318,6 +329,60 @@ class Chart:
                     parts.append(f'<circle {about} cx="{positions[0][0]:.1f}" cy="{positions[0][1]:.1f}" r="2"/>')
                 else:
                     parts.append(f'<polyline {about} points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in positions)}"/>')
+        return "".join([*parts, "</svg>"])
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Time of the training step by part, as a stacked chart and a table."""
+
+    parts: dict[str, Points]  # part -> (step, seconds), all of the same steps
+
+    @classmethod
+    def of(cls, run: Run) -> StepTimes:
+        found = {key.removeprefix("time/"): dict(run.curves[key]) for key in run.curves if key.startswith("time/")}
+        steps = sorted(set().union(*found.values()))
+        known = [part for part in PARTS if part in found]
+        order = [*known, *(part for part in found if part not in known)]
+        return cls({part: [(step, found[part].get(step, 0.0)) for step in steps] for part in order})
+
+    def rows(self) -> list[tuple[str, float, float]]:
+        """(part, mean seconds, share) over all training lines but the first, which has the warm-up."""
+        means = {}
+        for part, points in self.parts.items():
+            values = [seconds for _, seconds in points[1:] or points]
+            means[part] = sum(values) / len(values)
+        whole = sum(means.values()) or 1.0
+        return [(part, mean, mean / whole) for part, mean in means.items()]
+
+    def svg(self) -> str:
+        """The shares of the parts over the steps as SVG; '' if there are not two training lines."""
+        lines = {part: fewer(points) for part, points in self.parts.items()}
+        steps = [step for step, _ in next(iter(lines.values()), [])]
+        if len(steps) < 2:
+            return ""
+        wholes = [sum(points[n][1] for points in lines.values()) or 1.0 for n in range(len(steps))]
+        right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
+
+        def at(n: int, share: float) -> str:
+            x = LEFT + (steps[n] - steps[0]) / (steps[-1] - steps[0]) * (right - LEFT)
+            return f"{x:.1f},{bottom - share * (bottom - TOP):.1f}"
+
+        parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="time of a step by part">']
+        below = [0.0] * len(steps)
+        for part, points in lines.items():
+            above = [low + points[n][1] / wholes[n] for n, low in enumerate(below)]
+            outline = [at(n, share) for n, share in enumerate(above)]
+            outline += [at(n, below[n]) for n in reversed(range(len(steps)))]
+            shape = f'<polygon class="part {escape(part)}" points="{" ".join(outline)}">'
+            parts.append(f"{shape}<title>{escape(part.replace('_', ' '))}</title></polygon>")
+            below = above
+        for share in (0.0, 0.5, 1.0):
+            y = bottom - share * (bottom - TOP)
+            parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{share:.0%}</text>')
+        for step, x, anchor in ((steps[0], LEFT, "start"), (steps[-1], right, "end")):
+            parts.append(f'<text class="tick" x="{x}" y="{HEIGHT - 6}" text-anchor="{anchor}">{short(step)}</text>')
         return "".join([*parts, "</svg>"])
 
 

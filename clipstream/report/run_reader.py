@@ -1,4 +1,4 @@
-"""Reads a run's folder into `RunContents`: curves, evaluations, data health, settings, starts and pictures."""
+"""Reads a run's folder into `RunContents`: curves, evaluations, data health, profile, settings, starts, pictures."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ class RunContents:
     """The contents of a run's folder."""
 
     name: str  # of the folder
-    curves: dict[str, Points] = field(default_factory=dict)  # (step, value) by metric of the training lines
+    # (step, value) by metric of the training lines; metrics within others as time/data
+    curves: dict[str, Points] = field(default_factory=dict)
     evaluations: dict[str, dict[str, Points]] = field(default_factory=dict)  # (step, value) by evaluator and metric
     health: Record = field(default_factory=dict)  # the newest counts of data health, by source
     # time of the data stages in the last training line's steps
     stages: dict[str, dict[str, float]] = field(default_factory=dict)
+    profile: Record = field(default_factory=dict)  # the newest one (see `StepProfiler.finish`)
     # one for each process that started or resumed the run: step, time, versions, …
     starts: list[Record] = field(default_factory=list)
     # of the last process: step, time, seconds, status, code, error, total_steps, early_stop (see `EarlyStop.why`);
@@ -100,12 +102,14 @@ def take(run: RunContents, record: Record) -> None:
         run.health = record["health"]
     elif "stages" in record:
         run.stages = record["stages"]
+    elif "profile" in record:
+        run.profile = record["profile"]
     elif "error" in record:
         run.failed[str(record["eval"])] = step, str(record["error"])
     else:
         run.failed.pop(str(record.get("eval")), None)
         into = run.evaluations.setdefault(str(record["eval"]), {}) if "eval" in record else run.curves
-        for key, value in record.items():
+        for key, value in flat(record).items():
             number = value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
             if number and key not in _NO_CURVE and key != "eval":
                 into.setdefault(key, []).append((step, math.nan if value is None else value))

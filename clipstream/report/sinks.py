@@ -2,8 +2,9 @@
 
 A record is a dictionary of plain values with a step and one of: a training line (loss, ...), the time of the data
 stages (stages), an evaluation (eval, metrics), data health (health), unusable samples (quarantine), a skipped step
-(nonfinite), a rollback (rollback), the start of a process (start), the end of the run (end). Only rank 0 has sinks. A
-run that resumes at step s keeps what was written up to s and drops the rest, so that a file holds each step once.
+(nonfinite), a rollback (rollback), a profile of steps (profile), the start of a process (start), the end of the run
+(end). Only rank 0 has sinks. A run that resumes at step s keeps what was written up to s and drops the rest, so that a
+file holds each step once.
 """
 
 from __future__ import annotations
@@ -309,7 +310,7 @@ class PictureFiles(Sink):
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
     """The numbers of a record, by TensorBoard tag."""
-    if any(kind in record for kind in ("start", "end", "quarantine", "nonfinite")):
+    if any(kind in record for kind in ("start", "end", "quarantine", "nonfinite", "profile")):
         return
     prefix = f"eval/{record['eval']}" if "eval" in record else "train"
     numbers = {key: value for key, value in record.items() if key not in ("step", "eval")}

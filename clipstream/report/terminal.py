@@ -105,6 +105,9 @@ class ProgressDisplay(Sink):
         elif "rollback" in record:
             skipped, to = record["rollback"]["skipped"], record["rollback"]["to"]
             self.say(f"warning: {skipped} steps in a row were left out: back to the weights of step {to}")
+        elif "profile" in record:
+            first, last = record["profile"]["steps"]
+            self.say(f"profile of steps {first} to {last}: {record['profile'].get('trace', 'not written')}")
         elif "end" in record:
             if "early_stop" in record["end"]:
                 self.say(f"ended at step {record['step']}: {early_stop_line(record['end']['early_stop'])}")
@@ -140,6 +143,10 @@ class ProgressDisplay(Sink):
         if "data_wait" in record:
             slow = record.get("bottleneck", "training")
             parts.append(f"data wait {record['data_wait']:.0%}{'' if slow == 'training' else f' ({slow})'}")
+        if "mfu" in record:
+            parts.append(f"MFU {record['mfu']:.0%}")
+        if "memory_peak_gib" in record.get("gpu", {}):
+            parts.append(f"{record['gpu']['memory_peak_gib']:.1f} GiB")
         if self._speeds and step and record.get("samples"):
             samples_left = (self.total - step) * record["samples"] / step
             parts.append(f"eta {duration(samples_left * len(self._speeds) / sum(self._speeds))}")

@@ -148,7 +148,7 @@ def fit(
     found: Path | None,
     remote_sync: RemoteSync | None,
 ) -> None:
-    """The loop, resumed from the checkpoint `found`, if any."""
+    """The loop, with weights, moments and random states of the checkpoint `found`, if any."""
     from clipstream.data.decode.tokenizers import readable
     from clipstream.losses.contrastive import warn_of_duplicates
     from clipstream.report.outputs import Outputs
@@ -159,7 +159,6 @@ def fit(
     from clipstream.training.state import TrainState
     from clipstream.training.trainer import Trainer
 
-    # Weights, moments and random states of the checkpoint.
     resumed = None if found is None else load_checkpoint(found, step)
     state = resumed or TrainState()
 
