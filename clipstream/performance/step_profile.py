@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,10 +59,11 @@ class StepProfiler:
             profiler = torch.profiler
             on_gpu = self._device.type == "cuda"
             activities = [profiler.ProfilerActivity.CPU, *([profiler.ProfilerActivity.CUDA] if on_gpu else [])]
-            schedule = profiler.schedule(wait=0, warmup=self.steps.start - step, active=len(self.steps), repeat=1)
-            self._profile = profiler.profile(activities=activities, schedule=schedule)
+            warm_up = self.steps.start - step
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+                warnings.filterwarnings("ignore", "Profiler won't be using warmup")
+                schedule = profiler.schedule(wait=0, warmup=warm_up, active=len(self.steps), repeat=1)
+                self._profile = profiler.profile(activities=activities, schedule=schedule)
                 self._profile.start()
         return True
 
@@ -98,7 +100,8 @@ class StepProfiler:
         except (OSError, RuntimeError) as error:
             reason = "its disk is full" if atomic_write.is_full(error) else str(error)
             logger.warning(f"the profile could not be written to {folder}: {reason}")
-            draft.unlink(missing_ok=True)
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
         return {**record, "operations": [one._asdict() for one in found[:SHOWN]]}
 
     def close(self) -> None:

@@ -9,7 +9,7 @@
     backward        the backward passes of the towers
     communication   gradients are complete on this rank, and their sums over the ranks are not (DDP)
     optimizer       gradient norm, clipping, update, averaged weights
-    other           the rest: training lines, checks between steps
+    other           the rest of the host's work, without training lines, evaluations and checkpoints
 
 A part lasts until the next one begins, so nothing is counted twice and nothing is left out. Marks are taken everywhere
 in the package by `begin` and `timed`, which do nothing unless a `StepTimer` is active.

@@ -165,7 +165,8 @@ class Trainer:
                 figures = {"loss": f"{result.loss:g}", "grad_norm": f"{result.grad_norm:g}"}  # JSON has no NaN
                 self._write({"step": self.step, "nonfinite": {**figures, "keys": keys}})
             if self.step % self.log_every == 0 or self.step == self.total_steps:
-                self._log(result, lr)
+                with self._timer.paused():  # as the clock begins anew at its end
+                    self._log(result, lr)
             with self._paused():
                 row = self.rollback.state.nonfinite + 1
                 if (restored := self.rollback.on_step(self.step, result)) is not None:
@@ -181,7 +182,7 @@ class Trainer:
     @contextmanager
     def _paused(self) -> Iterator[None]:
         """Exclude the time spent in the context from the figures of training."""
-        with self._clock.paused(), self._timer.paused():
+        with self._timer.paused(), self._clock.paused():
             yield
 
     def _profile(self, *, begins: bool) -> None:

@@ -1,0 +1,197 @@
+"""Time of a step by part: what is measured, where, on how many ranks, and at what cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from clipstream.distributed.world import World
+from clipstream.performance import timing
+from clipstream.performance.timing import COPY, DATA, LOSS, OTHER, StepTimer, begin, timed
+from clipstream.performance.usage import Usage, over_ranks
+from clipstream.training.step import TrainStep
+from tests.support.model_files import build, write
+from tests.support.ranks import run_ranks
+from tests.support.steps import LOSSES, make_batch, sgd
+from tests.support.trainer_runs import Run
+
+
+class DeviceMark:
+    """An event of a device whose queue the test runs."""
+
+    now = 0.0  # s, of the device
+    done: float | None = None  # s up to which its queue is done; None for everything
+
+    def record(self, stream: Any) -> None:
+        self.at = DeviceMark.now
+
+    def query(self) -> bool:
+        return DeviceMark.done is None or self.at <= DeviceMark.done
+
+    def elapsed_time(self, end: DeviceMark) -> float:
+        assert end.query(), "an event that is not complete is not read"
+        return 1e3 * (end.at - self.at)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> type[DeviceMark]:
+    monkeypatch.setattr(DeviceMark, "now", 0.0)
+    monkeypatch.setattr(DeviceMark, "done", None)
+    return DeviceMark
+
+
+def take_step(device: type[DeviceMark], timer: StepTimer, seconds: float) -> None:
+    """A step with data, copy and, within the loss, another part."""
+    for name in (DATA, COPY):
+        begin(name)
+        device.now += seconds
+    with timed(LOSS):
+        device.now += seconds
+        with timed("forward"):
+            device.now += 10 * seconds
+        device.now += seconds
+    timer.end_step()
+
+
+def test_parts_of_a_step_follow_each_other(device: type[DeviceMark]) -> None:
+    timer = StepTimer("cpu", make_mark=device)
+    with timer.active():
+        take_step(device, timer, 1.0)
+        device.now += 0.5  # training lines
+        take_step(device, timer, 1.0)
+        with timer.paused():
+            device.now += 100
+            begin(DATA)  # of an evaluation
+            device.now += 100
+    parts, steps = timer.take()
+    assert steps == 2
+    assert parts == {DATA: 2.0, COPY: 2.0, LOSS: 4.0, "forward": 20.0, OTHER: 0.5}
+    assert timer.take() == ({}, 0)
+    begin(DATA)  # no timer is active
+
+
+def test_steps_that_the_device_has_not_finished_wait_for_the_next_line(device: type[DeviceMark]) -> None:
+    timer = StepTimer("cpu", make_mark=device)
+    device.done = -1.0
+    with timer.active():
+        take_step(device, timer, 1.0)
+        assert timer.take() == ({}, 0)
+        device.done = device.now  # the first step
+        take_step(device, timer, 3.0)
+        assert timer.take() == ({OTHER: 0.0, DATA: 1.0, COPY: 1.0, LOSS: 2.0, "forward": 10.0}, 1)
+        device.done = None
+        take_step(device, timer, 3.0)
+        parts, steps = timer.take()
+        assert steps == 2 and parts[DATA] == 6.0 and parts["forward"] == 60.0
+
+
+def test_marks_are_read_and_used_again_without_training_lines(device: type[DeviceMark]) -> None:
+    timer = StepTimer("cpu", make_mark=device)
+    with timer.active():
+        for _ in range(5 * timing.UNREAD):
+            take_step(device, timer, 1.0)
+    assert len(timer._marks) + len(timer._free) < 10 * timing.UNREAD
+    assert timer.take()[1] == 5 * timing.UNREAD
+
+
+def in_turn(world: World) -> list[dict[str, Any]]:
+    """The training lines of a run on this rank's part of the data."""
+    run = Run(world, 6)
+    if world.rank == 1:
+        run.model.clip.visual.register_full_backward_hook(lambda *_: time.sleep(0.1))
+    return run.go().lines
+
+
+def test_training_lines_have_the_parts_and_their_sum_is_the_time_of_a_step() -> None:
+    lines = [line for line in Run(World(), 6).go().lines if "loss" in line]
+    assert len(lines) == 2
+    for line in lines:
+        assert list(line["time"]) == ["data", "copy", "forward", "loss", "backward", "optimizer", "other"]
+        assert line["time"]["data"] > 0.01, "every batch takes 10 ms"
+        assert 0.5 < sum(line["time"].values()) / (10 / line["samples_per_s"]) < 1.0001
+        assert line["cpu"]["cores"] > 0
+    of_ranks = [{"cores": 1.0, "memory_gib": 2.0}, {"cores": 3.0, "memory_gib": 1.0}]
+    assert over_ranks(of_ranks) == {"cores": 2.0, "memory_gib": 2.0}
+
+
+def test_a_rank_that_waits_for_the_gradients_of_another_counts_communication() -> None:
+    first, second = run_ranks(2, in_turn)
+    assert not second
+    last = [line for line in first if "loss" in line][-1]
+    # Rank 0 waits for 0.1 s in each step, rank 1, which is late, does not: half of it is the mean.
+    assert 0.03 < last["time"]["communication"] < last["time"]["backward"]
+
+
+@contextmanager
+def measured(step: Any) -> Iterator[dict[str, float]]:
+    timer, found = StepTimer("cpu"), {}
+    with timer.active():
+        yield found
+        timer.end_step()
+    found.update(timer.take()[0])
+
+
+@pytest.mark.parametrize("chunks", [{}, {"micro_batch_size": 2}], ids=["at once", "gradient caching"])
+@pytest.mark.parametrize("locked", [False, True])
+def test_both_towers_are_told_apart(tmp_path: Any, chunks: dict[str, Any], locked: bool) -> None:
+    towers = build(write(tmp_path), loss_type="clip", text_buckets="auto").train()
+    if locked:
+        towers.lock_image()
+    step = TrainStep(towers, LOSSES["clip"], sgd(towers), World(), **chunks)
+    for tower, key in ((towers.clip.visual, "image_forward"), (towers.clip.transformer, "text_forward")):
+        tower.register_forward_hook(lambda *_, key=key: time.sleep({"image_forward": 0.02, "text_forward": 0.01}[key]))
+    batch = make_batch(0)
+    pixels = torch.zeros(len(batch), 3, *towers.image.size, dtype=torch.uint8)
+    ids = towers.open_clip_tokenizer()(["a b"] * len(batch)).int()
+    batch = type(batch)(pixels, ids, batch.weights, batch.keys, batch.sources, 0, len(batch))
+    with measured(step) as found:
+        step(batch, lr=1e-3)
+    passes = 5 + (4 if chunks else 0) if chunks else 1
+    image_passes = 5 if chunks and locked else passes  # a frozen tower runs once
+    assert found["image_forward"] > 0.02 * image_passes
+    assert found["text_forward"] > 0.01 * passes
+    parts = {"copy", "image_forward", "text_forward", "forward", "loss", "backward", "optimizer", "other"}
+    assert set(found) == parts, "one rank has no communication"
+
+
+def test_a_compiled_model_is_one_part() -> None:
+    class Marked(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            begin("image_forward")
+            return x + 1
+
+    model, timer = Marked(), StepTimer("cpu")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with timer.active():
+        with timed("forward"):
+            compiled(torch.ones(2))
+        timer.end_step()
+        assert set(timer.take()[0]) == {"forward", "other"}
+        with timed("forward"):
+            model(torch.ones(2))
+        timer.end_step()
+        assert "image_forward" in timer.take()[0]
+
+
+def test_measuring_costs_less_than_a_hundredth_of_a_step() -> None:
+    """A step of 0.3 s in 8 micro-batches has 60 marks; a training line, every 10 steps, reads them."""
+    timer, usage, costs = StepTimer("cpu"), Usage("cpu"), []
+    with timer.active():
+        for _ in range(20):
+            began = time.process_time()
+            for _ in range(10):
+                for _ in range(15):
+                    begin(DATA)
+                    with timed(LOSS):
+                        begin(COPY)
+                timer.end_step()
+            over_ranks([usage.read()])
+            timer.take()
+            costs.append((time.process_time() - began) / 10)
+    assert min(costs) < 0.003, f"{min(costs):.2e} s a step"
