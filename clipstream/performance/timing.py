@@ -154,8 +154,8 @@ class StepTimer:
         self.begin(OTHER)
         try:
             yield
+            self.begin(None)  # not after an error, which may be one of the device
         finally:
-            self.begin(None)
             _active = before
 
     @contextmanager

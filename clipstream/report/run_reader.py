@@ -109,7 +109,7 @@ def take(run: RunContents, record: Record) -> None:
     else:
         run.failed.pop(str(record.get("eval")), None)
         into = run.evaluations.setdefault(str(record["eval"]), {}) if "eval" in record else run.curves
-        for key, value in flat(record).items():
+        for key, value in (record if "eval" in record else flat(record)).items():
             number = value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
             if number and key not in _NO_CURVE and key != "eval":
                 into.setdefault(key, []).append((step, math.nan if value is None else value))

@@ -107,6 +107,7 @@ def test_a_run_on_two_ranks_is_profiled_and_reported(tmp_path: Path) -> None:
     assert {part: names.count(f"clipstream::{part}") >= 2 for part in parts} == dict.fromkeys(parts, True)
     training = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
     times = [record["time"] for record in training if "loss" in record]
+    assert all(record["tflops"] > 0 for record in training if "loss" in record)
     assert [set(parts) <= set(time) for time in times] == [True, True]
     page = render([read_run(folder)]).replace("<wbr>", "")
     for said in ("Where the step's time goes", "image forward", 'class="part communication"', "aten::addmm",

@@ -20,8 +20,8 @@ from clipstream.compare import main as compare
 from clipstream.errors import SettingsError
 from clipstream.evals.context import Example
 from clipstream.report.eval_results import FIGURES_FILE, WATCH_FOLDER, add
-from clipstream.report.html_report import REPORT_FILE, Chart, Report, Series, nice_ticks, render, short
-from clipstream.report.run_reader import fewer, read_run
+from clipstream.report.html_report import REPORT_FILE, Chart, Report, Series, StepTimes, nice_ticks, render, short
+from clipstream.report.run_reader import Run, fewer, read_run
 from clipstream.report.sinks import MetricsFile, PictureFiles
 from tests.support.browser import look, needs_browser
 from tests.support.run_folders import EXAMPLES, make_run, picture
@@ -234,6 +234,32 @@ def test_a_chart_leaves_a_gap_where_a_value_is_no_number() -> None:
 )
 def test_numbers_are_short(value: float, shown: str) -> None:
     assert short(value) == shown
+
+
+def test_the_time_of_a_step_by_part_is_a_stacked_chart_and_a_table(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "mine", steps=40))
+    times = StepTimes.of(run)
+    assert list(times.parts) == [
+        "data", "image_forward", "text_forward", "loss", "backward", "communication", "optimizer"
+    ]  # fmt: skip
+    assert times.parts["optimizer"] == [(10, 30.0), (20, 0.0), (30, 0.0), (40, 0.0)]
+    rows = {part: (seconds, share) for part, seconds, share in times.rows()}
+    assert rows["backward"] == (pytest.approx(0.18), pytest.approx(0.6)), "without the first line"
+    assert rows["communication"] == (pytest.approx(0.02), pytest.approx(0.02 / 0.3))
+    assert sum(share for _, share in rows.values()) == pytest.approx(1)
+    areas = {}
+    for part, text in re.findall(r'<polygon class="part (\w+)" points="([^"]*)"', times.svg()):
+        heights = [float(pair.split(",")[1]) for pair in text.split()]
+        above, below = heights[: len(heights) // 2], heights[len(heights) // 2 :][::-1]
+        areas[part] = [low - high for high, low in zip(above, below, strict=True)]
+    whole = [sum(column) for column in zip(*areas.values(), strict=True)]
+    assert whole == pytest.approx([whole[0]] * 4, abs=0.5), "the parts fill the chart at every step"
+    assert areas["backward"][1] / whole[1] == pytest.approx(0.6, abs=0.01)
+    assert StepTimes.of(Run("old")).svg() == "" and StepTimes.of(Run("old")).rows() == []
+    page = render([run, read_run(make_run(tmp_path / "other", steps=40))])
+    assert page.count("<polygon") == 14 and "other: Where the step's time goes" in page
+    assert "GPU utilisation" in page and "time/data" not in page and "allocated" not in page
+    assert "the dearest operations of steps 6 to 8" in page.lower() and "profile/steps_6-8.json.gz" in page
 
 
 MEASURE = """<script>

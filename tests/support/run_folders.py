@@ -18,6 +18,12 @@ def picture(seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (3, 48, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
+def step_times(step: int) -> dict[str, float]:
+    """Seconds of a step by part; the first one is slow."""
+    times = {"data": 0.01, "image_forward": 0.06, "text_forward": 0.02, "loss": 0.01, "backward": 0.18}
+    return {**times, "optimizer": 30.0} if step == 10 else {**times, "communication": 0.02}
+
+
 def make_run(folder: Path, *, lr: float = 5e-4, steps: int = 2000) -> Path:
     """A run's folder as training leaves it."""
     folder.mkdir(parents=True)
@@ -29,10 +35,15 @@ def make_run(folder: Path, *, lr: float = 5e-4, steps: int = 2000) -> Path:
     for step in range(10, steps + 1, 10):
         loss = math.nan if step == 300 else 5.5 / (1 + step / 400)
         sink.write({"step": step, "samples": 64 * step, "loss": loss, "lr": lr, "grad_norm": 1.0, "logit_scale": 14.3,
-                    "samples_per_s": 800 + step % 7, "data_wait": 0.02})  # fmt: skip
+                    "samples_per_s": 800 + step % 7, "data_wait": 0.02, "time": step_times(step),
+                    "gpu": {"utilization": 0.9, "memory_allocated_gib": 4.0, "memory_peak_gib": 20.0}})  # fmt: skip
         if step % 500 == 0:
             values = {"top1": 0.5 if step == 1000 else 0.4, "top5": 0.9, "n": 120, "chance": 0.05, "dropped": 3}
             sink.write({"step": step, "eval": "animals", **values, "seconds": 2.5})
+    operation = {"name": "void at::native::" + "vectorized_elementwise_kernel<4, " * 6, "calls": 48,
+                 "self_device": 0.25, "device": 0.25, "self_cpu": 0.001, "cpu": 0.003}  # fmt: skip
+    profile = {"steps": [6, 8], "device": "cuda", "trace": "profile/steps_6-8.json.gz", "operations": [operation] * 3}
+    sink.write({"step": 8, "profile": profile})
     health = {"read": 9000, "used": 8960, "dropped": DROPS, "examples": EXAMPLES, "shards": 12, "shard_faults": 1,
               "fault_reasons": {"missing_end": 1}}  # fmt: skip
     sink.write({"step": steps, "health": {"train": health}})

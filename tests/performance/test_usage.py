@@ -1,0 +1,64 @@
+"""Use of the device: processes on the CPU, and what is left out where a GPU does not tell."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from clipstream.performance.usage import GIB, Usage
+from clipstream.report.terminal import ProgressDisplay
+
+WORK = "import time\nprint(1, flush=True)\nwhile time.process_time() < 0.5: pass\nprint(2, flush=True)\ninput()"
+
+
+def test_data_workers_count() -> None:
+    with subprocess.Popen([sys.executable, "-c", WORK], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None and worker.stdin is not None
+        worker.stdout.readline()
+        usages = {"with": Usage("cpu", lambda: [worker.pid, 2**30]), "without": Usage("cpu")}  # no such process
+        for usage in usages.values():
+            usage.read()
+        worker.stdout.readline()
+        found = {name: usage.read() for name, usage in usages.items()}
+        worker.stdin.close()
+    assert found["with"]["cores"] > found["without"]["cores"] >= 0
+    assert 0 < found["with"]["memory_gib"] <= found["with"]["memory_peak_gib"]
+    assert 0 < found["with"]["workers_memory_gib"] < found["with"]["memory_gib"]
+    assert "workers_memory_gib" not in found["without"]
+
+
+def test_what_a_gpu_does_not_tell_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def absent(device: Any) -> int:
+        asked.append(device)
+        raise ModuleNotFoundError("pynvml")
+
+    stats = {
+        "allocated_bytes.all.current": GIB,
+        "reserved_bytes.all.current": 4 * GIB,
+        "allocated_bytes.all.peak": 3 * GIB,
+    }
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 93)
+    monkeypatch.setattr(torch.cuda, "power_draw", absent)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    usage = Usage("cuda:0")
+    memory = {"memory_allocated_gib": 1.0, "memory_reserved_gib": 4.0, "memory_peak_gib": 3.0}
+    assert usage.kind == "gpu"
+    assert usage.read() == usage.read() == {"utilization": 0.93, **memory}
+    assert len(asked) == 1, "what failed is not asked for again"
+
+
+def test_the_terminal_shows_mfu_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    display = ProgressDisplay(10, mode="lines")
+    line = {"step": 5, "samples": 50, "loss": 1.0, "samples_per_s": 10.0}
+    display.write({**line, "mfu": 0.413, "gpu": {"memory_peak_gib": 12.34}})
+    display.write(line)
+    first, second = capsys.readouterr().out.splitlines()
+    assert "10 samples/s  MFU 41%  12.3 GiB  eta" in first
+    assert "10 samples/s  eta" in second
