@@ -12,7 +12,15 @@ import torch
 from clipstream.performance.usage import GIB, Usage
 from clipstream.report.terminal import ProgressDisplay
 
-WORK = "import time\nprint(1, flush=True)\nwhile time.process_time() < 0.5: pass\nprint(2, flush=True)\ninput()"
+WORK = """
+import time
+print(flush=True)
+input()
+while time.process_time() < 0.5:
+    pass
+print(flush=True)
+input()
+"""
 
 
 def test_data_workers_count() -> None:
@@ -22,6 +30,8 @@ def test_data_workers_count() -> None:
         usages = {"with": Usage("cpu", lambda: [worker.pid, 2**30]), "without": Usage("cpu")}  # no such process
         for usage in usages.values():
             usage.read()
+        worker.stdin.write(b"\n")
+        worker.stdin.flush()
         worker.stdout.readline()
         found = {name: usage.read() for name, usage in usages.items()}
         worker.stdin.close()
@@ -38,14 +48,10 @@ def test_what_a_gpu_does_not_tell_is_left_out(monkeypatch: pytest.MonkeyPatch) -
         asked.append(device)
         raise ModuleNotFoundError("pynvml")
 
-    stats = {
-        "allocated_bytes.all.current": GIB,
-        "reserved_bytes.all.current": 4 * GIB,
-        "allocated_bytes.all.peak": 3 * GIB,
-    }
+    stats = {"allocated_bytes.all.current": 1, "reserved_bytes.all.current": 4, "allocated_bytes.all.peak": 3}
     monkeypatch.setattr(torch.cuda, "utilization", lambda device: 93)
     monkeypatch.setattr(torch.cuda, "power_draw", absent)
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {key: n * GIB for key, n in stats.items()})
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     usage = Usage("cuda:0")
     memory = {"memory_allocated_gib": 1.0, "memory_reserved_gib": 4.0, "memory_peak_gib": 3.0}
