@@ -176,10 +176,8 @@ _active: StepTimer | None = None
 
 
 def begin(name: str) -> None:
-    """Begin a part of the step, if a timer is active. Within a compiled function it does nothing."""
-    if torch.compiler.is_compiling():
-        return
-    if _active is not None:
+    """Begin a part of the step, if a timer is active. Within a compiled function, marks do nothing."""
+    if not torch.compiler.is_compiling() and _active is not None:
         _active.begin(name)
 
 
@@ -187,7 +185,7 @@ def begin(name: str) -> None:
 def timed(name: str) -> Iterator[None]:
     """A context that is a part of the step; afterwards, the part before it goes on."""
     timer = _active
-    if timer is None:
+    if torch.compiler.is_compiling() or timer is None:
         yield
         return
     before = timer.part
@@ -204,7 +202,7 @@ def begin_when_backward_ends(name: str, output: torch.Tensor) -> None:
     Callbacks at the end of a backward pass run in the order in which they were requested; DDP requests its own, which
     waits for the sums over the ranks, with its last gradient.
     """
-    if _active is None:
+    if torch.compiler.is_compiling() or _active is None:
         return
     engine: Any = torch.autograd.Variable._execution_engine
     hooked: Any = output  # untyped in torch

@@ -339,7 +339,7 @@ class StepTimes:
     parts: dict[str, Points]  # part -> (step, seconds), all of the same steps
 
     @classmethod
-    def of(cls, run: Run) -> StepTimes:
+    def of(cls, run: RunContents) -> StepTimes:
         found = {key.removeprefix("time/"): dict(run.curves[key]) for key in run.curves if key.startswith("time/")}
         steps = sorted(set().union(*found.values()))
         known = [part for part in PARTS if part in found]

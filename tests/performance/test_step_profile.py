@@ -16,6 +16,7 @@ from clipstream.performance.timing import StepTimer, timed
 from clipstream.report.html_report import render
 from clipstream.report.run_reader import read_run
 from clipstream.report.settings import LogSettings
+from clipstream.train import main
 from tests.support.ranks import end_ranks
 from tests.support.runs import flags, furnish, lines, train_on
 
@@ -110,14 +111,13 @@ def test_a_run_on_two_ranks_is_profiled_and_reported(tmp_path: Path) -> None:
     assert all(record["tflops"] > 0 for record in training if "loss" in record)
     assert [set(parts) <= set(time) for time in times] == [True, True]
     page = render([read_run(folder)]).replace("<wbr>", "")
-    for said in ("Where the step's time goes", "image forward", 'class="part communication"', line["profile"]["operations"][0]["name"],
+    dearest_one = line["profile"]["operations"][0]["name"]
+    for said in ("Where the step's time goes", "image forward", 'class="part communication"', dearest_one,
                  "The dearest operations of steps 2 to 3", "profile/steps_2-3.json.gz", "busy processor"):  # fmt: skip
         assert said in page, said
 
 
 def test_a_profile_beyond_the_end_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from clipstream.train import main
-
     place = furnish(tmp_path)
     assert main(flags(place, "short", "--profile", "10-14", steps=12)) == 2
     assert "--profile: log.profile: step 14 is never reached: the run has 12" in capsys.readouterr().err

@@ -21,7 +21,7 @@ from clipstream.errors import SettingsError
 from clipstream.evals.context import Example
 from clipstream.report.eval_results import FIGURES_FILE, WATCH_FOLDER, add
 from clipstream.report.html_report import REPORT_FILE, Chart, Report, Series, StepTimes, nice_ticks, render, short
-from clipstream.report.run_reader import Run, fewer, read_run
+from clipstream.report.run_reader import RunContents, fewer, read_run
 from clipstream.report.sinks import MetricsFile, PictureFiles
 from tests.support.browser import look, needs_browser
 from tests.support.run_folders import EXAMPLES, make_run, picture
@@ -255,7 +255,7 @@ def test_the_time_of_a_step_by_part_is_a_stacked_chart_and_a_table(tmp_path: Pat
     whole = [sum(column) for column in zip(*areas.values(), strict=True)]
     assert whole == pytest.approx([whole[0]] * 4, abs=0.5), "the parts fill the chart at every step"
     assert areas["backward"][1] / whole[1] == pytest.approx(0.6, abs=0.01)
-    assert StepTimes.of(Run("old")).svg() == "" and StepTimes.of(Run("old")).rows() == []
+    assert StepTimes.of(RunContents("old")).svg() == "" and StepTimes.of(RunContents("old")).rows() == []
     page = render([run, read_run(make_run(tmp_path / "other", steps=40))])
     assert page.count("<polygon") == 14 and "other: Where the step's time goes" in page
     assert "GPU utilisation" in page and "time/data" not in page and "allocated" not in page
