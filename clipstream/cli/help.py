@@ -76,7 +76,16 @@ VERBS = {
         ("Evaluation", "Captions and pictures", "Model", "Device and precision"),
     ),
     "bench": Verb(
-        "Measure how fast the shards are read here, by stage and number of workers.", (*_READING, "Model", "Batch")
+        "Measure how fast the shards are read here, by stage and number of workers. `bench train` measures how fast a "
+        "model trains.",
+        (*_READING, "Model", "Batch"),
+    ),
+    "bench train": Verb(
+        "Measure how fast the model trains here, under one setting after another: from float32 with padded texts and "
+        "nothing compiled or fused, to the settings to use, which are printed as YAML. Settings take turns, and each has "
+        "its samples/s, memory, share of the device's peak, and loss beside the baseline's. "
+        "Batches are the first ones of --train-data, or generated. Several ranks (torchrun) are measured together.",
+        (*_READING, "Model", "Batch", "Loss and optimizer", "Device and precision"),
     ),
     "precompute": Verb(
         "Compute the features of frozen towers and teachers once, and store them in STORE. The same command goes on "

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from clipstream.bench import main
+from clipstream.bench.input import Measured, needs
 from clipstream.data.loader.stage_timing import StageTimes
-from clipstream.tools.bench import Measured, needs
 from tests.support.models import MODEL
 from tests.support.pictures import make_shards
 
