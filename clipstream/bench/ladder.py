@@ -9,10 +9,9 @@ as a machine's speed drifts; ratios are medians over the rounds of the ratio wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from clipstream import train
 from clipstream.bench.results import Row, plot, settings_to_use, show, write_csv
 from clipstream.bench.rungs import (
     BASELINE,
@@ -33,6 +32,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.performance.peaks import peak_tflops
 from clipstream.tools.feature_stores import open_stores
+from clipstream.train.run import with_workers
 from clipstream.training.precision import resolve_precision
 from clipstream.utils.logs import logger
 
@@ -73,7 +73,7 @@ class Ladder:
         self.options, self.world = options, world
         settings = resolve(settings, world)
         stored = open_stores(settings)
-        settings = train.with_workers(settings, world, stored)
+        settings = with_workers(settings, world, stored)
         wanted = settings.train.precision
         usual = resolve_precision("auto", world) if wanted in ("auto", "fp32", "fp64") else wanted
         self.plain = plain(settings, options.rungs)
@@ -138,7 +138,7 @@ class Ladder:
                 self._turn(row, number)
         return rows
 
-    def _rungs(self, names: Sequence[str] | dict[str, object]) -> list[Rung]:
+    def _rungs(self, names: Iterable[str]) -> list[Rung]:
         return [rung for name in names for rung in self._made.get(name, ())]
 
     def _turn(self, row: Row, number: int) -> None:

@@ -16,10 +16,13 @@ from clipstream.config.config_sources import Node
 from clipstream.config.error_messages import format_errors
 from clipstream.config.settings import Settings
 from clipstream.errors import SettingsError
+from clipstream.training.settings import TrainSettings
 
 Changes = Mapping[str, object]  # dotted keys of settings -> values
 
 BASELINE, CHOSEN, SHARDS = "baseline", "settings to use", "shards"
+EAGER = TrainSettings.model_fields["compile"].default
+BLOCKS = True if EAGER is False else "blocks"
 PATCH_DROPOUT = 0.5  # share of the patches, where the settings have none
 PARTS = (2, 4, 8)  # micro-batches of a rank's batch
 
@@ -74,7 +77,7 @@ def _fused(settings: Settings, machine: Machine) -> list[Rung]:
 
 def _compile(settings: Settings, machine: Machine) -> list[Rung]:
     chosen = settings.train.compile
-    return [Rung("compile", {"train.compile": True})]
+    return [Rung("compile", {"train.compile": BLOCKS if chosen == EAGER else chosen})]
 
 
 def _buckets(settings: Settings, machine: Machine) -> list[Rung]:
@@ -111,7 +114,7 @@ PLAIN: dict[str, Changes] = {
     "tf32": {"train.tf32": False},
     "precision": {"train.precision": "fp32"},
     "fused": {"optim.fused": False},
-    "compile": {"train.compile": False},
+    "compile": {"train.compile": EAGER},
     "buckets": {"model.text_buckets": "off"},
     "checkpointing": {
         "model.grad_checkpointing": "off",

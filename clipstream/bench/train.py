@@ -110,7 +110,9 @@ def options_of(own: Mapping[str, str]) -> Options:
         loss_steps=_number(own, "--loss-steps", 20, 1),
         loss_tolerance=_share(own, "--loss-tolerance", 0.01),
         open_clip="--against" in own,
-        **files,
+        csv=files["csv"],
+        plot=files["plot"],
+        yaml=files["yaml"],
     )
 
 

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch._dynamo
 
-from clipstream import train
 from clipstream.bench.open_clip_step import OpenClipStep
-from clipstream.bench.rungs import Rung
+from clipstream.bench.rungs import EAGER, Rung
 from clipstream.config.settings import Settings
 from clipstream.data.batch import Batch
 from clipstream.data.loader.stage_timing import HAND_OVER, IDLE
@@ -30,6 +29,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
 from clipstream.models.execution.text_buckets import TextBuckets
 from clipstream.performance.flops import ModelFlops, Work, count_flops
+from clipstream.train.run import build_loader, build_model, build_step, build_teacher
 
 if TYPE_CHECKING:
     from clipstream.data.loader.loader import Loader
@@ -87,11 +87,11 @@ class Turns:
         self, settings: Settings, world: World, stored: StoredData | None, *, count: int, peak_lr_at: int
     ) -> None:
         self.world, self.stored, self.peak_lr_at = world, stored, peak_lr_at
-        towers, tokenizer = train.build_model(settings, world, stored)
-        teacher = train.build_teacher(settings, world)
+        towers, tokenizer = build_model(settings, world, stored)
+        teacher = build_teacher(settings, world)
         known = None if "text" in towers.stored else TextBuckets.of(towers.clip, "auto")
         self.batches: list[Batch] = []
-        with train.build_loader(settings, world, towers, tokenizer, None, teacher, stored) as loader:
+        with build_loader(settings, world, towers, tokenizer, None, teacher, stored) as loader:
             for batch in itertools.islice(loader, count):
                 lengths = None if known is None else known.lengths(batch.ids.cpu())
                 self.batches.append(replace(batch.clone(), lengths=lengths).to(world.device))
@@ -105,7 +105,7 @@ class Turns:
         """TFLOP/s of a device at `rate` samples/s of all ranks; None where the model's FLOPs cannot be counted."""
         dropped = settings.model.patch_dropout
         if dropped not in self._flops:
-            self._flops[dropped] = count_flops(train.build_model(settings, self.world, self.stored)[0])
+            self._flops[dropped] = count_flops(build_model(settings, self.world, self.stored)[0])
         if (flops := self._flops[dropped]) is None:
             return None
         work = Work()
@@ -140,7 +140,7 @@ class Turns:
             raise UnableError(explained(error)) from error
 
     def _build(self, settings: Settings, rung: Rung, stack: ExitStack) -> _Parts:
-        towers, tokenizer = train.build_model(settings, self.world, self.stored)
+        towers, tokenizer = build_model(settings, self.world, self.stored)
         in_memory = itertools.cycle(self.batches)
         if rung.open_clip:
             for backend, flag in ((torch.backends.cudnn, "benchmark"), (torch.backends.cuda.matmul, "allow_tf32")):
@@ -148,13 +148,13 @@ class Turns:
             precision, name = settings.train.arithmetic, settings.model.name
             theirs = OpenClipStep(towers, self.world.device, precision, settings.optim, name)
             return _Parts(theirs, theirs.prepare, in_memory)
-        teacher = train.build_teacher(settings, self.world)
+        teacher = build_teacher(settings, self.world)
         loader = None
         if rung.from_shards:
-            loader = train.build_loader(settings, self.world, towers, tokenizer, None, teacher, self.stored)
+            loader = build_loader(settings, self.world, towers, tokenizer, None, teacher, self.stored)
             stack.enter_context(closing(loader))
-        _, step = train.build_step(settings, self.world, towers, teacher, self.stored)
-        if settings.train.compile:
+        _, step = build_step(settings, self.world, towers, teacher, self.stored)
+        if settings.train.compile != EAGER:
             stack.enter_context(_compiling())
         return _Parts(lambda batch, lr: step(batch, lr).loss, lambda batch: batch, loader or in_memory, loader)
 
@@ -240,7 +240,7 @@ def _worker_ms(loader: Loader) -> float | None:
 @contextmanager
 def _compiling() -> Iterator[None]:
     """A context in which a failed compilation is an error, not a pass without; compiled code is dropped at its end."""
-    patch: Any = torch._dynamo.config.patch  # type: ignore[attr-defined]
+    patch: Any = torch._dynamo.config.patch
     try:
         with patch(suppress_errors=False):
             yield

@@ -81,8 +81,8 @@ VERBS = {
         (*_READING, "Model", "Batch"),
     ),
     "bench train": Verb(
-        "Measure how fast the model trains here, under one setting after another: from float32 with padded texts and "
-        "nothing compiled or fused, to the settings to use, which are printed as YAML. Settings take turns, and each has "
+        "Measure how fast the model trains here under one setting after another: from float32 with padded texts and "
+        "nothing compiled or fused to the settings to use, which are printed as YAML. Settings take turns. Each has "
         "its samples/s, memory, share of the device's peak, and loss beside the baseline's. "
         "Batches are the first ones of --train-data, or generated. Several ranks (torchrun) are measured together.",
         (*_READING, "Model", "Batch", "Loss and optimizer", "Device and precision"),

@@ -1,0 +1,184 @@
+"""The verb `bench train`: rungs, tables, files, settings to use, ranks."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from clipstream.bench import main
+from clipstream.bench.ladder import Ladder
+from clipstream.bench.results import Row, settings_to_use, tables
+from clipstream.bench.rungs import BASELINE, CHOSEN, SPEED, VARIANTS, Rung, with_changes
+from clipstream.bench.train import NAMES, Options
+from clipstream.bench.turns import Turn, Turns, UnableError
+from clipstream.config.settings import Settings, load
+from clipstream.distributed.world import World
+from tests.support.pictures import make_shards
+from tests.support.ranks import end_ranks
+
+MODEL = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": 16, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
+    "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2},
+}
+WITHOUT_COMPILER = ",".join(name for name in NAMES if name != "compile")
+
+
+def flags(folder: Path, *more: str) -> list[str]:
+    """A quick ladder on a tiny model."""
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    shards = "::".join(make_shards(folder / "pairs", [20, 12]))
+    return [
+        "train", "--train-data", shards, "--model", str(folder / "model.json"), "--data.global-batch-size", "8",
+        "--workers", "1", "--device", "cpu", "--run.threads", "1", "--rounds", "2", "--steps", "1",
+        "--warmup-steps", "1", "--loss-steps", "3", "--rungs", WITHOUT_COMPILER, "--csv",
+        str(folder / "ladder.csv"), *more,
+    ]  # fmt: skip
+
+
+def read(folder: Path) -> dict[tuple[str, str], dict[str, str]]:
+    """The CSV file by table and rung."""
+    with (folder / "ladder.csv").open(newline="") as file:
+        return {(row["table"], row["rung"]): row for row in csv.DictReader(file)}
+
+
+def test_the_ladder_of_a_small_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    yaml = tmp_path / "use.yaml"
+    argv = flags(tmp_path, "--yaml", str(yaml), "--plot", str(tmp_path / "p.svg"), "--against", "open_clip")
+    assert main(argv) == 0
+    said, told = capsys.readouterr()
+    rows = read(tmp_path)
+    assert ("1", "tf32") in rows and rows["1", "tf32"]["note"] == "not run: no GPU"
+    assert rows["2", "fsdp"]["note"] == "not run: one rank: torchrun starts several"
+    assert "tf32" in said and "not run: no GPU" in said and "loss at 3" in said
+    ran = {key: row for key, row in rows.items() if row["samples_per_s"]}
+    names = {name for _, name in ran}
+    assert {"baseline", "fused", "buckets", "open_clip", "checkpointing all", "micro-batch 4", "shards"} <= names
+    assert {"micro-batch 1", "patch-dropout"} <= names
+    base = float(rows["1", "baseline"]["loss"])
+    for (_, name), row in ran.items():
+        assert float(row["lowest"]) <= float(row["samples_per_s"]) <= float(row["highest"])
+        assert float(row["memory_bytes"]) >= 0 and float(row["tflops"]) > 0
+        if name != "patch-dropout":  # the same weights, batches and updates, by another way
+            assert float(row["loss"]) == pytest.approx(base, rel=1e-4), name
+    assert float(rows["2", "shards"]["input_ms_per_sample"]) > 0
+    # The settings to use are YAML for --config, and are printed.
+    assert yaml.read_text() in said
+    settings = load(["--config", str(yaml)])
+    assert isinstance(settings.optim.fused, bool) and settings.model.text_buckets in ("auto", "off")  # type: ignore[attr-defined]
+    assert (tmp_path / "p.svg").exists() != ("--plot is skipped, as matplotlib is not installed" in told)
+
+
+def bench_on(world: World, argv: list[str]) -> int:
+    """A rank's ladder, as a launcher starts it."""
+    os.environ.update(
+        RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.rank), LOCAL_WORLD_SIZE=str(world.size)
+    )
+    return main(argv)
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    argv = flags(tmp_path, "--rungs", "fused,fsdp,shards", "--rounds", "1", "--against", "open_clip")
+    assert [end.code for end in end_ranks(2, bench_on, argv)] == [0, 0]
+    rows = read(tmp_path)
+    assert rows["2", "open_clip"]["note"] == "not run: measured on one rank only"
+    losses = [float(rows[key]["loss"]) for key in (("1", "baseline"), ("1", "fused"), ("2", "fsdp"), ("2", "shards"))]
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-4)
+
+
+def climbed(found: dict[str, Turn | str], monkeypatch: pytest.MonkeyPatch, **options: object) -> tuple[list[Row], str]:
+    """The rows and the settings to use, with these turns in place of measured ones, by rung; texts are reasons."""
+
+    class Batch8(list):  # type: ignore[type-arg]
+        global_size = 8
+
+    def take(self: Turns, settings: Settings, rung: Rung, warmup: int, steps: int) -> Turn:
+        turn = found.get(rung.name, found["baseline"])
+        if isinstance(turn, str):
+            raise UnableError(turn)
+        return replace(turn, losses=turn.losses * (warmup + steps))
+
+    def start(self: Turns, *args: object, **kwargs: object) -> None:
+        self.batches = [Batch8([0] * 8)] * 20  # type: ignore[list-item]
+
+    monkeypatch.setattr(Turns, "__init__", start)
+    monkeypatch.setattr(Turns, "take", take)
+    monkeypatch.setattr(Turns, "tflops", lambda self, settings, rate: None)
+    settings = load(["--train-data", "synthetic:", "--workers", "0"], ranks=1)
+    ladder = Ladder(
+        settings, Options(**{"rungs": ("fused", "compile", "buckets", "patch-dropout"), **options}), World()
+    )  # type: ignore[arg-type]
+    rows, chosen = ladder.climb()
+    return rows, settings_to_use(rows, chosen)
+
+
+def turn(rate: float, loss: float = 2.0) -> Turn:
+    return Turn(rate, 1 << 20, (loss,), 0.1, None)
+
+
+def test_a_gain_that_changes_the_result_is_flagged_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, Turn | str] = {"baseline": turn(10), "fused": turn(20), "compile": turn(40, loss=2.2)}
+    rows, yaml = climbed(found | {"buckets": turn(80), "patch-dropout": turn(90, loss=5.0)}, monkeypatch)
+    by_name = {(row.table, row.rung.name): row for row in rows}
+    assert by_name[1, "compile"].flagged and "LOSS DIFFERS by more than 1.00%" in by_name[1, "compile"].note()
+    assert not by_name[1, "fused"].flagged and by_name[1, "fused"].gain(by_name[1, BASELINE]) == 2
+    assert (
+        by_name[2, CHOSEN].changes["optim.fused"] is True and by_name[2, CHOSEN].changes["model.text_buckets"] == "auto"
+    )
+    off = by_name[1, BASELINE].changes["train.compile"]
+    assert by_name[2, CHOSEN].changes["train.compile"] == off
+    # Patch dropout has another objective: it is listed, and not among the settings to use.
+    assert not by_name[2, "patch-dropout"].flagged and "another objective" in by_name[2, "patch-dropout"].note()
+    assert "patch_dropout" not in yaml and "fused: true" in yaml and "text_buckets: auto" in yaml
+    assert [table.row_count for table in tables(rows, 20)] == [4, 3]
+
+
+def test_what_cannot_run_is_left_out_of_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, Turn | str] = {"baseline": turn(10), "fused": turn(20), "compile": "no compiler"}
+    rows, yaml = climbed(found | {"buckets": turn(19)}, monkeypatch)
+    by_name = {(row.table, row.rung.name): row for row in rows}
+    assert by_name[1, "compile"].note() == "not run: no compiler" and not by_name[1, "compile"].rates
+    assert by_name[1, "buckets"].before is by_name[1, "fused"]
+    assert "compile" not in yaml and "text_buckets: 'off'" in yaml  # slower here, although it is a default
+
+
+def test_every_rung_has_settings_that_go_together() -> None:
+    from clipstream.bench.rungs import Machine, plain
+
+    settings = load(["--train-data", "synthetic:"], ranks=1)
+    base = plain(settings, NAMES)
+    machine = Machine("cuda:0", "bf16", ranks=2, batch=8, shards=True)
+    names = []
+    for make in (*SPEED.values(), *VARIANTS.values()):
+        for rung in make(settings, machine):
+            assert rung.reason is None
+            with_changes(settings, {**base, **rung.changes})
+            names.append(rung.name)
+    assert len(set(names)) == len(names) >= 12
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--rungs", "fused,bucket"], "--rungs: there is no 'bucket'; did you mean 'buckets'?"),
+        (["--rounds", "0"], "--rounds: expected a whole number, at least 1, not '0'"),
+        (["--against", "timm"], "--against: expected open_clip, not 'timm'"),
+        (["--csv", "absent/a.csv"], "--csv: absent/a.csv cannot be written (No such"),
+        (["--plot", "a.txt"], "--plot: expected a name that ends in .svg or .png"),
+        (["--loss-tolerance", "x"], "--loss-tolerance: expected a number"),
+    ],
+)
+def test_wrong_flags_are_told(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *argv]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_help_names_the_rungs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "python -m clipstream.bench train" in said and "--against" in said and "micro-batch" in said
