@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from clipstream.bench.options import Options
 from clipstream.bench.results import Row, plot, settings_to_use, show, write_csv
 from clipstream.bench.rungs import (
     BASELINE,
@@ -24,7 +25,6 @@ from clipstream.bench.rungs import (
     plain,
     with_changes,
 )
-from clipstream.bench.train import Options
 from clipstream.bench.turns import Turns, UnableError
 from clipstream.config.settings import Settings, by_key, require_equal, resolve
 from clipstream.distributed.failure import FailureWatch

@@ -6,11 +6,11 @@ A command line enters and is checked, before torch is imported; `ladder` measure
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from clipstream.bench.rungs import SPEED, VARIANTS
+from clipstream.bench.options import NAMES, Options
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.flags import own_flags
 from clipstream.config.settings import load
@@ -23,7 +23,6 @@ from clipstream.models.pretrained import preflight, preflight_teacher
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import set_level
 
-NAMES = (*SPEED, *VARIANTS)
 OWN_FLAGS = {
     "--rungs": f"settings to measure, separated by ',': {', '.join(NAMES)}; all unless given",
     "--rounds": "rounds in which the rungs take turns (3)",
@@ -39,23 +38,6 @@ OWN_FLAGS = {
 GENERATED = "toy:train"  # source of the batches where no shards are given
 
 
-@dataclass(frozen=True)
-class Options:
-    """What is measured, and where it is written."""
-
-    rungs: tuple[str, ...] = NAMES
-    rounds: int = 3
-    steps: int = 5
-    warmup_steps: int = 2
-    loss_steps: int = 20
-    loss_tolerance: float = 0.01
-    open_clip: bool = False
-    csv: Path | None = None
-    plot: Path | None = None
-    yaml: Path | None = None
-    shards: bool = True  # whether the user gave data
-
-
 def bench(argv: Sequence[str]) -> int:
     """Measure, print the tables, and return the exit code.
 
@@ -68,7 +50,7 @@ def bench(argv: Sequence[str]) -> int:
     if every is not None:
         return print_config(settings, "bench train", every)
     if not settings.data.sources:
-        options = Options(**{**vars(options), "shards": False})
+        options = replace(options, shards=False)
         source = SourceSettings.model_validate({"shards": GENERATED})
         data = settings.data.model_copy(update={"sources": {"train": source}})
         settings = settings.model_copy(update={"data": data})

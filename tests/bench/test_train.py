@@ -12,9 +12,9 @@ import pytest
 
 from clipstream.bench import main
 from clipstream.bench.ladder import Ladder
+from clipstream.bench.options import NAMES, Options
 from clipstream.bench.results import Row, settings_to_use, tables
 from clipstream.bench.rungs import BASELINE, CHOSEN, SPEED, VARIANTS, Rung, with_changes
-from clipstream.bench.train import NAMES, Options
 from clipstream.bench.turns import Turn, Turns, UnableError
 from clipstream.config.settings import Settings, load
 from clipstream.distributed.world import World
