@@ -55,6 +55,7 @@ class ChannelsLast:
     def apply(self, pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Pixels [n, 3, H, W] in the layout for a tower with weights of `dtype`, outside or inside of autocast."""
         device = pixels.device.type
-        narrow = dtype.itemsize == 2 or torch.is_autocast_enabled(device)
+        # torch knows no autocast on the meta device, on which FLOPs are counted.
+        narrow = dtype.itemsize == 2 or (device != "meta" and torch.is_autocast_enabled(device))
         pays = self.always or device == "cpu" or narrow
         return pixels.contiguous(memory_format=torch.channels_last) if pays else pixels
