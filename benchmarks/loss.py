@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
-from clipstream.losses.contrastive import ClipLoss, SiglipLoss
+from clipstream.losses.contrastive import SigmoidLoss, SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings, SiglipLossSettings
 from clipstream.models.towers import Features
 
@@ -39,7 +39,7 @@ Pass = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None] 
 
 def clipstream(kind: str) -> Pass:
     """clipstream's loss on one rank."""
-    loss = ClipLoss(ClipLossSettings()) if kind == "clip" else SiglipLoss(SiglipLossSettings())
+    loss = SoftmaxLoss(ClipLossSettings()) if kind == "clip" else SigmoidLoss(SiglipLossSettings())
 
     def both(image: torch.Tensor, text: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> None:
         n = len(image)

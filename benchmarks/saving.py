@@ -27,7 +27,7 @@ import torch
 from clipstream.checkpoint.async_writer import AsyncWriter
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
-from clipstream.losses.contrastive import ClipLoss
+from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
@@ -56,7 +56,7 @@ class Training:
         towers.train()
         optimizer = build_optimizer(towers, AdamW.Settings(), "ViT")
         self.step = TrainStep(
-            towers, ClipLoss(ClipLossSettings()), optimizer, self.world, precision=args.precision,
+            towers, SoftmaxLoss(ClipLossSettings()), optimizer, self.world, precision=args.precision,
             micro_batch_size=args.micro_batch,
         )  # fmt: skip
         self.saver = AsyncWriter(

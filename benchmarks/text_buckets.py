@@ -30,7 +30,7 @@ import torch
 
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
-from clipstream.losses.contrastive import ClipLoss
+from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings
 from clipstream.models.build import build_towers
 from clipstream.models.execution.text_buckets import STEP, _causal
@@ -79,7 +79,7 @@ def step_of(towers: Towers, batch: Batch, chunks: int = 1, kept: int = 1) -> Cal
     """A training step that changes the weights little."""
     optimizer = torch.optim.AdamW([p for p in towers.parameters() if p.requires_grad], fused=True)
     size = None if chunks == 1 else -(-len(batch) // chunks)
-    step = TrainStep(towers, ClipLoss(ClipLossSettings()), optimizer, World(), micro_batch_size=size, kept=kept)
+    step = TrainStep(towers, SoftmaxLoss(ClipLossSettings()), optimizer, World(), micro_batch_size=size, kept=kept)
     return partial(step, batch, lr=1e-6)
 
 

@@ -13,13 +13,14 @@ from clipstream.utils.early_signals import guard
 
 if TYPE_CHECKING:
     from clipstream import errors as errors
+    from clipstream import losses as losses
     from clipstream.api.run import Run as Run
     from clipstream.config.python_settings import load_settings as load_settings
     from clipstream.config.settings import Settings as Settings
     from clipstream.train import train as train
 
 __version__ = "0.1.0"
-__all__ = ["Run", "Settings", "__version__", "errors", "load_settings", "train"]
+__all__ = ["Run", "Settings", "__version__", "errors", "load_settings", "losses", "train"]
 
 _PLACES = {  # of what is not a module of its own name
     "Run": "clipstream.api.run",

@@ -81,6 +81,17 @@ class World:
             gpu = world.local_rank
         return replace(world, device=f"cuda:{gpu}" if device == "cuda" else device)
 
+    @classmethod
+    def of_group(cls, device: str = "cpu") -> World:
+        """The world of the process group that the program has made; a single process without one."""
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls(device=device)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        return cls(rank, size, *local, device=device)
+
     def start(self, timeout: timedelta = timedelta(minutes=30)) -> None:
         """Make the process group (nccl with gloo beside it on CUDA, gloo on the CPU); nothing with one rank.
 

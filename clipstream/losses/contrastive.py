@@ -24,7 +24,7 @@ time, and gradients are computed with the value (see `tiled`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from clipstream.models.towers import Features
 
 Leaves = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]  # image, text, scale, bias
+Kind = Literal["softmax", "sigmoid"]
 Compute = Callable[[Leaves, bool], tiled.Found]
 FEW_DISTINCT = 0.7  # share of distinct samples in a batch: a data set of 2 batches gives 0.79, of 1 batch 0.63
 
@@ -73,24 +74,43 @@ class _BuiltinLoss:
         self.max_logit_scale, self.min_logit_scale = settings.max_logit_scale, settings.min_logit_scale
         self._settings = settings
 
-    def _share(self, kind: str, features: Features, batch: Batch, world: World) -> torch.Tensor:
-        device, duplicates = features.image.device, self._settings.duplicates
-        with torch.autocast(device.type, enabled=False):
-            ring = Ring.of(len(features.image), world, device)
-            negatives = duplicates == "negatives"
-            labels = None if negatives else ring.gather(_labels(batch, self._settings.duplicates_by))
-            weights = ring.gather(batch.weights)
-            loss = tiled.softmax if kind == "softmax" else tiled.sigmoid
-
-            def compute(wide: Leaves, gradients: bool) -> tiled.Found:
-                image, text, scale, bias = wide
-                pairs = tiled.Pairs(image, text, scale, bias, weights.to(image.dtype), ring, labels, duplicates)
-                return loss(pairs, gradients=gradients)
-
-            return with_gradients(features, compute)
+    def _share(self, kind: Kind, features: Features, batch: Batch, world: World) -> torch.Tensor:
+        duplicates = self._settings.duplicates
+        labels = None if duplicates == "negatives" else _labels(batch, self._settings.duplicates_by)
+        return loss_share(kind, features, batch.weights, world, labels, duplicates)
 
 
-class ClipLoss(_BuiltinLoss):
+def loss_share(
+    kind: Kind,
+    features: Features,
+    weights: torch.Tensor,
+    world: World,
+    labels: torch.Tensor | None = None,
+    duplicates: str = "negatives",
+) -> torch.Tensor:
+    """This rank's share of a loss. Collective.
+
+    Args:
+        weights: of this rank's samples, [n].
+        labels: int64 [n], equal for duplicates; None where these are negatives.
+        duplicates: 'negatives', 'mask' or 'positives'.
+    """
+    device = features.image.device
+    with torch.autocast(device.type, enabled=False):
+        ring = Ring.of(len(features.image), world, device)
+        labels = None if labels is None else ring.gather(labels)
+        gathered = ring.gather(weights)
+        loss = tiled.softmax if kind == "softmax" else tiled.sigmoid
+
+        def compute(wide: Leaves, gradients: bool) -> tiled.Found:
+            image, text, scale, bias = wide
+            pairs = tiled.Pairs(image, text, scale, bias, gathered.to(image.dtype), ring, labels, duplicates)
+            return loss(pairs, gradients=gradients)
+
+        return with_gradients(features, compute)
+
+
+class SoftmaxLoss(_BuiltinLoss):
     """Softmax over the rows and columns of the B x B logits (CLIP, arXiv:2103.00020, figure 3).
 
     With logits s_ij = scale * <x_i, y_j> (+ bias), over the samples j that are present:
@@ -107,7 +127,7 @@ class ClipLoss(_BuiltinLoss):
         return self._share("softmax", features, batch, world)
 
 
-class SiglipLoss(_BuiltinLoss):
+class SigmoidLoss(_BuiltinLoss):
     """A sigmoid on every pair of the global batch (SigLIP, arXiv:2303.15343, algorithm 1).
 
     With logits s_ij = scale * <x_i, y_j> + bias, z_ij = 1 where i = j and -1 elsewhere, over the samples j present:
@@ -139,7 +159,7 @@ def build_loss(settings: LossSettings, towers_loss_type: str) -> ContrastiveLoss
             raise SettingsError(
                 f"loss.type is {settings.type!r}, but the model was built for {towers_loss_type!r}: leave it at 'auto'"
             )
-        return ClipLoss(settings) if isinstance(settings, ClipLossSettings) else SiglipLoss(settings)
+        return SoftmaxLoss(settings) if isinstance(settings, ClipLossSettings) else SigmoidLoss(settings)
     try:
         loss: Any = make_plugin(settings.type, settings)
     except (SettingsError, ValueError) as error:

@@ -66,13 +66,15 @@ ORDER = ("train", "Run", "load_settings")
 
 
 def test_the_order_names_all() -> None:
-    assert {*ORDER} == {*clipstream.__all__} - {"__version__", "errors", "Settings"}
+    assert {*ORDER} == {*clipstream.__all__} - {"__version__", "errors", "losses", "Settings"}
 
 
 def test_examples_run(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(reader)
-    for name in ORDER:
-        doc = inspect.getdoc(getattr(clipstream, name))
+    objects = {name: getattr(clipstream, name) for name in ORDER}
+    objects |= {name: getattr(clipstream.losses, name) for name in clipstream.losses.__all__}
+    for name, value in objects.items():
+        doc = inspect.getdoc(value)
         assert doc is not None and run_examples(doc), name
 
 

@@ -17,7 +17,7 @@ import torch
 from clipstream.checkpoint.store import find
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
-from clipstream.losses.contrastive import ClipLoss
+from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings, LossSettings
 from clipstream.tools.index import make_indexes
 from clipstream.train import main
@@ -30,7 +30,7 @@ from tests.support.savers import damage, fill, names, small_disk
 HASHING = "tests.checkpoint.test_resume:Hashing"
 
 
-class Hashing(ClipLoss):
+class Hashing(SoftmaxLoss):
     """CLIP's loss, which notes a hash of each batch: pixels, ids, keys."""
 
     class Settings(LossSettings):

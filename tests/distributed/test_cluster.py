@@ -19,7 +19,7 @@ import torch
 from clipstream.data.batch import Batch
 from clipstream.distributed.launch import announce_waiting
 from clipstream.distributed.world import World
-from clipstream.losses.contrastive import ClipLoss
+from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings, LossSettings
 from tests.support.pictures import make_shards
 from tests.support.ranks import ROOT, TIMEOUT, command_runs, end_ranks, reserved_port
@@ -42,10 +42,10 @@ class Stopping:
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.max_logit_scale = settings, 100.0
-        self.clip = ClipLoss(ClipLossSettings())
+        self.clip = SoftmaxLoss(ClipLossSettings())
 
     def __call__(self, features: Any, batch: Batch, world: World) -> torch.Tensor:
-        """As ClipLoss."""
+        """As SoftmaxLoss."""
         time.sleep(self.settings.seconds * Path(self.settings.hold).exists())
         if batch.step + 1 == self.settings.at and world.rank == world.size - 1 and self.settings.signal:
             os.kill(os.getpid(), signal.Signals[self.settings.signal])

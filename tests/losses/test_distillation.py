@@ -20,7 +20,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.features.codec import encode_rows
 from clipstream.losses import tiled
-from clipstream.losses.contrastive import ClipLoss, SiglipLoss
+from clipstream.losses.contrastive import SigmoidLoss, SoftmaxLoss
 from clipstream.losses.distillation import DistilledLoss
 from clipstream.losses.reference import feature_loss, relational_loss, sigmoid_loss, softmax_loss
 from clipstream.losses.settings import ClipLossSettings, DistillSettings, SiglipLossSettings
@@ -35,7 +35,7 @@ LEAVES = ("image", "text", "scale", "bias")
 
 
 def make_loss(kind: str = "clip", scales: dict[str, float] | None = None, **given: Any) -> DistilledLoss:
-    base = ClipLoss(ClipLossSettings()) if kind == "clip" else SiglipLoss(SiglipLossSettings())
+    base = SoftmaxLoss(ClipLossSettings()) if kind == "clip" else SigmoidLoss(SiglipLossSettings())
     return DistilledLoss(base, DistillSettings.model_validate(given), SCALES if scales is None else scales)
 
 

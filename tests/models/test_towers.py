@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.losses.contrastive import ClipLoss
+from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings
 from clipstream.models.towers import Towers
 from clipstream.models.weights import read_weights
@@ -248,7 +248,7 @@ def test_micro_batches_see_the_same_patches_in_both_passes(tmp_path: Path) -> No
     ids = torch.randint(1, 100, (10, towers.context_length), generator=draw).int()
     ids = ids[ids.argmax(1).argsort(stable=True)]  # by length, as the chunks are cut
     batch = Batch(pixels, ids, torch.ones(10), ("",) * 10, torch.zeros(10), step=0, global_size=10)
-    loss, cut = ClipLoss(ClipLossSettings()), [3, 3, 4]
+    loss, cut = SoftmaxLoss(ClipLossSettings()), [3, 3, 4]
     torch.manual_seed(5)
     parts = [towers(p, i) for p, i in zip(pixels.split(cut), ids.split(cut), strict=True)]
     whole = parts[-1]._replace(image=torch.cat([p.image for p in parts]), text=torch.cat([p.text for p in parts]))

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from clipstream.data.batch import Batch, ImageSpec
-from clipstream.losses.contrastive import ClipLoss, SiglipLoss
+from clipstream.losses.contrastive import SigmoidLoss, SoftmaxLoss
 from clipstream.losses.reference import sigmoid_loss, softmax_loss
 from clipstream.losses.settings import ClipLossSettings, SiglipLossSettings
 
 SIZE, TOKENS, VOCABULARY, WIDTH = 4, 5, 11, 6
 CUTS = {1: [10], 2: [7, 3], 3: [5, 1, 4], 4: [3, 1, 4, 2]}
-LOSSES = {"clip": ClipLoss(ClipLossSettings()), "siglip": SiglipLoss(SiglipLossSettings())}
+LOSSES = {"clip": SoftmaxLoss(ClipLossSettings()), "siglip": SigmoidLoss(SiglipLossSettings())}
 
 
 class Features(NamedTuple):

@@ -168,19 +168,19 @@ class OwnLoss:
         self.spoil = spoil
 
     def __call__(self, features: Any, batch: Any, world: Any) -> Any:
-        from clipstream.losses.contrastive import ClipLoss
+        from clipstream.losses.contrastive import SoftmaxLoss
         from clipstream.losses.settings import ClipLossSettings
 
-        return self.spoil(ClipLoss(ClipLossSettings())(features, batch, world), features, world)
+        return self.spoil(SoftmaxLoss(ClipLossSettings())(features, batch, world), features, world)
 
 
 def test_right_losses_pass() -> None:
     check_loss(OwnLoss())
     check_loss(OwnLoss(lambda share, features, world: share.float()))
-    from clipstream.losses.contrastive import SiglipLoss
+    from clipstream.losses.contrastive import SigmoidLoss
     from clipstream.losses.settings import SiglipLossSettings
 
-    check_loss(SiglipLoss(SiglipLossSettings()), logit_bias=True)
+    check_loss(SigmoidLoss(SiglipLossSettings()), logit_bias=True)
 
 
 @pytest.mark.parametrize(

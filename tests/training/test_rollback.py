@@ -16,7 +16,7 @@ from pydantic import Field
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import DivergedError
-from clipstream.losses.contrastive import ClipLoss
+from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings, LossSettings
 from clipstream.report.run_reader import read_run
 from clipstream.report.sinks import scalars
@@ -45,10 +45,10 @@ class Broken:
 
     def __init__(self, settings: Settings) -> None:
         self.steps, self.max_logit_scale = settings.steps, 100.0
-        self.clip = ClipLoss(ClipLossSettings())
+        self.clip = SoftmaxLoss(ClipLossSettings())
 
     def __call__(self, features: Any, batch: Batch, world: World) -> torch.Tensor:
-        """As ClipLoss."""
+        """As SoftmaxLoss."""
         share = self.clip(features, batch, world)
         return share * math.nan if batch.step + 1 in self.steps and world.rank == world.size - 1 else share
 

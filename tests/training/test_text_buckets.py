@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
-from clipstream.losses.contrastive import ClipLoss
+from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings
 from clipstream.training.parallel import parallelize
 from clipstream.training.precision import prepare
@@ -47,7 +47,7 @@ def gradients(world: World, model: str, cases: list[Case], **settings: Any) -> l
         prepare(towers, "fp64")
         before = {name: p.detach().clone() for name, p in towers.named_parameters()}
         parallelize(towers, world, parallel=parallel, precision="fp64")
-        loss = ClipLoss(ClipLossSettings())
+        loss = SoftmaxLoss(ClipLossSettings())
         step = TrainStep(towers, loss, sgd(towers), world, precision="fp64", micro_batch_size=micro, kept=kept)
         step(part_of_batch(world), lr=1.0)
         after = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in towers.named_parameters()}
@@ -86,7 +86,7 @@ def test_a_frozen_tower_runs_once_and_kept_micro_batches_run_once(kept: int, fro
     calls: dict[str, list[bool]] = {"image": [], "text": []}
     for tower, module in (("image", towers.clip.visual), ("text", towers.clip.transformer)):
         module.register_forward_hook(lambda _, __, out, seen=calls[tower]: seen.append(out.requires_grad))
-    loss = ClipLoss(ClipLossSettings())
+    loss = SoftmaxLoss(ClipLossSettings())
     step = TrainStep(towers, loss, sgd(towers), World(), precision="fp64", micro_batch_size=2, kept=kept)
     step(part_of_batch(World()), lr=1.0)
     for name, p in towers.named_parameters():
@@ -101,6 +101,6 @@ def test_the_step_counts_lengths_on_the_host(model: str) -> None:
     towers = build(model)
     given: list[Any] = []
     towers.register_forward_pre_hook(lambda _, args, options: given.append(options.get("lengths")), with_kwargs=True)
-    step = TrainStep(towers, ClipLoss(ClipLossSettings()), sgd(towers), World(), micro_batch_size=6)
+    step = TrainStep(towers, SoftmaxLoss(ClipLossSettings()), sgd(towers), World(), micro_batch_size=6)
     step(part_of_batch(World()), lr=0.0)
     assert given == [(2, 2, 3, 4, 5), (8, 9, 12, 17, 20), (2, 2, 3, 4, 5)]
