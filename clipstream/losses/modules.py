@@ -88,9 +88,9 @@ class ClipLoss(_GlobalLoss):
 class SigLipLoss(_GlobalLoss):
     """SigLIP's sigmoid loss over the global batch, exact on any number of ranks (arXiv:2303.15343, algorithm 1).
 
-    Takes the place of `open_clip.loss.SigLipLoss(rank=…, world_size=…, dist_impl=…)`: the sum over all pairs of an image
-    and a text of the global batch, divided by its number of samples. On several ranks open_clip's returns the part of
-    each rank's images, whose mean is this loss. See `ClipLoss` on ranks, memory and what is averaged.
+    Takes the place of `open_clip.loss.SigLipLoss(rank=…, world_size=…, dist_impl=…)`: the sum over all pairs of an
+    image and a text of the global batch, divided by its number of samples. On several ranks open_clip's returns the
+    part of each rank's images, whose mean is this loss. See `ClipLoss` on ranks, memory and what is averaged.
 
     Example:
         >>> import torch
