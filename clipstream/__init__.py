@@ -14,18 +14,49 @@ from clipstream.utils.early_signals import guard
 if TYPE_CHECKING:
     from clipstream import errors as errors
     from clipstream import losses as losses
+    from clipstream.api.model import Model as Model
+    from clipstream.api.model import Preprocess as Preprocess
+    from clipstream.api.model import TextTokenizer as TextTokenizer
+    from clipstream.api.model import ZeroShotClassifier as ZeroShotClassifier
+    from clipstream.api.model import load_model as load_model
+    from clipstream.api.model import zero_shot as zero_shot
     from clipstream.api.run import Run as Run
+    from clipstream.check import check as check
     from clipstream.config.python_settings import load_settings as load_settings
     from clipstream.config.settings import Settings as Settings
+    from clipstream.evaluate import evaluate as evaluate
+    from clipstream.tools.check import CheckReport as CheckReport
     from clipstream.train import train as train
 
 __version__ = "0.1.0"
-__all__ = ["Run", "Settings", "__version__", "errors", "load_settings", "losses", "train"]
+__all__ = [
+    "CheckReport",
+    "Model",
+    "Preprocess",
+    "Run",
+    "Settings",
+    "TextTokenizer",
+    "ZeroShotClassifier",
+    "__version__",
+    "check",
+    "errors",
+    "evaluate",
+    "load_model",
+    "load_settings",
+    "losses",
+    "train",
+    "zero_shot",
+]
 
 _PLACES = {  # of what is not a module of its own name
+    "CheckReport": "clipstream.tools.check",
     "Run": "clipstream.api.run",
     "Settings": "clipstream.config.settings",
     "load_settings": "clipstream.config.python_settings",
+    **dict.fromkeys(
+        ("Model", "Preprocess", "TextTokenizer", "ZeroShotClassifier", "load_model", "zero_shot"),
+        "clipstream.api.model",
+    ),
 }
 
 if sys.platform == "win32":

@@ -1,11 +1,14 @@
-"""The verb `python -m clipstream.check SHARDS`: the content of a data set, and the samples that training would use."""
+"""The verb `python -m clipstream.check SHARDS`, and the function `clipstream.check`: the content of a data set, and the
+samples that training would use.
+"""
 
 from __future__ import annotations
 
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -14,6 +17,11 @@ from clipstream.config.dump import print_config, take_flag
 from clipstream.config.settings import load
 from clipstream.data.settings import SourceSettings
 from clipstream.errors import SettingsError
+from clipstream.utils.callable_module import make_callable
+from clipstream.utils.logs import on_terminal
+
+if TYPE_CHECKING:
+    from clipstream.tools.check import CheckReport
 
 DEFAULT_IMAGE_KEY: str = SourceSettings.model_fields["image_key"].default
 
@@ -58,7 +66,7 @@ def _main(argv: list[str]) -> int:
     from clipstream.data.decode.sample_profile import SHORT_FLAGS
     from clipstream.data.shard_url import redact
     from clipstream.data.sources.patterns import in_braces
-    from clipstream.tools.check import check
+    from clipstream.tools.check import check as print_checked
 
     shards = "::".join(in_braces(options.shards))
     words = ["--train-data", redact(shards)]
@@ -68,21 +76,75 @@ def _main(argv: list[str]) -> int:
             words += [f"--{flag}", getattr(options, name)]
     if every is not None:
         return print_config(load(["--train-data", shards, *words[2:]]), "check", every)
-    source = {name: getattr(options, name) for name in ("image_key", "folder", "separator") if getattr(options, name)}
-    caption: dict[str, object] = {"type": "text"} if options.caption_key is None else {"key": options.caption_key}
-    if options.caption_json is not None:  # with both flags, the text member is the fallback
-        paths = [path.strip() for path in options.caption_json.split(";")]
-        caption = {"type": "json", "path": paths, "fallback": options.caption_key}
+    settings = _source(options.shards, vars(options))
+    print_checked(settings, shlex.join(["python", "-m", "clipstream.train", *words]), options.samples)
+    return 0
+
+
+def check(
+    shards: str | Sequence[str],
+    *,
+    caption_key: str | None = None,
+    caption_json: str | None = None,
+    image_key: str | None = None,
+    folder: str | None = None,
+    separator: str | None = None,
+    samples: int = 500,
+) -> CheckReport:
+    """Look into a data set: its members and JSON fields, and the samples that training would use and drop.
+
+    Args:
+        shards: as `--train-data` takes them: tars, manifests, folders; with braces, globs and `::`.
+        caption_key: suffix of the text member with the caption; 'txt' unless set.
+        caption_json: path into the JSON member, such as 'caption.en'; several by ';' are tried in order.
+        image_key: suffixes of the image member, by ';'.
+        folder: what a manifest's relative paths begin at.
+        separator: of a CSV.
+        samples: number of samples to read, spread over the shards; 0 for all.
+
+    Returns:
+        The findings, also where no sample is usable.
+
+    Raises:
+        SettingsError: the shards cannot be listed, or the caption settings do not fit together.
+        DataError: a manifest cannot be read.
+
+    Example:
+        >>> import clipstream
+        >>> report = clipstream.check("shards/*.tar")
+        >>> report.ok, report.used, report.drops
+        (True, 24, Counter())
+        >>> dict(report.profile.suffixes)
+        {'jpg': 24, 'txt': 24, 'json': 24, 'cls': 24}
+        >>> clipstream.check("shards/*.tar", caption_json="caption.de").drops
+        Counter({'no_caption': 24})
+    """
+    from clipstream.tools.check import look
+
+    given = {"caption_key": caption_key, "caption_json": caption_json, "image_key": image_key}
+    with on_terminal():
+        return look(_source(shards, {**given, "folder": folder, "separator": separator}), samples)
+
+
+def _source(shards: str | Sequence[str], options: Mapping[str, str | None]) -> SourceSettings:
+    """The settings of a source. Raises SettingsError: an option has an invalid value."""
+    source = {name: options[name] for name in ("image_key", "folder", "separator") if options[name]}
+    key, json = options["caption_key"], options["caption_json"]
+    caption: dict[str, object] = {"type": "text"} if key is None else {"key": key}
+    if json is not None:  # with both flags, the text member is the fallback
+        caption = {"type": "json", "path": [path.strip() for path in json.split(";")], "fallback": key}
+    names = shards if isinstance(shards, str) else list(shards)
     try:
-        settings = SourceSettings.model_validate({**source, "shards": options.shards, "caption": caption})
+        return SourceSettings.model_validate({**source, "shards": names, "caption": caption})
     except ValidationError as error:
         first = error.errors()[0]
         flag = str(first["loc"][0]).replace("_", "-")
         if flag == "caption":
-            flag += "-key" if options.caption_json is None else "-json"
+            flag += "-key" if json is None else "-json"
         raise SettingsError(f"--{flag}: {first['msg'].removeprefix('Value error, ')}") from error
-    check(settings, shlex.join(["python", "-m", "clipstream.train", *words]), options.samples)
-    return 0
+
+
+make_callable(__name__)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 Leaves = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]  # image, text, scale, bias
 Kind = Literal["softmax", "sigmoid"]
+Duplicates = Literal["negatives", "mask", "positives"]
 Compute = Callable[[Leaves, bool], tiled.Found]
 FEW_DISTINCT = 0.7  # share of distinct samples in a batch: a data set of 2 batches gives 0.79, of 1 batch 0.63
 
@@ -86,7 +87,7 @@ def loss_share(
     weights: torch.Tensor,
     world: World,
     labels: torch.Tensor | None = None,
-    duplicates: str = "negatives",
+    duplicates: Duplicates = "negatives",
 ) -> torch.Tensor:
     """This rank's share of a loss. Collective.
 

@@ -177,8 +177,12 @@ class Towers(nn.Module):
         if self.channels_last is not None:
             pixels = self.channels_last.apply(pixels, dtype)
         scaled = (pixels.to(wide) / 255 - self.mean.to(wide)) / self.std.to(wide)
+        return self.encode_normalized(scaled.to(dtype))
+
+    def encode_normalized(self, images: torch.Tensor) -> torch.Tensor:
+        """Pictures [n, 3, H, W] in the dtype of the weights, normalised by mean and std -> L2-normalised [n, D]."""
         with self._arithmetic("image"):
-            return self._unit(self.clip.encode_image(scaled.to(dtype)))
+            return self._unit(self.clip.encode_image(images))
 
     def encode_text(self, ids: torch.Tensor, lengths: Lengths | None = None) -> torch.Tensor:
         """int [n, T] -> L2-normalised [n, D].

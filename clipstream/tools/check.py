@@ -6,6 +6,8 @@ Shards are read and decoded as in training, without a model and without importin
 from __future__ import annotations
 
 import contextlib
+import html
+import io
 from collections import Counter
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
@@ -34,11 +36,15 @@ T = TypeVar("T")
 SHARDS_READ = 10  # of a large data set, spread over it
 ROWS = 25
 CELL = 400  # characters of a table's cell
+OFF_TERMINAL = 160  # columns; without a terminal rich wraps at 80, also the text that scripts search for
 
 
 @dataclass
-class View:
-    """The findings."""
+class CheckReport:
+    """What is in a data set, and what training would do with the samples that were read.
+
+    `print(report)` shows tables, and a notebook shows them too.
+    """
 
     shards: str  # the source in words
     missing: list[str] = field(default_factory=list)  # local shards that do not exist
@@ -57,8 +63,22 @@ class View:
         """Number of samples read, also in vain."""
         return self.used + self.drops.total()
 
+    @property
+    def ok(self) -> bool:
+        """Whether training would use all samples that were read, and nothing is missing or broken."""
+        return self.used == self.tried > 0 and not self.missing and not self.faults
 
-def look(source: SourceSettings, samples: int) -> View:
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), markup=False, highlight=False, emoji=False, width=OFF_TERMINAL)
+        with console.capture() as captured:
+            show(self, console)
+        return captured.get().rstrip()
+
+    def _repr_html_(self) -> str:
+        return f'<pre style="white-space:pre;overflow-x:auto">{html.escape(str(self))}</pre>'
+
+
+def look(source: SourceSettings, samples: int) -> CheckReport:
     """Read `samples` samples (0: all), spread evenly over the shards, or over ten of them if there are more.
 
     Raises:
@@ -69,7 +89,7 @@ def look(source: SourceSettings, samples: int) -> View:
     store = ShardCache(None)
     try:
         shards = Source(source, SourceContext(store, key=SHORT_FLAGS))
-        view = View(shards.summary(), shards.missing)
+        view = CheckReport(shards.summary(), shards.missing)
         gone = set(view.missing)
         there = [name for name in shards.names if name not in gone]
         chosen = _spread([name for name in there if not shards.types[name].cheap], SHARDS_READ if samples else 0)
@@ -124,7 +144,7 @@ def _spread(items: Sequence[T], count: int) -> list[T]:
     return [items[i * len(items) // count] for i in range(count)]
 
 
-def show(view: View, console: Console) -> None:
+def show(view: CheckReport, console: Console) -> None:
     """Print the view as tables."""
     read = view.tried
     console.print(f"{view.shards}: {read:,} samples read of {view.held:,} in the shards opened")
@@ -196,10 +216,9 @@ def check(source: SourceSettings, given: str, samples: int) -> None:
         DataError: no sample is usable; the message names flags that change that, if there are any.
     """
     view = look(source, samples)
-    # Without a terminal rich wraps at 80 columns, also the text that scripts search for.
     console = Console(markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
-        console = Console(markup=False, highlight=False, emoji=False, width=160)
+        console = Console(markup=False, highlight=False, emoji=False, width=OFF_TERMINAL)
     show(view, console)
     if note := view.profile.dots_in_keys():
         console.print(f"note: {note}", soft_wrap=True)

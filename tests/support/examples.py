@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clipstream.config.config_sources import to_yaml
-from tests.support.pictures import make_shards
+from tests.support.pictures import make_shards, picture
 from tests.support.runs import MODEL
 
 MY = {
@@ -26,9 +26,11 @@ MY = {
 
 
 def furnish_reader(folder: Path) -> Path:
-    """What the examples take to be there: shards/, val/, model.json and my.yaml."""
+    """What the examples take to be there: shards/, val/, cat.jpg, dog.jpg, model.json and my.yaml."""
     make_shards(folder / "shards", [13, 11])
     make_shards(folder / "val", [9, 7], start=100)
+    for number, name in enumerate(("cat", "dog")):
+        (folder / f"{name}.jpg").write_bytes(picture(number))
     (folder / "model.json").write_text(json.dumps(MODEL))
     (folder / "my.yaml").write_text(to_yaml(MY))
     return folder

@@ -136,7 +136,11 @@ class EvalTransform:
 
     def __call__(self, data: bytes, rng: SampleRNG | None = None, out: Pixels | None = None) -> Pixels:
         """See ImageTransform; `rng` is not used. Raises Dropped: `undecodable_image` or `image_too_large`."""
-        picture = decoded(data, self.background, self.upright)
+        return self.fit(decoded(data, self.background, self.upright), out)
+
+    def fit(self, picture: Image.Image, out: Pixels | None = None) -> Pixels:
+        """uint8 [H, W, 3] of a picture that is decoded. Raises Dropped: as `__call__`."""
+        picture = opaque(picture, self.background)
         height, width = _target(picture.size, self.spec)
         if height * width > MAX_PIXELS:
             raise Dropped("image_too_large", f"a strip of {picture.size[0]} x {picture.size[1]} pixels")

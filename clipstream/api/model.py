@@ -1,0 +1,351 @@
+"""`load_model` and `zero_shot`: pictures and texts become features, similarities and classes.
+
+Preprocessing and tokenizer are those of open_clip for the model, bit for bit, from the code that evaluates during
+training. Nothing here has a gradient; to train a model, take its `clip`, or `clipstream.train`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.nn.functional import normalize
+
+from clipstream.api.run import Run
+from clipstream.config.settings import Settings, load
+from clipstream.data.batch import ImageSpec
+from clipstream.data.decode.images import EvalTransform
+from clipstream.data.decode.tokenizers import Tokenizer
+from clipstream.distributed.world import World
+from clipstream.errors import Dropped, SettingsError
+from clipstream.evals.classes import class_names, prompt_templates
+from clipstream.evals.context import EvalContext, evaluating
+from clipstream.evals.evaluators.zero_shot import text_classifier
+from clipstream.evals.settings import Weights
+from clipstream.models.model_config import HUB, LOCAL
+from clipstream.models.pretrained import preflight
+from clipstream.models.settings import ModelSettings
+from clipstream.models.towers import Towers
+from clipstream.tools.evaluate import context_for, locate, model_in
+from clipstream.training.precision import Precision, autocast
+from clipstream.utils.logs import on_terminal
+
+Picture: TypeAlias = "Image.Image | str | os.PathLike[str] | bytes | torch.Tensor"
+Pictures: TypeAlias = "Picture | Sequence[Picture]"
+Source: TypeAlias = "Run | str | os.PathLike[str]"
+
+
+class Preprocess:
+    """A model's preprocessing in evaluation: a picture becomes its normalised pixels, as open_clip's transform gives.
+
+    Attributes:
+        image: size, interpolation and way of the resize.
+        mean: of each channel, 0 to 1.
+        std: standard deviation of each channel, 0 to 1.
+    """
+
+    def __init__(self, image: ImageSpec, mean: Sequence[float], std: Sequence[float]) -> None:
+        self.image = image
+        self.mean: tuple[float, ...] = tuple(mean)
+        self.std: tuple[float, ...] = tuple(std)
+        self._transform = EvalTransform(image, "white")
+
+    def __repr__(self) -> str:
+        return f"Preprocess({self.image}, mean={self.mean}, std={self.std})"
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(H, W) in pixels."""
+        return self.image.size
+
+    def pixels(self, picture: Image.Image | str | os.PathLike[str] | bytes) -> torch.Tensor:
+        """uint8 [3, H, W] of a PIL picture, a path, or the bytes of a picture file, before it is normalised.
+
+        Raises:
+            ValueError: the picture cannot be decoded.
+            OSError: the file cannot be read.
+        """
+        try:
+            if isinstance(picture, Image.Image):
+                found = self._transform.fit(picture)
+            else:
+                data = picture if isinstance(picture, bytes) else Path(picture).expanduser().read_bytes()
+                found = self._transform(data)
+        except Dropped as error:
+            shown = "the picture" if isinstance(picture, bytes | Image.Image) else os.fspath(picture)
+            raise ValueError(f"{shown} cannot be used: {error}") from error
+        return torch.from_numpy(np.ascontiguousarray(found)).permute(2, 0, 1)
+
+    def __call__(self, picture: Image.Image | str | os.PathLike[str] | bytes) -> torch.Tensor:
+        """float32 [3, H, W], normalised. Takes and raises what `pixels` does."""
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (self.mean, self.std))
+        return (self.pixels(picture).float() / 255 - mean) / std
+
+
+class TextTokenizer:
+    """A model's tokenizer, called as open_clip's: texts become ids."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def context_length(self) -> int:
+        """T, ids a text."""
+        return self._tokenizer.context_length
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are 0 to vocab_size - 1."""
+        return self._tokenizer.vocab_size
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """int32 [n, T]; longer texts are cut, shorter ones padded."""
+        return self._tokenizer.encode(texts)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The readable text of the ids of one text."""
+        return self._tokenizer.decode(ids)
+
+    def __call__(self, texts: str | Sequence[str]) -> torch.Tensor:
+        """int64 [n, T] of one text or several."""
+        return torch.from_numpy(self.encode([texts] if isinstance(texts, str) else list(texts))).long()
+
+
+class Model:
+    """A model with its preprocessing and tokenizer, in evaluation mode and without gradients.
+
+    Attributes:
+        context: what evaluators see of the model.
+        preprocess: a picture -> normalised pixels.
+        tokenizer: texts -> ids.
+    """
+
+    def __init__(self, towers: Towers, context: EvalContext) -> None:
+        self.towers, self.context = towers, context
+        mean, std = (values.flatten().tolist() for values in (towers.mean, towers.std))
+        self.preprocess = Preprocess(towers.image, mean, std)
+        self.tokenizer = TextTokenizer(context.tokenizer)
+
+    @property
+    def device(self) -> str:
+        """torch's name of the device."""
+        return self.context.world.device
+
+    @property
+    def clip(self) -> torch.nn.Module:
+        """open_clip's model."""
+        return self.towers.clip  # type: ignore[no-any-return]
+
+    @property
+    def embed_dim(self) -> int:
+        """D, numbers of a feature."""
+        return int(self.towers.config.model_cfg["embed_dim"])
+
+    @property
+    def logit_scale(self) -> float:
+        """What cosines are multiplied by in the loss."""
+        return float(self.towers.scalars()[0])
+
+    @property
+    def logit_bias(self) -> float | None:
+        """What is added to the logits; None for a model of the softmax loss."""
+        bias = self.towers.scalars()[1]
+        return None if bias is None else float(bias)
+
+    def encode_image(self, images: Pictures, *, batch_size: int = 256) -> torch.Tensor:
+        """Features of pictures, float32 [n, D] with rows of length 1, on the model's device.
+
+        Args:
+            images: one picture or several: PIL pictures, paths, bytes of picture files, or tensors [3, H, W] and
+                [n, 3, H, W] of the model's size: uint8, or normalised by `preprocess`.
+            batch_size: pictures at once.
+
+        Raises:
+            ValueError: a picture cannot be decoded, or a tensor has another shape.
+            OSError: a file cannot be read.
+        """
+        if isinstance(images, Image.Image | str | os.PathLike | bytes | torch.Tensor):
+            images = [images]
+        found: list[torch.Tensor] = []
+        waiting: list[torch.Tensor] = []
+
+        def encode() -> None:
+            if waiting:
+                found.append(self._encode_tensor(torch.cat(waiting)))
+                waiting.clear()
+
+        for image in images:
+            rows = image if isinstance(image, torch.Tensor) else self.preprocess.pixels(image)
+            rows = rows[None] if rows.ndim == 3 else rows
+            if rows.ndim != 4 or tuple(rows.shape[1:]) != (3, *self.preprocess.size):
+                size = ", ".join(map(str, self.preprocess.size))
+                raise ValueError(f"a picture's tensor is [3, {size}] or [n, 3, {size}], not {list(rows.shape)}")
+            for part in torch.split(rows, batch_size):
+                if waiting and (waiting[0].dtype != part.dtype or sum(map(len, waiting)) + len(part) > batch_size):
+                    encode()
+                waiting.append(part)
+        encode()
+        return torch.cat(found) if found else torch.empty(0, self.embed_dim, device=self.device)
+
+    def _encode_tensor(self, images: torch.Tensor) -> torch.Tensor:
+        if images.dtype == torch.uint8:
+            return self.context.encode_image(images)
+        dtype = next(self.towers.clip.visual.parameters()).dtype
+        with evaluating(self.towers), torch.no_grad(), autocast(self.device, self.context.precision):
+            return self.towers.encode_normalized(images.to(self.device, dtype)).float()
+
+    def encode_text(self, texts: str | Sequence[str] | torch.Tensor, *, batch_size: int = 256) -> torch.Tensor:
+        """Features of texts, float32 [n, D] with rows of length 1, on the model's device.
+
+        Args:
+            texts: one text or several, or ids [n, T] of `tokenizer`.
+            batch_size: texts at once.
+        """
+        ids = texts if isinstance(texts, torch.Tensor) else self.tokenizer(texts)
+        parts = [self.context.encode_text(part) for part in torch.split(ids, batch_size) if len(part)]
+        return torch.cat(parts) if parts else torch.empty(0, self.embed_dim, device=self.device)
+
+    def similarity(self, images: Pictures | torch.Tensor, texts: str | Sequence[str] | torch.Tensor) -> torch.Tensor:
+        """Cosines of pictures and texts, float32 [n, m].
+
+        Args:
+            images: as `encode_image` takes them, or features [n, D].
+            texts: as `encode_text` takes them, or features [m, D].
+        """
+        image, text = (
+            values.to(self.device).float()
+            if isinstance(values, torch.Tensor) and values.ndim == 2 and values.is_floating_point()
+            else None
+            for values in (images, texts)
+        )
+        image = self.encode_image(images) if image is None else normalize(image, dim=-1)
+        text = self.encode_text(texts) if text is None else normalize(text, dim=-1)
+        return image @ text.T
+
+
+def load_model(
+    source: Source,
+    pretrained: str | None = None,
+    *,
+    device: str = "auto",
+    precision: Precision | Literal["auto"] = "fp32",
+    weights: Weights = "trained",
+    cache_dir: str | None = None,
+) -> tuple[Model, Preprocess, TextTokenizer]:
+    """A trained or pretrained model, its preprocessing and its tokenizer.
+
+    Args:
+        source: a `Run` or its folder (its newest checkpoint), a checkpoint's folder, any folder that open_clip reads,
+            `hf-hub:ORG/NAME`, a name of open_clip's (`ViT-B-32`), or the path of a JSON config.
+        pretrained: with a name or a config: a tag (`openai`), a weights file, `hf-hub:ORG/NAME` or `local-dir:PATH`.
+        device: torch's name, or auto for a GPU if there is one.
+        precision: of the arithmetic; auto for bfloat16 where the device computes it.
+        weights: of a checkpoint: 'trained', or 'averaged' of a run with `train.ema`.
+        cache_dir: the Hub's cache; $HF_HUB_CACHE unless set.
+
+    Returns:
+        The model; a function from a PIL picture or a path to float32 [3, H, W]; a function from texts to int64 [n, T].
+
+    Raises:
+        SettingsError: there is no such run, checkpoint, model or tag, or its files cannot be downloaded.
+
+    Example:
+        >>> import clipstream
+        >>> model, preprocess, tokenizer = clipstream.load_model("runs/first", device="cpu")
+        >>> model.encode_image(["cat.jpg", "dog.jpg"]).shape
+        torch.Size([2, 16])
+        >>> model.similarity("cat.jpg", ["a cat", "a dog"]).shape
+        torch.Size([1, 2])
+        >>> preprocess("cat.jpg").shape, tokenizer(["a cat"]).shape
+        (torch.Size([3, 16, 16]), torch.Size([1, 8]))
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    with on_terminal():
+        settings, model = _settings_of(source, pretrained, weights, cache_dir)
+        preflight(model, settings.tokenizer)
+        train = settings.train.model_copy(update={"precision": precision})
+        world = World(device="cuda:0" if device == "cuda" else device)
+        context = context_for(settings.model_copy(update={"train": train}), model, world)
+    assert isinstance(context.towers, Towers)
+    found = Model(context.towers, context)
+    return found, found.preprocess, found.tokenizer
+
+
+def _settings_of(
+    source: Source, pretrained: str | None, weights: Weights, cache_dir: str | None
+) -> tuple[Settings, ModelSettings]:
+    """The settings of a model's run, or the defaults, and those of the model."""
+    cache = {} if cache_dir is None else {"cache_dir": cache_dir}
+    path = source.folder if isinstance(source, Run) else Path(source).expanduser()
+    if not path.is_dir() or str(source).startswith((HUB, LOCAL)):
+        if weights != "trained":
+            raise SettingsError(f"weights={weights!r}: {source} is no checkpoint")
+        model = ModelSettings(name=os.fspath(path) if path.is_file() else str(source), pretrained=pretrained, **cache)
+        return Settings(model=model), model
+    if pretrained is not None:
+        raise SettingsError(f"{path} has weights of its own: leave pretrained={pretrained!r} out")
+    subject = locate(str(path))
+    assert subject.checkpoint is not None
+    settings = Settings() if subject.run is None else load(["--config", str(subject.run / "config.yaml")])
+    own = settings.model.model_copy(update=cache)
+    return settings, model_in(subject.checkpoint, own, subject.run is not None, weights)
+
+
+class ZeroShotClassifier:
+    """A classifier of pictures made of class names (CLIP, arXiv:2103.00020, section 3.1.4).
+
+    Attributes:
+        model: that encodes pictures.
+        classes: C names.
+        weights: L2-normalised float32 [C, D]: of each class, the mean over its prompts' features.
+    """
+
+    def __init__(self, model: Model, classes: Sequence[str], weights: torch.Tensor) -> None:
+        self.model, self.weights = model, weights
+        self.classes: list[str] = list(classes)
+
+    def logits(self, images: Pictures) -> torch.Tensor:
+        """Cosines times the model's scale, float32 [n, C]."""
+        return self.model.logit_scale * self.model.similarity(images, self.weights)
+
+    def __call__(self, images: Pictures) -> torch.Tensor:
+        """Probabilities of the classes, float32 [n, C]: the softmax of `logits`."""
+        return self.logits(images).softmax(dim=-1)
+
+    def predict(self, images: Pictures) -> list[str]:
+        """The most probable class of each picture."""
+        return [self.classes[number] for number in self.logits(images).argmax(dim=-1).tolist()]
+
+
+def zero_shot(
+    model: Model | Source,
+    classes: str | Sequence[str],
+    templates: str | Sequence[str] = "openai",
+) -> ZeroShotClassifier:
+    """A classifier for class names, as the evaluator `zero_shot` makes it.
+
+    Args:
+        model: of `load_model`, or what that takes.
+        classes: names, a file with one a line, or 'imagenet'.
+        templates: prompts with {c} or {}, a file with one a line, or 'openai' (80), 'simple' (7) or 'plain' (1).
+
+    Raises SettingsError: there is no such file, fewer than 2 classes, or a template has no place for the name.
+
+    Example:
+        >>> import clipstream
+        >>> classifier = clipstream.zero_shot("runs/first", ["cat", "dog"], ["a photo of a {}"])
+        >>> classifier(["cat.jpg", "dog.jpg"]).shape
+        torch.Size([2, 2])
+        >>> set(classifier.predict(["cat.jpg", "dog.jpg"])) <= {"cat", "dog"}
+        True
+    """
+    if not isinstance(model, Model):
+        model = load_model(model)[0]
+    names = class_names(classes)
+    return ZeroShotClassifier(model, names, text_classifier(model.context, names, prompt_templates(templates)))

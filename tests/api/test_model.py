@@ -1,0 +1,136 @@
+"""Models from Python: open_clip's features of pictures in every form, zero-shot classes, and evaluations."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+from PIL import Image
+
+import clipstream
+from clipstream.errors import SettingsError
+from tests.support import model_files
+from tests.support.pictures import make_shards, picture
+from tests.support.runs import MODEL
+from tests.support.tars import write_tar
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model, as a checkpoint and the Hub have it."""
+    folder = tmp_path_factory.mktemp("saved")
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    model_files.build(str(folder / "model.json")).save_pretrained(folder / "model")
+    for number in range(3):
+        (folder / f"{number}.png").write_bytes(picture(number, size=30, kind="PNG"))
+    return folder
+
+
+def test_features_are_those_of_open_clip(saved: Path) -> None:
+    model, preprocess, tokenizer = clipstream.load_model(saved / "model", device="cpu")
+    name = f"local-dir:{saved}/model"
+    theirs, _, transform = open_clip.create_model_and_transforms(name)
+    theirs.eval()
+    paths = [saved / f"{number}.png" for number in range(3)]
+    pictures = [Image.open(path) for path in paths]
+    wanted = torch.stack([transform(one) for one in pictures])
+    with torch.no_grad():
+        image = torch.nn.functional.normalize(theirs.encode_image(wanted), dim=-1)
+        texts = ["a cat", "two dogs & a bird", "Käse"]
+        text = torch.nn.functional.normalize(theirs.encode_text(open_clip.get_tokenizer(name)(texts)), dim=-1)
+    torch.testing.assert_close(torch.stack([preprocess(path) for path in paths]), wanted, rtol=0, atol=1e-6)
+    assert torch.equal(tokenizer(texts), open_clip.get_tokenizer(name)(texts)) and tokenizer("a").shape == (1, 8)
+    uint8 = torch.stack([preprocess.pixels(path) for path in paths])
+    data = [path.read_bytes() for path in paths]
+    mixed = [pictures[0], str(paths[1]), wanted[2]]
+    for images in (paths, pictures, data, mixed, uint8, [*uint8], wanted):
+        torch.testing.assert_close(model.encode_image(images, batch_size=2), image, rtol=0, atol=1e-5)
+    one = [model.encode_image(each) for each in (paths[0], str(paths[0]), pictures[0], data[0], uint8[0], wanted[0])]
+    for features in one:
+        torch.testing.assert_close(features, image[:1], rtol=0, atol=1e-5)
+    for given in (texts, tuple(texts), tokenizer(texts)):
+        torch.testing.assert_close(model.encode_text(given, batch_size=2), text, rtol=0, atol=1e-5)
+    torch.testing.assert_close(model.similarity(paths, texts), image @ text.T, rtol=0, atol=1e-5)
+    torch.testing.assert_close(model.similarity(image, text[0:1]), image @ text[:1].T, rtol=0, atol=1e-5)
+    assert model.encode_image([]).shape == (0, model.embed_dim) == model.encode_text([]).shape
+    assert not any(features.requires_grad for features in one) and not model.clip.training
+    assert model.logit_scale == pytest.approx(theirs.logit_scale.exp().item()) and model.logit_bias is None
+
+
+def test_pictures_that_are_none_are_named(saved: Path, tmp_path: Path) -> None:
+    model, preprocess, _ = clipstream.load_model(saved / "model", device="cpu")
+    (tmp_path / "text.jpg").write_text("no picture")
+    with pytest.raises(ValueError, match=r"text\.jpg cannot be used: undecodable_image"):
+        model.encode_image(tmp_path / "text.jpg")
+    with pytest.raises(
+        ValueError, match=r"a picture's tensor is \[3, 16, 16\] or \[n, 3, 16, 16\], not \[1, 3, 8, 8\]"
+    ):
+        model.encode_image(torch.zeros(3, 8, 8))
+    with pytest.raises(FileNotFoundError):
+        preprocess(tmp_path / "none.jpg")
+    clear = Image.new("RGBA", (20, 20), (0, 0, 0, 0))
+    file = io.BytesIO()
+    clear.save(file, "PNG")
+    assert torch.equal(preprocess(clear), preprocess(file.getvalue())) and preprocess.pixels(clear).min() == 255
+
+
+def test_models_are_found_by_name_config_and_folder(saved: Path) -> None:
+    fresh = clipstream.load_model(saved / "model.json", device="cpu")[0]
+    weights = next((saved / "model").glob("*.safetensors"))
+    by_file = clipstream.load_model(saved / "model.json", str(weights), device="cpu")[0]
+    local = clipstream.load_model(f"local-dir:{saved}/model", device="cpu")[0]
+    features = [model.encode_text("a cat") for model in (by_file, local, fresh)]
+    assert torch.equal(features[0], features[1]) and fresh.embed_dim == 16
+    with pytest.raises(SettingsError, match="did you mean"):
+        clipstream.load_model("ViT-B-33")
+    with pytest.raises(SettingsError, match="is no checkpoint"):
+        clipstream.load_model(saved / "model.json", weights="averaged")
+    with pytest.raises(SettingsError, match="has weights of its own"):
+        clipstream.load_model(saved / "model", "openai")
+    with pytest.raises(SettingsError, match="is neither a run"):
+        clipstream.load_model(saved)
+
+
+def test_a_classifier_is_the_evaluators(saved: Path, tmp_path: Path) -> None:
+    model = clipstream.load_model(saved / "model", device="cpu")[0]
+    classes = ["cat", "dog", "bird"]
+    classifier = clipstream.zero_shot(model, classes, ["a photo of a {c}", "{}"])
+    texts = [model.encode_text([f"a photo of a {name}", name]).mean(dim=0) for name in classes]
+    wanted = torch.nn.functional.normalize(torch.stack(texts), dim=-1)
+    torch.testing.assert_close(classifier.weights, wanted, rtol=0, atol=1e-5)
+    samples = [{"__key__": str(i), "png": picture(i, kind="PNG"), "cls": str(i % 3)} for i in range(20)]
+    write_tar(tmp_path / "0.tar", samples)
+    files = [sample["png"] for sample in samples]
+    probabilities = classifier(files)
+    torch.testing.assert_close(probabilities.sum(dim=1), torch.ones(20))
+    hits = [classes[i % 3] == name for i, name in enumerate(classifier.predict(files))]
+    section = {"type": "zero_shot", "classes": classes, "templates": ["a photo of a {c}", "{}"]}
+    evals = {"mine": {**section, "data": {"shards": str(tmp_path / "0.tar")}}}
+    figures = clipstream.evaluate(model, evals, workers=0)
+    assert figures["mine"]["top1"] == pytest.approx(sum(hits) / 20) and figures["mine"]["n"] == 20
+
+
+def test_evaluators_come_from_shards_files_and_mappings(saved: Path, tmp_path: Path) -> None:
+    shards = make_shards(tmp_path, [6, 5])
+    of_shards = clipstream.evaluate(saved / "model", shards, workers=0)
+    (tmp_path / "evals.yaml").write_text(f"evals: {{mine: {{data: {{shards: '{tmp_path}/*.tar'}}}}}}\n")
+    of_file = clipstream.evaluate(saved / "model", tmp_path / "evals.yaml", workers=0)
+    assert of_shards["val"] == of_file["mine"] and of_shards["val"]["n"] == 11
+    with pytest.raises(clipstream.errors.DataError, match=r"(?s)evals\.val: .*no_caption"):
+        clipstream.evaluate(saved / "model", shards, caption_json="caption.none", workers=0)
+    with pytest.raises(SettingsError, match="did you mean 'zero_shot'"):
+        clipstream.evaluate(saved / "model", {"mine": {"type": "zeroshot"}})
+
+
+def test_a_check_reports_what_it_finds(tmp_path: Path) -> None:
+    shards = make_shards(tmp_path, [6])
+    write_tar(tmp_path / "broken.tar", [{"__key__": "0", "jpg": b"none", "txt": "a"}])
+    report = clipstream.check([*shards, str(tmp_path / "broken.tar"), str(tmp_path / "none.tar")], samples=0)
+    assert (report.used, dict(report.drops), report.ok) == (6, {"undecodable_image": 1}, False)
+    assert len(report.missing) == 1 and "undecodable_image" in str(report) and "undecodable" in report._repr_html_()
+    with pytest.raises(SettingsError, match="--caption-json"):
+        clipstream.check(shards, caption_json="a..b")
