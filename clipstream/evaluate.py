@@ -67,31 +67,14 @@ def evaluate(
         >>> clipstream.evaluate(model, section, workers=0)["loss"]["val_loss"] > 0
         True
     """
-    from contextlib import nullcontext
-
-    from clipstream.api.model import Model, load_model
-    from clipstream.distributed.world import World
-    from clipstream.evals.context import EvalContext
-    from clipstream.evals.runner import RECORD, EvalRunner
+    from clipstream.api.model import evaluate_model
 
     with on_terminal():
         settings = settings_from(*_config(evaluators, flags), trains=False)
         if not settings.evals:
             raise SettingsError("there is no evaluator: give shards, or a section evals with at least one")
         validate_evals(settings, shown=False)
-        if not isinstance(model, Model):
-            model = load_model(model)[0]
-        own = model.context
-        context = EvalContext(
-            own.towers, own.tokenizer, World.of_group(model.device), settings.data, own.precision, own.loss
-        )
-        sections = {
-            name: section.model_copy(update={"weights": "trained", "on_error": "raise"})
-            for name, section in settings.evals.items()
-        }
-        runner = EvalRunner(sections, context, lambda record: None, weights={"trained": nullcontext})
-        records = runner(0, last=True)
-    return {record["eval"]: {key: value for key, value in record.items() if key not in RECORD} for record in records}
+        return evaluate_model(model, settings)
 
 
 def _config(evaluators: Any, flags: Mapping[str, Any]) -> tuple[Config, None, dict[str, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -26,6 +27,7 @@ from clipstream.errors import Dropped, SettingsError
 from clipstream.evals.classes import class_names, prompt_templates
 from clipstream.evals.context import EvalContext, evaluating
 from clipstream.evals.evaluators.zero_shot import text_classifier
+from clipstream.evals.runner import RECORD, EvalRunner
 from clipstream.evals.settings import Weights
 from clipstream.models.model_config import HUB, LOCAL
 from clipstream.models.pretrained import preflight
@@ -295,6 +297,27 @@ def _settings_of(
     settings = Settings() if subject.run is None else load(["--config", str(subject.run / "config.yaml")])
     own = settings.model.model_copy(update=cache)
     return settings, model_in(subject.checkpoint, own, subject.run is not None, weights)
+
+
+def evaluate_model(model: Model | Source, settings: Settings) -> dict[str, dict[str, float]]:
+    """The metrics of each evaluator of the settings, by name. Collective over the program's process group.
+
+    Raises:
+        SettingsError: an evaluator cannot be made.
+        DataError: its data are missing, broken or not usable.
+    """
+    if not isinstance(model, Model):
+        model = load_model(model)[0]
+    own = model.context
+    world = World.of_group(model.device)
+    context = EvalContext(own.towers, own.tokenizer, world, settings.data, own.precision, own.loss)
+    whole = {"weights": "trained", "on_error": "raise"}
+    sections = {name: section.model_copy(update=whole) for name, section in settings.evals.items()}
+    runner = EvalRunner(sections, context, lambda record: None, weights={"trained": nullcontext})
+    return {
+        record["eval"]: {key: value for key, value in record.items() if key not in RECORD}
+        for record in runner(0, last=True)
+    }
 
 
 class ZeroShotClassifier:

@@ -14,8 +14,11 @@ from clipstream.cli.main import load_or_help, run_main
 from clipstream.config.python_settings import Config, Overrides, settings_from
 from clipstream.config.settings import Settings, with_known_epoch
 from clipstream.config.validate import validate_run
+from clipstream.distributed.launch import run_embedded, run_ranks
 from clipstream.distributed.world import World
+from clipstream.errors import Stopped
 from clipstream.losses.settings import chosen_loss_type
+from clipstream.train.run import train_rank
 from clipstream.utils.callable_module import make_callable
 from clipstream.utils.logs import on_terminal, set_level
 
@@ -66,9 +69,6 @@ def train(config: Config = None, overrides: Overrides = None, /, **flags: Any) -
         PosixPath('runs/first/checkpoints/step_00000003')
     """
     from clipstream.api.run import Run
-    from clipstream.distributed.launch import run_embedded
-    from clipstream.errors import Stopped
-    from clipstream.train.run import train_rank
     from clipstream.training.precision import same_randomness
 
     with on_terminal():
@@ -94,9 +94,6 @@ def _main(argv: list[str]) -> int:
     if settings is None:
         return 0
     settings = _prepared(settings)
-    from clipstream.distributed.launch import run_ranks
-    from clipstream.train.run import train_rank
-
     return run_ranks(settings.run, partial(train_rank, settings))
 
 
