@@ -24,7 +24,7 @@ from clipstream.data.loader.stored import StoredData, StoredSamples
 from clipstream.data.order.lanes import Cursor, DataState, Fingerprint, LaneSlots, SourceMix, lanes_of_rank
 from clipstream.data.order.rng import mix
 from clipstream.data.order_plan import TOKENIZER, differences, fingerprint_of, order_plan, source_order, stable_names
-from clipstream.data.settings import DataSettings, JsonCaption, SourceSettings
+from clipstream.data.settings import MAX_PIXELS, DataSettings, JsonCaption, SourceSettings
 from clipstream.data.shard_url import ShardURL, redact
 from clipstream.data.sources.indexes import count_samples
 from clipstream.data.sources.protocol import SourceContext
@@ -272,10 +272,13 @@ def _reader(
 
     def transform(spec: ImageSpec) -> ImageTransform:
         if source.image_transform.type != "default":
-            return OwnImageTransform(source.image_transform, spec, source.background, upright)
+            most = MAX_PIXELS if training is None else training.max_image_pixels
+            return OwnImageTransform(source.image_transform, spec, source.background, upright, most)
         if training is None:
             return EvalTransform(spec, source.background, upright)
-        return TrainTransform(spec, training.augment, source.background, upright, training.decoder)
+        return TrainTransform(
+            spec, training.augment, source.background, upright, training.decoder, training.max_image_pixels
+        )
 
     caption = build_caption(source.caption) if target is None else target
     chosen = build_filter(name, source)

@@ -15,6 +15,7 @@ from clipstream.data.json_path import parse_path
 Share = Annotated[float, Field(ge=0, le=1)]
 AUTO = "auto"  # the type of a source follows from the names of its shards
 MAX_AUTO_WORKERS = 16  # of a rank
+MAX_PIXELS = 178_956_970  # from which Pillow refuses a picture as a decompression bomb (a quarter of 2 GiB of RGBX)
 
 
 class TokenizerSettings(PluginSection):
@@ -82,7 +83,11 @@ class JsonCaption(CaptionSettings):
     )
     key: str = Field("json", min_length=1, description="suffix of the JSON member")
     fallback: str | None = Field(None, description="suffix of a text member used when no path gives a caption")
-    weights: list[float] | None = Field(None, description="one per path: draw the path instead of taking the first")
+    weights: list[float] | None = Field(
+        None,
+        description="one per path: draw the path instead of taking the first; 0 for one that is used where no other "
+        "has text",
+    )
 
     @property
     def paths(self) -> list[str]:
@@ -354,6 +359,12 @@ class DataSettings(Section):
         "fast",
         description="fast: training pictures are decoded no larger than their crops need, as sharp as open_clip's; "
         "exact: open_clip's pixels, bit for bit; evaluation is always exact",
+    )
+    max_image_pixels: int = Field(
+        MAX_PIXELS,
+        ge=1,
+        le=MAX_PIXELS,
+        description="training pictures with more pixels (width x height, by the file's header) are dropped",
     )
     image_features: PathText | None = Field(
         None,

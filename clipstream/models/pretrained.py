@@ -240,6 +240,7 @@ def _resolved_config(settings: ModelSettings, weights: _Weights) -> ModelConfig 
     if theirs is not None:
         _override(model_cfg, theirs, ("quick_gelu",), keep=own)
         _override(model_cfg["text_cfg"], theirs.get("text_cfg", {}), TOKENIZER_KEYS, keep=own)
+    model_cfg |= {key: True for key in ("quick_gelu", "custom_text") if getattr(settings, key)}
     check_sizes(_label(settings), model_cfg, settings.image_size)
     other = _preprocess_only(their_preprocess or {})
     return ModelConfig(model_cfg, {**other, **preprocess} if own else {**preprocess, **other})

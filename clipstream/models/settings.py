@@ -88,6 +88,8 @@ class ModelSettings(Section):
     image_resize_mode: Literal["shortest", "longest", "squash"] | None = Field(
         None, description="how evaluation fits pictures to the model's size; the model's own unless set"
     )
+    quick_gelu: bool = Field(False, description="QuickGELU for GELU in open_clip's own towers, whatever the config has")
+    custom_text: bool = Field(False, description="the text tower as a module of its own (open_clip's CustomTextCLIP)")
     patch_dropout: float | None = Field(
         None, ge=0, lt=1, description="share of a ViT's patches dropped in training (FLIP, arXiv:2212.00794)"
     )

@@ -57,7 +57,11 @@ BUILTIN: dict[str, Callable[[Any, RunInfo], Sink]] = {
     "trackio": lambda settings, run: trackio_run(settings, run),
     "tensorboard": lambda settings, run: TensorBoard(run.folder, run.resume_step, subfolder=settings.folder),
     "terminal": lambda settings, run: ProgressDisplay(
-        run.total_steps, start=run.resume_step or 0, mode=settings.progress
+        run.total_steps,
+        start=run.resume_step or 0,
+        mode=settings.progress,
+        every=settings.every,
+        ema_samples=settings.loss_ema_samples,
     ),
 }
 

@@ -89,6 +89,8 @@ class TerminalSettings(SinkSettings):
 
     type: Literal["terminal"] = "terminal"
     progress: Progress = Field("auto", description="auto: a bar on a terminal, lines elsewhere")
+    every: int = Field(1, ge=1, description="steps between training lines, where log.every is less")
+    loss_ema_samples: int = Field(0, ge=0, description="see log.loss_ema_samples")
 
 
 SinkSettings.builtin = {
@@ -130,6 +132,18 @@ class LogSettings(Section):
         "the first and the last, as 10-14",
     )
     progress: Progress = Field("auto", description="auto: a bar on a terminal, lines elsewhere")
+    terminal_every: int = Field(
+        1, ge=1, description="steps between training lines in the terminal, where every is less; a bar shows all"
+    )
+    loss_ema_samples: int = Field(
+        0,
+        ge=0,
+        description="samples of the horizon over which the loss in brackets in the terminal is averaged "
+        "(exponentially), as in open_clip; 0 for none",
+    )
+    local: bool = Field(
+        False, description="the first rank of each further node logs its own messages, into out-RANK.log of the run"
+    )
     level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="messages of this level and above are shown; out.log has info and above in any case"
     )
@@ -138,7 +152,9 @@ class LogSettings(Section):
     def all_sinks(self) -> dict[str, SinkSettings]:
         """The built-in sinks that are on, and those of `sinks`, by name; an entry of `sinks` wins over a built-in."""
         board = {"tensorboard": TensorBoardSettings()} if self.tensorboard else {}
-        terminal = TerminalSettings(progress=self.progress)
+        terminal = TerminalSettings(
+            progress=self.progress, every=self.terminal_every, loss_ema_samples=self.loss_ema_samples
+        )
         return {"metrics": JsonLinesSettings(), **board, "terminal": terminal, **self.sinks}
 
     @field_validator("sinks")

@@ -48,6 +48,8 @@ class ProgressDisplay(Sink):
         start: step at which this process begins.
         mode: 'auto' (a bar if `stream` is a terminal, else lines), 'bar', 'lines' or 'none' (evaluations and notes
             only).
+        every: steps between lines.
+        ema_samples: horizon, in samples, of the averaged loss in brackets; 0 for none.
     """
 
     def __init__(
@@ -56,9 +58,12 @@ class ProgressDisplay(Sink):
         *,
         start: int = 0,
         mode: Literal["auto", "bar", "lines", "none"] = "auto",
+        every: int = 1,
+        ema_samples: int = 0,
         stream: TextIO | None = None,
     ) -> None:
-        self.total = total
+        self.total, self.every, self.ema_samples = total, every, ema_samples
+        self._next, self._ema, self._samples = start + 1, math.nan, 0
         self.stream = sys.stdout if stream is None else stream
         self.mode = ("bar" if self.stream.isatty() else "lines") if mode == "auto" else mode
         self._speeds: deque[float] = deque(maxlen=RECENT)
@@ -139,7 +144,10 @@ class ProgressDisplay(Sink):
         speed = float(record.get("samples_per_s") or 0.0)
         if speed > 0:
             self._speeds.append(speed)
-        parts = [f"loss {_number(record['loss'], '.4g')}", f"{speed:.0f} samples/s"]
+        loss = f"loss {_number(record['loss'], '.4g')}"
+        if self.ema_samples:
+            loss += f" ({self._averaged(record):.4g})"
+        parts = [loss, f"{speed:.0f} samples/s"]
         if "data_wait" in record:
             slow = record.get("bottleneck", "training")
             parts.append(f"data wait {record['data_wait']:.0%}{'' if slow == 'training' else f' ({slow})'}")
@@ -160,8 +168,20 @@ class ProgressDisplay(Sink):
             self._bar.update(self._task, completed=step)
             self._draw()
             log_displayed("  ".join(line))
-        elif self.mode == "lines":
+        elif self.mode == "lines" and (step >= self._next or step == self.total):
+            self._next = step - step % self.every + self.every if self.every > 1 else step + 1
             self.say("  ".join(line))
+
+    def _averaged(self, record: Record) -> float:
+        """The exponential average of the loss, with a decay of exp(-n / ema_samples) over n samples."""
+        loss, samples = record["loss"], int(record.get("samples") or 0)
+        if isinstance(loss, float) and math.isfinite(loss):
+            decay = 0.0 if math.isnan(self._ema) else math.exp(-(samples - self._samples) / self.ema_samples)
+            self._ema, self._samples = (
+                decay * (0.0 if math.isnan(self._ema) else self._ema) + (1 - decay) * loss,
+                samples,
+            )
+        return self._ema
 
     def _draw(self) -> None:
         """Draw the bar, and as much of the loss history as the terminal's width allows."""
@@ -342,12 +362,12 @@ def printed_above(console: Console) -> Iterator[None]:
 
 
 @contextmanager
-def run_log(folder: Path) -> Iterator[None]:
-    """Add the lines of this process to FOLDER/out.log, until the context ends.
+def run_log(folder: Path, name: str = LOG_FILE) -> Iterator[None]:
+    """Add the lines of this process to a file in the folder, until the context ends.
 
     Raises OSError: the file cannot be opened.
     """
-    handler = _File(folder / LOG_FILE, encoding="utf-8", errors="backslashreplace")
+    handler = _File(folder / name, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(_Formatter("%(asctime)s | %(levelname)s | %(message)s", "%Y-%m-%d,%H:%M:%S"))
     handler.setLevel(logging.INFO)
     level = logger.level

@@ -74,6 +74,10 @@ def train_rank(settings: Settings, world: World, watch: FailureWatch) -> Path:
                 atomic_write.require_space(settings.run_folder, FREE_SPACE)
                 watch.held.enter_context(run_log(settings.run_folder))
                 ending = watch.on_end = Ending(settings.run_folder, report=settings.log.report)
+            if settings.log.local:
+                world.barrier()  # rank 0 has made the folder
+                if world.local_rank == 0 and not world.is_main:
+                    watch.held.enter_context(run_log(settings.run_folder, f"out-{world.rank}.log"))
             run(settings, world, watch, signals, ending, own_lanes=own_lanes)
             return settings.run_folder
     except Interrupted:
@@ -376,7 +380,13 @@ def build_step(
     train = settings.train
     towers.train()
     synchronize_batch_norm(towers, world, towers.frozen)
-    layout = parallelize(towers, world, parallel=train.parallel, precision=train.arithmetic)
+    layout = parallelize(
+        towers,
+        world,
+        parallel=train.parallel,
+        precision=train.arithmetic,
+        reshard_after_forward=train.reshard_after_forward,
+    )
     optimizer = build_optimizer(towers, settings.optim, settings.model.name)
     auto = [key for key in ("micro_batch_size", "kept_micro_batches") if getattr(train, key) == "auto"]
     if auto and not world.device.startswith("cuda"):

@@ -133,6 +133,7 @@ class ShardedTowers:
         towers: on the CPU or on this rank's device, in their final dtype; moved to the device.
         world: several ranks.
         precision: of the forward pass.
+        reshard_after_forward: whether the blocks' gathered weights are freed until their backward pass.
 
     Attributes:
         full: an unsharded copy, whose tensors have content only within the context of `full_weights`.
@@ -140,7 +141,7 @@ class ShardedTowers:
     Raises SettingsError: batch norm or fp16, which are not supported.
     """
 
-    def __init__(self, towers: Any, world: World, precision: Precision) -> None:
+    def __init__(self, towers: Any, world: World, precision: Precision, *, reshard_after_forward: bool = True) -> None:
         if towers.has_batch_norm:
             raise SettingsError("train.parallel: fsdp takes models without batch norm (a ViT): use ddp")
         if precision == "fp16":
@@ -157,7 +158,7 @@ class ShardedTowers:
         reduce_dtype = torch.float32 if precision == "pure_bf16" else None
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         for block in blocks(towers):
-            fully_shard(block, mesh=mesh, mp_policy=policy)
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         fully_shard(towers, mesh=mesh, mp_policy=policy, ignored_params=set(_scalars(towers)))
         towers.to(world.device)
 
@@ -180,13 +181,15 @@ class ShardedTowers:
             _move(self.full, "meta")
 
 
-def parallelize(towers: Any, world: World, *, parallel: str, precision: Precision) -> FullTowers | ShardedTowers:
+def parallelize(
+    towers: Any, world: World, *, parallel: str, precision: Precision, reshard_after_forward: bool = True
+) -> FullTowers | ShardedTowers:
     """The towers on this rank's device, sharded in place with 'fsdp' on several ranks.
 
     Raises SettingsError: as ShardedTowers.
     """
     if parallel == "fsdp" and world.size > 1:
-        return ShardedTowers(towers, world, precision)
+        return ShardedTowers(towers, world, precision, reshard_after_forward=reshard_after_forward)
     return FullTowers(towers.to(world.device))
 
 

@@ -42,6 +42,9 @@ class TrainSettings(Section):
     parallel: Literal["ddp", "fsdp"] = Field(
         "ddp", description="on several ranks: each holds the whole model (ddp), or a shard of it (fsdp, FSDP2)"
     )
+    reshard_after_forward: bool = Field(
+        True, description="with fsdp: free a block's gathered weights until its backward pass; false takes more memory"
+    )
     compile: bool = Field(False, description="torch.compile the towers")
     ema: float | None = Field(
         None,

@@ -65,7 +65,8 @@ def candidates(extractor: CaptionExtractor, sample: RawSample) -> list[list[str]
 
 def draw_caption(by_path: Sequence[list[str]], weights: Sequence[float] | None, rng: SampleRNG) -> int:
     """What JsonField draws from the candidates of a sample: the caption's position among all of them."""
-    usable = [number for number, texts in enumerate(by_path) if texts and (weights is None or weights[number])]
+    present = [number for number, texts in enumerate(by_path) if texts]
+    usable = [number for number in present if weights is None or weights[number]] or present[:1]
     path = usable[0]
     if weights is not None and len(usable) > 1:
         path = _drawn([(path, weights[path]) for path in usable], rng)
@@ -79,13 +80,14 @@ def draw_captions(
     """What JsonField draws for n samples, int64 [n]: the caption's position among all candidates of its sample.
 
     Args:
-        counts: integers [n, P], number of candidates of each path; each sample has some of a path that is drawn.
+        counts: integers [n, P], number of candidates of each path; each sample has some.
         weights: of the P paths; None to use the first path that has candidates.
         rngs: of the samples.
     """
     rows = np.arange(len(counts))
     drawable = counts > 0 if weights is None else (counts > 0) & (np.asarray(weights) > 0)
-    paths = drawable.argmax(axis=1)
+    drawn = drawable.any(axis=1)
+    paths = np.where(drawn, drawable.argmax(axis=1), (counts > 0).argmax(axis=1))
     if weights is not None and len(several := np.flatnonzero(drawable.sum(axis=1) > 1)):
         shares = np.where(drawable[several], np.asarray(weights, dtype=np.float64), 0.0)
         total = np.zeros(len(several))
@@ -162,13 +164,15 @@ class JsonField:
 
     Only strings are captions: a number or a null counts as absent. From a list of strings, and from the strings that a
     path with `*` or a filter matches, one is drawn (in evaluation, the first). Of several paths the first that has text
-    is used; with weights, training draws one of those that have text, and never one of weight 0. The grammar of paths
-    is in `json_path`.
+    is used. With weights, training draws one of those that have text; the first of weight 0 is used where no other has
+    text, as in open_clip. The grammar of paths is in `json_path`.
     """
 
     def __init__(self, settings: JsonCaption) -> None:
         weights = settings.weights or [1.0] * len(settings.paths)
-        self._choices = [(parse_path(path), w) for path, w in zip(settings.paths, weights, strict=True)]
+        steps = [parse_path(path) for path in settings.paths]
+        choices = zip(steps, weights, range(len(steps)), strict=True)
+        self._choices = sorted(choices, key=lambda choice: not choice[1])  # those of weight 0 come last
         self._weighted = settings.weights is not None
         self._wanted = " or ".join(settings.paths)
         self._json = split_keys(settings.key)
@@ -217,9 +221,9 @@ class JsonField:
         """(texts, weight, number) of each path that training may draw: all that have text, or the first alone."""
         reason = "no_caption"
         found: list[tuple[list[str], float, int]] = []
-        for number, (steps, weight) in enumerate(self._choices):
-            if not weight:
-                continue
+        for steps, weight, number in self._choices:
+            if found and not weight:
+                break
             items = [x for inner in values_at(value, steps) for x in (inner if isinstance(inner, list) else [inner])]
             usable = []
             for text in items:
@@ -235,7 +239,7 @@ class JsonField:
                         reason = "empty_caption"
             if usable:
                 found.append((usable, weight, number))
-                if first or not self._weighted:
+                if first or not (self._weighted and weight):
                     break
         if not found:
             raise Dropped(reason, f"no text at {self._wanted}")

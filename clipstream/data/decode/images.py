@@ -19,14 +19,13 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from clipstream.config.plugins import make_plugin, raised
 from clipstream.data.batch import ImageSpec
-from clipstream.data.settings import ImageTransformSettings, rgb
+from clipstream.data.settings import MAX_PIXELS, ImageTransformSettings, rgb
 from clipstream.errors import Dropped, SettingsError
 
 if TYPE_CHECKING:
     from clipstream.data.order.rng import SampleRNG
 
 
-MAX_PIXELS = 178_956_970  # from which Pillow refuses a picture as a decompression bomb (a quarter of 2 GiB of RGBX)
 # Not all formats of Pillow: its EPS reader, for example, starts a program. An MPO is opened as a JPEG.
 PLUGINS = {"JPEG": "Jpeg", "PNG": "Png", "WEBP": "WebP", "GIF": "Gif", "BMP": "Bmp", "TIFF": "Tiff"}
 PLUGINS |= {"AVIF": "Avif"} if find_spec("PIL._avif") else {}
@@ -87,13 +86,22 @@ class OwnImageTransform:
         spec: of the model's pixels.
         background: colour under transparent pixels, a name or #rrggbb.
         upright: whether pictures are turned by their EXIF orientation.
+        max_pixels: pictures with more are dropped.
 
     Raises:
         SettingsError: there is no such class, or its construction failed.
     """
 
-    def __init__(self, settings: ImageTransformSettings, spec: ImageSpec, background: str, upright: bool) -> None:
+    def __init__(
+        self,
+        settings: ImageTransformSettings,
+        spec: ImageSpec,
+        background: str,
+        upright: bool,
+        max_pixels: int = MAX_PIXELS,
+    ) -> None:
         self._size, self._background, self._upright = spec.size, rgb(background), upright
+        self._max_pixels = max_pixels
         try:
             self._transform: PictureTransform = make_plugin(settings.type, settings)
         except (SettingsError, ValueError) as error:
@@ -101,7 +109,7 @@ class OwnImageTransform:
 
     def __call__(self, data: bytes, rng: SampleRNG | None, out: Pixels | None = None) -> Pixels:
         """See ImageTransform. Raises Dropped: as EvalTransform, `image_transform_error`, or the user's own reason."""
-        picture = decoded(data, self._background, self._upright)
+        picture = decoded(data, self._background, self._upright, self._max_pixels)
         try:
             pixels = self._transform(picture if picture.mode == "RGB" else converted(picture), self._size, rng)
         except Dropped:
@@ -152,7 +160,7 @@ class EvalTransform:
         return written(_centre(picture, self.spec.size, fill), out)
 
 
-def opened(data: bytes) -> Image.Image:
+def opened(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """The picture with its header read and nothing decoded. Raises Dropped."""
     try:
         picture: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
@@ -162,15 +170,15 @@ def opened(data: bytes) -> Image.Image:
         raise Dropped("undecodable_image", f"no picture: {len(data)} bytes that begin {bytes(data[:8])!r}") from error
     except Exception as error:  # Pillow's readers raise nearly anything on broken files
         raise Dropped("undecodable_image", repr(error)) from error
-    check_size(picture.size)
+    check_size(picture.size, max_pixels)
     return picture
 
 
-def check_size(size: tuple[int, int]) -> None:
-    """Refuse pictures that would fill the memory, or have no pixels. Raises Dropped."""
+def check_size(size: tuple[int, int], max_pixels: int = MAX_PIXELS) -> None:
+    """Refuse pictures of more than `max_pixels`, or without any. Raises Dropped."""
     width, height = size
-    if width * height > MAX_PIXELS:
-        raise Dropped("image_too_large", f"{width} x {height} pixels")
+    if width * height > max_pixels:
+        raise Dropped("image_too_large", f"{width} x {height} pixels, more than {max_pixels:,}")
     if width * height == 0:
         raise Dropped("undecodable_image", f"{width} x {height} pixels")
 
@@ -206,9 +214,9 @@ def loaded(picture: Image.Image) -> Image.Image:
     return picture
 
 
-def decoded(data: bytes, background: Colour, upright: bool) -> Image.Image:
+def decoded(data: bytes, background: Colour, upright: bool, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """The picture of a file, decoded, without transparency, and upright if this is asked for. Raises Dropped."""
-    picture = opened(data)
+    picture = opened(data, max_pixels)
     orientation = orientation_of(picture) if upright else 1
     return turned(opaque(loaded(picture), background), orientation)
 
@@ -322,7 +330,7 @@ class Header(NamedTuple):
     picture: Image.Image | None = None  # the picture opened by Pillow, if that was needed
 
 
-def read_header(data: bytes, upright: bool) -> Header:
+def read_header(data: bytes, upright: bool, max_pixels: int = MAX_PIXELS) -> Header:
     """The header of a picture file, with its orientation if `upright`; no pixels are decoded.
 
     Raises:
@@ -336,9 +344,9 @@ def read_header(data: bytes, upright: bool) -> Header:
         except ValueError:
             pass  # Pillow tells what is wrong
     if jpeg is not None and not (upright and _has_exif(data)):
-        check_size(jpeg)
+        check_size(jpeg, max_pixels)
         return Header("jpeg", jpeg, 1, True)
-    picture = opened(data)
+    picture = opened(data, max_pixels)
     orientation = orientation_of(picture) if upright else 1
     if jpeg is not None:
         return Header("jpeg", jpeg, orientation, True)

@@ -29,7 +29,7 @@ from clipstream.data.decode.images import (
     turned,
     written,
 )
-from clipstream.data.settings import AugmentSettings, rgb
+from clipstream.data.settings import MAX_PIXELS, AugmentSettings, rgb
 
 if TYPE_CHECKING:
     from clipstream.data.order.rng import SampleRNG
@@ -76,6 +76,7 @@ class TrainTransform:
         background: colour under transparent pixels, a name or #rrggbb.
         upright: whether pictures are turned by their EXIF orientation, which open_clip does not.
         decoder: fast or exact.
+        max_pixels: pictures with more are dropped.
     """
 
     def __init__(
@@ -85,8 +86,9 @@ class TrainTransform:
         background: str,
         upright: bool = True,
         decoder: Literal["fast", "exact"] = "fast",
+        max_pixels: int = MAX_PIXELS,
     ) -> None:
-        self.spec, self.augment = spec, augment
+        self.spec, self.augment, self.max_pixels = spec, augment, max_pixels
         self.background, self.upright = rgb(background), upright
         self.jitter = ColourJitter(augment)
         self._make = self._exact if decoder == "exact" else self._fast
@@ -94,7 +96,7 @@ class TrainTransform:
     def __call__(self, data: bytes, rng: SampleRNG | None, out: Pixels | None = None) -> Pixels:
         """See ImageTransform. Raises Dropped: `undecodable_image`, `image_too_large` or `image_too_thin`."""
         assert rng is not None, "training draws its crops"
-        header = read_header(data, self.upright)
+        header = read_header(data, self.upright, self.max_pixels)
         check_shape(header.size, self.augment.max_aspect)
         full = header.size[::-1] if _TURNS[header.orientation][2] else header.size
         box = crop_box(full, self.augment, rng)
