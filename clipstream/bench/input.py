@@ -83,6 +83,7 @@ def bench(argv: Sequence[str]) -> int:
     rates = (_number(own, "--gpu-rate", 0.0),) if "--gpu-rate" in own else USUAL_RATES
     settings = load(flags)
     set_level(settings.log.level)
+    settings.log_notices()
     if every is not None:
         return print_config(settings, "bench", every)
     if not settings.data.sources:

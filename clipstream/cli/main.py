@@ -53,6 +53,7 @@ def load_or_help(verb: str, argv: Sequence[str]) -> Settings | None:
     every, argv = take_flag(argv)
     settings = load(argv)
     set_level(settings.log.level)
+    settings.log_notices()
     if every is None:
         return settings
     print_config(settings, verb, every)

@@ -1,21 +1,18 @@
 """The table of short flags: the settings that each one sets, and the meaning of its text.
 
-A flag with the name of a flag of open_clip's trainer has the same meaning. Those that have a meaning only together
-(`--batch-size` and `--accum-freq`) are in `TOGETHER`; those that do not exist here have an answer in `refusal`. The
-flags are those of open_clip_train 3.3.0 and of open_clip's main branch of June 2026.
+A flag with the name of a flag of open_clip's trainer has the same meaning. What several flags mean together
+(`--batch-size` and `--accum-freq`) is in `flag_groups`; flags of open_clip that have no work here, or no equivalent,
+are in `open_clip_flags`. The flags are those of open_clip_train 3.3.0 and of open_clip's main branch of June 2026.
 """
 
 from __future__ import annotations
 
 import ast
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
-from clipstream.config.plugins import is_plugin
 from clipstream.config.section import Path
 
 Sets = list[tuple[Path, Any]]
@@ -23,9 +20,6 @@ SOURCE: Path = ("data", "sources", "train")
 CAPTION: Path = (*SOURCE, "caption")
 IMAGENETS = {"--imagenet-val": "imagenet", "--imagenet-v2": "imagenet_v2"}  # flag -> evaluator
 AUGMENTS = ("scale", "ratio", "color_jitter", "color_jitter_prob", "gray_scale_prob")
-MEMBERS = ("--caption-key", "--csv-caption-key")  # name a text member
-READING = ("--caption-json", *MEMBERS, "--image-key", "--csv-img-key", "--csv-separator", "--dataset-type")
-TOGETHER = ("--caption-json", *MEMBERS, "--batch-size", "--accum-freq", "--beta1", "--beta2", "--zeroshot-frequency")
 
 
 @dataclass(frozen=True)
@@ -40,73 +34,7 @@ class FlagAlias:
     convert: Callable[[str], Sets] | None = None
     switch: bool = False  # the flag alone means true
     many: bool = False  # several values may follow; `convert` gets them separated by line ends
-
-
-def caption_sets(given: Mapping[str, str]) -> Iterator[tuple[str, Path, Any]]:
-    """The caption in a text member, or of JSON paths (separated by ';') with the member as fallback.
-
-    Raises ValueError: two members are named.
-    """
-    members = {flag: given[flag] for flag in MEMBERS if flag in given}
-    csv, paths = given.get("--dataset-type") == "csv", given.get("--caption-json")
-    if len(set(members.values())) > 1:
-        raise ValueError(f"{' and '.join(members)} name different members: give one of them")
-    member = next(iter(members.values()), "title" if csv and paths is None else None)
-    if paths is not None:
-        parts = [path.strip() for path in paths.split(";")]
-        # Every key is set: weights and fallback in a file belong to the paths in that file.
-        path = parts[0] if len(parts) == 1 else parts
-        yield "--caption-json", CAPTION, {"type": "json", "path": path, "weights": None, "fallback": member}
-    elif member is not None:
-        yield next(iter(members), "--dataset-type"), CAPTION, {"type": "text", "key": member}
-
-
-def batch_sets(given: Mapping[str, str], ranks: int) -> Iterator[tuple[str, Path, Any]]:
-    """open_clip's arithmetic: b samples a rank, k times, on N ranks, make a global batch of b k N.
-
-    Raises ValueError: a count is not a whole number, or --batch-size is missing.
-    """
-    counts: dict[str, int] = {}
-    for flag in ("--batch-size", "--accum-freq"):
-        if (text := given.get(flag)) is not None:
-            if not re.fullmatch(r"0*[1-9][0-9]{0,17}", text):
-                raise ValueError(f"{flag}: expected a whole number, at least 1, not {text!r}")
-            counts[flag] = int(text)
-    if counts and "--batch-size" not in counts:
-        raise ValueError("--accum-freq: give --batch-size as well, the samples that a rank takes at once")
-    if counts:
-        batch, repeats = counts["--batch-size"], counts.get("--accum-freq", 1)
-        yield "--batch-size", ("data", "global_batch_size"), batch * repeats * ranks
-        if "--accum-freq" in counts:
-            yield "--accum-freq", ("train", "micro_batch_size"), batch if repeats > 1 else None
-
-
-def beta_sets(given: Mapping[str, str]) -> Iterator[tuple[str, Path, Any]]:
-    """Both betas of AdamW; None, the model's own, for one that is not given.
-
-    Raises ValueError: one of them is not a number.
-    """
-    betas: dict[str, float | None] = {"--beta1": None, "--beta2": None}
-    named = [flag for flag in betas if flag in given]
-    for flag in named:
-        try:
-            betas[flag] = float(given[flag])
-        except ValueError:
-            raise ValueError(f"{flag}: expected a number, not {given[flag]!r}") from None
-    if named:
-        yield named[0], ("optim", "betas"), list(betas.values())
-
-
-def zero_shot_sets(given: Mapping[str, str], evaluators: set[str]) -> Iterator[tuple[str, Path, Any]]:
-    """The interval of ImageNet's evaluators that flags or files name; 0 means at the end only.
-
-    Raises ValueError: there is none.
-    """
-    if (epochs := given.get(flag := "--zeroshot-frequency", "0")) != "0":
-        named = [name for one, name in IMAGENETS.items() if one in given or name in evaluators]
-        if not named:
-            raise ValueError(f"{flag}: there is nothing to evaluate: give --imagenet-val FOLDER")
-        yield from ((flag, ("evals", name, "every_epochs"), epochs) for name in named)
+    together: bool = False  # its meaning depends on other flags: see `flag_groups`
 
 
 def tokenizer_sets(text: str) -> Sets:
@@ -127,8 +55,43 @@ def _words(key: str, **words: Any) -> Callable[[str], Sets]:
     return lambda text: [(tuple(key.split(".")), words.get(text.lower(), text))]
 
 
+def precision_sets(text: str) -> Sets:
+    """open_clip's names of precisions."""
+    if text.lower() == "pure_fp16":
+        raise ValueError("weights in float16 alone do not train: give fp16 (autocast with a scaler) or pure_bf16")
+    return [(("train", "precision"), _PRECISIONS.get(text.lower(), text))]
+
+
+def image_size_sets(text: str) -> Sets:
+    """One number, or open_clip's height and width, which must be equal."""
+    sizes = text.split()
+    if len(sizes) > 2 or len(set(sizes)) > 1:
+        raise ValueError(f"expected one number, as pictures are square, not {' '.join(sizes)!r}")
+    return [(("model", "image_size"), sizes[0])]
+
+
+def logs_sets(text: str) -> Sets:
+    """A folder."""
+    if text.lower() == "none":
+        raise ValueError("a run always has a folder, for its checkpoints and metrics: give one, such as /tmp/runs")
+    return [(("run", "logs"), text)]
+
+
+def pixels_sets(text: str) -> Sets:
+    """A number; 0, no limit, is the largest one."""
+    return [] if text == "0" else [(("data", "max_image_pixels"), text)]
+
+
+def _true(**keys: Any) -> Callable[[str], Sets]:
+    """Values of keys (with __ for a dot) that a switch sets; none if it is false."""
+    values: Sets = [(tuple(key.split("__")), value) for key, value in keys.items()]
+    return lambda text: [] if text.lower() == "false" else values
+
+
 def dataset_type_sets(text: str) -> Sets:
     """open_clip's names; a file's type is known from its name, so that most of them set nothing."""
+    if text.endswith("-audio"):
+        raise ValueError("audio is not supported")
     if text not in ("synthetic", "auto", "webdataset", "csv"):
         raise ValueError(f"expected webdataset, csv, synthetic or auto, not {text!r}")
     return [((*SOURCE, "shards"), "synthetic:")] if text == "synthetic" else []
@@ -179,39 +142,39 @@ def aug_cfg_sets(text: str) -> Sets:
     return sets
 
 
-def report_to_sets(text: str) -> Sets:
-    """open_clip's list of backends, separated by ','; a sink of the user's own as `module:Name`."""
-    known = {"tensorboard": True, "all": True, "none": False, "": False}
-    named = [name.strip() for name in text.split(",")]
-    own = [name for name in named if is_plugin(name)]
-    if unknown := [name for name in named if name not in known and name not in own]:
-        raise ValueError(
-            f"expected tensorboard, none or all, not {unknown[0]!r}: metrics.jsonl, which is always written, has every "
-            "figure; a sink of your own (module:Name) can log elsewhere"
-        )
-    sinks: Sets = [(("log", "sinks", name.partition(":")[2], "type"), name) for name in own]
-    return [(("log", "tensorboard"), any(known.get(name, False) for name in named)), *sinks]
-
-
 def _alias(flag: str, keys: str, value: str, meaning: str, convert: Any = None, **more: bool) -> FlagAlias:
     return FlagAlias(flag, tuple(keys.split()), value, meaning, convert, **more)
 
 
-_PRECISIONS = {"amp": "bf16", "amp_bf16": "bf16", "amp_bfloat16": "bf16", "amp_fp16": "fp16"}
+_PRECISIONS = {"amp": "auto", "amp_bf16": "bf16", "amp_bfloat16": "bf16", "amp_fp16": "fp16"}
 _TRAIN = "data.sources.train"
 
 ALIASES = (
+    _alias("--open-clip-defaults", "model.name data.global_batch_size train.epochs schedule.warmup data.workers", "",
+           "open_clip's defaults for the flags that are not given: --model RN50 --batch-size 64 --epochs 32 --warmup "
+           "10000 --workers 4 and others", together=True, switch=True),
     _alias("--dataset-type", f"{_TRAIN}.shards", "NAME", "synthetic needs no --train-data; csv takes captions from the "
            "column title; webdataset, auto: as named", dataset_type_sets),
     _alias("--train-data", f"{_TRAIN}.shards", "SHARDS", "shards to train on: the source named train"),
+    _alias("--train-data-upsampling-factors", f"{_TRAIN}.weight", "F::F", "a factor for each part of --train-data "
+           "between '::', which then is a source of its own, with the weight factor x samples", together=True),
     _alias("--val-data", "evals.val.data.shards", "SHARDS", "shards to evaluate on, by retrieval unless set"),
     _alias("--image-key", f"{_TRAIN}.image_key", "SUFFIXES", "suffixes of the image member, separated by ';'"),
     _alias("--csv-img-key", f"{_TRAIN}.image_key", "COLUMN", "column of a manifest with the picture's path"),
-    _alias("--csv-caption-key", f"{_TRAIN}.caption", "COLUMN", "column of a manifest with the caption"),
+    _alias("--csv-caption-key", f"{_TRAIN}.caption", "COLUMN", "column of a manifest with the caption",
+           together=True),
     _alias("--csv-separator", f"{_TRAIN}.separator", "CHARACTER", "between the fields of a CSV"),
-    _alias("--caption-key", f"{_TRAIN}.caption", "SUFFIX", "suffix of the text member with the caption"),
+    _alias("--caption-key", f"{_TRAIN}.caption", "SUFFIX", "suffix of the text member with the caption; several, "
+           "separated by ';': the first that is there", together=True),
+    _alias("--text-key", f"{_TRAIN}.caption", "SUFFIX", "the same, by open_clip's name", together=True),
     _alias("--caption-json", f"{_TRAIN}.caption", "PATHS", "path into the JSON member; several, separated by ';', are "
-           "tried in order, then the member --caption-key"),
+           "tried in order, then the member --caption-key", together=True),
+    _alias("--json-text-key", f"{_TRAIN}.caption", "FIELDS", "fields at the top of the JSON member, separated by ';', "
+           "tried in order; no text member then counts", together=True),
+    _alias("--json-text-key-probs", f"{_TRAIN}.caption", "NUMBER …", "the field is drawn with these weights; one of "
+           "weight 0, or without a number, is used where no other has text", many=True, together=True),
+    _alias("--max-image-pixels", "data.max_image_pixels", "INT", "training pictures with more are dropped; 0 for the "
+           "largest possible limit", pixels_sets),
     _alias("--dataset-resampled", "data.sampling.mode", "", "draw shards with replacement (the default)",
            _words("data.sampling.mode", true="resampled", false="epoch"), switch=True),
     _alias("--workers", "data.workers", "INT", "data workers on each rank, or auto"),
@@ -222,7 +185,12 @@ ALIASES = (
            _words("model.image_pretrained", true="default", false=None), switch=True),
     _alias("--text-model", "model.text_model", "FOLDER", "Hugging Face text tower in place of the Hub's"),
     _alias("--cache-dir", "model.cache_dir", "FOLDER", "the Hub's cache"),
-    _alias("--force-image-size", "model.image_size", "INT", "pixels a side, in place of the model's own"),
+    _alias("--force-image-size", "model.image_size", "INT", "pixels a side, in place of the model's own",
+           image_size_sets, many=True),
+    _alias("--force-context-length", "tokenizer.context_length", "INT", "tokens of a caption, in place of the model's "
+           "own; position embeddings of weights are resampled"),
+    _alias("--force-quick-gelu", "model.quick_gelu", "", "QuickGELU in place of GELU", switch=True),
+    _alias("--force-custom-text", "model.custom_text", "", "the text tower as a module of its own", switch=True),
     _alias("--image-mean", "model.image_mean", "R G B", "mean of the channels", _numbers("image_mean"), many=True),
     _alias("--image-std", "model.image_std", "R G B", "deviation of the channels", _numbers("image_std"), many=True),
     _alias("--image-interpolation", "data.augment.interpolation model.image_interpolation", "NAME",
@@ -248,29 +216,51 @@ ALIASES = (
     _alias("--tokenizer", "tokenizer", "NAME", "model, a name on the Hub, a local path, or package.module:Name",
            tokenizer_sets),
     _alias("--batch-size", "data.global_batch_size", "INT", "samples that a rank takes at once; the global batch is "
-           "this x --accum-freq x ranks"),
+           "this x --accum-freq x ranks", together=True),
     _alias("--accum-freq", "data.global_batch_size train.micro_batch_size", "INT",
-           "batches of --batch-size that a rank accumulates for one step"),
+           "batches of --batch-size that a rank accumulates for one step", together=True),
     _alias("--steps", "train.steps", "INT", "steps of the whole run"),
     _alias("--epochs", "train.epochs", "NUMBER", "passes over --train-num-samples samples"),
     _alias("--train-num-samples", "train.epoch_samples", "INT", "samples that make an epoch"),
     _alias("--lr", "optim.lr", "NUMBER", "peak learning rate"),
     _alias("--wd", "optim.wd", "NUMBER", "weight decay"),
-    _alias("--beta1", "optim.betas", "NUMBER", "decay of the gradients' mean"),
-    _alias("--beta2", "optim.betas", "NUMBER", "decay of the gradients' variance"),
+    _alias("--beta1", "optim.betas", "NUMBER", "decay of the gradients' mean", together=True),
+    _alias("--beta2", "optim.betas", "NUMBER", "decay of the gradients' variance", together=True),
     _alias("--eps", "optim.eps", "NUMBER", "added to the root of the variance in AdamW"),
+    _alias("--opt", "optim.type optim.name", "NAME", "adamw, nadamw, timm/NAME or module:Name", together=True),
+    _alias("--opt-kwargs", "optim.kwargs", "NAME=VALUE …", "further arguments of the optimizer's class",
+           many=True, together=True, switch=True),
+    _alias("--opt-fallback-list", "optim.fallback", "PATTERN …", "names of parameters that timm's Muon optimizers give "
+           "to AdamW", many=True, together=True),
+    _alias("--momentum", "optim.momentum", "NUMBER", "of an optimizer of timm", together=True),
+    _alias("--text-layer-decay", "optim.text_layer_decay", "NUMBER", "each layer of the text tower has this times the "
+           "learning rate of the one above"),
+    _alias("--image-layer-decay", "optim.image_layer_decay", "NUMBER", "the same of the image tower"),
+    _alias("--visual-layer-decay", "optim.image_layer_decay", "NUMBER", "the same as --image-layer-decay"),
+    _alias("--text-pooler-own-group", "optim.text_pooler_own_group", "", "the pooler of a Hugging Face text tower is a "
+           "layer below the projection", switch=True),
+    _alias("--wd-exclude", "optim.wd_exclude", "PATTERN …", "names of parameters without weight decay, beside gains, "
+           "biases and scales", lambda text: [(("optim", "wd_exclude"), text.split("\n"))], many=True),
     _alias("--grad-clip-norm", "optim.grad_clip_norm", "NUMBER", "largest norm of the gradients"),
     _alias("--warmup", "schedule.warmup", "INT", "steps of linear warm-up"),
     _alias("--lr-scheduler", "schedule.type", "NAME", "cosine, const, const-cooldown or linear",
            _words("schedule.type", const="constant")),
+    _alias("--skip-scheduler", "schedule.type schedule.warmup", "", "the learning rate is --lr throughout, without a "
+           "warm-up", together=True, switch=True),
     _alias("--epochs-cooldown", "schedule.cooldown_epochs", "NUMBER", "last epochs, in which const-cooldown decays"),
     _alias("--lr-cooldown-end", "schedule.min_lr", "NUMBER", "learning rate at the end of the schedule"),
     _alias("--lr-cooldown-power", "schedule.cooldown_power", "NUMBER", "power of the decay in const-cooldown"),
-    _alias("--precision", "train.precision", "NAME", "auto, fp32, bf16 (also as amp, amp_bf16), fp16 or pure_bf16",
-           _words("train.precision", **_PRECISIONS)),
+    _alias("--precision", "train.precision", "NAME", "auto (also as amp), fp32, bf16 (also as amp_bf16), fp16 or "
+           "pure_bf16", precision_sets),
+    _alias("--fsdp", "train.parallel", "", "shard the model over the ranks (FSDP2)",
+           _words("train.parallel", true="fsdp", false="ddp"), switch=True),
+    _alias("--fsdp-no-reshard-after-forward", "train.reshard_after_forward", "", "keep gathered weights until the "
+           "backward pass", _true(train__reshard_after_forward=False), switch=True),
     _alias("--torchcompile", "train.compile", "", "torch.compile the towers", switch=True),
     _alias("--save-frequency", "checkpoint.every_epochs", "NUMBER", "epochs between checkpoints",
            _frequency("checkpoint")),
+    _alias("--delete-previous-checkpoint", "checkpoint.keep_last", "", "keep the newest checkpoint only",
+           _true(checkpoint__keep_last=1), switch=True),
     _alias("--val-frequency", "evals.val.every_epochs", "NUMBER", "epochs between evaluations on --val-data",
            _frequency("evals.val")),
     _alias("--imagenet-val", "evals.imagenet.data.shards", "FOLDER", "zero-shot on ImageNet, one folder a class",
@@ -278,14 +268,23 @@ ALIASES = (
     _alias("--imagenet-v2", "evals.imagenet_v2.data.shards", "FOLDER", "zero-shot on ImageNet-V2, folders 0 to 999",
            _imagenet("imagenet_v2")),
     _alias("--zeroshot-frequency", "evals.imagenet.every_epochs", "NUMBER",
-           "epochs between both zero-shot evaluations"),
-    _alias("--log-every-n-steps", "log.every", "INT", "steps between training lines"),
+           "epochs between both zero-shot evaluations", together=True),
+    _alias("--log-every-n-steps", "log.every log.terminal_every", "INT", "steps between training lines", together=True),
+    _alias("--log-metric-every-n-steps", "log.every", "INT", "the same in all outputs but the terminal", together=True),
     _alias("--profile", "log.profile", "STEPS", "steps to profile: a number of them, or the first and last, as 10-14"),
-    _alias("--report-to", "log.tensorboard", "NAME", "tensorboard, none or module:Name; metrics.jsonl is always "
-           "written", report_to_sets),
+    _alias("--train-loss-ema-samples", "log.loss_ema_samples", "INT", "samples of the average of the loss that stands "
+           "in brackets in the terminal; 0 for none"),
+    _alias("--log-local", "log.local", "", "log the messages of the first rank of each node", switch=True),
+    _alias("--debug", "log.level run.debug", "", "show more messages, and tracebacks with errors",
+           _true(log__level="debug", run__debug=True), switch=True),
+    _alias("--report-to", "log.tensorboard log.sinks", "NAMES", "tensorboard, wandb, trackio, csv, all (tensorboard "
+           "and wandb), none or module:Name, separated by ','; metrics.jsonl is always written", together=True),
+    _alias("--wandb-project-name", "log.sinks", "NAME", "project in wandb or "
+           "trackio", together=True),
+    _alias("--wandb-notes", "log.sinks", "TEXT", "notes on the run in wandb", together=True),
     _alias("--seed", "run.seed", "INT", "fixes order, augmentation, weights and dropout"),
     _alias("--device", "run.device", "NAME", "auto, cpu, cuda or cuda:N"),
-    _alias("--logs", "run.logs", "FOLDER", "folder of runs"),
+    _alias("--logs", "run.logs", "FOLDER", "folder of runs", logs_sets),
     _alias("--name", "run.name", "NAME", "name of the run's folder"),
     _alias("--remote-sync", "checkpoint.remote_sync", "URL", "folder that checkpoints are copied to: s3://…, gs://…"),
     _alias("--resume", "checkpoint.resume", "WHAT", "a checkpoint's path or address, latest (must exist) or auto"),
@@ -293,66 +292,4 @@ ALIASES = (
            switch=True),
 )  # fmt: skip
 BY_FLAG = {alias.flag: alias for alias in ALIASES}
-
-NEEDLESS = {  # the effect is always there, or is chosen without a flag
-    "--local-loss": "the loss is exact on any number of ranks, and made of local logits",
-    "--gather-with-grad --loss-dist-impl": "the loss is exact on any number of ranks",
-    "--ddp-static-graph": "DDP is set up by itself",
-    "--use-bn-sync": "batch norm takes its statistics over all ranks",
-    "--lock-image-freeze-bn-stats": "a locked tower's batch statistics stand still",
-    "--lock-text-freeze-layer-norm": "a locked tower is locked whole",
-    "--save-most-recent": "checkpoints/latest names the newest; --checkpoint.keep-last says how many stay",
-    "--delete-previous-checkpoint": "--checkpoint.keep-last says how many stay",
-    "--val-retrieval-*": "retrieval scores are exact, and computed in tiles of bounded memory",
-    "--dist-*": "ranks meet at the address that torchrun or srun gives, over nccl on GPUs and gloo on CPUs",
-    "--horovod": "ranks meet at the address that torchrun or srun gives",
-    "--no-set-device-rank": "a rank takes the GPU of its local number, or the only one that it sees",
-    "--log-local": "rank 0 writes the run's files",
-    "--copy-codebase": "metrics.jsonl has the command line and the git commit of each start",
-}
-REFUSED = {  # another flag does it, or nothing does
-    "--opt": "the optimizer is set by --optim.type: adamw, or one of your own (module:Name)",
-    "--opt-*": "the settings of AdamW are --lr, --wd, --beta1, --beta2 and --eps",
-    "--momentum": "the settings of AdamW are --beta1 and --beta2",
-    "--train-data-upsampling-factors": "give each source a section with its weight: --data.sources.NAME.shards and "
-    "--data.sources.NAME.weight",
-    "--val-num-samples": "--evals.val.max-samples limits the evaluation on --val-data",
-    "--text-key": "the text member with the caption is set by --caption-key",
-    "--json-text-key": "the caption's path in the JSON member is set by --caption-json",
-    "--json-text-key-probs": "the weights of several caption paths are set by --data.sources.train.caption.weights",
-    "--skip-scheduler": "a constant learning rate is set by --lr-scheduler const",
-    "--fsdp": "FSDP2 is set by --train.parallel fsdp",
-    "--torchscript --trace": "a compiled model is set by --torchcompile",
-    "--debug": "tracebacks with errors are set by --run.debug",
-    "--log-metric-every-n-steps": "steps between training lines, in all outputs, are set by --log-every-n-steps",
-    "--remote-sync-frequency": "files are copied after each checkpoint: set --checkpoint.every or --save-frequency",
-    "--remote-sync-protocol": "the protocol is the one in the URL of --remote-sync",
-    "--force-context-length": "--tokenizer.context-length shortens captions; more than the model's own needs a JSON "
-    "config of the model, --model FILE.json",
-    "--force-quick-gelu": "give a model whose name ends in -quickgelu, or a JSON config, --model FILE.json",
-    "--force-custom-text": "set custom_text in a JSON config of the model, --model FILE.json",
-    "--wandb*": "Weights & Biases is not supported: log metrics.jsonl to it by a script of your own",
-    "--trackio*": "trackio is not supported: log metrics.jsonl to it by a script of your own",
-    "--length-bucketing --bucket-* --text-pad-multiple": "captions are padded to the model's length",
-    "--*audio*": "audio is not supported",
-    "--text-layer-decay": "layers have one learning rate; --lock-text freezes the text tower, whole or in part",
-    "--*-layer-decay": "layers have one learning rate; --lock-image freezes the image tower, whole or in part",
-    "--text-pooler-own-group": "layers have one learning rate",
-    "--wd-exclude": "gains, biases and scales have no weight decay, as in open_clip, and all other weights have",
-    "--fsdp-*": "--train.parallel fsdp has no settings of its own",
-    "--torchcompile-*": "--torchcompile has no settings of its own",
-    "--train-loss-ema-samples": "the loss is that of the step, not smoothed",
-    "--max-image-pixels": "pictures of more than 178,956,970 pixels are dropped",
-    "--coca-*": "CoCa's caption loss is not supported",
-    "--use-bnb-linear": "bitsandbytes is not supported",
-    "--use-naflex --*naflex-*": "NaFlex is not supported",
-}
-
-
-def refusal(flag: str) -> str | None:
-    """Why the flag is not accepted and what to do, or None where it is not one of open_clip's."""
-    for table, form in ((NEEDLESS, "is not needed, leave it out ({})"), (REFUSED, "{}")):
-        for patterns, text in table.items():
-            if any(fnmatchcase(flag, pattern) for pattern in patterns.split()):
-                return form.format(text)
-    return None
+TOGETHER = tuple(alias.flag for alias in ALIASES if alias.together)

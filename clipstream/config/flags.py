@@ -11,19 +11,21 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from clipstream.config.config_sources import Node, merged
-from clipstream.config.flag_aliases import (
-    BY_FLAG,
-    CAPTION,
-    IMAGENETS,
+from clipstream.config.flag_aliases import BY_FLAG, CAPTION, IMAGENETS, SOURCE, TOGETHER
+from clipstream.config.flag_groups import (
     READING,
-    SOURCE,
-    TOGETHER,
     batch_sets,
-    beta_sets,
     caption_sets,
-    refusal,
+    interval_sets,
+    optimizer_sets,
+    schedule_sets,
+    sink_sets,
+    upsampled,
+    with_defaults,
+    without_schedule,
     zero_shot_sets,
 )  # fmt: skip
+from clipstream.config.open_clip_flags import notice, refusal, value_notice
 from clipstream.config.section import Path, Section, child, dotted, entries_of, leaves, with_home, with_shipped
 from clipstream.errors import SettingsError, nearest
 
@@ -50,7 +52,9 @@ def split(argv: Sequence[str], problems: list[str]) -> tuple[list[str], list[Giv
             continue
         flag, equals, text = token.partition("=")
         value = text if equals else rest.pop(0) if rest and not rest[0].startswith("--") else None
-        if value is not None and not equals and (alias := BY_FLAG.get(flag)) is not None and alias.many:
+        alias = BY_FLAG.get(flag)
+        many = alias.many if alias is not None else (notice(flag) or refusal(flag)) is not None
+        if value is not None and not equals and many:
             while rest and not rest[0].startswith("--"):
                 value = f"{value}\n{rest.pop(0)}"
         if flag != "--config":
@@ -70,6 +74,7 @@ def flag_tree(
     problems: list[str],
     *,
     trains: bool = True,
+    notices: list[str] | None = None,
 ) -> Node:
     """The tree of all flags except `--config`.
 
@@ -79,7 +84,9 @@ def flag_tree(
         ranks: processes of the run, for `--batch-size`.
         problems: mistakes are added to it.
         trains: whether there is a source to train on; if not, flags of the training source describe --val-data.
+        notices: lines about flags that have no effect are added to it.
     """
+    notices = [] if notices is None else notices
     tree = Node()
     aliased: dict[str, str] = {}
     for flag, text in given:
@@ -88,6 +95,10 @@ def flag_tree(
             problems.append(f"{alias.flag}: needs a value, {alias.value}")
         elif alias is not None:
             aliased[alias.flag] = "true" if text is None else text
+            if (told := value_notice(alias.flag, aliased[alias.flag])) is not None:
+                notices.append(f"{alias.flag}: {told}")
+        elif "." not in flag and (told := notice(flag.replace("_", "-"))) is not None:
+            notices.append(f"{flag}: {told}")
         elif "." not in flag and flag.removeprefix("--") not in root.model_fields:
             problems.append(f"{flag}: {advice(root, flag)}")
         else:
@@ -102,7 +113,8 @@ def flag_tree(
             tree.put(path, node)
 
     # Short flags come after all others, so that a key given twice is noticed.
-    for flag, path, node in _alias_nodes(aliased, files, ranks, problems):
+    aliased = without_schedule(_with_defaults(aliased, tree, files, problems), notices)
+    for flag, path, node in _alias_nodes(aliased, files, ranks, problems, notices):
         before = tree.at(path)
         if before is not None and path not in (CAPTION, ("tokenizer",)) and before.place != flag:
             problems.append(f"{flag} and {before.place} both set {dotted(path)}: give one of them")
@@ -113,6 +125,8 @@ def flag_tree(
             path, found = ("evals", "val", "data", key), train.at((*SOURCE, key))
             if found is not None and not any(one.at(path) for one in (*files, tree)):
                 tree.put(path, found)
+    if (factors := aliased.get("--train-data-upsampling-factors")) is not None:
+        _split_source(tree, aliased.get("--train-data"), factors, problems)
     used = [flag for flag in READING if flag in aliased]
     if used and not trains:  # flags of the training source describe --val-data
         if "--val-data" not in aliased:
@@ -123,8 +137,46 @@ def flag_tree(
     return tree
 
 
+def _with_defaults(
+    aliased: dict[str, str], tree: Node, files: Sequence[Node], problems: list[str]
+) -> Mapping[str, str]:
+    """The short flags, with open_clip's defaults for the others if --open-clip-defaults asks for them."""
+    if aliased.pop(flag := "--open-clip-defaults", "false").lower() == "false":
+        return aliased
+    if files:
+        problems.append(f"{flag}: the defaults of flags would win over --config: leave one of the two out")
+    length = any(tree.at(("train", key)) is not None for key in ("steps", "samples", "epochs"))
+    full = with_defaults(aliased, set_otherwise=length)
+    return {
+        one: text
+        for one, text in full.items()
+        if one in aliased or not any(tree.at(tuple(key.split("."))) for key in BY_FLAG[one].keys)
+    }
+
+
+def _split_source(tree: Node, shards: str | None, factors: str, problems: list[str]) -> None:
+    """Replace the training source by one for each part of its shards, with the part's weight."""
+    flag, source = "--train-data-upsampling-factors", tree.at(SOURCE)
+    if shards is None or source is None:
+        problems.append(f"{flag}: the factors of which shards? Give --train-data 'A::B' as well")
+        return
+    try:
+        parts = upsampled(shards, factors)
+    except (ValueError, SettingsError) as error:
+        problems.append(str(error))
+        return
+    for number, (part, weight) in enumerate(parts, 1):
+        own = {
+            **source.value,
+            "shards": Node(part, "--train-data", "--train-data", part),
+            "weight": Node.of(weight, flag),
+        }
+        name = SOURCE[-1] if number == 1 else f"{SOURCE[-1]}_{number}"
+        tree.put((*SOURCE[:-1], name), Node(own, "--train-data"))
+
+
 def _alias_nodes(
-    aliased: Mapping[str, str], files: Sequence[Node], ranks: int, problems: list[str]
+    aliased: Mapping[str, str], files: Sequence[Node], ranks: int, problems: list[str], notices: list[str]
 ) -> Iterator[tuple[str, Path, Node]]:
     """(short flag, path, value) of all settings that short flags make; their mistakes are added to `problems`."""
     for flag, alias in BY_FLAG.items():
@@ -146,10 +198,13 @@ def _alias_nodes(
             )
     evaluators = {name for name in IMAGENETS.values() if any(file.at(("evals", name)) for file in files)}
     for sets in (
-        caption_sets(aliased),
+        caption_sets(aliased, notices),
         batch_sets(aliased, ranks),
-        beta_sets(aliased),
+        optimizer_sets(aliased, notices),
+        schedule_sets(aliased),
         zero_shot_sets(aliased, evaluators),
+        interval_sets(aliased),
+        sink_sets(aliased, notices),
     ):
         try:
             yield from ((flag, path, Node.of(value, flag)) for flag, path, value in sets)

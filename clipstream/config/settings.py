@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import count
 from pathlib import Path as FilePath
@@ -32,6 +33,7 @@ from clipstream.models.settings import ModelSettings
 from clipstream.report.settings import LogSettings
 from clipstream.training.optim import ConstCooldown, OptimSettings, ScheduleSettings
 from clipstream.training.settings import CheckpointSettings, TrainSettings
+from clipstream.utils.logs import logger
 
 if TYPE_CHECKING:
     from clipstream.data.order.epochs import EpochPlan
@@ -41,6 +43,13 @@ DIFFERENCES = 5  # between ranks, in the message
 OF_A_NODE = re.compile(
     r"run\.(device|threads|debug)|model\.cache_dir|data\.(cache|cache_gib)|data\.sources\..*\.(shards|folder)"
 )
+
+
+@dataclass(frozen=True)
+class Notices:
+    """Lines about flags that have no effect. Excluded from comparison: settings are equal if their values are."""
+
+    lines: list[str] = field(default_factory=list, compare=False)
 
 
 class Settings(Section):
@@ -62,6 +71,7 @@ class Settings(Section):
     log: LogSettings = Field(default_factory=LogSettings)
 
     _places: Node = PrivateAttr(default_factory=Node)
+    _notices: Notices = PrivateAttr(default_factory=lambda: Notices())
     _epoch_from_data: bool = PrivateAttr(default=False)  # whether the data determined `train.epoch_samples`
     _epochs: EpochPlan | None = PrivateAttr(default=None)
 
@@ -69,6 +79,16 @@ class Settings(Section):
     def places(self) -> Node:
         """The settings as they were written, with their places."""
         return self._places
+
+    @property
+    def notices(self) -> list[str]:
+        """Lines about flags of open_clip that have no effect."""
+        return self._notices.lines
+
+    def log_notices(self) -> None:
+        """Log these lines on rank 0."""
+        for text in self.notices if World.from_env().is_main else ():
+            logger.info(f"notice: {text}")
 
     @property
     def epochs(self) -> EpochPlan | None:
@@ -103,7 +123,9 @@ def load(argv: Sequence[str], *, trees: Sequence[Node] = (), ranks: int | None =
     configs, given = split(argv, problems)
     files = [*(read_yaml(file, problems) for file in configs), *trees]
     ranks = World.from_env().size if ranks is None else ranks
-    places = merged(Settings, [*files, flag_tree(Settings, given, files, ranks, problems, trains=trains)])
+    notices: list[str] = []
+    flags = flag_tree(Settings, given, files, ranks, problems, trains=trains, notices=notices)
+    places = merged(Settings, [*files, flags])
     bare: list[str] = []
     tree: Tree = plain(Settings, places, bare)
     problems += bare
@@ -115,7 +137,7 @@ def load(argv: Sequence[str], *, trees: Sequence[Node] = (), ranks: int | None =
         problems += [line for line in lines if line.partition(":")[0] not in said]
     if problems:
         raise SettingsError(enumerate_words(problems))
-    settings._places = places
+    settings._places, settings._notices = places, Notices(list(dict.fromkeys(notices)))
     return settings
 
 

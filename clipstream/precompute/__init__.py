@@ -76,6 +76,7 @@ def arguments(argv: Sequence[str]) -> tuple[Settings, StoreOptions, dict[str, Mo
     own, flags = own_flags(tokens, OWN_FLAGS, many=("--teacher",))
     settings = load(flags, ranks=1)  # --batch-size is that of a forward pass, whatever the number of ranks
     set_level(settings.log.level)
+    settings.log_notices()
     teachers: dict[str, ModelSettings] = {}
     for text in own["--teacher"].split("\n") if "--teacher" in own else ():
         name, equals, model = text.partition("=")

@@ -88,6 +88,7 @@ class Suites:
         configs = [word for file in (*run, *self.files) for word in ("--config", file)]
         settings = load([*configs, *flags], trains=False)
         set_level(settings.log.level)
+        settings.log_notices()
         if not self.files:
             return settings
         places = {name: settings.places.place_of(("evals", name)) for name in settings.evals}

@@ -150,6 +150,7 @@ def arguments(argv: Sequence[str]) -> Asked:
     jobs = _number(own, "--jobs", 1, None) or (cores() if recipe else COPYING)
     settings = load(flags)
     set_level(settings.log.level)
+    settings.log_notices()
     return Asked(folder, jobs, recipe, flags, settings)
 
 

@@ -72,7 +72,7 @@ def test_environment_is_no_source(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--train-data", "{00..11}.tar"], "data.sources.train.shards", "{00..11}.tar"),
         (["--run.name", "a # b"], "run.name", "a # b"),
         (["--evals", "{e: {data: {shards: 1}}}"], "evals.e.data.shards", "1"),
-        (["--precision", "amp"], "train.precision", "bf16"),
+        (["--precision", "amp"], "train.precision", "auto"),
         (["--precision", "amp_bf16"], "train.precision", "bf16"),
         (["--dataset-resampled", "--data.sampling.mode=resampled"][:1], "data.sampling.mode", "resampled"),
         (["--dataset_resampled", "false"], "data.sampling.mode", "epoch"),

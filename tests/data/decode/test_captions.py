@@ -129,7 +129,9 @@ def test_weights_draw_among_the_paths_that_have_text() -> None:
     assert set(drawn) == {"L", "S"} and 0.7 < drawn["L"] / 1000 < 0.8
     assert from_json(value, **options) == "S"
     assert {from_json({"long": "L"}, rng=SampleRNG(key), **options) for key in range(9)} == {"L"}
-    assert from_json({"never": "N"}, **options) == "dropped: no_caption"
+    for rng in (SampleRNG(1), None):  # weight 0 is used where no other has text
+        assert from_json({"never": "N", "never2": "N2"}, rng=rng, **options) == "N"
+        assert from_json({"never": "N", "long": "L"}, rng=rng, **options) == "L"
     with pytest.raises(ValueError, match="1 weights for 2 paths"):
         from_json(value, ["a", "b"], weights=[1])
 
@@ -143,6 +145,7 @@ def test_candidates_are_all_that_training_draws() -> None:
         return candidates(extractor, sample)
 
     assert found(raw(json=member), weights=[1, 3, 0, 1]) == [["S"], ["L", "M"], [], []]
+    assert found(raw(json=b'{"never": "N", "absent": "A"}'), weights=[1, 1, 0, 0]) == [[], [], ["N"], []]
     assert found(raw(json=member)) == [["S"], [], [], []]
     assert found(raw(json=b"{}", txt=b"t"), weights=[0, 1, 1, 1], fallback="txt") == [["t"], [], [], []]
     with pytest.raises(Dropped, match="caption_not_utf8"):
@@ -167,9 +170,7 @@ def test_captions_of_many_samples_are_drawn_as_those_of_one(
 ) -> None:
     extractor = build_caption(JsonCaption(path=["0", "1", "2"], weights=weights))
     texts = [[[f"{path} {i}" for i in range(n)] for path, n in enumerate(row)] for row in counts]
-    usable = [row for row in texts if any(row[p] and (weights is None or weights[p]) for p in range(3))]
-    if not usable:
-        return
+    usable = [row for row in texts if any(row)]
     members = [{"json": json.dumps(dict(zip("012", row, strict=True))).encode()} for row in usable]
     keys = [mix(i, state=key) for i in range(len(usable))]
     # A store holds all candidates, or only those that the settings draw.
