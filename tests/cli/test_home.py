@@ -26,7 +26,8 @@ NO_PATH = {
     "log.alert", *(f"log.sinks.NAME.{key}" for key in ("project", "group", "name", "entity", "notes", "space")),
 }  # fmt: skip
 NO_PATH_ANYWHERE = {  # the last part of a key; shards have a language of their own, which `expand` reads
-    "type", "shards", "image_key", "separator", "path", "key", "fallback", "transform", "background", "fetch", "label"
+    "type", "shards", "image_key", "separator", "path", "key", "fallback", "transform", "background", "fetch", "label",
+    "grad_checkpointing", "profile"
 }  # fmt: skip
 
 

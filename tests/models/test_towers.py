@@ -325,3 +325,29 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path, number: float) 
         build(name, pretrained=str(path))
     assert f"{path} holds weights that are NaN or infinite: " in str(caught.value)
     assert "visual.proj" in str(caught.value) and "text_projection" in str(caught.value)
+
+
+def test_activation_and_class_of_a_model_may_be_forced(tmp_path: Path) -> None:
+    name = write(tmp_path)
+    plain, forced = build(name), build(name, quick_gelu=True, custom_text=True)
+    assert isinstance(plain.clip, open_clip.CLIP) and isinstance(forced.clip, open_clip.CustomTextCLIP)
+    assert type(forced.clip.visual.transformer.resblocks[0].mlp.gelu) is open_clip.transformer.QuickGELU
+    assert_open_clip_agrees(forced, tmp_path / "saved")
+    loaded = build(name, custom_text=True, pretrained=str(save(plain, tmp_path / "plain")))
+    assert torch.equal(loaded.clip.text.text_projection, plain.clip.text_projection)
+
+
+def save(towers: Towers, folder: Path) -> Path:
+    towers.save_pretrained(folder)
+    (folder / "open_clip_config.json").unlink()
+    return folder / "open_clip_model.safetensors"
+
+
+def test_a_longer_context_resamples_the_weights_positions(tmp_path: Path) -> None:
+    from clipstream.config.settings import load
+
+    name, file = write(tmp_path), save(build(write(tmp_path)), tmp_path / "plain")
+    tokenizer = load(["--force-context-length", "20"]).tokenizer
+    towers = build(name, pretrained=str(file), tokenizer=tokenizer)
+    assert towers.context_length == 20 and towers.clip.positional_embedding.shape[0] == 20
+    assert towers.open_clip_tokenizer()(["a"]).shape == (1, 20)

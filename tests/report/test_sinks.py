@@ -256,3 +256,18 @@ def test_the_list_of_losses_has_an_end(tmp_path: Path, monkeypatch: pytest.Monke
         found = [json.loads(line) for line in (tmp_path / QUARANTINE_FILE).read_text().splitlines()]
         assert [line.get("key") for line in found] == ["1a", "1b", "2a", "2b", "3a", None]
         assert found[-1] == {"step": 3, "reason": "full", "detail": "the rest is in metrics.jsonl, counted"}
+
+
+def test_lines_in_the_terminal_may_be_fewer_and_have_an_averaged_loss() -> None:
+    """The average is open_clip's: a decay of exp(-n / horizon) over n samples, which begins with the first loss."""
+    stream = io.StringIO()
+    progress = ProgressDisplay(100, every=20, ema_samples=640, stream=stream)
+    losses = {step: 3.0 - step / 100 for step in range(10, 101, 10)}
+    for step, loss in losses.items():
+        progress.write({**train_line(step, loss=loss), "samples": step * 64})
+    shown = [line.split("  ")[:2] for line in stream.getvalue().splitlines()]
+    assert [line[0] for line in shown] == [f"step {step}/100" for step in (10, 20, 40, 60, 80, 100)]
+    average, kept = losses[10], math.exp(-1)
+    for step in range(20, 41, 10):
+        average = kept * average + (1 - kept) * losses[step]
+    assert shown[2][1] == f"loss 2.6 ({average:.4g})"

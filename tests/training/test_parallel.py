@@ -180,3 +180,22 @@ def kept(world: World) -> tuple[bool, torch.dtype]:
 
 def test_names_stay_and_autocast_is_left_alone() -> None:
     assert run_ranks(2, kept) == [(True, torch.bfloat16)] * 2
+
+
+def gathered_after_forward(world: World, reshard: bool) -> tuple[float, bool]:
+    """The loss, and whether a block's weights are whole between the forward and the backward pass."""
+    torch.set_num_threads(1)
+    model = DeepTowers("clip").double()
+    layout = parallelize(model, world, parallel="fsdp", precision="fp64", reshard_after_forward=reshard)
+    batch = make_batch(0, world.rank, world.size)
+    model(batch.images, batch.texts)
+    whole = not any(isinstance(p, DTensor) for block in blocks(model)[:1] for p in block.parameters())
+    with layout.full_weights("cpu"):
+        pass
+    return TrainStep(model, LOSSES["clip"], sgd(model), world, precision="fp64")(batch, lr=1.0).loss, whole
+
+
+def test_gathered_weights_may_stay_until_the_backward_pass() -> None:
+    freed, kept = (run_ranks(2, gathered_after_forward, reshard) for reshard in (True, False))
+    assert {whole for _, whole in freed} == {False} and {whole for _, whole in kept} == {True}
+    assert kept[0][0] == pytest.approx(freed[0][0], abs=1e-12)
