@@ -14,6 +14,9 @@ from clipstream.utils.early_signals import guard
 if TYPE_CHECKING:
     from clipstream import errors as errors
     from clipstream import losses as losses
+    from clipstream.api.loader import BatchLoader as BatchLoader
+    from clipstream.api.loader import ImageTextBatch as ImageTextBatch
+    from clipstream.api.loader import build_loader as build_loader
     from clipstream.api.model import Model as Model
     from clipstream.api.model import Preprocess as Preprocess
     from clipstream.api.model import TextTokenizer as TextTokenizer
@@ -30,7 +33,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "BatchLoader",
     "CheckReport",
+    "ImageTextBatch",
     "Model",
     "Preprocess",
     "Run",
@@ -38,6 +43,7 @@ __all__ = [
     "TextTokenizer",
     "ZeroShotClassifier",
     "__version__",
+    "build_loader",
     "check",
     "errors",
     "evaluate",
@@ -53,6 +59,7 @@ _PLACES = {  # of what is not a module of its own name
     "Run": "clipstream.api.run",
     "Settings": "clipstream.config.settings",
     "load_settings": "clipstream.config.python_settings",
+    **dict.fromkeys(("BatchLoader", "ImageTextBatch", "build_loader"), "clipstream.api.loader"),
     **dict.fromkeys(
         ("Model", "Preprocess", "TextTokenizer", "ZeroShotClassifier", "load_model", "zero_shot"),
         "clipstream.api.model",

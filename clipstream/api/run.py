@@ -1,4 +1,4 @@
-"""`Run`: the folder of a run, read when something is asked for. Imports no torch."""
+"""`Run`: the folder of a run, read when something is asked for."""
 
 from __future__ import annotations
 

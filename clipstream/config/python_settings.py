@@ -42,8 +42,10 @@ def load_settings(config: Config = None, overrides: Overrides = None, /, **flags
     return settings_from(config, overrides, flags)
 
 
-def settings_from(config: Config, overrides: Overrides, flags: Mapping[str, Any], *, trains: bool = True) -> Settings:
-    """As `load_settings`; `trains` is as `config.settings.load` takes it."""
+def settings_from(
+    config: Config, overrides: Overrides, flags: Mapping[str, Any], *, ranks: int | None = None, trains: bool = True
+) -> Settings:
+    """As `load_settings`; `ranks` and `trains` are as `config.settings.load` takes them."""
     files: list[str] = []
     trees: list[Node] = []
     if isinstance(config, Settings):
@@ -63,7 +65,7 @@ def settings_from(config: Config, overrides: Overrides, flags: Mapping[str, Any]
             own[name] = value
         elif value is not None:
             argv.append(f"--{name.replace('_', '-')}={_text(name, value)}")
-    return load(argv, trees=[*trees, _tree(own)] if own else trees, trains=trains)
+    return load(argv, trees=[*trees, _tree(own)] if own else trees, ranks=ranks, trains=trains)
 
 
 def _tree(values: Mapping[str, Any]) -> Node:

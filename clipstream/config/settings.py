@@ -233,13 +233,22 @@ def _in_steps(section: Cadence, settings: Settings) -> Cadence:
     return section.model_copy(update={"every": max(1, round(section.every_epochs * epoch)), "every_epochs": None})
 
 
+def with_lanes(data: DataSettings) -> DataSettings:
+    """The settings with `lanes` fixed."""
+    if data.lanes != "auto":
+        return data
+    from clipstream.data.order.lanes import lanes_for
+
+    return data.model_copy(update={"lanes": lanes_for(min(data.batch_sizes))})
+
+
 def resolve(settings: Settings, world: World) -> Settings:
     """The settings with the run's name, `data.lanes` and intervals in steps fixed, the same on every rank.
 
     `run.device`, `loss.type` and `log.progress` stay 'auto': they depend on the machine, the model and the terminal.
     Collective where the run has no name: the ranks agree on the one that rank 0 gives.
     """
-    name, lanes, train = settings.run.name, settings.data.lanes, settings.train
+    name, train = settings.run.name, settings.train
     if name is None:  # as 2026_11_21-10_30_00-model_ViT-B-32-b_512, with a number added if that folder exists
         model = settings.model.name
         model = FilePath(model).stem if model.endswith(".json") else re.sub(r"^[a-z-]+:", "", model)
@@ -248,10 +257,6 @@ def resolve(settings: Settings, world: World) -> Settings:
         names = (dated if number == 1 else f"{dated}-{number}" for number in count(1))
         free = (one for one in names if not (FilePath(settings.run.logs) / one).exists())
         name = world.broadcast_object(next(free) if world.is_main else None)
-    if lanes == "auto":
-        from clipstream.data.order.lanes import lanes_for
-
-        lanes = lanes_for(min(settings.data.batch_sizes))
     schedule, checkpoint = settings.schedule, _in_steps(settings.checkpoint, settings)
     if isinstance(schedule, ConstCooldown.Settings) and schedule.cooldown_epochs is not None:
         cooldown = settings.data.steps_for(math.ceil(schedule.cooldown_epochs * (train.epoch_samples or 0)))
@@ -266,7 +271,7 @@ def resolve(settings: Settings, world: World) -> Settings:
             "schedule": schedule,
             "evals": {key: _in_steps(section, settings) for key, section in settings.evals.items()},
             "run": settings.run.model_copy(update={"name": name}),
-            "data": settings.data.model_copy(update={"lanes": lanes}),
+            "data": with_lanes(settings.data),
         }
     )
 

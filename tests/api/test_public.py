@@ -62,12 +62,20 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return furnish_reader(tmp_path_factory.mktemp("reader"))
 
 
-ORDER = ("train", "Run", "load_settings", "load_model", "zero_shot", "evaluate", "check")
+ORDER = ("train", "Run", "load_settings", "load_model", "zero_shot", "evaluate", "check", "build_loader")
 NO_EXAMPLE = {"__version__", "errors", "losses", "Settings"}  # and classes that a function with one returns
 
 
 def test_the_order_names_all() -> None:
-    returned = {"CheckReport", "Model", "Preprocess", "TextTokenizer", "ZeroShotClassifier"}
+    returned = {
+        "BatchLoader",
+        "CheckReport",
+        "ImageTextBatch",
+        "Model",
+        "Preprocess",
+        "TextTokenizer",
+        "ZeroShotClassifier",
+    }
     assert {*ORDER} == {*clipstream.__all__} - NO_EXAMPLE - returned
 
 
