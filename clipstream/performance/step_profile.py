@@ -55,7 +55,7 @@ class StepProfiler:
         if not self.steps or not self._records or not self.steps.start - 1 <= step < self.steps.stop:
             return False
         if self._profile is None:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else it prints an error where there is no GPU
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no messages about its own work
             profiler = torch.profiler
             on_gpu = self._device.type == "cuda"
             activities = [profiler.ProfilerActivity.CPU, *([profiler.ProfilerActivity.CUDA] if on_gpu else [])]
