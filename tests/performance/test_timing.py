@@ -125,7 +125,8 @@ def test_a_rank_that_waits_for_the_gradients_of_another_counts_communication() -
     assert not second
     last = [line for line in first if "loss" in line][-1]
     # Rank 0 waits for 0.1 s in each step, rank 1, which is late, does not: half of it is the mean.
-    assert 0.03 < last["time"]["communication"] < last["time"]["backward"]
+    assert last["time"]["communication"] > 0.03
+    assert last["time"]["backward"] > 0.045, "what makes rank 1 late"
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def test_the_terminal_shows_mfu_and_memory(capsys: pytest.CaptureFixture[str]) -
     display = ProgressDisplay(10, mode="lines")
     line = {"step": 5, "samples": 50, "loss": 1.0, "samples_per_s": 10.0}
     display.write({**line, "mfu": 0.413, "gpu": {"memory_peak_gib": 12.34}})
-    display.write(line)
+    display.write({**line, "step": 6})
     first, second = capsys.readouterr().out.splitlines()
     assert "10 samples/s  MFU 41%  12.3 GiB  eta" in first
     assert "10 samples/s  eta" in second
