@@ -1,69 +1,109 @@
-"""The commands of docs/ run in their order as they are written, in a folder like their reader's, with a small model."""
+"""The documentation: each page's commands and snippets run as they are written, its flags exist, and the site builds.
+
+`tests.support.doc_pages` says how a block is run; here is what its pages need beyond that, and what they must show.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-import shlex
+import subprocess
+import sys
 from collections.abc import Callable
+from html.parser import HTMLParser
+from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 import timm
 import torch
 from safetensors.torch import load_file, save_file
 
-from clipstream import export, precompute, search, train
-from tests.support import hubtree, model_files
-from tests.support.evaluating import CONFIG
-from tests.support.pictures import make_shards, picture
+from clipstream import evaluate, export, precompute
+from clipstream.cli.main import VERBS
+from clipstream.config.flag_aliases import BY_FLAG
+from clipstream.config.section import leaves
+from clipstream.config.settings import Settings
+from clipstream.tools import bench, stage, watch
+from clipstream.tools.evaluate import OWN_FLAGS as OF_EVALUATE
+from tests.support import hubtree
+from tests.support.doc_pages import OUTPUT, PAGES, Session, blocks, make_folder
+from tests.support.pictures import picture
 from tests.support.ranks import ROOT
 from tests.support.tars import write_tar
 
-MAINS: dict[str, Callable[[list[str]], int]] = {
-    "export": export.main,
-    "precompute": precompute.main,
-    "search": search.main,
-    "train": train.main,
-}
-# In place of models that are not here.
-MODELS = {"ViT-B-32": "model.json", "openai": "local-dir:model", "large=ViT-L-14,openai": "large=local-dir:model"}
-TEACHER = {"ViT-L-14": "local-dir:model"}
+CODE = [path for path in PAGES if any(block.language not in OUTPUT for block in blocks(path))]
 
 
-def commands(page: str) -> list[list[str]]:
-    """The indented command lines of a page, in its order, as words."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8").replace("\\\n        ", "")
-    return [shlex.split(line) for line in re.findall(r"^    (python -m clipstream\..*)$", text, re.M)]
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
 
 
-def small(words: list[str]) -> list[str]:
-    """The command's flags with a small model and two shards."""
-    verb = words[2].rpartition(".")[2]
-    flags = [TEACHER.get(word, MODELS.get(word, word)).replace("00099", "00001") for word in words[3:]]
-    if "--distill-model" in flags:
-        at = flags.index("--distill-pretrained")
-        del flags[at : at + 2]
-    if verb == "precompute":
-        flags += ["--workers", "1", "--batch-size", "8"]
-    if verb == "train":
-        flags[flags.index("--steps") + 1] = "2"
-        flags += "--warmup 1 --batch-size 8 --workers 1 --log.every 1 --precision fp32".split()  # noqa: SIM905
-    return flags
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("reader"))
 
 
-@pytest.mark.parametrize("page", ["features.md"])
-def test_the_commands_run_in_their_order(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_shards(tmp_path / "shards", [9, 8])
-    text = {**CONFIG["text_cfg"], "vocab_size": 49408}  # type: ignore[dict-item]
-    (tmp_path / "model.json").write_text(json.dumps({**CONFIG, "text_cfg": text}))
-    model_files.build(str(tmp_path / "model.json")).save_pretrained(tmp_path / "model")
+@pytest.fixture
+def folder(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A reader's folder, where we are."""
+    for path in made.iterdir():
+        if path.suffix in (".json", ".yaml", ".txt", ".csv"):
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+        else:
+            (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
-    run = commands(page)
-    assert {words[2].rpartition(".")[2] for words in run} == set(MAINS)
-    for words in run:
-        assert MAINS[words[2].rpartition(".")[2]](small(words)) == 0, words
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def run_page(path: Path, session: Session | None = None) -> Session:
+    session = session or Session()
+    for block in blocks(path):
+        session.run(block)
+    return session
+
+
+def metrics(run: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in Path(f"runs/{run}/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def check_tutorial() -> None:
+    """The settings alone repeat the run, and each key of metrics.jsonl is described."""
+    losses = [[line["loss"] for line in metrics(run) if "loss" in line] for run in ("first", "again")]
+    assert len(losses[0]) == 2 and losses[0] == losses[1]
+    page = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
+    keys = {key for line in metrics("first") for key in line}
+    keys |= {key for line in metrics("first") for key in ("start", "end") for key in line.get(key, {})}  # type: ignore[attr-defined]
+    described = {word for code in re.findall(r"`([^`\n]+)`", page) for word in re.findall(r"[\w@]+", code)}
+    assert {key for key in keys if key not in described and not re.search("R@(5|10)$", key)} == set()
+    files = {path.name for path in Path("runs/first").rglob("*") if path.parent.name != "pictures"}
+    page = (ROOT / "docs/reference/run-folder.md").read_text(encoding="utf-8")
+    assert {file for file in files if file.rstrip("/") not in page and not re.match(r"step_|events\.", file)} == set()
+
+
+def check_features() -> None:
     assert Path("kept.txt").read_text() and list(Path("out").rglob("*.parquet"))
+
+
+CHECKS: dict[str, Callable[[], None]] = {"tutorial.md": check_tutorial, "features.md": check_features}
+
+
+@pytest.mark.parametrize("path", [path for path in CODE if path.name not in ("lit.md", "plugins.md")], ids=name_of)
+def test_the_blocks_of_a_page_run_in_their_order(path: Path, folder: Path) -> None:
+    session = run_page(path)
+    assert session.ran or all(block.reason or block.language != "bash" for block in blocks(path))
+    CHECKS.get(path.name, lambda: None)()
+
+
+def test_every_page_says_what_its_blocks_are() -> None:
+    for path in PAGES:
+        for block in blocks(path):
+            known = {*OUTPUT, "bash", "python", "yaml"}
+            assert block.language in known, f"{block}: write the language after ```, one of {', '.join(known)}"
+        text = path.read_text(encoding="utf-8")
+        assert text.count("<!-- not run:") == sum(block.reason is not None for block in blocks(path)), path
 
 
 @pytest.fixture(scope="module")
@@ -94,24 +134,143 @@ def towers_and_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_the_page_on_lit(towers_and_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("configs").symlink_to(ROOT / "configs")
-    own = ["--model", str(towers_and_data / "model.json")]
-    more = "--warmup 0 --log.every 1 --precision fp32 --steps 2".split()  # noqa: SIM905
-    for words in commands("lit.md"):
-        verb = words[2].rpartition(".")[2]
-        flags = [re.sub("^(DIR|MADE)/", f"{towers_and_data}/", word) for word in words[3:]]
-        flags = [word.replace("step_00000150", "step_00000002") for word in flags]
-        flags += ["--data.global-batch-size", "8", "--workers", "1", *([] if "--model" in flags else own)]
-        assert MAINS[verb]([*flags, *(more if verb == "train" else [])]) == 0, words
+def test_the_page_on_lit(towers_and_data: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "configs").unlink()
+    (folder / "configs").symlink_to(ROOT / "configs")
+    for name in ("DIR", "MADE"):
+        (folder / name).symlink_to(towers_and_data)
+    own = {"configs/lit.yaml": (ROOT / "configs/lit.yaml").read_text()}
+    assert "name: configs/models/lite0-minilm.json" in own["configs/lit.yaml"]
+    (folder / "configs").unlink()
+    (folder / "configs").mkdir()
+    small = own["configs/lit.yaml"].replace("configs/models/lite0-minilm.json", "MADE/model.json")
+    (folder / "configs/lit.yaml").write_text(small)
+    session = Session(rename={"step_00000150": "step_00000002"})
+    run_page(ROOT / "docs/lit.md", session)
     saved = [load_file(f"runs/{run}/checkpoints/step_00000002/open_clip_model.safetensors") for run in ("lit", "both")]
     start, image = load_file(towers_and_data / "lite0.safetensors"), "conv_stem.weight"
     assert torch.equal(saved[0][f"visual.trunk.{image}"], start[image])
     assert not torch.equal(saved[1][f"visual.trunk.{image}"], start[image])
 
 
-def test_links_lead_somewhere() -> None:
-    for page in (ROOT / "docs").glob("*.md"):
-        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
-            assert "://" in target or (page.parent / target).exists(), (page.name, target)
+def test_the_command_of_a_suite_says_what_it_needs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CLIPSTREAM_EVALS", "elsewhere")
+    text = (ROOT / "docs/evaluation.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^clipstream evaluate (.* --suite .*)$", text, re.M)
+    assert evaluate.main(command.split()) == 2 and "6 of 6 data sets are missing" in capsys.readouterr().err
+
+
+OF_OTHERS = {
+    "--nodes", "--ntasks", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time", "--signal",
+    "--requeue", "--open-mode", "--wait", "--nnodes", "--nproc-per-node", "--max-restarts", "--rdzv-backend",
+    "--rdzv-conf", "--rdzv-endpoint", "--rdzv-id", "--shutdown-timeout", "--signals-to-handle", 
+}  # fmt: skip
+OF_PARSERS = {"--config", "--help", "--version", "--print-config", "--out", "--output"}
+OF_OPEN_CLIP = {"--local-loss", "--gather-with-grad", "--lock-image-freeze-bn-stats"}  # named as theirs
+FOREIGN = {"from-open_clip.md", "open_clip_flags.md"}  # name open_clip's flags, which their own test takes one by one
+
+
+def test_flags_that_pages_name_exist() -> None:
+    keys = {key for key, _ in leaves(Settings)}
+    own = {*BY_FLAG, *OF_EVALUATE, *watch.OWN_FLAGS, *bench.OWN_FLAGS, *stage.OWN_FLAGS, *precompute.OWN_FLAGS}
+    parsers = [(ROOT / "clipstream" / f"{verb}.py") for verb in VERBS]
+    of_verbs = {
+        flag for path in parsers if path.exists() for flag in re.findall(r'"(--[a-z][\w-]*)"', path.read_text())
+    }
+    for path in PAGES:
+        if path.name in FOREIGN:
+            continue
+        text = path.read_text(encoding="utf-8")
+        for flag in set(re.findall(r"(?<![\w-])--[a-z][\w-]*(?:\.[\w-]+)*", text)):
+            name = flag.removeprefix("--").replace("-", "_")
+            if "." in flag:
+                generic = re.sub(r"^(data\.sources|evals|log\.sinks)\.\w+", r"\1.NAME", name)
+                known = generic in keys or any(key.startswith(f"{generic}.") for key in keys)
+            else:
+                known = flag in own | of_verbs | OF_PARSERS | OF_OTHERS | OF_OPEN_CLIP or name in Settings.model_fields
+            assert known, f"{path.name}: there is no flag {flag}"
+
+
+def test_figures_carry_their_machine() -> None:
+    """Whatever says how long or how fast something was on so many cores says of what machine."""
+    files = [*PAGES, *(ROOT / "benchmarks").glob("*.py"), *(ROOT / "configs").glob("*.yaml")]
+    paragraphs = [text for path in files for text in re.split(r"\n\s*#?\s*\n", path.read_text(encoding="utf-8"))]
+    told = [
+        text
+        for text in paragraphs
+        if re.search(r"\b(took|takes|found|samples per second)\b.*\bcores?\b", text, re.S | re.I)
+    ]
+    assert len(told) > 3
+    for text in told:
+        assert re.search(r"\bserver|\bAVX|\bXeon|\bEPYC|\bGPU", text), text
+
+
+class Links(HTMLParser):
+    """What a page of the site links to or loads, and its anchors."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.targets: list[str] = []
+        self.loaded: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {key: value or "" for key, value in attrs}
+        self.anchors |= {found[key] for key in ("id", "name") if key in found}
+        if tag == "a" and "href" in found:
+            self.targets.append(found["href"])
+        if tag in ("script", "img", "link", "iframe", "source"):
+            loaded = found.get("src") or found.get("href", "")
+            if loaded and found.get("rel") not in ("canonical", "next", "prev"):
+                self.loaded.append(loaded)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built strictly: a warning, as for a page or an anchor that does not exist, is an error."""
+    if find_spec("zensical") is None or find_spec("mkdocstrings") is None:
+        pytest.skip("the extra docs is not installed")
+    home = tmp_path_factory.mktemp("site")
+    config = (ROOT / "zensical.toml").read_text(encoding="utf-8")
+    (home / "zensical.toml").write_text(config.replace('paths = ["."]', f'paths = ["{ROOT}"]'))
+    for command in (["docs/generate.py", str(home / "build/docs")], ["-m", "zensical", "build", "--strict", "-f"]):
+        last = [str(home / "zensical.toml")] if "-f" in command else []
+        done = subprocess.run([sys.executable, *command, *last], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return home / "build/site"
+
+
+def test_links_of_the_site_lead_somewhere_and_it_loads_nothing_from_a_network(site: Path) -> None:
+    pages = {path: Links(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
+    assert len(pages) > 25
+    for path, page in pages.items():
+        for target in page.targets + page.loaded:
+            url = urlsplit(target)
+            if url.scheme in ("http", "https", "mailto", "data"):
+                assert target not in page.loaded, f"{path.name} loads {target}"
+                continue
+            other = (path.parent / unquote(url.path)).resolve() if url.path else path
+            assert other.exists() or path.name == "404.html", f"{path.name}: {target}"
+            if url.fragment and other in pages and not url.fragment.startswith("__"):
+                assert unquote(url.fragment) in pages[other].anchors, f"{path.name}: {target}"
+
+
+def test_the_navigation_has_every_page(site: Path) -> None:
+    nav = set(re.findall(r'= "([\w/.-]+\.md)"', (ROOT / "zensical.toml").read_text(encoding="utf-8")))
+    docs = site.parent / "docs"
+    assert nav == {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
+
+
+def test_the_references_have_every_setting_and_every_verb(site: Path) -> None:
+    settings = Links((site / "reference/settings.html").read_text(encoding="utf-8"))
+    described = settings.anchors
+    for key, _ in leaves(Settings):
+        above = [at for at in range(len(key)) if key[at] == "."]
+        assert key in described or any(key[:at] in described and f"#{key[:at]}" for at in above), key
+    line = Links((site / "reference/command-line.html").read_text(encoding="utf-8"))
+    assert {f"clipstream-{verb}" for verb in VERBS} <= line.anchors
+    assert {f"clipstream-search-{topic}" for topic in ("neighbours", "scores")} <= line.anchors
+    assert export.main

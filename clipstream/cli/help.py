@@ -6,6 +6,7 @@ Imports neither torch nor anything else that would delay `--help`.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -115,11 +116,12 @@ def help_text(
         verb: 'train', as in `python -m clipstream.train`.
         topic: '' for the everyday flags, 'all' for every setting, or a section or key, such as 'data.sources'.
         own: the verb's own flags -> their meanings.
-        width: columns; by default the terminal's, or 120.
+        width: columns; by default those of the terminal or of the variable COLUMNS, or 120.
 
     Raises SettingsError: there is no such topic.
     """
-    width = width or (min(shutil.get_terminal_size().columns, 140) if sys.stdout.isatty() else 120)
+    terminal = sys.stdout.isatty() or "COLUMNS" in os.environ
+    width = width or (min(shutil.get_terminal_size().columns, 140) if terminal else 120)
     page = _Page(root, width)
     if topic not in ("", ALL):
         return "\n".join(page.topic(topic.removeprefix("--").strip(".").replace("-", "_"))) + "\n"
@@ -196,11 +198,13 @@ class _Page:
             return
         kind = next((name for name, cls in types_of(section).items() if cls is section), None)
         given = f" with {prefix}type {kind}" if kind else ""
-        yield from self.wrapped(f"{place}{given}: {_summary(section)}")
+        yield from self.wrapped(f"{place}{given}: {summary(section)}")
         yield from self.fields({k: v for k, v in section.model_fields.items() if not (kind and k == "type")}, prefix)
         if kind is None:
             yield from self.types(section, prefix)
-        setting = [short for short in ALIASES if any(f"{_generic(key)}.".startswith(f"{place}.") for key in short.keys)]
+        setting = [
+            short for short in ALIASES if any(f"{generic_key(key)}.".startswith(f"{place}.") for key in short.keys)
+        ]
         if aliases and setting:
             yield from ("", "Short flags", *(line for short in setting for line in self.short(short)))
 
@@ -239,9 +243,9 @@ class _Page:
         note = f" [sets {', '.join(short.keys)}]"
         if default:
             same = short.convert is None and not short.switch and short.flag not in TOGETHER
-            place, _, name = _generic(short.keys[0]).rpartition(".")
+            place, _, name = generic_key(short.keys[0]).rpartition(".")
             section = self._found(place)[1] if same and place else None
-            note = "" if section is None else _default(all_fields(section)[name])
+            note = "" if section is None else default_note(all_fields(section)[name])
             note = note if note.startswith(" [default") and len(note) < SHORT_DEFAULT else ""
         return self.row(f"{short.flag} {short.value}".rstrip(), f"{short.meaning}{note}")
 
@@ -250,9 +254,9 @@ class _Page:
         for name, info in fields.items():
             flag = prefix + name.replace("_", "-")
             inner, below, _ = _inner(info, flag)
-            meaning = info.description or (_summary(inner) if inner else "")
+            meaning = info.description or (summary(inner) if inner else "")
             if inner is None:
-                yield from self.row(f"{flag} {_kind(info.annotation)}", f"{meaning}{_default(info)}".strip())
+                yield from self.row(f"{flag} {value_form(info.annotation)}", f"{meaning}{default_note(info)}".strip())
             elif self.homes[inner] != below:
                 yield from self.row(f"{below}KEY", f"{meaning}: the same keys as {self.homes[inner]}KEY")
             else:
@@ -267,7 +271,7 @@ class _Page:
             own = {name: info for name, info in cls.model_fields.items() if name not in section.model_fields}
             again = [name for name, info in own.items() if described.get(name) == (info.description or "")]
             also = f" Also {', '.join(again)}." if again else ""
-            yield from self.wrapped(f"  with {prefix}type {kind}: {_summary(cls)}{also}")
+            yield from self.wrapped(f"  with {prefix}type {kind}: {summary(cls)}{also}")
             yield from self.fields({name: info for name, info in own.items() if name not in again}, prefix)
             described |= {name: info.description or "" for name, info in own.items()}
 
@@ -291,16 +295,18 @@ def _inner(info: FieldInfo, flag: str) -> tuple[type[Section] | None, str, bool]
     return section or entries, f"{flag}." if section else f"{flag}.NAME.", section is None and entries is not None
 
 
-def _generic(key: str) -> str:
+def generic_key(key: str) -> str:
     """A short flag's key, with NAME for the name of a source or evaluator."""
     return re.sub(r"^(data\.sources|evals)\.\w+", r"\1.NAME", key)
 
 
-def _summary(section: type[Section]) -> str:
+def summary(section: type[Section]) -> str:
+    """The first paragraph of the class's docstring, on one line."""
     return " ".join((section.__doc__ or "").split("\n\n")[0].split())
 
 
-def _default(info: FieldInfo) -> str:
+def default_note(info: FieldInfo) -> str:
+    """` [default VALUE]`, ` [required]`, or nothing where the key is not set by default."""
     if info.is_required():
         return " [required]"
     value: Any = info.get_default(call_default_factory=True)
@@ -314,7 +320,7 @@ def _default(info: FieldInfo) -> str:
     return f" [default {shown}]"
 
 
-def _kind(annotation: Any) -> str:
+def value_form(annotation: Any) -> str:
     """The form of a value: INT, 'auto|INT', 'TEXT|[TEXT, ...]'."""
     names: list[str] = []
     for kind in kinds(annotation):
@@ -323,9 +329,9 @@ def _kind(annotation: Any) -> str:
         if get_origin(kind) is Literal:
             names += [str(choice) for choice in get_args(kind)]
         elif get_origin(kind) is tuple:
-            names.append(f"[{', '.join(_kind(item) for item in get_args(kind))}]")
+            names.append(f"[{', '.join(value_form(item) for item in get_args(kind))}]")
         elif get_origin(kind) is list:
-            names.append(f"[{_kind(get_args(kind)[0])}, ...]")
+            names.append(f"[{value_form(get_args(kind)[0])}, ...]")
         else:
             names.append(_NAMES.get(kind, "VALUE"))
     return "|".join(names)

@@ -1,4 +1,4 @@
-"""Runs under their launchers: torchrun with restarts, README's Slurm scripts, signals, other rank counts."""
+"""Runs under their launchers: torchrun with restarts, the page's Slurm scripts, signals, other rank counts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.pictures import make_shards
 from tests.support.ranks import ROOT, TIMEOUT, command_runs, end_ranks, reserved_port
 from tests.support.runs import MODEL, flags, lines, same_weights, train_on, wait_for_step, weights
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
@@ -268,15 +268,15 @@ if [[ $1 == show ]]; then echo 127.0.0.1; else echo "$@" >>requeued; fi
 
 
 def script(launcher: str) -> str:
-    """README's script of a batch job that has a word in it."""
-    blocks = re.findall(r"(?:^    .*\n)+", README, re.M)
+    """The page's script of a batch job that has a word in it."""
+    blocks = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S)
     (found,) = [block for block in blocks if "#!/bin/bash" in block and launcher in block]
-    return re.sub(r"^    ", "", found, flags=re.M)
+    return found
 
 
 @pytest.fixture
 def job(place: Path, tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
-    """Starts a batch script as Slurm does, in a folder with what README's reader has; two tasks."""
+    """Starts a batch script as Slurm does, in a folder with what the page's reader has; two tasks."""
     (tmp_path / "bin").mkdir()
     tools = {
         "srun": SRUN,
@@ -322,7 +322,7 @@ def job(place: Path, tmp_path: Path) -> Iterator[Callable[[str], subprocess.Pope
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["srun --wait=60 python", "srun torchrun"])
-def test_readmes_job_is_put_back_into_the_queue_and_goes_on(
+def test_the_pages_job_is_put_back_into_the_queue_and_goes_on(
     place: Path, tmp_path: Path, port: int, job: Callable[[str], subprocess.Popen[bytes]], launcher: str
 ) -> None:
     text = script(launcher)

@@ -1,4 +1,4 @@
-"""README's parts of your own: their code and settings run as they are written."""
+"""The page on parts of your own: its code and settings run together as they are written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clipstream import train
 from tests.support.pictures import make_shards, picture
 from tests.support.ranks import ROOT
 
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "plugins.md"
 MODEL = {
     "embed_dim": 32,
     "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16},
@@ -27,10 +27,10 @@ MODEL = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder, where we are: README's files, and shards under the names that README uses."""
+    """A user's folder, where we are: the page's files, and shards under the names that it uses."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    section = README.read_text(encoding="utf-8").partition("## Parts of your own")[2].partition("\n## ")[0]
+    section = PAGE.read_text(encoding="utf-8")
     files = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", section, re.DOTALL)
     assert len(files) == 11
     for name, code in files:
@@ -55,11 +55,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_checks_pass_on_readmes_parts(folder: Path) -> None:
+def test_the_checks_pass_on_the_pages_parts(folder: Path) -> None:
     importlib.import_module("test_my_parts").test_my_parts()
 
 
-def test_a_run_takes_all_of_readmes_parts_together(folder: Path) -> None:
+def test_a_run_takes_all_of_the_pages_parts_together(folder: Path) -> None:
     configs = sorted(Path().glob("*.yaml"))
     assert len(configs) == 10
     flags = [word for config in configs for word in ("--config", config.name)]

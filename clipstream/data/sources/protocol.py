@@ -1,7 +1,7 @@
 """The protocols of a source type and of an open shard.
 
 A source type is named by `data.sources.NAME.type`: a built-in one of `registry.TYPES`, or your own `module:Name`
-(README, "Parts of your own", has an example). Its class is called with the source's settings and a `SourceContext`,
+(docs/plugins.md has an example). Its class is called with the source's settings and a `SourceContext`,
 lists its shards in the main process, and opens them in the workers, which are forked: open files, connections and the
 like in `open`, not before.
 """

@@ -1,0 +1,143 @@
+"""Write the source of the documentation site into a folder: `python docs/generate.py build/docs`.
+
+The pages of this folder are copied; the references of settings and of the command line are made from the settings'
+classes and from each verb's --help. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic.fields import FieldInfo
+
+from clipstream.cli.help import default_note, generic_key, summary, value_form
+from clipstream.cli.main import VERBS
+from clipstream.config.flag_aliases import ALIASES
+from clipstream.config.section import Section, all_fields, entries_of, section_of, types_of
+from clipstream.config.settings import Settings
+
+ROOT = Path(__file__).resolve().parents[1]
+COLUMNS = "88"  # of help, as wide as the page
+
+
+def main(out: Path) -> None:
+    """Write all pages into `out`, in place of what is there."""
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", out, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
+        (out / name.lower()).write_text(_beside((ROOT / name).read_text(encoding="utf-8")), encoding="utf-8")
+    (out / "reference" / "settings.md").write_text(settings_page(), encoding="utf-8")
+    (out / "reference" / "command-line.md").write_text(command_line_page(), encoding="utf-8")
+
+
+def _beside(text: str) -> str:
+    """The text of a page of the repository's root with links to pages of docs/ as they are in the site."""
+    return re.sub(r"\]\(docs/", "](", text)
+
+
+def settings_page() -> str:
+    """The reference of all settings, from their classes: meaning, form, default, flags."""
+    homes: dict[type[Section], str] = {}
+    lines = [
+        "# Settings",
+        "",
+        "Every key of the settings tree, from the package's own schema. A key stands in a YAML file (`--config`) or is",
+        "a flag: `data.global_batch_size` is `--data.global-batch-size`. `NAME` stands for a name that you choose.",
+        "[Settings and flags](../settings.md) describes how files and flags are merged.",
+        "",
+    ]
+    for name, info in Settings.model_fields.items():
+        inner = section_of(info.annotation) or section_of(entries_of(info.annotation))
+        assert inner is not None
+        prefix = name if section_of(info.annotation) else f"{name}.NAME"
+        homes[inner] = prefix
+        lines += [f"## {name}", "", _sentence(info.description or summary(inner)), ""]
+        lines += _keys(inner, prefix, homes)
+    return "\n".join(lines)
+
+
+def _keys(section: type[Section], prefix: str, homes: dict[type[Section], str]) -> Iterator[str]:
+    """The keys of a class and of its types; a class that is used in several places is described in the first one."""
+    types = types_of(section)
+    for name, info in all_fields(section).items():
+        key = f"{prefix}.{name}"
+        inner, entry = section_of(info.annotation), section_of(entries_of(info.annotation))
+        below = inner or entry
+        if below is None:
+            of_types = [(kind, cls.model_fields[name]) for kind, cls in types.items() if name in cls.model_fields]
+            yield from _key(key, [("", info)] if name in section.model_fields else of_types)
+            continue
+        place = key if inner else f"{key}.NAME"
+        yield from (f"### {place} {{ #{place} }}", "")
+        if below in homes:
+            home = homes[below]
+            yield from (f"{_sentence(info.description or summary(below))} The keys are those of [{home}](#{home}).", "")
+        else:
+            homes[below] = place
+            yield from (_sentence(info.description or summary(below)), "")
+            yield from _keys(below, place, homes)
+
+
+def _key(key: str, fields: list[tuple[str, FieldInfo]]) -> Iterator[str]:
+    """A key with the types of its part that have it, each meaning once."""
+    flags = [f"--{key.replace('_', '-')}", *(alias.flag for alias in ALIASES if key in map(generic_key, alias.keys))]
+    yield from (f"### {key} {{ #{key} }}", "")
+    meanings: dict[tuple[str, str, str], list[str]] = {}
+    for kind, info in fields:
+        found = (info.description or "", value_form(info.annotation), default_note(info).strip(" []"))
+        meanings.setdefault(found, []).append(kind)
+    for (meaning, form, default), kinds in meanings.items():
+        of = f"With `type: {'` or `'.join(kinds)}`: " if kinds != [""] else ""
+        yield from (f"{of}{_sentence(meaning)}" if meaning else of.removesuffix(": "), "")
+        standard = re.sub("^default (.*)$", r"default `\1`", default)
+        yield from (
+            " · ".join(filter(None, [f"`{form}`", standard, *(f"`{flag}`" for flag in flags)])),
+            "{ .setting }",
+            "",
+        )
+
+
+def _sentence(text: str) -> str:
+    """A description as a sentence, with what Markdown would take for markup written out."""
+    text = re.sub(r"(?<!`)([<*_\[\]])(?![^`]*`[^`]*$)", r"\\\1", text)
+    name = re.match(r"[a-z]+[^a-z' ]|(?:torch|timm|wids|auto)\b", text)  # a word that is written small
+    return f"{text[:1] if name else text[:1].upper()}{text[1:]}".rstrip(".") + "."
+
+
+def command_line_page() -> str:
+    """The reference of the command line: each verb's --help."""
+    lines = [
+        "# Command line",
+        "",
+        "`clipstream VERB …` and `python -m clipstream.VERB …` are the same. This page shows the help of each verb.",
+        "The flags that set a key of the settings tree are in [Settings](settings.md).",
+        "",
+    ]
+    for verb, meaning in VERBS.items():
+        text = help_of(verb)
+        lines += [f"## clipstream {verb}", "", _sentence(meaning), "", "```text", text, "```", ""]
+        for topic in re.findall(r"^    (\w+)\s", text.partition("\n  TOPIC\n")[2].partition("\n\n")[0], re.M):
+            lines += [f"### clipstream {verb} {topic}", "", "```text", help_of(verb, topic), "```", ""]
+    return "\n".join(lines)
+
+
+def help_of(*words: str) -> str:
+    """What `clipstream WORDS --help` prints."""
+    main_of = importlib.import_module(f"clipstream.{words[0]}").main
+    out = io.StringIO()
+    os.environ["COLUMNS"] = COLUMNS
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        main_of([*words[1:], "--help"])
+    return out.getvalue().rstrip()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
