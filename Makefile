@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What is imported is compiled once, not by every process anew; pip need not compile what nobody imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-all lint format reference peers bench-loss bench-input bench-features clean
+.PHONY: quickstart test test-all lint format docs docs-serve reference peers bench-loss bench-input bench-features clean
 
 # Trains on drawn scenes and evaluates. Each call is a run of its own under runs/.
 quickstart: .venv/.installed
@@ -27,6 +27,14 @@ lint: .venv/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/test_repository.py
+
+# The documentation as a site that needs no network: build/site/index.html. A broken link or reference is an error.
+docs: .venv/.installed-dev
+	$(BIN)/python docs/generate.py build/docs
+	$(BIN)/zensical build --strict --clean
+
+docs-serve: docs
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000
 
 # The losses beside open_clip's; the table as CSV and plot under build/.
 bench-loss: .venv/.installed-dev

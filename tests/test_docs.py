@@ -72,7 +72,7 @@ def metrics(run: str) -> list[dict[str, object]]:
 def check_tutorial() -> None:
     """The settings alone repeat the run, and each key of metrics.jsonl is described."""
     losses = [[line["loss"] for line in metrics(run) if "loss" in line] for run in ("first", "again")]
-    assert len(losses[0]) == 2 and losses[0] == losses[1]
+    assert len(losses[0]) == 3 and losses[0] == losses[1]
     page = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
     keys = {key for line in metrics("first") for key in line}
     keys |= {key for line in metrics("first") for key in ("start", "end") for key in line.get(key, {})}  # type: ignore[attr-defined]
@@ -145,9 +145,9 @@ def test_the_page_on_lit(towers_and_data: Path, folder: Path, monkeypatch: pytes
     (folder / "configs").mkdir()
     small = own["configs/lit.yaml"].replace("configs/models/lite0-minilm.json", "MADE/model.json")
     (folder / "configs/lit.yaml").write_text(small)
-    session = Session(rename={"step_00000150": "step_00000002"})
+    session = Session(rename={"step_00000150": "step_00000003"})
     run_page(ROOT / "docs/lit.md", session)
-    saved = [load_file(f"runs/{run}/checkpoints/step_00000002/open_clip_model.safetensors") for run in ("lit", "both")]
+    saved = [load_file(f"runs/{run}/checkpoints/step_00000003/open_clip_model.safetensors") for run in ("lit", "both")]
     start, image = load_file(towers_and_data / "lite0.safetensors"), "conv_stem.weight"
     assert torch.equal(saved[0][f"visual.trunk.{image}"], start[image])
     assert not torch.equal(saved[1][f"visual.trunk.{image}"], start[image])
@@ -165,7 +165,7 @@ def test_the_command_of_a_suite_says_what_it_needs(
 OF_OTHERS = {
     "--nodes", "--ntasks", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time", "--signal",
     "--requeue", "--open-mode", "--wait", "--nnodes", "--nproc-per-node", "--max-restarts", "--rdzv-backend",
-    "--rdzv-conf", "--rdzv-endpoint", "--rdzv-id", "--shutdown-timeout", "--signals-to-handle", 
+    "--rdzv-conf", "--rdzv-endpoint", "--rdzv-id", "--shutdown-timeout", "--signals-to-handle",
 }  # fmt: skip
 OF_PARSERS = {"--config", "--help", "--version", "--print-config", "--out", "--output"}
 OF_OPEN_CLIP = {"--local-loss", "--gather-with-grad", "--lock-image-freeze-bn-stats"}  # named as theirs
@@ -236,7 +236,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("site")
     config = (ROOT / "zensical.toml").read_text(encoding="utf-8")
     (home / "zensical.toml").write_text(config.replace('paths = ["."]', f'paths = ["{ROOT}"]'))
-    for command in (["docs/generate.py", str(home / "build/docs")], ["-m", "zensical", "build", "--strict", "-f"]):
+    for command in (["docs/generate.py", str(home / "build/docs")], ["-m", "zensical", "build", "--strict", "--clean", "-f"]):
         last = [str(home / "zensical.toml")] if "-f" in command else []
         done = subprocess.run([sys.executable, *command, *last], cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -40,7 +40,7 @@ BLOCK = re.compile(
 
 # Sizes in place of those of a real run, and models in place of those that are not here.
 SIZES = {
-    "--steps": "2", "--epochs": "1", "--warmup": "1", "--batch-size": "8", "--workers": "1",
+    "--steps": "3", "--epochs": "1", "--warmup": "1", "--batch-size": "8", "--workers": "1",
     "--train-num-samples": "16", "--seconds": "0.1", "--counts": "1",
     "--data.global-batch-size": "8", "--precision": "fp32", "--accum-freq": "1", "--train.micro-batch-size": "8",
     "--jobs": "1", "--checkpoint.every": "1", "--val-frequency": "1", "--lr": "1e-4",
@@ -124,7 +124,7 @@ def small(verb: str, flags: list[str]) -> list[str]:
     more: dict[str, str] = {}
     if verb == "train":
         more = {flag: SIZES[flag] for flag in ("--warmup", "--workers", "--precision", "--data.global-batch-size")}
-        more |= {"--epochs": "1"} if re.search(r"\bepochs:", written) else {"--steps": "2"}
+        more |= {"--epochs": "1"} if re.search(r"\bepochs:", written) else {"--steps": "3"}
         more |= {"--model": "model.json"} if "model:" not in written else {}
         more |= {"--device": "cpu", "--log.every": "1", "--log.tensorboard": "false", "--run.threads": "1"}
     elif verb == "precompute":
