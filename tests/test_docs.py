@@ -236,9 +236,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("site")
     config = (ROOT / "zensical.toml").read_text(encoding="utf-8")
     (home / "zensical.toml").write_text(config.replace('paths = ["."]', f'paths = ["{ROOT}"]'))
-    for command in (["docs/generate.py", str(home / "build/docs")], ["-m", "zensical", "build", "--strict", "--clean", "-f"]):
-        last = [str(home / "zensical.toml")] if "-f" in command else []
-        done = subprocess.run([sys.executable, *command, *last], cwd=ROOT, capture_output=True, text=True, check=False)
+    generate = ["docs/generate.py", str(home / "build/docs")]
+    for command in (generate, ["-m", "zensical", "build", "--strict", "--clean", "-f", str(home / "zensical.toml")]):
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     return home / "build/site"
 
