@@ -20,12 +20,14 @@ import timm
 import torch
 from safetensors.torch import load_file, save_file
 
-from clipstream import evaluate, export, precompute
+from clipstream import evaluate, precompute
+from clipstream.bench import input as bench_input
+from clipstream.bench import train as bench_train
 from clipstream.cli.main import VERBS
 from clipstream.config.flag_aliases import BY_FLAG
 from clipstream.config.section import leaves
 from clipstream.config.settings import Settings
-from clipstream.tools import bench, stage, watch
+from clipstream.tools import stage, watch
 from clipstream.tools.evaluate import OWN_FLAGS as OF_EVALUATE
 from tests.support import hubtree
 from tests.support.doc_pages import OUTPUT, PAGES, Session, blocks, make_folder
@@ -33,6 +35,8 @@ from tests.support.pictures import picture
 from tests.support.ranks import ROOT
 from tests.support.tars import write_tar
 
+# Pages with tests of their own: below, tests/tools/test_own_parts.py and tests/api/test_docs_python.py.
+ELSEWHERE = ("lit.md", "plugins.md", "python.md")
 CODE = [path for path in PAGES if any(block.language not in OUTPUT for block in blocks(path))]
 
 
@@ -90,7 +94,7 @@ def check_features() -> None:
 CHECKS: dict[str, Callable[[], None]] = {"tutorial.md": check_tutorial, "features.md": check_features}
 
 
-@pytest.mark.parametrize("path", [path for path in CODE if path.name not in ("lit.md", "plugins.md")], ids=name_of)
+@pytest.mark.parametrize("path", [path for path in CODE if path.name not in ELSEWHERE], ids=name_of)
 def test_the_blocks_of_a_page_run_in_their_order(path: Path, folder: Path) -> None:
     session = run_page(path)
     assert session.ran or all(block.reason or block.language != "bash" for block in blocks(path))
@@ -174,7 +178,15 @@ FOREIGN = {"from-open_clip.md", "open_clip_flags.md"}  # name open_clip's flags,
 
 def test_flags_that_pages_name_exist() -> None:
     keys = {key for key, _ in leaves(Settings)}
-    own = {*BY_FLAG, *OF_EVALUATE, *watch.OWN_FLAGS, *bench.OWN_FLAGS, *stage.OWN_FLAGS, *precompute.OWN_FLAGS}
+    own = {
+        *BY_FLAG,
+        *OF_EVALUATE,
+        *watch.OWN_FLAGS,
+        *bench_input.OWN_FLAGS,
+        *bench_train.OWN_FLAGS,
+        *stage.OWN_FLAGS,
+        *precompute.OWN_FLAGS,
+    }
     parsers = [(ROOT / "clipstream" / f"{verb}.py") for verb in VERBS]
     of_verbs = {
         flag for path in parsers if path.exists() for flag in re.findall(r'"(--[a-z][\w-]*)"', path.read_text())
@@ -273,4 +285,3 @@ def test_the_references_have_every_setting_and_every_verb(site: Path) -> None:
     line = Links((site / "reference/command-line.html").read_text(encoding="utf-8"))
     assert {f"clipstream-{verb}" for verb in VERBS} <= line.anchors
     assert {f"clipstream-search-{topic}" for topic in ("neighbours", "scores")} <= line.anchors
-    assert export.main

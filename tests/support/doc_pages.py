@@ -180,7 +180,7 @@ class Session:
         words = shlex.split(command)
         found = verb_of(words)
         if block.reason is not None:
-            if found is not None and found[0] == "train" and not {"$", "…"} & set(command):
+            if found is not None and found[0] == "train" and words[0] != "srun" and not {"$", "…"} & set(command):
                 settings = load([flag for flag in small("train", found[1]) if flag], ranks=found[2])
                 validate_run(with_known_epoch(settings), World(size=found[2]))
             return
