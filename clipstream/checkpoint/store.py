@@ -188,6 +188,8 @@ def find(folder: Path, resume: str | None, files: Collection[str] | None = None)
     path = Path(resume)
     if path.is_file():
         path = pointed(path) or path
+        if path.is_file():  # of open_clip's trainer, or refused when it is read
+            return path
     if NAME.fullmatch(path.name) or marker_of(path) is not None:
         damage = fault(path, files)
         if damage is None:
@@ -207,7 +209,7 @@ def agree(find: Callable[[], Path | None], world: World) -> Path | None:
     Raises SettingsError: as `find`, or a rank does not see rank 0's checkpoint.
     """
     found: Path | None = world.on_main(find)
-    sees = world.gather_objects(found is None or marker_of(found) is not None)
+    sees = world.gather_objects(found is None or found.is_file() or marker_of(found) is not None)
     if not all(sees):
         raise SettingsError(
             f"--resume: rank {sees.index(False)} does not see {found}, which rank 0 found: "

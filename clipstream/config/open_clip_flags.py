@@ -87,7 +87,7 @@ REMARKS = {  # what differs in a flag that is taken, for the table
     "--dataset-resampled": "without it shards are drawn with replacement as well; `--dataset-resampled false` draws "
     "each shard once per pass",
     "--save-frequency": "the newest 3 checkpoints stay (`--checkpoint.keep-last`)",
-    "--resume": "a checkpoint of open_clip gives its weights by `--pretrained epoch_N.pt`",
+    "--resume": "a checkpoint of open_clip (`epoch_N.pt`) is resumed with its optimizer",
     "--lr-scheduler": "also linear",
 }
 

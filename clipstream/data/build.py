@@ -241,6 +241,8 @@ def _remote_shards_in_use(settings: DataSettings, lanes: int, world: World) -> i
 
 def _resumed(start: DataState, fingerprint: Fingerprint, lanes: int, approximate: bool, world: World) -> DataState:
     """The position to resume from; with another order, restarted under a new salt, so that it shows other samples."""
+    if not start.fingerprint:  # of a checkpoint of open_clip, which has a step, and no position in the data
+        return replace(start, fingerprint=fingerprint, lanes_total=lanes, restarted_at=start.step)
     changed = differences(start.fingerprint, fingerprint)
     if not changed:
         return start

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from clipstream.checkpoint import store
+from clipstream.checkpoint.open_clip import OpenClipCheckpoint
 from clipstream.checkpoint.remote_sync import (
     CHECKPOINTS,
     METRICS,
@@ -21,15 +22,17 @@ from clipstream.checkpoint.remote_sync import (
     message_of,
     with_retries,
 )
+from clipstream.checkpoint.state import CheckpointMeta, read_meta
 from clipstream.config.dump import portable
 from clipstream.config.settings import Settings, by_key, shown
+from clipstream.data.order.lanes import DataState
 from clipstream.data.shard_url import ShardURL, redact_value
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.training.precision import Precision, resolve_precision
-from clipstream.training.state import TrainState
+from clipstream.training.state import StepState, TrainState
 from clipstream.utils import atomic_write
-from clipstream.utils.logs import logger
+from clipstream.utils.logs import announce, logger
 
 TRAINS = re.compile(r"(model|tokenizer|data|loss|distill|optim|schedule|train)\.|run\.(seed|deterministic)$")
 BESIDES = re.compile(
@@ -80,6 +83,26 @@ def find(settings: Settings, world: World, remote_sync: RemoteSync | None) -> Pa
         return store.find(folder, resume)
 
     return store.agree(on_main, world)
+
+
+def meta_of(checkpoint: Path, settings: Settings, world: World) -> CheckpointMeta:
+    """What a checkpoint says of its run; of one of open_clip, its step by epochs of the present settings.
+
+    Raises SettingsError: it cannot be read, or the epochs of open_clip's have no known length.
+    """
+    if not checkpoint.is_file():
+        return read_meta(checkpoint)
+    theirs = OpenClipCheckpoint.read(checkpoint)
+    step = theirs.step
+    if step is None:
+        if settings.train.epoch_samples is None:
+            raise SettingsError(f"--resume {checkpoint}: how many samples are its epochs? Give --train-num-samples")
+        step = settings.data.steps_for(theirs.epoch * settings.train.epoch_samples)
+    if world.is_main:
+        announce(f"resume   {checkpoint} of open_clip: epoch {theirs.epoch}, step {step}; the data order begins anew")
+    train = StepState(scaler=theirs.scaler if settings.train.precision == "fp16" else {})
+    samples = sum(settings.data.batch_size(number) for number in range(step))
+    return CheckpointMeta(TrainState(step=step, samples=samples, data=DataState(step=step), train_step=train))
 
 
 def download_newer(remote_sync: RemoteSync, run_folder: Path) -> None:

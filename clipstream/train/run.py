@@ -108,7 +108,6 @@ def run(
         ending: on rank 0, the record of how the run ends.
         own_lanes: whether the user set data.lanes.
     """
-    from clipstream.checkpoint.state import read_meta
     from clipstream.tools import resume
     from clipstream.tools.feature_stores import open_stores
     from clipstream.tools.run_summary import print_best, print_summary
@@ -116,7 +115,7 @@ def run(
     # Settings: a resumed run keeps what was resolved when it began.
     remote_sync = resume.build_remote_sync(settings, world)
     found = resume.find(settings, world, remote_sync)
-    meta = None if found is None else read_meta(found)
+    meta = None if found is None else resume.meta_of(found, settings, world)
     state = None if meta is None else meta.train
     settings = resume.carried_over(settings, state, world, own_lanes=own_lanes)
 
@@ -133,7 +132,21 @@ def run(
         # Optimizer, step, loop.
         throughput = build_throughput(settings, world, towers)  # before the towers are sharded or compiled
         layout, step = build_step(settings, world, towers, teacher, stored)
-        fit(settings, world, layout, step, tokenizer, loader, throughput, watch, signals, ending, found, remote_sync)
+        fit(
+            settings,
+            world,
+            layout,
+            step,
+            tokenizer,
+            loader,
+            throughput,
+            watch,
+            signals,
+            ending,
+            found,
+            remote_sync,
+            state,
+        )
         if world.is_main:
             print_best(settings)
 
@@ -151,6 +164,7 @@ def fit(
     ending: Ending | None,
     found: Path | None,
     remote_sync: RemoteSync | None,
+    start: TrainState | None,
 ) -> None:
     """The loop, with weights, moments and random states of the checkpoint `found`, if any."""
     from clipstream.data.decode.tokenizers import readable
@@ -163,7 +177,7 @@ def fit(
     from clipstream.training.state import TrainState
     from clipstream.training.trainer import Trainer
 
-    resumed = None if found is None else load_checkpoint(found, step)
+    resumed = None if found is None else load_checkpoint(found, step, start)
     state = resumed or TrainState()
 
     # Outputs and evaluators; their metrics' names are known from a dry run.
@@ -217,6 +231,8 @@ def fit(
     if world.is_main:  # only now: a failed resume leaves the run's config.yaml as it was
         write_config(settings)
     with closing(outputs), writer:
+        if found is not None and found.is_file():
+            trainer.save_again()
         trainer.run()
 
 
@@ -499,14 +515,24 @@ def build_writer(
     )
 
 
-def load_checkpoint(checkpoint: Path, step: TrainStep) -> TrainState:
-    """Load weights, moments, averages, loss scale and random states; returns the position of the run."""
+def load_checkpoint(checkpoint: Path, step: TrainStep, start: TrainState | None = None) -> TrainState:
+    """Load weights, moments, averages, loss scale and random states; returns the position of the run.
+
+    Args:
+        start: that position, for a checkpoint of open_clip.
+    """
+    from clipstream.checkpoint.open_clip import OpenClipCheckpoint
     from clipstream.checkpoint.state import load
     from clipstream.models.pretrained import AVERAGED_FILE
     from clipstream.training.parallel import reshard
 
     reshard(step.towers)
-    state = load(checkpoint, towers=step.towers, optimizer=step.optimizer, world=step.world)
+    if checkpoint.is_file():
+        assert start is not None, "a checkpoint of open_clip is saved again before a rollback"
+        OpenClipCheckpoint.read(checkpoint).load(step.towers, step.optimizer)
+        state = start
+    else:
+        state = load(checkpoint, towers=step.towers, optimizer=step.optimizer, world=step.world)
     step.load_state(state.train_step)
     if step.averages is not None:
         step.averages.load(checkpoint / AVERAGED_FILE, state.train_step.ema_updates)

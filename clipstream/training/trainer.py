@@ -320,6 +320,11 @@ class Trainer:
         if self.world.is_main:
             self.write(record)
 
+    def save_again(self) -> None:
+        """Save the state that the run was resumed with, as its checkpoint is of another program."""
+        self._saved_step = -1
+        self._save()
+
     def _save(self, data: DataState | None = None, *, must: bool = True) -> None:
         """Save, unless the weights are not finite: the next steps decide what happens then.
 

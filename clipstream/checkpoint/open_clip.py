@@ -1,0 +1,189 @@
+"""Checkpoints of open_clip's trainer (`epoch_N.pt`): weights, optimizer, loss scale and epoch.
+
+The path of such a file enters; what it says of the run's position leaves, or it is loaded into a model and an
+optimizer. open_clip saves no position in the data and no random states: both begin anew.
+
+An optimizer's state is saved by number, in the order of its parameter groups: parameters without weight decay and the
+others, each in the model's order. The groups are formed again by the rules of open_clip 3.3.0 and of its main branch,
+and the shapes of all moments are compared with those of the parameters. Groups of learning rates per layer are refused.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from clipstream.errors import SettingsError
+from clipstream.models.towers import Towers
+from clipstream.models.weights import finite
+from clipstream.training.optim import UNDECAYED
+from clipstream.training.parallel import shard_like
+
+# Parts of names of Hugging Face text towers' tables, which have no weight decay in open_clip's main branch.
+TABLES = ("position_embeddings", "token_type_embeddings", "relative_attention_bias", "embed_positions")
+SHOWN = 300  # characters of a mismatch that a message repeats
+
+
+@dataclass(frozen=True)
+class OpenClipCheckpoint:
+    """Content of a file that open_clip's trainer wrote.
+
+    Attributes:
+        epoch: epochs done.
+        weights: tensors by open_clip's name.
+        optimizer: state_dict of the optimizer, by number or by name; None for weights alone.
+        scaler: state of torch's GradScaler; empty without float16.
+        step: optimizer steps done, which open_clip's main branch saves; None in 3.3.0.
+    """
+
+    path: Path
+    epoch: int
+    weights: dict[str, torch.Tensor]
+    optimizer: dict[str, Any] | None
+    scaler: dict[str, int | float]
+    step: int | None
+
+    @classmethod
+    def read(cls, path: Path) -> OpenClipCheckpoint:
+        """The content of a file; tensors stay on the disk until they are used. No code in it is run.
+
+        Raises SettingsError: it is no checkpoint of open_clip's trainer.
+        """
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about the pickle protocol
+                found: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # the unpickler may raise anything for a file that is not a pickle
+            text = f"--resume {path}: no checkpoint of clipstream, nor of open_clip's trainer: {_short(error)}"
+            raise SettingsError(text) from error
+        if not isinstance(found, dict) or not isinstance(found.get("state_dict"), dict) or "epoch" not in found:
+            raise SettingsError(
+                f"--resume {path}: there are no epoch and optimizer in it, which a checkpoint of open_clip's trainer "
+                f"has: start a new run from its weights by --pretrained {path}"
+            )
+        weights = {_plain(name): tensor for name, tensor in found["state_dict"].items()}
+        step = found.get("global_step")
+        scaler, optimizer = dict(found.get("scaler") or {}), found.get("optimizer")
+        return cls(path, int(found["epoch"]), weights, optimizer, scaler, None if step is None else int(step))
+
+    def load(self, towers: Towers, optimizer: torch.optim.Optimizer) -> None:
+        """Load weights and moments, on every rank; the optimizer's hyperparameters stay those of the settings.
+
+        Raises SettingsError: they are of another model, optimizer, or choice of trained parameters.
+        """
+        try:
+            present = towers.clip.state_dict()
+            saved = towers.not_stored(finite(self.weights.items(), self.path))
+            towers.clip.load_state_dict({name: shard_like(tensor, present.get(name)) for name, tensor in saved})
+        except RuntimeError as error:
+            raise SettingsError(f"--resume {self.path}: its weights do not fit this model: {_short(error)}") from error
+        if self.optimizer is None:
+            raise SettingsError(f"--resume {self.path}: it has no optimizer: give --pretrained {self.path} instead")
+        names = {id(parameter): name.removeprefix("clip.") for name, parameter in towers.named_parameters()}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        by_name = self._states([name for name in names.values() if name in self.weights], towers)
+        state: dict[int, dict[str, Any]] = {}
+        for number, parameter in enumerate(parameters):
+            values = by_name.pop(names[id(parameter)], None)
+            if values is not None:
+                state[number] = {key: _fitted(value, parameter) for key, value in values.items()}
+        if by_name:
+            raise SettingsError(
+                f"--resume {self.path}: it has moments of {len(by_name)} parameters that this run does not train, such "
+                f"as {next(iter(by_name))}: lock the same towers as there"
+            )
+        groups = [
+            {**group, "params": list(range(start, start + len(group["params"])))}
+            for group, start in zip(optimizer.param_groups, _starts(optimizer), strict=True)
+        ]
+        try:
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise SettingsError(f"--resume {self.path}: its optimizer is another one: {_short(error)}") from error
+
+    def _states(self, names: Sequence[str], towers: Towers) -> dict[str, dict[str, Any]]:
+        """The state of each trained parameter by its name.
+
+        Args:
+            names: of the model's parameters, in order, trained or not.
+        """
+        assert self.optimizer is not None
+        state, groups = self.optimizer["state"], self.optimizer["param_groups"]
+        if any(isinstance(key, str) for key in state):  # of FSDP
+            return {_plain(name): dict(values) for name, values in state.items()}
+        trainable = {
+            name.removeprefix("clip.") for name, parameter in towers.named_parameters() if parameter.requires_grad
+        }
+        own = [name for name in names if name in trainable]
+        for layout in self._layouts(own, towers):
+            pairs = zip(groups, layout, strict=False)
+            numbered = {n: name for group, part in pairs for n, name in zip(group["params"], part, strict=False)}
+            sizes = [len(group["params"]) for group in groups] == [len(part) for part in layout]
+            if sizes and all(self._fits(values, numbered[number]) for number, values in state.items()):
+                return {numbered[number]: dict(values) for number, values in state.items()}
+        counted = sum(len(group["params"]) for group in groups)
+        raise SettingsError(
+            f"--resume {self.path}: its optimizer has {counted} parameters in {len(groups)} groups, and this run "
+            f"trains {len(own)}; they cannot be matched: lock the same towers as there (learning rates per layer are not "
+            f"matched), or start a new run from its weights by --pretrained {self.path}"
+        )
+
+    def _layouts(self, names: Sequence[str], towers: Towers) -> Iterator[list[list[str]]]:
+        """The groups of parameters by each rule of open_clip, in the orders that it makes them."""
+        listed = {
+            f"{path}.{name}".removeprefix(".")
+            for path, module in towers.clip.named_modules()
+            for name in getattr(module, "no_weight_decay", set)()
+        }
+        released: list[str] = []
+        main: list[str] = []  # names without weight decay
+        for name in names:
+            tensor = self.weights[name]
+            if tensor.ndim < 2 or any(part in name for part in UNDECAYED):
+                released.append(name)
+            if tensor.ndim < 2 or name in listed or any(part in name for part in TABLES):
+                main.append(name)
+        for exempt in (released, main):
+            groups = [exempt, [name for name in names if name not in set(exempt)]]
+            groups = [group for group in groups if group]
+            yield groups
+            yield sorted(groups, key=lambda group: names.index(group[0]))  # as they come first
+
+    def _fits(self, values: dict[str, Any], name: str) -> bool:
+        """Whether the moments of a parameter have its shape."""
+        shape = self.weights[name].shape
+        return all(
+            not isinstance(value, torch.Tensor) or value.ndim == 0 or value.shape == shape for value in values.values()
+        )
+
+
+def _starts(optimizer: torch.optim.Optimizer) -> list[int]:
+    """The number of the first parameter of each group."""
+    starts, at = [], 0
+    for group in optimizer.param_groups:
+        starts.append(at)
+        at += len(group["params"])
+    return starts
+
+
+def _fitted(value: Any, parameter: nn.Parameter) -> Any:
+    """A value of an optimizer's state in memory, sharded as its parameter is; a count as torch's Adam has it."""
+    if not isinstance(value, torch.Tensor):
+        return torch.tensor(float(value)) if isinstance(value, (int, float)) else value
+    return shard_like(value, parameter).clone() if value.ndim else value.clone()
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without the prefixes of DDP and torch.compile."""
+    return name.removeprefix("module.").removeprefix("_orig_mod.")
+
+
+def _short(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]} …"
