@@ -130,8 +130,8 @@ class OpenClipCheckpoint:
         counted = sum(len(group["params"]) for group in groups)
         raise SettingsError(
             f"--resume {self.path}: its optimizer has {counted} parameters in {len(groups)} groups, and this run "
-            f"trains {len(own)}; they cannot be matched: lock the same towers as there (learning rates per layer are not "
-            f"matched), or start a new run from its weights by --pretrained {self.path}"
+            f"trains {len(own)}; they cannot be matched: lock the same towers as there (learning rates per "
+            f"layer are not matched), or start a new run from its weights by --pretrained {self.path}"
         )
 
     def _layouts(self, names: Sequence[str], towers: Towers) -> Iterator[list[list[str]]]:
