@@ -179,7 +179,6 @@ def fit(
 
     resumed = None if found is None else load_checkpoint(found, step, start)
     state = resumed or TrainState()
-
     # Outputs and evaluators; their metrics' names are known from a dry run.
     train, total, log = settings.train, settings.total_steps, settings.log
     early_stop = EarlyStop(train.early_stop, state.early_stop)
@@ -231,9 +230,7 @@ def fit(
     if world.is_main:  # only now: a failed resume leaves the run's config.yaml as it was
         write_config(settings)
     with closing(outputs), writer:
-        if found is not None and found.is_file():
-            trainer.save_again()
-        trainer.run()
+        trainer.run(save_first=found is not None and found.is_file())
 
 
 def build_model(settings: Settings, world: World, stored: StoredData | None) -> tuple[Towers, Tokenizer]:

@@ -102,14 +102,20 @@ class Trainer:
         self._timer = StepTimer(self.world.device)
         self._usage = Usage(self.world.device, self.loader.worker_pids)
 
-    def run(self) -> None:
+    def run(self, *, save_first: bool = False) -> None:
         """Train until the last step, or until early stopping.
+
+        Args:
+            save_first: save the state that the run was resumed with, as its checkpoint is of another program.
 
         Raises:
             Stopped: a signal reached some rank; the run is saved.
             DataError, DivergedError: from loader and rollback.
         """
         self.signals.deferring = True
+        if save_first:
+            self._saved_step = -1
+            self._save()
         self.loader.interrupt = self._stop_requested
         if self._evaluation_pending:
             self._evaluate(last=False)
@@ -319,11 +325,6 @@ class Trainer:
     def _write(self, record: Record) -> None:
         if self.world.is_main:
             self.write(record)
-
-    def save_again(self) -> None:
-        """Save the state that the run was resumed with, as its checkpoint is of another program."""
-        self._saved_step = -1
-        self._save()
 
     def _save(self, data: DataState | None = None, *, must: bool = True) -> None:
         """Save, unless the weights are not finite: the next steps decide what happens then.
