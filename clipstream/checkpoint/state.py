@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from clipstream.checkpoint import store
+from clipstream.checkpoint.open_clip import OpenClipCheckpoint
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.towers import Towers
@@ -213,15 +214,29 @@ def read_meta(checkpoint: Path) -> CheckpointMeta:
     return CheckpointMeta.from_json(json.loads((checkpoint / STATE).read_text(encoding="utf-8")), checkpoint)
 
 
-def load(checkpoint: Path, *, towers: Towers, optimizer: torch.optim.Optimizer, world: World) -> TrainState:
+def load(
+    checkpoint: Path,
+    *,
+    towers: Towers,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+    start: TrainState | None = None,
+) -> TrainState:
     """Load weights, optimizer and random states, on every rank; return the position of the run.
 
     The optimizer's hyperparameters (betas, weight decay, …) stay those of the present settings. Random states are set
     on ranks that the saving run had. No random numbers may be drawn between this and the first step.
 
+    Args:
+        start: the position to return for a checkpoint of open_clip, a file without one.
+
     Raises SettingsError: the checkpoint has another model, other trainable parameters, weights that are not finite, or
     another format version.
     """
+    if checkpoint.is_file():
+        assert start is not None, "a run saves what it loaded of open_clip before any rollback"
+        OpenClipCheckpoint.read(checkpoint).load(towers, optimizer)
+        return start
     state = read_meta(checkpoint).train
     try:
         present = towers.clip.state_dict()

@@ -518,18 +518,12 @@ def load_checkpoint(checkpoint: Path, step: TrainStep, start: TrainState | None 
     Args:
         start: that position, for a checkpoint of open_clip.
     """
-    from clipstream.checkpoint.open_clip import OpenClipCheckpoint
     from clipstream.checkpoint.state import load
     from clipstream.models.pretrained import AVERAGED_FILE
     from clipstream.training.parallel import reshard
 
     reshard(step.towers)
-    if checkpoint.is_file():
-        assert start is not None, "a checkpoint of open_clip is saved again before a rollback"
-        OpenClipCheckpoint.read(checkpoint).load(step.towers, step.optimizer)
-        state = start
-    else:
-        state = load(checkpoint, towers=step.towers, optimizer=step.optimizer, world=step.world)
+    state = load(checkpoint, towers=step.towers, optimizer=step.optimizer, world=step.world, start=start)
     step.load_state(state.train_step)
     if step.averages is not None:
         step.averages.load(checkpoint / AVERAGED_FILE, state.train_step.ema_updates)
