@@ -88,6 +88,12 @@ VERBS = {
         "Batches are the first ones of --train-data, or generated. Several ranks (torchrun) are measured together.",
         (*_READING, "Model", "Batch", "Loss and optimizer", "Device and precision"),
     ),
+    "audit": Verb(
+        "Find out what one training step computes in which dtype: casts, operations left in float32, gradients that "
+        "fp16 would lose, and what has to be float32 and is not (exit code 1).",
+        (*_READING, "Model", "Batch", "Loss and optimizer", "Device and precision", "Speed and memory"),
+        "precision ",
+    ),
     "precompute": Verb(
         "Compute the features of frozen towers and teachers once, and store them in STORE. The same command goes on "
         "where it was ended, and adds parts that the store lacks.",

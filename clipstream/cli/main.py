@@ -33,6 +33,7 @@ VERBS = {
     "check": "look into a data set: what would be used and dropped",
     "index": "note what each shard holds, for exact epochs",
     "bench": "measure how fast shards are read here; with `bench train`, how fast a model trains under which settings",
+    "audit": "find casts, float32 operations and 16-bit numbers that a training step should not have",
     "stage": "copy shards to this machine ahead of a run",
     "precompute": "compute features of frozen towers and teachers once, and store them",
     "search": "search in precomputed features: neighbours, near-duplicates, clusters, scores",

@@ -176,7 +176,9 @@ class Towers(nn.Module):
         wide = torch.promote_types(dtype, torch.float32)
         if self.channels_last is not None:
             pixels = self.channels_last.apply(pixels, dtype)
-        scaled = (pixels.to(wide) / 255 - self.mean.to(wide)) / self.std.to(wide)
+        # Division converts bytes to float32 as it goes.
+        scaled = pixels.to(wide) / 255 if wide == torch.float64 else pixels / 255
+        scaled.sub_(self.mean.to(wide)).div_(self.std.to(wide))
         return self.encode_normalized(scaled.to(dtype))
 
     def encode_normalized(self, images: torch.Tensor) -> torch.Tensor:

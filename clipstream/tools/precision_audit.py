@@ -10,22 +10,48 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from clipstream.data.batch import Batch
+from clipstream.data.decode.tokenizers import Tokenizer, wrap
+from clipstream.distributed.world import World
+from clipstream.models.teacher import Teacher
 from clipstream.models.towers import Towers
 from clipstream.performance.precision.audit import Audit, ScaleRecord, audited
 from clipstream.performance.precision.findings import Findings
 from clipstream.performance.precision.gradients import ASSUMED_SCALE, GradientGroup, gradient_groups
 from clipstream.performance.precision.recorder import Phase, Recorder
+from clipstream.report.sinks import METRICS_FILE, lines
 from clipstream.training.parallel import batch_statistics, local_tensor
 from clipstream.training.precision import same_randomness
 from clipstream.training.step import TrainStep
 
 STEPS = 2  # the first one makes moments and warms caches up; the last one is recorded
+WORDS = (
+    "a",
+    "photo",
+    "of",
+    "red",
+    "green",
+    "small",
+    "old",
+    "city",
+    "river",
+    "bird",
+    "dog",
+    "on",
+    "the",
+    "left",
+    "with",
+    "light",
+    "near",
+    "two",
+    "people",
+)
 MOST_STEPS = 24  # of fp16, whose loss scale falls by half until no gradient overflows
 
 
@@ -55,6 +81,11 @@ def audit_step(step: TrainStep, batch: Batch, *, history: list[ScaleRecord] | No
             with watch.watching(), recorder.recording():
                 step(batch, lr=0.0)
         check_state(watch.findings, step)
+    trained = {
+        name
+        for name, module in step.towers.named_modules()
+        if all(parameter.requires_grad for parameter in module.parameters())
+    }
     return audited(
         recorder,
         watch.findings,
@@ -62,6 +93,7 @@ def audit_step(step: TrainStep, batch: Batch, *, history: list[ScaleRecord] | No
         device=step.world.device,
         samples=len(batch),
         frozen={name for name, parameter in step.towers.named_parameters() if not parameter.requires_grad},
+        trained=trained,
         gradients=watch.gradients,
         scale=watch.scale,
         history=history,
@@ -123,7 +155,7 @@ class _WatchedLoss:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loss, name)
 
-    def __call__(self, features: Any, batch: Batch, world: Any) -> torch.Tensor:
+    def __call__(self, features: Any, batch: Batch, world: World) -> torch.Tensor:
         share: torch.Tensor = self._watch._in("loss", self._loss)(features, batch, world)
         for what, tensor in (("features", features.image), ("features", features.text), ("loss", share)):
             _require_wide(self._watch.findings, "loss", what, [tensor])
@@ -141,7 +173,7 @@ def check_state(findings: Findings, step: TrainStep) -> None:
             if parameter.requires_grad:
                 _require_wide(findings, name, "weights", [parameter])
     for name, module in step.towers.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             _require_wide(findings, name, "running statistics", list(module.buffers()))
     if step.averages is not None:
         for name, tensor in step.averages.tensors.items():
@@ -208,3 +240,41 @@ def _restored(value: Any, before: Any) -> Any:
         return before
     local_tensor(value).copy_(before)
     return value
+
+
+def scale_history(run: Path) -> list[ScaleRecord]:
+    """The course of the loss scale in a run's metrics; empty without fp16."""
+    path = run / METRICS_FILE
+    records = [record for _, record in lines(path)] if path.is_file() else []
+    return [
+        ScaleRecord(record["step"], record["loss_scale"], record.get("overflow_rate", 0.0))
+        for record in records
+        if "loss_scale" in record
+    ]
+
+
+def synthetic_batch(
+    size: int, world: World, seed: int, towers: Towers, tokenizer: Tokenizer, teacher: Teacher | None = None
+) -> Batch:
+    """This rank's part of a batch of random pictures, and of texts of 3 to 20 words.
+
+    Args:
+        size: samples of the global batch.
+    """
+    bounds = [size * rank // world.size for rank in (world.rank, world.rank + 1)]
+    n, draw = bounds[1] - bounds[0], torch.Generator().manual_seed(seed * 1000 + world.rank)
+    counts = torch.randint(3, 21, (n,), generator=draw).tolist()
+    texts = [" ".join(WORDS[(row + place) % len(WORDS)] for place in range(count)) for row, count in enumerate(counts)]
+
+    def pixels(like: Towers) -> torch.Tensor:
+        return torch.randint(0, 256, (n, 3, *like.image.size), dtype=torch.uint8, generator=draw)
+
+    own = torch.from_numpy(tokenizer.encode(texts)).int()
+    others: dict[str, torch.Tensor] = {}
+    if teacher is not None and teacher.towers.image.size != towers.image.size:
+        others["teacher_pixels"] = pixels(teacher.towers)
+    if teacher is not None and not teacher.towers.same_tokenizer(towers):
+        encode = wrap(teacher.towers.open_clip_tokenizer(), teacher.towers.context_length).encode
+        others["teacher_ids"] = torch.from_numpy(encode(texts)).int()
+    keys = tuple(f"synthetic/{number}" for number in range(*bounds))
+    return Batch(pixels(towers), own, torch.ones(n), keys, torch.zeros(n, dtype=torch.uint8), 0, size, **others)

@@ -11,10 +11,12 @@ import itertools
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, Literal, TypedDict
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from clipstream.distributed.world import World
@@ -38,17 +40,33 @@ class RandomState(TypedDict, total=False):
 
 
 def prepare(module: nn.Module, precision: Precision) -> nn.Module:
-    """Convert a module in place: to float64 for fp64, to bfloat16 for pure_bf16 (except tensors of up to 4 elements),
-    else to float32. Towers in a precision of their own (`Towers.set_precision`) stay as they are.
+    """Convert a module in place: to float64 for fp64, to bfloat16 for pure_bf16, else to float32.
+
+    With pure_bf16, tensors of up to 4 elements stay float32, and so does batch norm: a running mean in bfloat16 stands
+    still, as the change of a step is below its last digit. Towers in a precision of their own (`Towers.set_precision`)
+    stay as they are.
     """
     frozen = getattr(module, "own_precision", {}).values()
     own = {id(tensor) for tower in frozen for tensor in tower.tensors(module.clip)}
-    for tensor in itertools.chain(module.parameters(), module.buffers()):
-        if tensor.is_floating_point() and id(tensor) not in own:
-            narrow = precision == "pure_bf16" and tensor.numel() > KEPT_WIDE
-            wide = torch.float64 if precision == "fp64" else torch.float32
-            tensor.data = tensor.data.to(torch.bfloat16 if narrow else wide)
+    wide = torch.float64 if precision == "fp64" else torch.float32
+    for part in module.modules():
+        batch_norm = isinstance(part, nn.modules.batchnorm._BatchNorm)
+        for tensor in itertools.chain(part.parameters(recurse=False), part.buffers(recurse=False)):
+            if tensor.is_floating_point() and id(tensor) not in own:
+                narrow = precision == "pure_bf16" and tensor.numel() > KEPT_WIDE and not batch_norm
+                tensor.data = tensor.data.to(torch.bfloat16 if narrow else wide)
+        if precision == "pure_bf16" and type(part).__name__ == "LayerNorm":  # torch's, open_clip's, timm's
+            part.forward = MethodType(_layer_norm, part)  # type: ignore[method-assign]
     return module
+
+
+def _layer_norm(norm: nn.LayerNorm, input: torch.Tensor) -> torch.Tensor:
+    """LayerNorm with float32 statistics on a CPU as well, whose kernel has them in the dtype of gain and bias."""
+    if input.device.type != "cpu" or input.dtype != torch.bfloat16 or norm.weight is None:
+        result: torch.Tensor = type(norm).forward(norm, input)
+        return result
+    bias = None if norm.bias is None else norm.bias.float()
+    return F.layer_norm(input, norm.normalized_shape, norm.weight.float(), bias, norm.eps)
 
 
 def resolve_precision(wanted: Precision | Literal["auto"], world: World) -> Precision:

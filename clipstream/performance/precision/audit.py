@@ -88,13 +88,14 @@ def audited(
     device: str,
     samples: int,
     frozen: set[str],
+    trained: set[str],
     gradients: list[GradientGroup],
     scale: float,
     history: list[ScaleRecord],
     own: list[ScaleRecord],
 ) -> Audit:
     """The audit of a recorded step, with the findings that do not follow from its operators."""
-    analyse(findings, recorder, precision, device, frozen)
+    analyse(findings, recorder, precision, device, frozen, trained)
     if precision == "fp16":
         _judge_gradients(findings, gradients, scale)
         _judge_scale(findings, [*history, *own])
@@ -121,10 +122,9 @@ def audited(
 def _judge_gradients(findings: Findings, gradients: list[GradientGroup], scale: float) -> None:
     for group in gradients:
         lost = group.share(group.underflow + group.subnormal)
-        if "matrices" in group.name or "projections" in group.name:
-            if lost > MANY:
-                what = f"{lost:.0%} of the gradients lose digits or become 0 in fp16 at loss scale {scale:g}"
-                findings.add_state(group.name, what, "--precision bf16, whose exponents are float32's", "underflow")
+        if ("matrices" in group.name or "projections" in group.name) and lost > MANY:
+            what = f"{lost:.0%} of the gradients lose digits or become 0 in fp16 at loss scale {scale:g}"
+            findings.add_state(group.name, what, "--precision bf16, whose exponents are float32's", "underflow")
 
 
 def _judge_scale(findings: Findings, history: list[ScaleRecord]) -> None:

@@ -30,17 +30,39 @@ COMPUTES: dict[str, torch.dtype] = {
     "fp64": torch.float64,
 }
 NARROW = (torch.bfloat16, torch.float16)
-NORMS = frozenset(
-    "native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit cudnn_batch_norm "
-    "_batch_norm_with_update miopen_batch_norm _fused_rms_norm batch_norm_gather_stats_with_counts".split()
-)
-SOFTMAXES = frozenset("_softmax _log_softmax _safe_softmax logsumexp".split())
+NORMS = {
+    "native_layer_norm",
+    "native_group_norm",
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "cudnn_batch_norm",
+    "_batch_norm_with_update",
+    "miopen_batch_norm",
+    "_fused_rms_norm",
+    "batch_norm_gather_stats_with_counts",
+}
+SOFTMAXES = {"_softmax", "_log_softmax", "_safe_softmax", "logsumexp"}
 ATTENTIONS = frozenset(op for op in PRODUCTS if op.startswith("_scaled_dot_product") and "backward" not in op)
-SUMS = SOFTMAXES | frozenset(
-    "sum mean prod cumsum var var_mean std logaddexp nll_loss_forward linalg_vector_norm norm native_norm".split()
-)
+SUMS = SOFTMAXES | {
+    "sum",
+    "mean",
+    "prod",
+    "cumsum",
+    "var",
+    "var_mean",
+    "std",
+    "logaddexp",
+    "nll_loss_forward",
+    "linalg_vector_norm",
+    "norm",
+    "native_norm",
+}
 # What autocast computes in float32, and what a step computes there on purpose.
-ISLANDS = NORMS | SUMS | frozenset("pow exp expm1 log log2 log10 log1p rsqrt reciprocal softplus cumprod dist".split())
+ISLANDS = (
+    NORMS
+    | SUMS
+    | {"pow", "exp", "expm1", "log", "log2", "log10", "log1p", "rsqrt", "reciprocal", "softplus", "cumprod", "dist"}
+)
 
 ONCE = "pure_bf16 has no float32 weights to cast"
 REASONS = {
@@ -48,8 +70,8 @@ REASONS = {
     "weight gradients": "gradients are summed in float32, the dtype of the weights",
     "operands": "operands of matrix products that an operation in float32 made",
     "gradients of casts": "the backward pass of a cast casts the gradient back",
-    "elementwise": "autocast leaves other operations in the dtype of their input, as those on a residual stream that "
-    "float32 embeddings begin",
+    "elementwise": "autocast leaves other operations in the dtype of their input, such as a residual stream of "
+    "float32 embeddings",
     "norm": "statistics of normalisation need float32; --train.compile fuses the casts around it",
     "attention": "softmax needs float32, and plain matrix products are the fastest attention of a CPU in 16 bits",
     "loss": "logits, softmax and loss need float32",
@@ -94,9 +116,7 @@ class Findings:
     def __init__(self) -> None:
         self.found: dict[tuple[str, ...], Finding] = {}
 
-    def add(
-        self, kind: str, severity: Severity, site: Site | None, what: str, advice: str, total: Total
-    ) -> None:
+    def add(self, kind: str, severity: Severity, site: Site | None, what: str, advice: str, total: Total) -> None:
         """Add a finding about operators at a place; None for the whole step."""
         module = "" if site is None else place(site)
         group = grouped(module)
@@ -134,7 +154,7 @@ def place(site: Site) -> str:
         return "loss"
     if site.phase in ("optimizer", "step"):
         return "optimizer" if site.phase == "optimizer" else "gradient norm"
-    return site.module or "towers"
+    return site.module.removeprefix("clip.") or "towers"
 
 
 def is_wide(dtypes: Iterable[torch.dtype], precision: str) -> bool:
@@ -150,8 +170,10 @@ def is_meant(key: OpKey | CastKey) -> str:
     if isinstance(key, CastKey):
         if not (key.source.is_floating_point and key.target.is_floating_point):
             return "numbers"
-        if key.weight:
-            return "weight gradients" if site.phase == "backward" else "weights"
+        if key.weight and site.phase == "backward":
+            return "weight gradients"
+        if key.weight and key.target.itemsize < key.source.itemsize:
+            return "weights"
     if site.region:
         return site.region
     if isinstance(key, OpKey):
@@ -161,13 +183,16 @@ def is_meant(key: OpKey | CastKey) -> str:
     return "operands" if key.target.itemsize < key.source.itemsize else "elementwise"
 
 
-def analyse(findings: Findings, recorder: Recorder, precision: str, device: str, frozen: set[str]) -> None:
+def analyse(
+    findings: Findings, recorder: Recorder, precision: str, device: str, frozen: set[str], trained: set[str]
+) -> None:
     """Add all findings about the operators of a step.
 
     Args:
         frozen: names of the parameters that are not trained.
+        trained: names of the modules with parameters that are, or with none at all.
     """
-    _check_islands(findings, recorder)
+    _check_islands(findings, recorder, trained)
     _find_products(findings, recorder, precision, device)
     _find_casts(findings, recorder, precision, frozen)
     for key, total in [*recorder.ops.items(), *recorder.casts.items()]:
@@ -177,34 +202,41 @@ def analyse(findings: Findings, recorder: Recorder, precision: str, device: str,
             findings.add("wide operations", "meant", None, is_meant(key), REASONS[is_meant(key)], total)
 
 
-def _check_islands(findings: Findings, recorder: Recorder) -> None:
-    """What has to be float32 in every precision, among the operators."""
-
-    def violated(what: str, advice: str) -> None:
-        findings.add("island", "error", key.site, what, advice, total)
-
+def _check_islands(findings: Findings, recorder: Recorder, trained: set[str]) -> None:
+    """What has to be float32 in every precision, among the operators. Frozen norms keep no statistics."""
     for key, total in recorder.ops.items():
-        site, op = key.site, key.op
-        narrow = next((dtype for dtype in (*key.outs, *key.ins) if dtype in NARROW), None)
-        if narrow is None:
+        if key.op in NORMS and key.site.module not in trained:
             continue
-        name = str(narrow).removeprefix("torch.")
-        narrow_out = any(dtype in NARROW for dtype in key.outs)
-        if site.region == "loss" and op in PRODUCTS:
-            advice = "cast the features up before the product: features.float() under autocast(enabled=False)"
-            violated(f"logits are computed in {name}", advice)
-        elif site.region == "loss" and op in SUMS and narrow_out:
-            violated(f"the loss is summed in {name}", "compute the loss in float32: rounding hides small changes of it")
-        elif site.phase not in ("forward", "recomputation"):
-            continue
-        elif op in NORMS and any(dtype in NARROW for dtype in key.outs[1:]):
-            violated(f"statistics of normalisation are {name}", "give the norm float32 weights, or a float32 input")
-        elif site.region == "norm" and op in SUMS and narrow_out:
-            violated(f"statistics of normalisation are summed in {name}", "cast the input up first: x.float()")
-        elif op in SOFTMAXES and narrow_out:
-            violated(f"softmax in {name}", "use F.scaled_dot_product_attention, or softmax(..., dtype=torch.float32)")
-        elif op in ATTENTIONS and any(dtype in NARROW for dtype in key.outs[1:2]):
-            violated(f"statistics of the attention's softmax are {name}", "report it: torch's kernel has them so")
+        if (found := _violation(key)) is not None:
+            findings.add("island", "error", key.site, *found, total)
+
+
+def _violation(key: OpKey) -> tuple[str, str] | None:
+    """What is wrong with an operator in 16 bits, and what to change; None if nothing is."""
+    site, op = key.site, key.op
+    narrow = next((dtype for dtype in (*key.outs, *key.ins) if dtype in NARROW), None)
+    if narrow is None:
+        return None
+    name = str(narrow).removeprefix("torch.")
+    narrow_out = any(dtype in NARROW for dtype in key.outs)
+    if site.region == "loss" and op in PRODUCTS:
+        return f"logits are computed in {name}", "multiply float32 features: features.image.float() and the like"
+    if site.region == "loss" and op in SUMS and narrow_out:
+        return f"the loss is summed in {name}", "compute the loss in float32: rounding hides small changes of it"
+    if site.phase not in ("forward", "recomputation"):
+        return None
+    if op in NORMS and any(dtype in NARROW for dtype in key.outs[1:]):
+        return f"statistics of normalisation are {name}", "give the norm float32 weights, or a float32 input"
+    if site.region == "norm" and op in SUMS and narrow_out:
+        return f"statistics of normalisation are summed in {name}", "cast the input up first: x.float()"
+    if op in SOFTMAXES and narrow_out:
+        return f"softmax in {name}", "use F.scaled_dot_product_attention, or softmax(..., dtype=torch.float32)"
+    if op in ATTENTIONS and any(dtype in NARROW for dtype in key.outs[1:2]):
+        return (
+            f"statistics of the attention's softmax are {name}",
+            "use another backend: torch.nn.attention.sdpa_kernel",
+        )
+    return None
 
 
 def _find_products(findings: Findings, recorder: Recorder, precision: str, device: str) -> None:
@@ -259,9 +291,9 @@ def _find_casts(findings: Findings, recorder: Recorder, precision: str, frozen: 
             spared.seconds = cast.seconds * spared.count / cast.count
             name = str(dtype).removeprefix("torch.")
             what = f"weights are cast to {name} {cast.count} times a step"
-            advice = "autocast forgets its copies after each pass: larger or fewer --train.micro-batch-size chunks"
+            advice = "autocast forgets its copies after each pass: a larger --train.micro-batch-size makes fewer"
             if weight in frozen:
-                advice = "autocast keeps no copy of frozen weights: store the frozen tower in 16 bits"
+                advice = "autocast keeps no copy of frozen weights: --model.image.precision or --model.text.precision"
             findings.add("repeated cast", "warning", sites[weight, dtype], what, advice, spared)
 
 

@@ -7,16 +7,17 @@ the module that made the node of autograd: nodes are numbered in the order in wh
 number of the node that runs gives back the place in the forward pass. Kernels that torch.compile makes are not seen:
 `recording` runs compiled modules eagerly.
 
-**Traffic** is the bytes of all inputs and outputs of operators that are no views; what caches save is not known.
+**Traffic** is the bytes of all inputs and outputs of operators that are no views; what is written in place counts as
+both. What caches save is not known.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NamedTuple
@@ -30,17 +31,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 Phase = Literal["forward", "recomputation", "loss", "backward", "optimizer", "step"]
 Region = Literal["", "norm", "attention", "loss", "inputs"]
 
-PRODUCTS = frozenset(
-    "mm addmm bmm baddbmm mv addmv dot convolution convolution_backward _addmm_activation linear mkldnn_linear "
-    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward "
-    "_scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward "
-    "_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward "
-    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward".split()
-)
+PRODUCTS = {
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "mv",
+    "addmv",
+    "dot",
+    "convolution",
+    "convolution_backward",
+    "_addmm_activation",
+    "linear",
+    "mkldnn_linear",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_efficient_attention_backward",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_cudnn_attention_backward",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+}
 TEACHER = "teacher"
 CASTS = ("_to_copy", "copy_", "_foreach_copy_")
 # Copies that leave values as they are: what is known of the input holds for the output.
-COPIES = frozenset("clone cat stack index_select _unsafe_view slice_scatter select_scatter repeat".split())
+COPIES = {"clone", "cat", "stack", "index_select", "_unsafe_view", "slice_scatter", "select_scatter", "repeat"}
+ALLOCATIONS = ("empty", "new_empty", "_local_scalar_dense")  # touch no memory
 HIDDEN = (str(Path(torch.__file__).parent), __file__)
 
 
@@ -217,19 +234,18 @@ class Recorder(TorchDispatchMode):
         starts = self._start()
         out = func(*args, **kwargs)
         seconds, stop = self._stop(starts)
-        outs = list(_tensors((out,)))
-        if getattr(func, "is_view", False) or not outs:
+        outs = [*_tensors((out,)), *(() if out is not None else _written(func, args))]
+        if getattr(func, "is_view", False) or name.startswith(ALLOCATIONS):
             return out
         inputs = {id(tensor): tensor for tensor in ins}
         total = Total(1, sum(map(_size, inputs.values())) + sum(map(_size, outs)), seconds)
-        # What is written in place is counted as input and output.
         ins_floats = tuple(sorted({t.dtype for t in ins if t.is_floating_point()}, key=str))
         key = OpKey(site, name, ins_floats, tuple(t.dtype for t in outs if t.is_floating_point() and t.numel()))
         summed = self.ops.setdefault(key, Total())
         summed.add(total)
         source = args[1] if name == "copy_" else args[0] if name == "_to_copy" else None
         cast = None
-        if isinstance(source, torch.Tensor) and source.dtype != outs[0].dtype:
+        if isinstance(source, torch.Tensor) and outs and source.dtype != outs[0].dtype:
             cast = self._add_cast(site, source, outs[0], total)
         elif not (name in COPIES or name in CASTS):
             self._consumed(ins, name)
@@ -358,6 +374,13 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _tensors(value)
+
+
+def _written(func: Any, args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+    """The arguments that an operator without a result writes to."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _tensors((value,))
 
 
 def _line() -> str:

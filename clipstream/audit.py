@@ -1,0 +1,176 @@
+"""The verb `python -m clipstream.audit precision`: what one training step computes in which dtype.
+
+Takes the settings of `clipstream.train`, or a run's folder with `--run`, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from clipstream.cli.main import run_main, show_help
+from clipstream.config.dump import print_config, take_flag
+from clipstream.config.flags import own_flags
+from clipstream.config.settings import Settings, load, require_equal, resolve
+from clipstream.config.validate import validate_sources
+from clipstream.distributed.failure import FailureWatch
+from clipstream.distributed.world import World
+from clipstream.errors import ClipstreamError, SettingsError
+from clipstream.losses.settings import chosen_loss_type
+from clipstream.utils import atomic_write
+from clipstream.utils.logs import set_level
+
+if TYPE_CHECKING:
+    from clipstream.data.batch import Batch
+    from clipstream.data.decode.tokenizers import Tokenizer
+    from clipstream.data.loader.stored import StoredData
+    from clipstream.models.teacher import Teacher
+    from clipstream.models.towers import Towers
+    from clipstream.training.state import TrainState
+
+TOPIC = "precision"
+OWN_FLAGS = {
+    "--run": "a run's folder: its settings, the weights of its newest checkpoint, and the course of its loss scale",
+    "--batch": "shards (the default where the settings name some) or synthetic, for random pictures and texts",
+    "--rows": "most rows of a table (12)",
+    "--json": "file for everything that was found",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb, and return its exit code: 1 if what has to be float32 is not."""
+    return run_main(_main, argv)
+
+
+def _main(argv: list[str]) -> int:
+    topics = [token for token in argv[:1] if not token.startswith("-")]
+    if show_help("audit", argv[len(topics) :], OWN_FLAGS):
+        return 0
+    if topics != [TOPIC]:
+        raise SettingsError(f"what is to be audited? Give clipstream audit {TOPIC} …")
+    every, argv = take_flag(argv[1:])
+    own, flags = own_flags(argv, OWN_FLAGS)
+    settings = _load(own, flags)
+    set_level(settings.log.level)
+    if every is not None:
+        return print_config(settings, "audit", every)
+    if _synthetic(own, settings):
+        settings = settings.model_copy(update={"data": settings.data.model_copy(update={"sources": {}})})
+    else:
+        validate_sources(settings)
+    from clipstream.models.pretrained import preflight, preflight_teacher
+
+    preflight(settings.model, settings.tokenizer, loss_type=chosen_loss_type(settings.loss))
+    if (teacher := settings.distill.teacher(settings.model.cache_dir)) is not None:
+        preflight_teacher(teacher)
+    from clipstream.distributed.launch import run_ranks
+
+    return run_ranks(settings.run, partial(audit, settings, own))
+
+
+def audit(settings: Settings, own: Mapping[str, str], world: World, watch: FailureWatch) -> None:
+    """Audit on this rank, and print the tables on rank 0.
+
+    Raises:
+        SettingsError: settings, model or shards that cannot be used.
+        ClipstreamError: what has to be float32 is not, or --json cannot be written.
+    """
+    from rich.console import Console
+
+    from clipstream.checkpoint import store
+    from clipstream.checkpoint.state import read_meta
+    from clipstream.report.precision_audit import ROWS, show_audit, verdict, write_audit
+    from clipstream.tools.feature_stores import open_stores
+    from clipstream.tools.precision_audit import audit_step, scale_history
+    from clipstream.tools.resume import carried_over
+    from clipstream.train import build_model, build_step, build_teacher, load_checkpoint
+
+    require_equal(settings, world)
+    run = Path(own["--run"]) if "--run" in own else None
+    found = None if run is None else store.agree(lambda: store.newest(run / "checkpoints"), world)
+    state = None if found is None else read_meta(found).train
+    settings = carried_over(resolve(settings, world), state, world, own_lanes=settings.data.lanes != "auto")
+    stored = open_stores(settings)
+    towers, tokenizer = build_model(settings, world, stored)
+    teacher = build_teacher(settings, world)
+    batch = build_batch(settings, world, towers, tokenizer, state, teacher, stored)
+    _, step = build_step(settings, world, towers, teacher, stored)
+    done = 0 if found is None else load_checkpoint(found, step).step
+    step.unlock(done)
+    result = audit_step(step, batch, history=[] if run is None else scale_history(run))
+    if world.is_main:
+        console = Console(highlight=False, emoji=False)
+        if not console.is_terminal:
+            console.width = 120
+        show_audit(result, console, int(own.get("--rows", ROWS)))
+        if "--json" in own:
+            try:
+                write_audit(result, Path(own["--json"]))
+            except OSError as error:
+                raise ClipstreamError(f"--json: {own['--json']} could not be written ({error.strerror})") from error
+    if result.of("error"):
+        raise ClipstreamError(f"the step computes in 16 bits what needs float32: {verdict(result)}")
+
+
+def build_batch(
+    settings: Settings,
+    world: World,
+    towers: Towers,
+    tokenizer: Tokenizer,
+    state: TrainState | None,
+    teacher: Teacher | None,
+    stored: StoredData | None,
+) -> Batch:
+    """This rank's part of the batch at a position of the data; without sources, of random pictures and texts."""
+    from clipstream.tools.precision_audit import synthetic_batch
+    from clipstream.train import build_loader, with_workers
+
+    if not settings.data.sources:
+        return synthetic_batch(settings.data.global_batch_size, world, settings.run.seed, towers, tokenizer, teacher)
+    with build_loader(
+        with_workers(settings, world, stored), world, towers, tokenizer, state, teacher, stored
+    ) as loader:
+        return next(loader).clone()
+
+
+def _load(own: Mapping[str, str], flags: Sequence[str]) -> Settings:
+    """The settings of the command line, on top of those of a run.
+
+    Raises SettingsError: wrong settings or flags, or a folder without a run.
+    """
+    if "--run" in own:
+        config = Path(own["--run"]) / "config.yaml"
+        if not config.is_file():
+            raise SettingsError(f"--run: {own['--run']} holds no run: there is no config.yaml in it")
+        flags = ["--config", str(config), *flags]
+    if not own.get("--rows", "1").isdecimal() or own.get("--rows") == "0":
+        raise SettingsError(f"--rows: give a whole number, at least 1, not {own['--rows']!r}")
+    if "--json" in own:
+        try:
+            atomic_write.probe(Path(own["--json"]))
+        except OSError as error:
+            raise SettingsError(f"--json: {own['--json']} cannot be written ({error.strerror})") from error
+    return load(flags)
+
+
+def _synthetic(own: Mapping[str, str], settings: Settings) -> bool:
+    """Whether the batch is random.
+
+    Raises SettingsError: shards are wanted and there are none, or features come from stores, which cannot be random.
+    """
+    data = settings.data
+    choice = own.get("--batch", "shards" if data.sources or data.image_features else "synthetic")
+    if choice not in ("shards", "synthetic"):
+        raise SettingsError(f"--batch: expected shards or synthetic, not {choice!r}")
+    if choice == "shards" and not data.sources and not data.image_features:
+        raise SettingsError("--batch: there are no shards: give --train-data SHARDS")
+    if choice == "synthetic" and (data.image_features or data.text_features or data.teacher_features):
+        raise SettingsError("--batch: features of a store cannot be random: give --batch shards")
+    return choice == "synthetic"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
