@@ -86,7 +86,7 @@ def audit(settings: Settings, own: Mapping[str, str], world: World, watch: Failu
     from clipstream.tools.feature_stores import open_stores
     from clipstream.tools.precision_audit import audit_step, scale_history
     from clipstream.tools.resume import carried_over
-    from clipstream.train import build_model, build_step, build_teacher, load_checkpoint
+    from clipstream.train.run import build_model, build_step, build_teacher, load_checkpoint
 
     require_equal(settings, world)
     run = Path(own["--run"]) if "--run" in own else None
@@ -126,14 +126,15 @@ def build_batch(
 ) -> Batch:
     """This rank's part of the batch at a position of the data; without sources, of random pictures and texts."""
     from clipstream.tools.precision_audit import synthetic_batch
-    from clipstream.train import build_loader, with_workers
+    from clipstream.train.run import build_loader, with_workers
 
     if not settings.data.sources:
         return synthetic_batch(settings.data.global_batch_size, world, settings.run.seed, towers, tokenizer, teacher)
     with build_loader(
         with_workers(settings, world, stored), world, towers, tokenizer, state, teacher, stored
     ) as loader:
-        return next(loader).clone()
+        batch: Batch = next(loader).clone()
+        return batch
 
 
 def _load(own: Mapping[str, str], flags: Sequence[str]) -> Settings:

@@ -256,6 +256,8 @@ ALIASES = (
            _words("train.parallel", true="fsdp", false="ddp"), switch=True),
     _alias("--fsdp-no-reshard-after-forward", "train.reshard_after_forward", "", "keep gathered weights until the "
            "backward pass", _true(train__reshard_after_forward=False), switch=True),
+    _alias("--audit-precision", "log.audit_precision", "", "first write what a step computes in which dtype",
+           switch=True),
     _alias("--torchcompile", "train.compile", "", "torch.compile the towers", switch=True),
     _alias("--save-frequency", "checkpoint.every_epochs", "NUMBER", "epochs between checkpoints",
            _frequency("checkpoint")),

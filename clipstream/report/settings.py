@@ -123,6 +123,11 @@ class LogSettings(Section):
     alert: str | None = Field(
         None, description="called with that warning: module:function, or a shell command ($CLIPSTREAM_ALERT)"
     )
+    audit_precision: bool = Field(
+        False,
+        description="before the first step, write which casts and float32 operations a step has, and what fp16 would "
+        "lose, to precision_audit.json and the log; takes about as long as three steps",
+    )
     peak_tflops: float | None = Field(
         None, gt=0, description="a device's dense TFLOP/s, for MFU; of known GPUs from a table unless set"
     )

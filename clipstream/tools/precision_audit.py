@@ -21,15 +21,19 @@ from clipstream.data.decode.tokenizers import Tokenizer, wrap
 from clipstream.distributed.world import World
 from clipstream.models.teacher import Teacher
 from clipstream.models.towers import Towers
-from clipstream.performance.precision.audit import Audit, ScaleRecord, audited
+from clipstream.performance.precision.audit import FILE, Audit, ScaleRecord, audited
 from clipstream.performance.precision.findings import Findings
 from clipstream.performance.precision.gradients import ASSUMED_SCALE, GradientGroup, gradient_groups
 from clipstream.performance.precision.recorder import Phase, Recorder
+from clipstream.report.precision_audit import audit_text, verdict, write_audit
 from clipstream.report.sinks import METRICS_FILE, lines
 from clipstream.training.parallel import batch_statistics, local_tensor
 from clipstream.training.precision import same_randomness
 from clipstream.training.step import TrainStep
+from clipstream.utils.logs import announce, logger
 
+MOST_STEPS = 24  # of fp16, whose loss scale falls by half until no gradient overflows
+LOGGED_ROWS = 6  # of each table in a run's log
 STEPS = 2  # the first one makes moments and warms caches up; the last one is recorded
 WORDS = (
     "a",
@@ -52,7 +56,9 @@ WORDS = (
     "two",
     "people",
 )
-MOST_STEPS = 24  # of fp16, whose loss scale falls by half until no gradient overflows
+MOST_MOST_STEPS = 24  # of fp16, whose loss scale falls by half until no gradient overflows
+LOGGED_ROWS = 6  # of each table in a run's log
+STEPS = 24  # of fp16, whose loss scale falls by half until no gradient overflows
 
 
 def audit_step(step: TrainStep, batch: Batch, *, history: list[ScaleRecord] | None = None) -> Audit:
@@ -176,8 +182,8 @@ def check_state(findings: Findings, step: TrainStep) -> None:
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             _require_wide(findings, name, "running statistics", list(module.buffers()))
     if step.averages is not None:
-        for name, tensor in step.averages.tensors.items():
-            _require_wide(findings, name, "averaged weights", [tensor])
+        for name, average in step.averages.tensors.items():
+            _require_wide(findings, name, "averaged weights", [average])
 
 
 def _require_wide(findings: Findings, where: str, what: str, tensors: list[torch.Tensor]) -> None:
@@ -195,7 +201,7 @@ def preserved(step: TrainStep) -> Iterator[None]:
     """
     towers: Towers = step.towers
     modules = [towers, *([step.gradcache.loss] if isinstance(step.gradcache.loss, nn.Module) else [])]
-    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    tensors: list[torch.Tensor] = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     tensors += batch_statistics(towers)
     if step.averages is not None:
         tensors += step.averages.tensors.values()
@@ -205,9 +211,12 @@ def preserved(step: TrainStep) -> Iterator[None]:
         parameter.grad = None
     optimizer, scaler = step.optimizer, step.scaler
     state = {p: {key: (value, _copy(value)) for key, value in own.items()} for p, own in optimizer.state.items()}
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    groups = [
+        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
     inner = {key: copy.deepcopy(value) for key, value in vars(scaler).items() if key != "_per_optimizer_states"}
-    updates, size = step.averages and step.averages.updates, step.gradcache.size
+    updates, size = 0 if step.averages is None else step.averages.updates, step.gradcache.size
     try:
         with same_randomness(step.world.device):
             yield
@@ -216,14 +225,16 @@ def preserved(step: TrainStep) -> Iterator[None]:
             for tensor, before in kept.values():
                 local_tensor(tensor).copy_(before)
             optimizer.state.clear()
-            for parameter, own in state.items():
-                optimizer.state[parameter] = {key: _restored(value, before) for key, (value, before) in own.items()}
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
+            for held, own in state.items():
+                optimizer.state[held] = {key: _restored(value, before) for key, (value, before) in own.items()}
+        for trained, gradient in gradients.items():
+            trained.grad = gradient
         for group, before_group in zip(optimizer.param_groups, groups, strict=True):
+            for key in group.keys() - before_group.keys() - {"params"}:
+                del group[key]
             group.update(before_group)
         vars(scaler).update(inner)
-        if step.averages is not None and updates is not None:
+        if step.averages is not None:
             step.averages.updates = updates
         step.gradcache.size = size
 
@@ -240,6 +251,25 @@ def _restored(value: Any, before: Any) -> Any:
         return before
     local_tensor(value).copy_(before)
     return value
+
+
+def audit_run(folder: Path, step: TrainStep, batch: Batch) -> None:
+    """Audit a step of a run that trains; the result goes to its folder and, in short, to the log. Collective.
+
+    What is wrong is a warning: the run goes on.
+    """
+    result = audit_step(step, batch, history=scale_history(folder))
+    if not step.world.is_main:
+        return
+    announce(audit_text(result, rows=LOGGED_ROWS))
+    if result.of("error"):
+        logger.warning(
+            f"audit of the precision: {verdict(result)}: what needs float32 is computed in 16 bits, see above"
+        )
+    try:
+        write_audit(result, folder / FILE)
+    except OSError as error:
+        logger.warning(f"{folder / FILE} could not be written: {error.strerror}")
 
 
 def scale_history(run: Path) -> list[ScaleRecord]:
@@ -270,7 +300,7 @@ def synthetic_batch(
         return torch.randint(0, 256, (n, 3, *like.image.size), dtype=torch.uint8, generator=draw)
 
     own = torch.from_numpy(tokenizer.encode(texts)).int()
-    others: dict[str, torch.Tensor] = {}
+    others: dict[str, Any] = {}
     if teacher is not None and teacher.towers.image.size != towers.image.size:
         others["teacher_pixels"] = pixels(teacher.towers)
     if teacher is not None and not teacher.towers.same_tokenizer(towers):

@@ -189,8 +189,7 @@ def fit(
     run_evals = build_evals(settings, world, layout, step, tokenizer, outputs)
     run_evals.context.interrupt = lambda: signals.received is not None
     writer = build_writer(settings, world, step, remote_sync, outputs.status)
-    metrics = run_evals.dry_run()
-    early_stop.expect(metrics)
+    early_stop.expect(metrics := run_evals.dry_run())
     writer.expect(metrics)
     outputs.begin()
 
@@ -223,6 +222,7 @@ def fit(
         early_stop=early_stop,
         throughput=throughput,
         profiler=build_profiler(settings, world, state.step),
+        first=partial(audit_first, settings, step) if log.audit_precision else None,
     )
     watch.on_exit(writer.close)
     if ending is not None:
@@ -231,6 +231,13 @@ def fit(
         write_config(settings)
     with closing(outputs), writer:
         trainer.run(save_first=found is not None and found.is_file())
+
+
+def audit_first(settings: Settings, step: TrainStep, batch: Batch) -> None:
+    """Audit the precision of a step on the first batch, for the run's log and folder; see `tools.precision_audit`."""
+    from clipstream.tools.precision_audit import audit_run
+
+    audit_run(settings.run_folder, step, batch)
 
 
 def build_model(settings: Settings, world: World, stored: StoredData | None) -> tuple[Towers, Tokenizer]:

@@ -56,7 +56,7 @@ def prepare(module: nn.Module, precision: Precision) -> nn.Module:
                 narrow = precision == "pure_bf16" and tensor.numel() > KEPT_WIDE and not batch_norm
                 tensor.data = tensor.data.to(torch.bfloat16 if narrow else wide)
         if precision == "pure_bf16" and type(part).__name__ == "LayerNorm":  # torch's, open_clip's, timm's
-            part.forward = MethodType(_layer_norm, part)  # type: ignore[method-assign]
+            part.forward = MethodType(_layer_norm, part)
     return module
 
 

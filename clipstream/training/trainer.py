@@ -83,6 +83,7 @@ class Trainer:
     # called as show(step, batch) before the first step and then every `show_every` steps
     show: Callable[[int, Batch], None] | None = None
     show_every: int = 1000
+    first: Callable[[Batch], None] | None = None  # called with the first batch of this process, before its step
     # may end the run before its last step
     early_stop: EarlyStop = field(default_factory=lambda: EarlyStop(EarlyStopSettings()))
     throughput: Throughput | None = None  # adds `tokens_per_s`, `tflops` and `mfu` to the training lines
@@ -150,6 +151,10 @@ class Trainer:
                 with self._paused():
                     self.show(self.step, batch)
             self.train_step.unlock(self.step)
+            if self.first is not None:
+                with self._clock.paused():
+                    self.first(batch)
+                self.first = None
             if self.throughput is not None:
                 self.throughput.add(batch)
             result = self.train_step(batch, lr)

@@ -99,10 +99,10 @@ def audited(
     if precision == "fp16":
         _judge_gradients(findings, gradients, scale)
         _judge_scale(findings, [*history, *own])
-    casts: dict[tuple[str, ...], Total] = {}
+    casts: dict[tuple[str, str, str, str], Total] = {}
     for key, cast in recorder.casts.items():
-        dtypes = (str(dtype).removeprefix("torch.") for dtype in (key.source, key.target))
-        casts.setdefault((grouped(place(key.site)), key.site.phase, *dtypes), Total()).add(cast)
+        source, target = (str(dtype).removeprefix("torch.") for dtype in (key.source, key.target))
+        casts.setdefault((grouped(place(key.site)), key.site.phase, source, target), Total()).add(cast)
     shares = [ModuleShare(*parts) for parts in by_module(recorder, precision)]
     return Audit(
         precision,
@@ -110,7 +110,7 @@ def audited(
         samples,
         traffic(recorder.ops),
         findings.sorted(),
-        sorted((CastShare(*key, total) for key, total in casts.items()), key=lambda one: -one.total.bytes),
+        sorted((CastShare(*at, total) for at, total in casts.items()), key=lambda one: -one.total.bytes),
         sorted(shares, key=lambda one: -one.total.bytes),
         gradients,
         scale,

@@ -195,11 +195,13 @@ def analyse(
     _check_islands(findings, recorder, trained)
     _find_products(findings, recorder, precision, device)
     _find_casts(findings, recorder, precision, frozen)
-    for key, total in [*recorder.ops.items(), *recorder.casts.items()]:
-        if isinstance(key, CastKey):
-            findings.add("casts", "meant", None, is_meant(key), REASONS[is_meant(key)], total)
-        elif key.op not in CASTS and key.op not in PRODUCTS and is_wide((*key.ins, *key.outs), precision):
-            findings.add("wide operations", "meant", None, is_meant(key), REASONS[is_meant(key)], total)
+    for cast_key, cast in recorder.casts.items():
+        reason = is_meant(cast_key)
+        findings.add("casts", "meant", None, reason, REASONS[reason], cast)
+    for key, total in recorder.ops.items():
+        if key.op not in CASTS and key.op not in PRODUCTS and is_wide((*key.ins, *key.outs), precision):
+            reason = is_meant(key)
+            findings.add("wide operations", "meant", None, reason, REASONS[reason], total)
 
 
 def _check_islands(findings: Findings, recorder: Recorder, trained: set[str]) -> None:

@@ -162,7 +162,7 @@ class Modules:
         self.stack.pop()
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sums up the operators of a step.
 
     Args:
@@ -176,7 +176,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, root: nn.Module, device: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.modules = Modules(root)
         self.ops: dict[OpKey, Total] = {}
         self.casts: dict[CastKey, Cast] = {}
@@ -281,7 +281,7 @@ class Recorder(TorchDispatchMode):
         return site
 
     def _add_cast(self, site: Site, source: torch.Tensor, target: torch.Tensor, total: Total) -> Cast:
-        known = self._find(source) or _Known(StorageWeakRef(_plain(source).untyped_storage()))
+        known = self._find(source) or _Known(_weak(source))
         trip = known.cast is not None and known.source == target.dtype
         weight = self._parameters.get(_address(source), "") or self._weight_of_gradient()
         part = (target.dtype, source.storage_offset(), source.shape, source.stride())
@@ -320,26 +320,26 @@ class Recorder(TorchDispatchMode):
         kept = next((known for tensor in ins if (known := self._find(tensor)) is not None), None)
         for tensor in outs:
             storage = _plain(tensor).untyped_storage()
-            known = _Known(StorageWeakRef(storage), name, cast, source)
+            known = _Known(_weak(tensor), name, cast, source)
             if name in COPIES and kept is not None:
                 known = known._replace(op=kept.op, cast=kept.cast, source=kept.source)
             self._known[storage._cdata] = known
 
     def _find(self, tensor: torch.Tensor) -> _Known | None:
         known = self._known.get(_address(tensor))
-        return None if known is None or known.alive.expired() else known
+        return None if known is None or known.alive.expired() else known  # type: ignore[no-untyped-call]
 
     def _start(self) -> Any:
         if not self._cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def _stop(self, start: Any) -> tuple[float, Any]:
         if not self._cuda:
             return time.perf_counter() - start, None
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return 0.0, event
 
@@ -356,6 +356,10 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """The local part of a sharded tensor."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
+
+
+def _weak(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(_plain(tensor).untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _address(tensor: torch.Tensor) -> int:
