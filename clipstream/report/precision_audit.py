@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from clipstream.performance.precision.gradients import HIGHEST, LOWEST
 from clipstream.report.terminal import BLOCKS, OFF_TERMINAL, milliseconds, percent
 from clipstream.utils import atomic_write
 
@@ -144,8 +145,6 @@ def _modules(audit: Audit, rows: int) -> Table:
 
 
 def _gradients(audit: Audit) -> Table:
-    from clipstream.performance.precision.gradients import HIGHEST, LOWEST
-
     if audit.precision == "fp16":
         title = f"Gradients in fp16, at loss scale {audit.scale:g}"
     else:

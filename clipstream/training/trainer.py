@@ -152,7 +152,7 @@ class Trainer:
                     self.show(self.step, batch)
             self.train_step.unlock(self.step)
             if self.first is not None:
-                with self._clock.paused():
+                with self._paused():
                     self.first(batch)
                 self.first = None
             if self.throughput is not None:

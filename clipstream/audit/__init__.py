@@ -5,31 +5,21 @@ Takes the settings of `clipstream.train`, or a run's folder with `--run`, and ch
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from clipstream.cli.main import run_main, show_help
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.flags import own_flags
-from clipstream.config.settings import Settings, load, require_equal, resolve
+from clipstream.config.settings import Settings, load
 from clipstream.config.validate import validate_sources
-from clipstream.distributed.failure import FailureWatch
-from clipstream.distributed.world import World
-from clipstream.errors import ClipstreamError, SettingsError
+from clipstream.distributed.launch import run_ranks
+from clipstream.errors import SettingsError
 from clipstream.losses.settings import chosen_loss_type
+from clipstream.models.pretrained import preflight, preflight_teacher
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import set_level
-
-if TYPE_CHECKING:
-    from clipstream.data.batch import Batch
-    from clipstream.data.decode.tokenizers import Tokenizer
-    from clipstream.data.loader.stored import StoredData
-    from clipstream.models.teacher import Teacher
-    from clipstream.models.towers import Towers
-    from clipstream.training.state import TrainState
 
 TOPIC = "precision"
 OWN_FLAGS = {
@@ -61,80 +51,12 @@ def _main(argv: list[str]) -> int:
         settings = settings.model_copy(update={"data": settings.data.model_copy(update={"sources": {}})})
     else:
         validate_sources(settings)
-    from clipstream.models.pretrained import preflight, preflight_teacher
-
     preflight(settings.model, settings.tokenizer, loss_type=chosen_loss_type(settings.loss))
     if (teacher := settings.distill.teacher(settings.model.cache_dir)) is not None:
         preflight_teacher(teacher)
-    from clipstream.distributed.launch import run_ranks
+    from clipstream.audit.run import audit  # imports torch
 
     return run_ranks(settings.run, partial(audit, settings, own))
-
-
-def audit(settings: Settings, own: Mapping[str, str], world: World, watch: FailureWatch) -> None:
-    """Audit on this rank, and print the tables on rank 0.
-
-    Raises:
-        SettingsError: settings, model or shards that cannot be used.
-        ClipstreamError: what has to be float32 is not, or --json cannot be written.
-    """
-    from rich.console import Console
-
-    from clipstream.checkpoint import store
-    from clipstream.checkpoint.state import read_meta
-    from clipstream.report.precision_audit import ROWS, show_audit, verdict, write_audit
-    from clipstream.tools.feature_stores import open_stores
-    from clipstream.tools.precision_audit import audit_step, scale_history
-    from clipstream.tools.resume import carried_over
-    from clipstream.train.run import build_model, build_step, build_teacher, load_checkpoint
-
-    require_equal(settings, world)
-    run = Path(own["--run"]) if "--run" in own else None
-    found = None if run is None else store.agree(lambda: store.newest(run / "checkpoints"), world)
-    state = None if found is None else read_meta(found).train
-    settings = carried_over(resolve(settings, world), state, world, own_lanes=settings.data.lanes != "auto")
-    stored = open_stores(settings)
-    towers, tokenizer = build_model(settings, world, stored)
-    teacher = build_teacher(settings, world)
-    batch = build_batch(settings, world, towers, tokenizer, state, teacher, stored)
-    _, step = build_step(settings, world, towers, teacher, stored)
-    done = 0 if found is None else load_checkpoint(found, step).step
-    step.unlock(done)
-    result = audit_step(step, batch, history=[] if run is None else scale_history(run))
-    if world.is_main:
-        console = Console(highlight=False, emoji=False)
-        if not console.is_terminal:
-            console.width = 120
-        show_audit(result, console, int(own.get("--rows", ROWS)))
-        if "--json" in own:
-            try:
-                write_audit(result, Path(own["--json"]))
-            except OSError as error:
-                raise ClipstreamError(f"--json: {own['--json']} could not be written ({error.strerror})") from error
-    if result.of("error"):
-        raise ClipstreamError(f"the step computes in 16 bits what needs float32: {verdict(result)}")
-
-
-def build_batch(
-    settings: Settings,
-    world: World,
-    towers: Towers,
-    tokenizer: Tokenizer,
-    state: TrainState | None,
-    teacher: Teacher | None,
-    stored: StoredData | None,
-) -> Batch:
-    """This rank's part of the batch at a position of the data; without sources, of random pictures and texts."""
-    from clipstream.tools.precision_audit import synthetic_batch
-    from clipstream.train.run import build_loader, with_workers
-
-    if not settings.data.sources:
-        return synthetic_batch(settings.data.global_batch_size, world, settings.run.seed, towers, tokenizer, teacher)
-    with build_loader(
-        with_workers(settings, world, stored), world, towers, tokenizer, state, teacher, stored
-    ) as loader:
-        batch: Batch = next(loader).clone()
-        return batch
 
 
 def _load(own: Mapping[str, str], flags: Sequence[str]) -> Settings:
@@ -171,7 +93,3 @@ def _synthetic(own: Mapping[str, str], settings: Settings) -> bool:
     if choice == "synthetic" and (data.image_features or data.text_features or data.teacher_features):
         raise SettingsError("--batch: features of a store cannot be random: give --batch shards")
     return choice == "synthetic"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
