@@ -165,8 +165,6 @@ class Turns:
         for number in range(warmup + steps):
             if number == warmup:
                 _synchronize(self.world.device)
-                if parts.loader is not None:
-                    parts.loader.take_times()
             began = time.perf_counter()
             batch = next(parts.batches)
             waited = time.perf_counter() - began
@@ -230,7 +228,7 @@ def explained(error: Exception) -> str:
 
 
 def _worker_ms(loader: Loader) -> float | None:
-    """Milliseconds of a worker for a sample, since the loader's times were last taken."""
+    """Milliseconds of a worker for a sample, since the loader was made."""
     times = loader.take_times()
     decoded = times.buckets["decode"].total() if "decode" in times.buckets else 0
     work = sum(seconds for stage, seconds in times.seconds.items() if stage not in (IDLE, HAND_OVER))

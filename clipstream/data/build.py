@@ -6,8 +6,9 @@ the sampler.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.captions import CaptionExtractor, build_caption, build_transform
@@ -37,6 +38,9 @@ from clipstream.errors import DataError, SettingsError
 from clipstream.features.manifest import IDS
 from clipstream.utils.logs import logger
 
+if TYPE_CHECKING:
+    import torch
+
 SALT = 7  # hashed with the seed where an order is restarted
 
 
@@ -53,6 +57,7 @@ def training_loader(
     teacher_image: ImageSpec | None = None,
     teacher_tokenizer: Tokenizer | None = None,
     features: StoredData | None = None,
+    text_lengths: Callable[[torch.Tensor], tuple[int, ...] | None] | None = None,
 ) -> Loader:
     """The endless stream of this rank's parts of the global batches.
 
@@ -63,6 +68,7 @@ def training_loader(
         views: see LoaderPlan; for callers that have finished with a batch when they ask for the next one.
         teacher_image: adds a live teacher's pixels of the same random crop, mirroring and colours.
         teacher_tokenizer: adds the ids of the captions by a live teacher's tokenizer.
+        text_lengths: gives the batches' `lengths` from ids on the CPU.
         features: stores of features. Batches have them, and no pixels or no ids where features take their place.
 
     Raises:
@@ -118,6 +124,7 @@ def training_loader(
         found=_empty_shards(names, sources) if world.is_main else None,
         features=features,
         stored=stored,
+        text_lengths=text_lengths,
     )
     return Loader(plan) if features is None or not features.replaces_loader else FeatureLoader(plan, order.sources)
 

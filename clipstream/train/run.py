@@ -366,6 +366,7 @@ def build_loader(
         approximate=settings.checkpoint.resume_approximate,
         views=True,
         features=stored,
+        text_lengths=towers.text_lengths,
         **own,
     )
     orders = world.gather_objects(loader.fingerprint)

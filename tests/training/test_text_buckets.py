@@ -10,15 +10,18 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from clipstream.config.settings import load, resolve
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings
+from clipstream.train.run import build_loader, build_model
 from clipstream.training.parallel import parallelize
 from clipstream.training.precision import prepare
 from clipstream.training.step import TrainStep
 from tests.support.model_files import TEXT, build, write
 from tests.support.ranks import run_ranks
+from tests.support.runs import furnish
 from tests.support.steps import CUTS, sgd
 
 TOKENS = 20
@@ -104,3 +107,27 @@ def test_the_step_counts_lengths_on_the_host(model: str) -> None:
     step = TrainStep(towers, SoftmaxLoss(ClipLossSettings()), sgd(towers), World(), micro_batch_size=6)
     step(part_of_batch(World()), lr=0.0)
     assert given == [(2, 2, 3, 4, 5), (8, 9, 12, 17, 20), (2, 2, 3, 4, 5)]
+
+
+@pytest.mark.parametrize("setting", ["auto", "off"])
+def test_the_loader_counts_lengths_before_batches_go_to_the_device(setting: str, tmp_path: Path) -> None:
+    """As the step sees ids that are on a GPU already, where it would have to wait for them."""
+    model = str(furnish(tmp_path) / "model.json")
+    flags = [
+        "--train-data",
+        f"{tmp_path}/pairs/{{00000..00003}}.tar",
+        "--model",
+        model,
+        "--data.global-batch-size",
+        "8",
+    ]
+    settings = load([*flags, "--precision", "fp32", "--model.text-buckets", setting, "--workers", "0"], ranks=1)
+    settings = resolve(settings, World())
+    towers, tokenizer = build_model(settings, World(), None)
+    with build_loader(settings, World(), towers, tokenizer, None) as loader:
+        given: list[Batch] = []
+        start = loader._prefetch.start
+        loader._prefetch.start = lambda batch: given.append(batch) or start(batch)  # type: ignore[func-returns-value, method-assign]
+        batch = next(loader)
+        assert given[0].lengths == batch.lengths == towers.text_lengths(batch.ids)
+        assert (batch.lengths is None) == (setting == "off") and (batch.lengths is None or max(batch.lengths) < 8)

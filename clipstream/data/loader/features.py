@@ -129,9 +129,10 @@ class FeatureLoader(Loader):
     def _start_copy(self, parts: Sequence[Any]) -> tuple[Sequence[Any], Batch]:
         part: DrawnBatch = parts[0]
         buffer, count = self._ring[part.step], len(part.numbers)
+        ids = torch.from_numpy(buffer.ids[:count])
         batch = Batch(
             pixels=None,
-            ids=torch.from_numpy(buffer.ids[:count]),
+            ids=ids,
             weights=torch.from_numpy(buffer.weights[:count]),
             keys=StoredKeys(self._samples, part.sources, part.numbers),
             sources=torch.from_numpy(buffer.sources[:count]),
@@ -139,6 +140,7 @@ class FeatureLoader(Loader):
             global_size=self.plan.slots.batch_size(part.step),
             features={name: self._features(buffer, name, count) for name in self._stored.features},
             pictures=torch.from_numpy(buffer.pictures[:count]),
+            lengths=None if self.plan.text_lengths is None else self.plan.text_lengths(ids),
         )
         return parts, self._prefetch.start(batch)
 

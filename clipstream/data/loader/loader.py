@@ -76,6 +76,8 @@ class LoaderPlan:
     teacher_image: ImageSpec | None = None  # of a live teacher's pixels; None for no pixels of its own
     teacher_tokenizer: Tokenizer | None = None  # of a live teacher; None for no ids of its own
     image_views: int | None = None  # see Pipeline
+    # of ids on the CPU, gives the true lengths of the texts; None where they are not known
+    text_lengths: Callable[[torch.Tensor], tuple[int, ...] | None] | None = None
     # faults of shards that are known before any is opened; given to one rank only, which counts them
     found: Health | None = None
     features: StoredData | None = None  # stores of precomputed features
@@ -450,9 +452,10 @@ class Loader:
         def pixels(values: np.ndarray[Any, Any]) -> torch.Tensor:
             return tensor(values).flatten(0, -4).permute(0, 3, 1, 2)
 
+        ids = tensor(buffer.ids)
         batch = Batch(
             pixels=pixels(buffer.pixels),
-            ids=tensor(buffer.ids),
+            ids=ids,
             weights=tensor(buffer.weights),
             keys=tuple(keys[slot] for slot in order),
             sources=tensor(buffer.sources),
@@ -462,5 +465,7 @@ class Loader:
             pictures=tensor(buffer.pictures),
             teacher_pixels=pixels(buffer.teacher_pixels) if self.plan.teacher_image else None,
             teacher_ids=tensor(buffer.teacher_ids) if self.plan.teacher_tokenizer else None,
+            # Counted before the copy to the device, as ids there would have to be waited for.
+            lengths=None if self.plan.text_lengths is None else self.plan.text_lengths(ids),
         )
         return parts, self._prefetch.start(batch)
