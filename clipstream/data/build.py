@@ -77,10 +77,7 @@ def training_loader(
     """
     lanes, workers = settings.lanes, settings.workers
     assert isinstance(lanes, int) and isinstance(workers, int), "resolve the settings first"
-    slots = _slots(settings, lanes, world)
-    fetcher = Fetcher(timeout=settings.transfer_timeout, most=_bytes(settings.max_shard_gib) or MOST)
-    limit, wanted = _bytes(settings.cache_gib), _remote_shards_in_use(settings, lanes, world)
-    store = ShardCache(settings.cache, limit=limit, wanted=wanted, fetcher=fetcher)
+    slots, store = _slots(settings, lanes, world), _shard_cache(settings, lanes, world)
     named, names = sorted(settings.sources.items()), sorted(settings.sources)
     sources = [Source(one, SourceContext(store, settings.cache, f"data.sources.{name}")) for name, one in named]
     readers = [_reader(name, one, image, settings, teacher=teacher_image) for name, one in named]
@@ -127,6 +124,13 @@ def training_loader(
         text_lengths=text_lengths,
     )
     return Loader(plan) if features is None or not features.replaces_loader else FeatureLoader(plan, order.sources)
+
+
+def _shard_cache(settings: DataSettings, lanes: int, world: World) -> ShardCache:
+    """The cache of remote shards for the lanes of a node."""
+    fetcher = Fetcher(timeout=settings.transfer_timeout, most=_bytes(settings.max_shard_gib) or MOST)
+    limit, wanted = _bytes(settings.cache_gib), _remote_shards_in_use(settings, lanes, world)
+    return ShardCache(settings.cache, limit=limit, wanted=wanted, fetcher=fetcher)
 
 
 def _slots(settings: DataSettings, lanes: int, world: World) -> LaneSlots:
