@@ -128,7 +128,11 @@ def _batches(settings: Settings, world: World) -> Problems:
         yield ("data", "lanes"), text
     if isinstance(micro, int) and micro > largest:
         yield ("train", "micro_batch_size"), f"{micro} is more than the largest global batch, {largest}"
+    sharded = settings.train.parallel == "fsdp" and world.size > 1
     for tower in ("image", "text"):
+        if sharded and getattr(settings.model, tower).cache_gib is not None:
+            text = "with fsdp, all ranks take part in each pass of a tower: train with ddp, or leave it out"
+            yield ("model", tower, "cache_gib"), text
         policy = settings.model.recomputed(tower)
         if micro == "auto" and isinstance(policy, str) and policy.endswith("iB"):
             text = f"{policy} of how many samples? train.micro_batch_size is auto: give it a number, or a share here"
@@ -180,9 +184,13 @@ def _features(settings: Settings) -> Problems:
         if store is not None and getattr(model, key):
             yield ("model", key), f"the features in {store} are those of the frozen tower: no {noun} can be trained"
     for tower, store in data.stored_towers.items():
-        if getattr(model, tower).precision is not None:
-            text = f"the features in {store} replace the {tower} tower, which does not run: leave it out"
-            yield ("model", tower, "precision"), text
+        for key in ("precision", "cache_gib"):
+            if getattr(getattr(model, tower), key) is not None:
+                text = f"the features in {store} replace the {tower} tower, which does not run: leave it out"
+                yield ("model", tower, key), text
+    if model.image.cache_gib is not None and data.augment.enabled:
+        text = "pictures are augmented, so that their features differ each time: give --data.augment.enabled false"
+        yield ("model", "image", "cache_gib"), f"{text}, or leave it out"
     if data.image_features is not None and model.patch_dropout:
         yield ("model", "patch_dropout"), f"the features in {data.image_features} are those of whole pictures"
     if data.image_features is not None and data.trace:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,6 +32,7 @@ class Batch:
         pictures: int64 [n], checksums of the picture files, equal for the same picture; None if none were read.
         teacher_pixels: as `pixels`, at a live teacher's size; None where the teacher takes `pixels`.
         teacher_ids: as `ids`, of a live teacher's tokenizer; None where the teacher takes `ids`.
+        known: 'image' or 'text' where `features` has what the tower would give, as it is.
         lengths: true length of each text in tokens, counted on the host; None if nobody counted.
     """
 
@@ -47,6 +48,7 @@ class Batch:
     teacher_pixels: torch.Tensor | None = None
     teacher_ids: torch.Tensor | None = None
     lengths: tuple[int, ...] | None = None
+    known: tuple[Literal["image", "text"], ...] = ()
 
     def __len__(self) -> int:
         return len(self.keys)

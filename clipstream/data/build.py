@@ -284,14 +284,12 @@ def _reader(
     upright = source.orientation == "exif" or (source.orientation == "auto" and training is not None)
 
     def transform(spec: ImageSpec) -> ImageTransform:
+        most = MAX_PIXELS if training is None else training.max_image_pixels
         if source.image_transform.type != "default":
-            most = MAX_PIXELS if training is None else training.max_image_pixels
             return OwnImageTransform(source.image_transform, spec, source.background, upright, most)
-        if training is None:
-            return EvalTransform(spec, source.background, upright)
-        return TrainTransform(
-            spec, training.augment, source.background, upright, training.decoder, training.max_image_pixels
-        )
+        if training is None or not training.augment.enabled:
+            return EvalTransform(spec, source.background, upright, most)
+        return TrainTransform(spec, training.augment, source.background, upright, training.decoder, most)
 
     caption = build_caption(source.caption) if target is None else target
     chosen = build_filter(name, source)

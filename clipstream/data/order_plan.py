@@ -201,7 +201,7 @@ def views_of(settings: DataSettings, views: int, seed: int) -> dict[str, object]
     """How `views` augmented views of each picture are made, as JSON values; 0 for the pixels of evaluation."""
     if not views:
         return {"views": 0}
-    augment = json.loads(settings.augment.model_dump_json())
+    augment = json.loads(settings.augment.model_dump_json(exclude={"enabled"}))
     return {"views": views, "seed": seed, "augment": augment, "decoder": settings.decoder}
 
 

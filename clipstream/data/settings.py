@@ -288,6 +288,7 @@ class ShuffleSettings(Section):
 class AugmentSettings(Section):
     """Training's image transform: a random crop, resized to the model's size."""
 
+    enabled: bool = Field(True, description="false: pictures as evaluation preprocesses them, the same in each pass")
     scale: tuple[float, float] = Field(
         (0.9, 1.0), description="share of the picture's area that a crop takes, min and max"
     )
@@ -325,7 +326,10 @@ class AugmentSettings(Section):
         return value
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Keys of colour jitter."""
+        """Keys of colour jitter, and keys that do nothing."""
+        for key, field in type(self).model_fields.items() if not self.enabled else ():
+            if key != "enabled" and getattr(self, key) != field.default:
+                yield key, "data.augment.enabled is false: leave one of the two out"
         if self.color_jitter_prob and self.color_jitter is None:
             text = "how strong? Give --data.augment.color-jitter '[0.4, 0.4, 0.4, 0.1]' as well"
             yield "color_jitter_prob", text
@@ -420,6 +424,11 @@ class DataSettings(Section):
         """Keys of the cache's limit and of batches that change their size."""
         if self.cache_gib is not None and self.cache is None:
             yield "cache_gib", "the limit of which folder? Give --data.cache FOLDER as well"
+        if not self.augment.enabled and self.decoder != type(self).model_fields["decoder"].default:
+            yield (
+                "decoder",
+                "data.augment.enabled is false, and evaluation's preprocessing is always exact: leave it out",
+            )
         if self.batch_schedule and self.sampling.mode == "indexed":
             text = "the mode 'indexed' needs batches of one size: leave it out, or set --data.sampling.mode resampled"
             yield "batch_schedule", text

@@ -48,6 +48,12 @@ class TowerSettings(Section):
         "of train.precision unless set",
     )
     grad_checkpointing: Recomputed | None = Field(None, description="model.grad_checkpointing of this tower alone")
+    cache_gib: float | None = Field(
+        None,
+        gt=0,
+        description="GiB of memory on each rank for the features of a locked tower, which are computed once for each "
+        "sample; of the image tower, with data.augment.enabled false; none unless set",
+    )
 
 
 class ModelSettings(Section):
@@ -130,14 +136,17 @@ class ModelSettings(Section):
             if getattr(self, key) and not getattr(self, lock):
                 yield key, f"nothing is locked: give --{lock.replace('_', '-')} as well, or leave it out"
         for tower, more in (("image", image), ("text", text)):
-            if getattr(self, tower).precision is None:
-                continue
-            reason = "training needs the weights in the precision of train.precision"
-            key = f"{tower}.precision"
-            if not getattr(self, f"lock_{tower}"):
-                yield key, f"the {tower} tower is trained, and {reason}: give --lock-{tower} as well, or leave it out"
-            for other in (other for other in more if getattr(self, other)):
-                yield key, f"model.{other} trains weights of the {tower} tower, and {reason}: leave one of the two out"
+            for own, reason in (
+                ("precision", "training needs the weights in the precision of train.precision"),
+                ("cache_gib", "features of weights that change are computed again each time"),
+            ):
+                path = f"{tower}.{own}"
+                if getattr(getattr(self, tower), own) is None:
+                    continue
+                if not getattr(self, f"lock_{tower}"):
+                    yield path, f"the {tower} tower is trained, and {reason}: give --lock-{tower}, or leave it out"
+                for other in (other for other in more if getattr(self, other)):
+                    yield path, f"model.{other} trains weights of the {tower} tower, and {reason}: leave one out"
         whole = self.pretrained or (self.name if self.name.startswith(("hf-hub:", "local-dir:")) else None)
         if self.image_pretrained and whole:
             both = f"{whole} has the weights of both towers, and these are the image tower's alone: give one of the two"

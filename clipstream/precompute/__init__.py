@@ -98,6 +98,8 @@ def arguments(argv: Sequence[str]) -> tuple[Settings, StoreOptions, dict[str, Mo
     chunk_rows = _number(own, "--chunk-rows", CHUNK_ROWS, ROWS_MULTIPLE)
     if chunk_rows % ROWS_MULTIPLE:
         raise SettingsError(f"--chunk-rows: expected a multiple of {ROWS_MULTIPLE}, not {chunk_rows}")
+    if own.get("--views", "0") != "0" and not settings.data.augment.enabled:
+        raise SettingsError("--views: data.augment.enabled is false, so that all views are the same: leave one out")
     micro = settings.train.micro_batch_size
     chosen: dict[str, Any] = {"": (), "image": ("image",), "text": ("text",), "both": ("image", "text")}
     kind: Any = _choice(own, "--store", ("mapped", "tar"), "mapped")

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from clipstream.distributed.signals import StopSignals
     from clipstream.evals.runner import EvalRunner
     from clipstream.evals.settings import Weights
+    from clipstream.models.execution.feature_cache import FeatureCache
     from clipstream.models.settings import TowerSettings
     from clipstream.models.teacher import Teacher
     from clipstream.models.towers import Towers
@@ -280,12 +281,21 @@ def build_model(settings: Settings, world: World, stored: StoredData | None) -> 
 
 
 def build_throughput(settings: Settings, world: World, towers: Towers) -> Throughput | None:
-    """What adds TFLOP/s and MFU to training lines; None where the model's FLOPs cannot be counted. Collective."""
-    from clipstream.performance.flops import Throughput, count_flops
+    """What adds TFLOP/s and MFU to training lines; None where the model's FLOPs cannot be counted. Collective.
+
+    Those of towers whose features are cached are not counted, as they run less and less often.
+    """
+    from dataclasses import replace
+
+    from clipstream.performance.flops import Flops, Throughput, count_flops
     from clipstream.performance.peaks import peak_tflops
 
     # A second of work for a processor, which all ranks of a node would do at once.
     flops = world.broadcast_object(count_flops(towers) if world.is_main else None)
+    if flops is not None and settings.model.image.cache_gib is not None:
+        flops = replace(flops, image=Flops())
+    if flops is not None and settings.model.text.cache_gib is not None:
+        flops = replace(flops, text=(Flops(), Flops(), Flops()))
     peak = settings.log.peak_tflops or peak_tflops(world.device, settings.train.arithmetic)
     return None if flops is None else Throughput(flops, peak)
 
@@ -417,6 +427,7 @@ def build_step(
     fit_activations(settings, world, towers)
     if train.compile:
         towers.compile()
+    caches = build_caches(settings, world, towers)
     loss = build_loss(settings.loss, towers.loss_type)
     scales = {} if stored is None else teacher_scales(stored, settings.distill)
     if teacher is not None:
@@ -435,10 +446,29 @@ def build_step(
         max_logit_scale=loss.max_logit_scale,
         min_logit_scale=getattr(loss, "min_logit_scale", None),
         averages=None if train.ema is None else WeightAverages(towers, train.ema, warmup=train.ema_warmup),
+        caches=caches,
     )
     if teacher is not None:
         teacher.chunk = lambda: step.gradcache.size
     return layout, step
+
+
+def build_caches(settings: Settings, world: World, towers: Towers) -> list[FeatureCache]:
+    """The caches of features of frozen towers. Raises SettingsError: a tower has weights that are trained."""
+    from clipstream.models.execution.feature_cache import FeatureCache
+    from clipstream.models.stored import TOWERS
+    from clipstream.training.precision import autocast
+
+    caches = []
+    for tower in TOWERS:
+        own: TowerSettings = getattr(settings.model, tower)
+        if own.cache_gib is not None:
+            context = partial(autocast, world.device, settings.train.arithmetic)
+            caches.append(FeatureCache(towers, tower, own.cache_gib, world, context))
+            if world.is_main:
+                fits = f"{caches[-1].capacity:,} features of the {tower} tower"
+                announce(f"memory   {fits} in {own.cache_gib:g} GiB a rank")
+    return caches
 
 
 def fit_activations(settings: Settings, world: World, towers: Towers) -> None:

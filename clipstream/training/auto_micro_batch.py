@@ -91,7 +91,7 @@ class AutoMicroBatch(GradCache):
             return None
         if self.world.size > 1:
             with same_randomness(self.world.device):
-                one = self._features(batch.images[:1], batch.texts[:1])
+                one = self._features(batch.images[:1], batch.texts[:1], **options_of(batch))
                 propagate(one, detached(one))
         return share, leaves.logit_scale.detach()
 
@@ -106,7 +106,7 @@ class AutoMicroBatch(GradCache):
         def trial(tried: int) -> bool:
             """Passes of the first samples, with zero gradients and the memory that a loss takes."""
             with same_randomness(self.world.device):
-                features = self._unsummed(batch.images[:tried], batch.texts[:tried])
+                features = self._unsummed(batch.images[:tried], batch.texts[:tried], **options_of(batch))
                 # Features and gradients of the whole batch, and as much under way between ranks.
                 loss_memory = features.image.new_empty((6, n, features.image.shape[1]))
                 propagate(features, detached(features))
@@ -139,7 +139,8 @@ class AutoMicroBatch(GradCache):
             with same_randomness(self.world.device):
                 chunks, _ = cut(batch, count)
                 graphs = [
-                    self._unsummed(*chunk.images_texts(batch), **chunk.options()) for chunk in chunks[count - kept :]
+                    self._unsummed(*chunk.images_texts(batch), **chunk.options(batch.known))
+                    for chunk in chunks[count - kept :]
                 ]
                 loss_memory = graphs[0].image.new_empty((6, n, graphs[0].image.shape[1]))
                 propagate(graphs[0], detached(graphs[0]))
@@ -188,3 +189,8 @@ class AutoMicroBatch(GradCache):
     def _log(self, level: int, text: str) -> None:
         if self.world.is_main:
             logger.log(level, text)
+
+
+def options_of(batch: Batch) -> dict[str, Any]:
+    """Further arguments of the towers for samples of a batch whose texts have no known length."""
+    return {"known": batch.known} if batch.known else {}

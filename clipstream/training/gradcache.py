@@ -88,8 +88,7 @@ class GradCache:
         if self.size is not None and is_sharded(self.model):
             count = max(self.world.gather_objects(count))  # every pass is collective
         if count == 1:
-            lengths = {} if batch.lengths is None else {"lengths": batch.lengths}
-            features = last(batch.images, batch.texts, **lengths)
+            features = last(batch.images, batch.texts, **Chunk(slice(None), n, batch.lengths).options(batch.known))
             return features, partial(propagate, features)
         chunks, places = cut(batch, count)
         again = max(count - self.kept, 1)
@@ -98,9 +97,10 @@ class GradCache:
             states.append(torch_state(device))
             if number < again:
                 with torch.no_grad():
-                    found = self._features(*chunk.images_texts(batch), module=self.towers, **chunk.options())
+                    options = chunk.options(batch.known)
+                    found = self._features(*chunk.images_texts(batch), module=self.towers, **options)
             else:
-                graphs.append((chunk, self._unsummed(*chunk.images_texts(batch), **chunk.options())))
+                graphs.append((chunk, self._unsummed(*chunk.images_texts(batch), **chunk.options(batch.known))))
                 found = detached(graphs[-1][1])
             parts.append((found, chunk.size))
         images, texts = (torch.cat(rows) for rows in zip(*((p.image[:n], p.text[:n]) for p, n in parts), strict=True))
@@ -108,7 +108,7 @@ class GradCache:
             images, texts = images.index_select(0, places), texts.index_select(0, places)
 
         def backward(leaves: Features) -> None:
-            after, known = torch_state(device), self.towers.unchanging()
+            after, known = torch_state(device), self.towers.unchanging().union(batch.known)
             while graphs:
                 chunk, features = graphs.pop(0)
                 with no_sync(self.model):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses.contrastive import ContrastiveLoss
+from clipstream.models.execution.feature_cache import FeatureCache
 from clipstream.performance.timing import COPY, OPTIMIZER, begin, timed
 from clipstream.training.auto_micro_batch import AutoMicroBatch, MicroBatch
 from clipstream.training.ema import WeightAverages
@@ -42,6 +43,8 @@ from clipstream.training.precision import Precision
 from clipstream.training.state import StepState
 
 SMALLEST_SCALE = 2.0**-10  # of fp16: gradients that are not finite at this scale never will be
+
+CACHED_AT_ONCE = 64  # samples of a pass for the cache, where no size of micro-batches is known
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class TrainStep:
             was loaded above it stays or falls, so that learning rate 0 changes nothing.
         min_logit_scale: lower limit of exp(logit_scale), likewise.
         averages: updated after each step that changed the weights.
+        caches: of the features of frozen towers.
 
     Raises SettingsError: micro-batches with batch norm, whose features would depend on the cut.
     """
@@ -94,6 +98,7 @@ class TrainStep:
         max_logit_scale: float | None = None,
         min_logit_scale: float | None = None,
         averages: WeightAverages | None = None,
+        caches: Sequence[FeatureCache] = (),
     ) -> None:
         if micro_batch_size is not None and model.has_batch_norm:
             raise SettingsError(
@@ -102,7 +107,7 @@ class TrainStep:
             )
         self.towers: Any = model
         self.optimizer, self.world = optimizer, world
-        self.clip_norm, self.averages = clip_norm, averages
+        self.clip_norm, self.averages, self.caches = clip_norm, averages, caches
         self.max_logit_scale, self.min_logit_scale = max_logit_scale, min_logit_scale
         self.scaler = torch.amp.GradScaler(torch.device(world.device).type, enabled=precision == "fp16")
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -147,6 +152,9 @@ class TrainStep:
             batch = replace(batch, lengths=self.towers.text_lengths(batch.ids))
         with timed(COPY):
             batch = batch.to(self.world.device)
+        for cache in self.caches:
+            unknown = isinstance(self.gradcache, AutoMicroBatch) and self.gradcache.size is None
+            batch = cache(batch, CACHED_AT_ONCE if unknown else self.gradcache.size)
         statistics = [tensor.clone() for tensor in self._statistics]
         share, scale = self.gradcache(batch)
         begin(OPTIMIZER)

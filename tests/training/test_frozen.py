@@ -66,3 +66,38 @@ def test_ranks_shards_and_recomputation_change_nothing(place: Path) -> None:
     assert "memory   model.text.grad_checkpointing: of 2 blocks, " in (place / "runs/fsdp/out.log").read_text()
     for other in ("ddp", "fsdp"):
         close(place, "fp64", other)
+
+
+@pytest.mark.parametrize(("tower", "ranks"), [("image", 1), ("text", 2)])
+def test_cached_features_are_computed_once_and_change_no_loss(tower: str, ranks: int, place: Path) -> None:
+    more = [
+        f"--lock-{tower}",
+        "--data.augment.enabled",
+        "false",
+        "--train.micro-batch-size",
+        "5",
+        "--precision",
+        "fp64",
+    ]
+    runs = {"plain": [], "cached": [f"--model.{tower}.cache-gib", "0.001"]}
+    for name, own in runs.items():
+        argv = flags(place, f"{name}-{tower}", *more, *own, steps=4)
+        ends = end_ranks(ranks, train_on, argv) if ranks > 1 else [main(argv)]
+        assert not any(end.code if ranks > 1 else end for end in ends), ends
+    assert f"features of the {tower} tower in 0.001 GiB a rank" in (place / f"runs/cached-{tower}/out.log").read_text()
+    plain, cached = (lines(place, f"{name}-{tower}") for name in runs)
+    assert len(plain) == 4
+    for one, other in zip(plain, cached, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], abs=1e-10)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], abs=1e-10)
+
+
+def test_what_cannot_be_cached_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache = ("--model.image.cache-gib", "1")
+    for more, message in (
+        (("--lock-image", *cache), "pictures are augmented, so that their features differ"),
+        (cache, "the image tower is trained, and features of weights that change"),
+        (("--data.augment.enabled", "false", "--data.augment.flip", "0.5"), "augment.enabled is false"),
+    ):
+        assert main(flags(place, "refused", *more)) == 2
+        assert message in capsys.readouterr().err

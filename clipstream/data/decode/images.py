@@ -139,12 +139,12 @@ class EvalTransform:
         upright: whether pictures are turned by their EXIF orientation, which open_clip does not.
     """
 
-    def __init__(self, spec: ImageSpec, background: str, upright: bool = False) -> None:
-        self.spec, self.background, self.upright = spec, rgb(background), upright
+    def __init__(self, spec: ImageSpec, background: str, upright: bool = False, max_pixels: int = MAX_PIXELS) -> None:
+        self.spec, self.background, self.upright, self.max_pixels = spec, rgb(background), upright, max_pixels
 
     def __call__(self, data: bytes, rng: SampleRNG | None = None, out: Pixels | None = None) -> Pixels:
         """See ImageTransform; `rng` is not used. Raises Dropped: `undecodable_image` or `image_too_large`."""
-        return self.fit(decoded(data, self.background, self.upright), out)
+        return self.fit(decoded(data, self.background, self.upright, self.max_pixels), out)
 
     def fit(self, picture: Image.Image, out: Pixels | None = None) -> Pixels:
         """uint8 [H, W, 3] of a picture that is decoded. Raises Dropped: as `__call__`."""

@@ -1,0 +1,134 @@
+"""Features of a frozen tower, computed once for each input and kept in memory.
+
+Batches enter; batches whose samples have the tower's features leave. Rows of pixels or token ids that were seen before
+take their features from memory, the others pass through the tower; so the features of a sample are the same bits in all
+of a run, whatever the order of samples. Inputs are told apart by two 64-bit hashes of their bytes. Ranks exchange what
+they compute: all hold the same features. Nothing is removed; when the limit is reached, further features are computed
+each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import torch
+
+from clipstream.data.batch import Batch
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.models.stored import Tower
+from clipstream.models.towers import Towers
+from clipstream.utils.logs import logger
+
+ENTRY = 256  # bytes of a row in the table of keys, about
+ROWS = 64  # that are hashed at a time
+
+
+class FeatureCache:
+    """Callable that adds the features of a frozen tower to a batch.
+
+    Args:
+        towers: on their device, in training.
+        gib: memory for features and keys of this rank, in GiB.
+        context: returns the context of a forward pass.
+
+    Raises SettingsError: the tower has parameters that are trained.
+    """
+
+    def __init__(
+        self,
+        towers: Towers,
+        tower: Tower,
+        gib: float,
+        world: World,
+        context: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        if tower not in towers.unchanging():
+            text = f"the {tower} tower has weights that are trained, so that features change: leave it out"
+            raise SettingsError(f"model.{tower}.cache_gib: {text}")
+        self.towers, self.tower, self.world, self.context = towers, tower, world, context
+        dtype = torch.promote_types(towers.mean.dtype, torch.float32)
+        width = int(towers.config.model_cfg["embed_dim"])
+        self.capacity = int(gib * (1 << 30)) // (width * dtype.itemsize + ENTRY)
+        self._rows = torch.empty(self.capacity, width, dtype=dtype)  # the system gives memory when rows are written
+        self._places: dict[tuple[int, int], int] = {}
+        self._multipliers = torch.empty(0)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch, size: int | None = None) -> Batch:
+        """The batch on its device with the tower's features, which takes no gradient. Collective until it is full.
+
+        Args:
+            size: samples of a forward pass; None for all.
+        """
+        inputs = batch.pixels if self.tower == "image" else batch.ids
+        assert inputs is not None, "the tower is there, and so is its input"
+        keys = self._keys(inputs)
+        places = [self._places.get(key, -1) for key in keys]
+        new = [row for row, place in enumerate(places) if place < 0]
+        old = [row for row, place in enumerate(places) if place >= 0]
+        rows = self._rows.new_empty(len(keys), self._rows.shape[1], device=inputs.device)
+        if old:
+            rows[torch.tensor(old).to(rows.device)] = self._rows[[places[row] for row in old]].to(rows.device)
+        computed = self._compute(inputs, batch.lengths, new, size or len(keys)) if new else rows[:0]
+        if new:
+            rows[torch.tensor(new).to(rows.device)] = computed
+        if len(self) < self.capacity:
+            self._share([keys[row] for row in new], computed)
+        return replace(batch, features={**batch.features, self.tower: rows}, known=(*batch.known, self.tower))
+
+    def _compute(self, inputs: torch.Tensor, lengths: Sequence[int] | None, new: list[int], size: int) -> torch.Tensor:
+        found = []
+        for start in range(0, len(new), size):
+            some = new[start : start + size]
+            rows = inputs if len(some) == len(inputs) else inputs[torch.tensor(some).to(inputs.device)]
+            with self.context():
+                if self.tower == "image":
+                    found.append(self.towers.encode_image(rows))
+                else:
+                    own = None if lengths is None else tuple(lengths[row] for row in some)
+                    found.append(self.towers.encode_text(rows, own))
+        return torch.cat(found)
+
+    def _share(self, keys: list[tuple[int, int]], rows: torch.Tensor) -> None:
+        """Keep the new rows of all ranks, in the same order on each."""
+        counts = self.world.gather_objects(len(keys))
+        if not sum(counts):
+            return
+        names = torch.tensor(keys, dtype=torch.int64).view(-1, 2).to(rows.device)
+        all_keys = [(first, second) for first, second in self.world.gather_rows(names, counts).tolist()]
+        all_rows = self.world.gather_rows(rows, counts).to("cpu")
+        for key, row in zip(all_keys, all_rows, strict=True):
+            if len(self) == self.capacity:
+                if self.world.is_main:
+                    logger.info(
+                        f"model.{self.tower}.cache_gib: full with {len(self):,} features; those of other samples are "
+                        "computed each time"
+                    )
+                return
+            if key not in self._places:
+                self._rows[len(self)] = row
+                self._places[key] = len(self)
+
+    def _keys(self, inputs: torch.Tensor) -> list[tuple[int, int]]:
+        """Two hashes of each row: sums of its 32-bit words times random numbers, modulo 2^64 (multilinear hashing,
+        Carter and Wegman 1979).
+        """
+        words = -(-inputs[0].numel() * inputs.element_size() // 4)
+        if self._multipliers.shape[-1] != words:
+            draw = torch.Generator().manual_seed(0)
+            least, most = -(2**63), 2**63 - 1
+            drawn = torch.randint(least, most, (2, words), dtype=torch.int64, generator=draw)
+            self._multipliers = drawn.to(inputs.device)
+        found = []
+        for part in torch.split(inputs, ROWS):
+            flat = part.reshape(len(part), -1).contiguous().view(torch.uint8)
+            flat = torch.nn.functional.pad(flat, (0, 4 * words - flat.shape[1]))
+            values = flat.view(torch.int32).long()
+            found.append(torch.stack([(values * one).sum(1) for one in self._multipliers], dim=1))
+        return [(first, second) for first, second in torch.cat(found).tolist()]
