@@ -424,10 +424,9 @@ def build_step(
             f"train.{auto[0]}: auto finds out when a GPU's memory is full; on the CPU the system ends the run "
             "instead: give a number"
         )
-    fit_activations(settings, world, towers)
+    caches = fit_memory(settings, world, towers)
     if train.compile:
         towers.compile()
-    caches = build_caches(settings, world, towers)
     loss = build_loss(settings.loss, towers.loss_type)
     scales = {} if stored is None else teacher_scales(stored, settings.distill)
     if teacher is not None:
@@ -453,30 +452,16 @@ def build_step(
     return layout, step
 
 
-def build_caches(settings: Settings, world: World, towers: Towers) -> list[FeatureCache]:
-    """The caches of features of frozen towers. Raises SettingsError: a tower has weights that are trained."""
-    from clipstream.models.execution.feature_cache import FeatureCache
-    from clipstream.models.stored import TOWERS
-    from clipstream.training.precision import autocast
+def fit_memory(settings: Settings, world: World, towers: Towers) -> list[FeatureCache]:
+    """The caches of features of frozen towers, and activations within the budgets of `model.grad_checkpointing`.
 
-    caches = []
-    for tower in TOWERS:
-        own: TowerSettings = getattr(settings.model, tower)
-        if own.cache_gib is not None:
-            context = partial(autocast, world.device, settings.train.arithmetic)
-            caches.append(FeatureCache(towers, tower, own.cache_gib, world, context))
-            if world.is_main:
-                fits = f"{caches[-1].capacity:,} features of the {tower} tower"
-                announce(f"memory   {fits} in {own.cache_gib:g} GiB a rank")
-    return caches
+    Args:
+        towers: on their device.
 
-
-def fit_activations(settings: Settings, world: World, towers: Towers) -> None:
-    """Fit the activations of towers on their device to the budgets of `model.grad_checkpointing`, if there are any.
-
-    Raises SettingsError: a budget is too little.
+    Raises SettingsError: a budget is too little, or a tower with a cache has weights that are trained.
     """
     from clipstream.models.execution.activation_budget import fit_budgets
+    from clipstream.models.execution.feature_cache import caches_of
     from clipstream.training.parallel import reshard
     from clipstream.training.precision import autocast, same_randomness
 
@@ -487,8 +472,10 @@ def fit_activations(settings: Settings, world: World, towers: Towers) -> None:
     with same_randomness(world.device):
         lines = fit_budgets(towers, settings.model, samples, context)
     reshard(towers)
-    for line in lines if world.is_main else ():
+    caches = caches_of(towers, settings.model, world, context)
+    for line in [*lines, *(cache.summary() for cache in caches)] if world.is_main else ():
         announce(f"memory   {line}")
+    return caches
 
 
 def build_evals(

@@ -18,7 +18,8 @@ import torch
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.models.stored import Tower
+from clipstream.models.settings import ModelSettings, TowerSettings
+from clipstream.models.stored import TOWERS, Tower
 from clipstream.models.towers import Towers
 from clipstream.utils.logs import logger
 
@@ -49,12 +50,17 @@ class FeatureCache:
             text = f"the {tower} tower has weights that are trained, so that features change: leave it out"
             raise SettingsError(f"model.{tower}.cache_gib: {text}")
         self.towers, self.tower, self.world, self.context = towers, tower, world, context
+        self.gib = gib
         dtype = torch.promote_types(towers.mean.dtype, torch.float32)
         width = int(towers.config.model_cfg["embed_dim"])
         self.capacity = int(gib * (1 << 30)) // (width * dtype.itemsize + ENTRY)
         self._rows = torch.empty(self.capacity, width, dtype=dtype)  # the system gives memory when rows are written
         self._places: dict[tuple[int, int], int] = {}
         self._multipliers = torch.empty(0)
+
+    def summary(self) -> str:
+        """What fits, in a line."""
+        return f"{self.capacity:,} features of the {self.tower} tower in {self.gib:g} GiB a rank"
 
     def __len__(self) -> int:
         return len(self._places)
@@ -132,3 +138,12 @@ class FeatureCache:
             values = flat.view(torch.int32).long()
             found.append(torch.stack([(values * one).sum(1) for one in self._multipliers], dim=1))
         return [(first, second) for first, second in torch.cat(found).tolist()]
+
+
+def caches_of(
+    towers: Towers, settings: ModelSettings, world: World, context: Callable[[], AbstractContextManager[None]]
+) -> list[FeatureCache]:
+    """The caches that the settings ask for; arguments and errors are those of FeatureCache."""
+    own: dict[Tower, TowerSettings] = {tower: getattr(settings, tower) for tower in TOWERS}
+    wanted = {tower: section.cache_gib for tower, section in own.items()}
+    return [FeatureCache(towers, tower, gib, world, context) for tower, gib in wanted.items() if gib is not None]
