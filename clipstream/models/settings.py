@@ -160,6 +160,13 @@ class ModelSettings(Section):
         own: TowerSettings = getattr(self, tower)
         return self.grad_checkpointing if own.grad_checkpointing is None else own.grad_checkpointing
 
+    @property
+    def own_precisions(self) -> dict[Literal["image", "text"], Literal["fp32", "bf16", "fp16"]]:
+        """The precision of each tower that has its own."""
+        towers: tuple[Literal["image", "text"], ...] = ("image", "text")
+        wanted = {tower: getattr(self, tower).precision for tower in towers}
+        return {tower: precision for tower, precision in wanted.items() if precision is not None}
+
     def not_trained(self) -> Self:
         """The same model without the settings of its training."""
         whole = type(self).model_fields

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from clipstream.evals.runner import EvalRunner
     from clipstream.evals.settings import Weights
     from clipstream.models.execution.feature_cache import FeatureCache
-    from clipstream.models.settings import TowerSettings
     from clipstream.models.teacher import Teacher
     from clipstream.models.towers import Towers
     from clipstream.performance.flops import Throughput
@@ -249,7 +248,6 @@ def build_model(settings: Settings, world: World, stored: StoredData | None) -> 
     """
     from clipstream.data.decode.tokenizers import build_tokenizer
     from clipstream.models.build import build_towers
-    from clipstream.models.stored import TOWERS
     from clipstream.tools.feature_stores import check_stores, remove_towers
     from clipstream.training.precision import check_device, prepare, seed_all, set_tf32
 
@@ -269,11 +267,9 @@ def build_model(settings: Settings, world: World, stored: StoredData | None) -> 
         )
     if stored is not None:
         check_stores(stored, settings, towers, tokenizer)
-    for tower in TOWERS:
-        own: TowerSettings = getattr(model, tower)
-        if own.precision is not None:
-            check_device(world.device, own.precision, f"model.{tower}.precision")
-            towers.set_precision(tower, own.precision, keep=world.is_main)
+    for tower, precision in model.own_precisions.items():
+        check_device(world.device, precision, f"model.{tower}.precision")
+        towers.set_precision(tower, precision, keep=world.is_main)
     prepare(towers, settings.train.arithmetic)
     if stored is not None:
         remove_towers(stored, towers)
