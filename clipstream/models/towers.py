@@ -31,7 +31,8 @@ from clipstream.models.pretrained import (
     WEIGHT_FILES,
 )
 from clipstream.models.stored import StoredTower, Tower, members
-from clipstream.performance.timing import IMAGE_FORWARD, TEXT_FORWARD, begin
+from clipstream.performance.parts import IMAGE_FORWARD, TEXT_FORWARD
+from clipstream.performance.timing import begin
 
 
 class Features(NamedTuple):

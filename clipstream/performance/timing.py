@@ -1,15 +1,4 @@
-"""Time of a training step by part: marks at the places where parts begin enter, seconds by part leave.
-
-    data            the loader's next batch, until every rank has one
-    copy            the batch is copied to the device, as far as the step waits for it
-    image_forward   the image tower, in all its forward passes but those of activation checkpointing
-    text_forward    the text tower, likewise
-    forward         of a forward pass, what is in neither tower; all of it where both are compiled as one
-    loss            the loss and the gradients of the features, with its communication
-    backward        the backward passes of the towers
-    communication   gradients are complete on this rank, and their sums over the ranks are not (DDP)
-    optimizer       gradient norm, clipping, update, averaged weights
-    other           the rest of the host's work, without training lines, evaluations and checkpoints
+"""Time of a training step by part: marks at the places where parts begin enter, seconds by part (`parts`) leave.
 
 A part lasts until the next one begins, so nothing is counted twice and nothing is left out. Marks are taken everywhere
 in the package by `begin` and `timed`, which do nothing unless a `StepTimer` is active.
@@ -31,10 +20,8 @@ from typing import Any, Protocol
 
 import torch
 
-DATA, COPY = "data", "copy"
-IMAGE_FORWARD, TEXT_FORWARD, FORWARD = "image_forward", "text_forward", "forward"
-LOSS, BACKWARD, COMMUNICATION, OPTIMIZER, OTHER = "loss", "backward", "communication", "optimizer", "other"
-PARTS = (DATA, COPY, IMAGE_FORWARD, TEXT_FORWARD, FORWARD, LOSS, BACKWARD, COMMUNICATION, OPTIMIZER, OTHER)
+from clipstream.performance.parts import OTHER
+
 UNREAD = 64  # steps whose marks are kept at most, while they are complete
 RANGE = "clipstream::"  # before the name of a part, in the trace of a profile
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clipstream import __version__
-from clipstream.performance.timing import PARTS
+from clipstream.performance.parts import PARTS
 from clipstream.report.eval_results import groups
 from clipstream.report.run_reader import Points, RunContents, fewer, read_run, take
 from clipstream.report.sinks import Page, Record, Sink

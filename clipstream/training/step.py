@@ -27,7 +27,8 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses.contrastive import ContrastiveLoss
 from clipstream.models.execution.feature_cache import FeatureCache
-from clipstream.performance.timing import COPY, OPTIMIZER, begin, timed
+from clipstream.performance.parts import COPY, OPTIMIZER
+from clipstream.performance.timing import begin, timed
 from clipstream.training.auto_micro_batch import AutoMicroBatch, MicroBatch
 from clipstream.training.ema import WeightAverages
 from clipstream.training.gradcache import GradCache

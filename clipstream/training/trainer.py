@@ -22,8 +22,9 @@ from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, DataError, Interrupted, Stopped
 from clipstream.performance.flops import Throughput, Work
+from clipstream.performance.parts import DATA, PARTS
 from clipstream.performance.step_profile import StepProfiler
-from clipstream.performance.timing import DATA, PARTS, StepTimer, timed
+from clipstream.performance.timing import StepTimer, timed
 from clipstream.performance.usage import Usage, over_ranks
 from clipstream.training.early_stop import EarlyStop, EarlyStopSettings
 from clipstream.training.rollback import Rollback

@@ -13,7 +13,8 @@ from torch import nn
 
 from clipstream.distributed.world import World
 from clipstream.performance import timing
-from clipstream.performance.timing import COPY, DATA, LOSS, OTHER, StepTimer, begin, timed
+from clipstream.performance.parts import COPY, DATA, LOSS, OTHER
+from clipstream.performance.timing import StepTimer, begin, timed
 from clipstream.performance.usage import Usage, over_ranks
 from clipstream.training.step import TrainStep
 from tests.support.model_files import build, write

@@ -36,7 +36,8 @@ from clipstream.data.sources.registry import Source
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.errors import ClipstreamError, DataError, Interrupted
 from clipstream.features.manifest import IMAGE
-from clipstream.performance.timing import COPY, timed
+from clipstream.performance.parts import COPY
+from clipstream.performance.timing import timed
 from clipstream.utils.escape import printable_lines
 from clipstream.utils.logs import logger
 
