@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What is imported is compiled once, not by every process anew; pip need not compile what nobody imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-all lint format docs docs-serve reference peers bench-loss bench-input bench-features clean
+.PHONY: quickstart test test-all lint format docs docs-serve reference peers bench-loss bench-input bench-features bench-train clean
 
 # Trains on drawn scenes and evaluates. Each call is a run of its own under runs/.
 quickstart: .venv/.installed
@@ -41,6 +41,14 @@ bench-loss: .venv/.installed-dev
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[bench]'
 	mkdir -p build
 	$(BIN)/python benchmarks/loss.py --csv build/loss.csv --plot build/loss.svg
+
+# The settings of training one after the other on a small model and generated data, beside open_clip's step; the table as
+# CSV, the plot and the settings to use under build/.
+bench-train: .venv/.installed-dev
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[bench]'
+	mkdir -p build
+	$(BIN)/python -m clipstream.bench train --model configs/models/small.json --batch-size 128 --against open_clip \
+		--csv build/train.csv --plot build/train.svg --yaml build/train.yaml
 
 # Stores of features: speed, memory and accuracy of a store, the verb beside a bare loop of its tower, and training from a
 # store beside training with the tower live.

@@ -23,20 +23,21 @@ import tarfile
 import time
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from clipstream.bench.open_clip_step import OpenClipStep
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
 from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings
 from clipstream.models.build import build_towers
 from clipstream.models.execution.text_buckets import STEP, _causal
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
-from clipstream.training.optim import parameter_groups
+from clipstream.training.optim import OptimSettings
 from clipstream.training.step import TrainStep
 
 Cases = dict[str, Callable[[], object]]
@@ -83,32 +84,15 @@ def step_of(towers: Towers, batch: Batch, chunks: int = 1, kept: int = 1) -> Cal
     return partial(step, batch, lr=1e-6)
 
 
-def open_clip_step(towers: Towers, batch: Batch) -> Callable[[], object] | None:
-    """open_clip_train's loop over a single batch, with a copy of the model; None where it is not installed."""
+def open_clip_step(towers: Towers, batch: Batch, name: str) -> Callable[[], object] | None:
+    """A step of open_clip_train with a copy of the model; None where it is not installed."""
+    optim = OptimSettings.model_validate({})
     try:
-        from open_clip.loss import ClipLoss as TheirLoss
-        from open_clip_train.train import train_one_epoch
-    except ImportError:
+        step = OpenClipStep(copy.deepcopy(towers), "cpu", "fp32", optim, name)
+    except SettingsError as error:
+        print(error)
         return None
-    model = copy.deepcopy(towers.clip)
-    model.output_dict = True
-    pixels = (batch.images.float() / 255 - towers.mean) / towers.std  # as their loader gives them
-    loader = Loader([(pixels, batch.ids.long())], len(batch))
-    optimizer = torch.optim.AdamW(parameter_groups(model, 0.2), lr=1e-6, betas=(0.9, 0.98), eps=1e-6)
-    options = argparse.Namespace(
-        device="cpu", precision="fp32", distill=False, accum_freq=1, skip_scheduler=True, grad_clip_norm=None,
-        local_rank=0, rank=0, log_local=False, log_every_n_steps=1000, world_size=1, batch_size=len(batch), wandb=False,
-    )  # fmt: skip
-    data = {"train": SimpleNamespace(dataloader=loader, set_epoch=lambda epoch: None)}
-    return partial(train_one_epoch, model, data, TheirLoss(), 0, optimizer, None, None, None, options)
-
-
-class Loader(list[Any]):
-    """Batches in memory, with what open_clip_train reads of a loader."""
-
-    def __init__(self, batches: list[Any], samples: int) -> None:
-        super().__init__(batches)
-        self.num_batches, self.num_samples = len(batches), samples
+    return partial(step, step.prepare(batch), lr=1e-6)
 
 
 def split_pass(towers: Towers, ids: torch.Tensor, parts: int) -> None:
@@ -166,7 +150,7 @@ def main() -> None:
         models = {"padded": padded, "one bucket": build(options.model, 1), f"{len(cut)} buckets (auto)": bucketed}
         compare("text tower", {name: partial(tower_pass, model, ids) for name, model in models.items()}, options.rounds)
     if "step" in options.parts:
-        theirs = open_clip_step(padded, batch)
+        theirs = open_clip_step(padded, batch, options.model)
         cases = {} if theirs is None else {"open_clip_train": theirs}
         compare("step", cases | {"padded": step_of(padded, batch), "buckets": step_of(bucketed, batch)}, options.rounds)
     if "gradcache" in options.parts and not bucketed.has_batch_norm:

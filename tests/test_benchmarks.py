@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
+
 from clipstream.precompute import main as precompute
 from tests.support.ranks import ROOT, run_python
 from tests.support.runs import furnish
@@ -59,3 +62,24 @@ def test_text_buckets(tmp_path: Path) -> None:
     more = ("--batch", "6", "--rounds", "1", "--chunks", "3", "--caption", "caption.en")
     table = output_of("text_buckets", *shards, "--model", str(folder / "model.json"), *more)
     assert "buckets (auto)" in table and "3 chunks, 2 kept" in table and "a pass costs" in table
+
+
+def test_the_gpus_models(tmp_path: Path) -> None:
+    """All that does not need a GPU: tiny models in place of the four, on the CPU."""
+    shards, page = str(furnish(tmp_path) / "pairs/{00000..00003}.tar"), tmp_path / "page.md"
+    page.write_text("# Figures\n\n<!-- benchmarks/gpu.py: table -->\nold\n<!-- benchmarks/gpu.py: end -->\nAfter it.\n")
+    small = ("--device", "cpu", "--small", "--rounds", "1", "--steps", "1", "--warmup", "1", "--workers", "1")
+    table = output_of("gpu", shards, *small, "--write", str(page), "--csv", str(tmp_path / "gpu.csv"))
+    for model in ("ViT-B-32", "ViT-B-16", "ViT-L-14", "ViT-B-16-SigLIP"):
+        for row in ("clipstream", "open_clip", "from shards"):
+            (line,) = (line for line in table.splitlines() if line.startswith(f"| {model} | 8 | {row} |"))
+            assert "not run" not in line
+    text = page.read_text()
+    assert text.startswith("# Figures") and text.endswith("After it.\n") and "old" not in text and table.strip() in text
+    assert len((tmp_path / "gpu.csv").read_text().splitlines()) == 13
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_the_gpus_benchmark_needs_a_gpu() -> None:
+    with pytest.raises(AssertionError, match="torch sees no GPU here"):
+        output_of("gpu")
