@@ -150,6 +150,7 @@ def render(runs: Sequence[RunContents], *, trained: bool = True) -> str:
     sections = {
         "figures": ("Figures", trained and headlines),
         "training": ("Training", trained),
+        "precision": ("Precision", any(run.audit for run in runs)),
         "evaluations": ("Evaluations", evaluations),
         "data": ("Data", any(run.stages or run.health for run in runs)),
         "pictures": ("Pictures", pages),

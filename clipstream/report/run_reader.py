@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from clipstream.checkpoint.run_lock import is_occupied
 from clipstream.data.shard_url import redact
 from clipstream.errors import SettingsError
 from clipstream.report.eval_results import FIGURES_FILE, WATCH_FOLDER, way_of
-from clipstream.report.sinks import METRICS_FILE, Page, PictureFiles, Record, flat, lines
+from clipstream.report.sinks import AUDIT_FILE, METRICS_FILE, Page, PictureFiles, Record, flat, lines
 
 _NO_CURVE = ("step", "samples", "epoch")
 
@@ -44,6 +46,7 @@ class RunContents:
     rollbacks: list[Record] = field(default_factory=list)  # step, to, skipped
     settings: dict[str, str] = field(default_factory=dict)  # the resolved settings, by dotted key
     pages: list[Page] = field(default_factory=list)  # pictures
+    audit: Record = field(default_factory=dict)  # of the precision of a step; empty if there was none
 
     @property
     def status(self) -> str:
@@ -75,6 +78,9 @@ def read_run(folder: Path) -> RunContents:
         take(run, record)
     run.running = is_occupied(folder)
     _take_later_evaluations(run, folder)
+    if (audit := folder / AUDIT_FILE).is_file():
+        with suppress(OSError, ValueError):  # torn by a kill
+            run.audit = json.loads(audit.read_bytes())
     config = folder / "config.yaml"
     if config.is_file():
         try:

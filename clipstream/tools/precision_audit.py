@@ -21,12 +21,12 @@ from clipstream.data.decode.tokenizers import Tokenizer, wrap
 from clipstream.distributed.world import World
 from clipstream.models.teacher import Teacher
 from clipstream.models.towers import Towers
-from clipstream.performance.precision.audit import FILE, Audit, ScaleRecord, audited
+from clipstream.performance.precision.audit import Audit, ScaleRecord, audited
 from clipstream.performance.precision.findings import Findings
 from clipstream.performance.precision.gradients import ASSUMED_SCALE, GradientGroup, gradient_groups
 from clipstream.performance.precision.recorder import Phase, Recorder
 from clipstream.report.precision_audit import audit_text, verdict, write_audit
-from clipstream.report.sinks import METRICS_FILE, lines
+from clipstream.report.sinks import AUDIT_FILE, METRICS_FILE, lines
 from clipstream.training.parallel import batch_statistics, local_tensor
 from clipstream.training.precision import same_randomness
 from clipstream.training.step import TrainStep
@@ -267,9 +267,9 @@ def audit_run(folder: Path, step: TrainStep, batch: Batch) -> None:
             f"audit of the precision: {verdict(result)}: what needs float32 is computed in 16 bits, see above"
         )
     try:
-        write_audit(result, folder / FILE)
+        write_audit(result, folder / AUDIT_FILE)
     except OSError as error:
-        logger.warning(f"{folder / FILE} could not be written: {error.strerror}")
+        logger.warning(f"{folder / AUDIT_FILE} could not be written: {error.strerror}")
 
 
 def scale_history(run: Path) -> list[ScaleRecord]:

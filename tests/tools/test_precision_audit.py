@@ -21,12 +21,16 @@ from clipstream.models.towers import Features
 from clipstream.performance.precision.audit import Audit, ScaleRecord
 from clipstream.performance.precision.gradients import GradientGroup
 from clipstream.report.precision_audit import audit_text, scale_line
+from clipstream.report.sinks import AUDIT_FILE
 from clipstream.tools.precision_audit import audit_step
+from clipstream.train import main as train
 from clipstream.training.ema import WeightAverages
 from clipstream.training.optim import parameter_groups
 from clipstream.training.precision import Precision, prepare
 from clipstream.training.step import TrainStep
 from tests.support.model_files import build, write
+from tests.support.runs import flags as run_flags
+from tests.support.runs import furnish, same_weights, weights
 
 RESNET = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8}
 N = 4
@@ -105,7 +109,7 @@ def found(audit: Audit, severity: str) -> list[tuple[str, str, str]]:
     return [(finding.kind, finding.shown, finding.what) for finding in audit.of(severity)]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "pure_bf16", "fp32", "fp64"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "pure_bf16", "fp32"])
 def test_a_clean_vit_has_no_finding(tmp_path: Path, precision: Precision) -> None:
     audit = run(make_step(tmp_path, precision, ema=True))
     assert found(audit, "error") == found(audit, "warning") == []
@@ -273,7 +277,8 @@ def test_a_loss_scale_that_is_too_small_is_found(tmp_path: Path) -> None:
 
 def test_the_verb_names_what_is_wrong_and_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, out = write(tmp_path), tmp_path / "audit.json"
-    flags = ["precision", "--model", model, "--data.global-batch-size", "4", "--device", "cpu", "--precision", "bf16"]
+    flags = ["precision", "--model", model, "--data.global-batch-size", "4", "--device", "cpu", "--precision", "fp32"]
+    flags += ["--run.threads", "1"]
     assert verb.main([*flags, "--json", str(out), "--rows", "3"]) == 0
     assert "No finding" in capsys.readouterr().out
     written = json.loads(out.read_text())
@@ -285,3 +290,24 @@ def test_the_verb_names_what_is_wrong_and_ends_with_1(tmp_path: Path, capsys: py
     assert verb.main([*flags, "--batch", "shards"]) == 2 and "--train-data" in capsys.readouterr().err
     assert verb.main(["precision", "--run", str(tmp_path)]) == 2 and "no config.yaml" in capsys.readouterr().err
     assert verb.main(["precision", "--help"]) == 0 and "--json" in capsys.readouterr().out
+
+
+def test_a_run_that_audits_its_first_step_trains_the_same_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = furnish(tmp_path)
+    fp16 = ("--precision", "fp16", "--train.ema", "0.9", "--workers", "0")
+    assert train(run_flags(place, "plain", *fp16, steps=2)) == 0
+    assert train(run_flags(place, "audited", *fp16, "--audit-precision", steps=2)) == 0
+    assert same_weights(weights(place, "plain", 2), weights(place, "audited", 2))
+    assert same_weights(weights(place, "plain", 2, "averaged"), weights(place, "audited", 2, "averaged"))
+    run = place / "runs" / "audited"
+    assert json.loads((run / AUDIT_FILE).read_text())["samples"] == 24
+    assert "No finding" in (run / "out.log").read_text()
+    assert not (place / "runs" / "plain" / AUDIT_FILE).exists()
+    pages = {name: (place / "runs" / name / "report.html").read_text() for name in ("plain", "audited")}
+    assert "Precision of a step: fp16" in pages["audited"] and "Precision of a step" not in pages["plain"]
+    capsys.readouterr()
+    assert verb.main(["precision", "--run", str(run)]) == 0  # its settings, shards, weights and history
+    out = capsys.readouterr().out
+    assert "fp16 on cpu, 24 samples" in out and "Loss scale of the run: 65536 to 65536" in out

@@ -9,7 +9,6 @@ from clipstream.performance.precision.findings import Finding, Findings, analyse
 from clipstream.performance.precision.gradients import BIN, LOWEST, GradientGroup
 from clipstream.performance.precision.recorder import Recorder, Total, traffic
 
-FILE = "precision_audit.json"  # in a run's folder
 MANY = 0.1  # share of a group's gradients that lose digits in fp16, or of steps that overflow, which is a finding
 
 
