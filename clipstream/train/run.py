@@ -19,8 +19,8 @@ from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, Interrupted, SettingsError, Stopped
 from clipstream.losses.settings import chosen_loss_type
-from clipstream.models.pretrained import AVERAGED_FILE, fetch
 from clipstream.training.early_stop import EarlyStop
+from clipstream.training.optim import build_optimizer, build_schedule
 from clipstream.utils import atomic_write, early_signals
 from clipstream.utils.logs import announce, logger
 
@@ -173,7 +173,6 @@ def fit(
     from clipstream.losses.contrastive import warn_of_duplicates
     from clipstream.report.outputs import Outputs
     from clipstream.report.sinks import RunInfo
-    from clipstream.training.optim import build_schedule
     from clipstream.training.rollback import Rollback
     from clipstream.training.state import TrainState
     from clipstream.training.trainer import Trainer
@@ -248,6 +247,7 @@ def build_model(settings: Settings, world: World, stored: StoredData | None) -> 
     """
     from clipstream.data.decode.tokenizers import build_tokenizer
     from clipstream.models.build import build_towers
+    from clipstream.models.pretrained import fetch
     from clipstream.tools.feature_stores import check_stores, remove_towers
     from clipstream.training.precision import check_device, prepare, seed_all, set_tf32
 
@@ -309,6 +309,7 @@ def build_profiler(settings: Settings, world: World, done: int) -> StepProfiler 
 def build_teacher(settings: Settings, world: World) -> Teacher | None:
     """The live teacher on this rank's device, in the arithmetic of training; None where the settings name none."""
     from clipstream.models.build import build_towers
+    from clipstream.models.pretrained import fetch
     from clipstream.models.teacher import Teacher
     from clipstream.training.precision import autocast, prepare
 
@@ -399,7 +400,6 @@ def build_step(
     from clipstream.models.teacher import NAME
     from clipstream.tools.feature_stores import teacher_scales
     from clipstream.training.ema import WeightAverages
-    from clipstream.training.optim import build_optimizer
     from clipstream.training.parallel import parallelize, synchronize_batch_norm
     from clipstream.training.step import TrainStep
 
@@ -515,6 +515,7 @@ def build_writer(
 ) -> AsyncWriter:
     """The writer of checkpoints, with averaged weights as a further file."""
     from clipstream.checkpoint.async_writer import AsyncWriter
+    from clipstream.models.pretrained import AVERAGED_FILE
     from clipstream.tools.resume import noted
 
     averages, towers = step.averages, step.towers
@@ -538,6 +539,7 @@ def load_checkpoint(checkpoint: Path, step: TrainStep, start: TrainState | None 
         start: that position, for a checkpoint of open_clip.
     """
     from clipstream.checkpoint.state import load
+    from clipstream.models.pretrained import AVERAGED_FILE
     from clipstream.training.parallel import reshard
 
     reshard(step.towers)
