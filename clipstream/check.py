@@ -109,7 +109,7 @@ def check(
         SettingsError: the shards cannot be listed, or the caption settings do not fit together.
         DataError: a manifest cannot be read.
 
-    Example:
+    Examples:
         >>> import clipstream
         >>> report = clipstream.check("shards/*.tar")
         >>> report.ok, report.used, report.drops

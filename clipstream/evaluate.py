@@ -57,7 +57,7 @@ def evaluate(
         SettingsError: the evaluators' settings are wrong.
         DataError: an evaluator's data are missing, broken or not usable.
 
-    Example:
+    Examples:
         >>> import clipstream
         >>> model, preprocess, tokenizer = clipstream.load_model("runs/first", device="cpu")
         >>> figures = clipstream.evaluate(model, "val/*.tar", workers=0)

@@ -234,7 +234,7 @@ def build_loader(
         SettingsError: the settings are wrong, or shards cannot be listed.
         DataError: while it is iterated: the data have no usable sample, fail too often or stall.
 
-    Example:
+    Examples:
         >>> import clipstream
         >>> loader = clipstream.build_loader("shards/*.tar", 32, batch_size=6, workers=1, device="cpu")
         >>> len(loader)

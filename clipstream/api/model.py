@@ -256,7 +256,7 @@ def load_model(
     Raises:
         SettingsError: there is no such run, checkpoint, model or tag, or its files cannot be downloaded.
 
-    Example:
+    Examples:
         >>> import clipstream
         >>> model, preprocess, tokenizer = clipstream.load_model("runs/first", device="cpu")
         >>> model.encode_image(["cat.jpg", "dog.jpg"]).shape
@@ -360,7 +360,7 @@ def zero_shot(
 
     Raises SettingsError: there is no such file, fewer than 2 classes, or a template has no place for the name.
 
-    Example:
+    Examples:
         >>> import clipstream
         >>> classifier = clipstream.zero_shot("runs/first", ["cat", "dog"], ["a photo of a {}"])
         >>> classifier(["cat.jpg", "dog.jpg"]).shape

@@ -27,7 +27,7 @@ FRAME_HEIGHT = 700  # pixels of the report in a notebook
 class Run:
     """A run's folder: finished, running or stopped. What it returns is read anew each time.
 
-    Example:
+    Examples:
         >>> import clipstream
         >>> run = clipstream.Run.open("runs/first")
         >>> run.status, run.step

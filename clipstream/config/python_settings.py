@@ -33,7 +33,7 @@ def load_settings(config: Config = None, overrides: Overrides = None, /, **flags
     Raises:
         SettingsError: the settings are wrong; the message has a line for each mistake.
 
-    Example:
+    Examples:
         >>> import clipstream
         >>> settings = clipstream.load_settings({"train": {"steps": 100}}, {"optim.lr": 1e-3}, batch_size=64)
         >>> settings.data.global_batch_size, settings.optim.lr

@@ -52,7 +52,7 @@ class ClipLoss(_GlobalLoss):
     `backward` gives gradients that are those of this mean when the ranks' gradients are averaged, as DDP and FSDP do.
     Where they are summed instead, divide the loss by the number of ranks.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from clipstream.losses import ClipLoss
         >>> features = torch.nn.functional.normalize(torch.eye(4, 8), dim=-1)
@@ -92,7 +92,7 @@ class SigLipLoss(_GlobalLoss):
     image and a text of the global batch, divided by its number of samples. On several ranks open_clip's returns the
     part of each rank's images, whose mean is this loss. See `ClipLoss` on ranks, memory and what is averaged.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from clipstream.losses import SigLipLoss
         >>> features = torch.nn.functional.normalize(torch.eye(4, 8), dim=-1)

@@ -56,7 +56,7 @@ def train(config: Config = None, overrides: Overrides = None, /, **flags: Any) -
         Stopped: SIGTERM or SIGUSR1 stopped the run, which is saved.
         KeyboardInterrupt: Ctrl-C stopped the run, which is saved if a step was completed.
 
-    Example:
+    Examples:
         >>> import clipstream
         >>> run = clipstream.train(
         ...     "my.yaml", {"optim.lr": 1e-3}, train_data="shards/*.tar", steps=3, name="first"
