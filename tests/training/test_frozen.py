@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from clipstream.config.settings import load
+from clipstream.config.validate import validate_run
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from clipstream.train import main
@@ -92,12 +96,18 @@ def test_cached_features_are_computed_once_and_change_no_loss(tower: str, ranks:
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], abs=1e-10)
 
 
-def test_what_cannot_be_cached_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_cannot_work_are_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cache = ("--model.image.cache-gib", "1")
     for more, message in (
         (("--lock-image", *cache), "pictures are augmented, so that their features differ"),
         (cache, "the image tower is trained, and features of weights that change"),
         (("--data.augment.enabled", "false", "--data.augment.flip", "0.5"), "augment.enabled is false"),
+        (("--data.augment.enabled", "false", "--data.decoder", "exact"), "preprocessing is always exact"),
+        ((*OWN, "--image-features", str(place)), "replace the image tower, which does not run"),
+        (("--train.micro-batch-size", "auto", "--model.grad-checkpointing", "2GiB"), "2GiB of how many samples?"),
     ):
         assert main(flags(place, "refused", *more)) == 2
         assert message in capsys.readouterr().err
+    argv = flags(place, "refused", "--lock-image", "--data.augment.enabled", "false", *cache, *FSDP)
+    with pytest.raises(SettingsError, match="with fsdp, all ranks take part in each pass of a tower"):
+        validate_run(load(argv, ranks=2), World(rank=0, size=2))
