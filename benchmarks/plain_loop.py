@@ -1,10 +1,13 @@
-"""`clipstream.build_loader` inside a plain training loop, beside webdataset's usual pipeline: samples/s, memory.
+"""`clipstream.build_loader` inside a plain training loop, beside webdataset's usual pipeline: samples/s, CPU, memory.
 
     python benchmarks/plain_loop.py 'shards/{00000..00007}.tar'
 
 Both feed the same model of open_clip in the same loop (forward, open_clip's loss, backward, AdamW), or none with
-`--no-model`, each in a process of its own; the processes alternate, and medians are compared, because machines are
-shared and noisy. Memory is the private memory of the process and its workers together (Linux).
+`--no-model`, each in a process of its own. The processes alternate, and medians are compared, because machines are
+shared and noisy. The model is so small that the loop waits for its data. CPU time and memory are those of the process
+and its workers together (Linux): proportional set size of anonymous and shared memory.
+
+FIGURES
 """
 
 from __future__ import annotations
@@ -17,27 +20,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 MODEL = {
-    "embed_dim": 128,
-    "vision_cfg": {"image_size": 224, "layers": 2, "width": 128, "head_width": 32, "patch_size": 32},
-    "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 128, "heads": 4, "layers": 2},
+    "embed_dim": 64,
+    "vision_cfg": {"image_size": 224, "layers": 1, "width": 64, "head_width": 32, "patch_size": 32},
+    "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 64, "heads": 2, "layers": 1},
 }
-WARM = 2  # batches before the clock
+WARM = 8  # batches before the clock, so that those that were prefetched meanwhile are used up
 
 
 def webdataset_batches(shards: str, size: int, batch: int, workers: int) -> Iterator[Any]:
     """webdataset's pipeline, as open_clip's users write it."""
     import open_clip
-    import torch
     import webdataset as wds
 
     transform, tokenizer = open_clip.image_transform(size, is_train=True), open_clip.get_tokenizer("ViT-B-32")
-    torch.set_num_threads(max(1, (os.cpu_count() or 1)))
     dataset = (
-        wds.WebDataset(shards, resampled=True, nodesplitter=wds.split_by_node)
+        wds.WebDataset(shards, resampled=True, shardshuffle=False, nodesplitter=wds.split_by_node)
         .shuffle(200)
         .decode("pilrgb", handler=wds.warn_and_continue)
         .to_tuple("jpg;png;webp", "txt")
@@ -56,14 +58,25 @@ def clipstream_batches(shards: str, size: int, batch: int, workers: int) -> Iter
         yield from loader
 
 
-def private_mib() -> float:
-    """Private memory of this process and its children, MiB."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+def processes(pid: int) -> list[int]:
+    """A process and its descendants."""
+    lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [pid, *(below for child in " ".join(lists).split() for below in processes(int(child)))]
+
+
+def mib() -> float:
+    """Memory of this process and its descendants, MiB; files that are mapped are left out."""
     total = 0
-    for pid in ("self", *children):
+    for pid in processes(os.getpid()):
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        total += sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+        total += sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon", "Pss_Shmem")))
     return total / 1024
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and its descendants so far."""
+    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in processes(os.getpid())]
+    return sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
 
 
 def measure(stream: str, args: argparse.Namespace) -> dict[str, float]:
@@ -72,22 +85,29 @@ def measure(stream: str, args: argparse.Namespace) -> dict[str, float]:
     import torch
 
     make = clipstream_batches if stream == "clipstream" else webdataset_batches
+    torch.set_num_threads(1)  # the other cores are for the workers
     model = open_clip.CLIP(**MODEL)
     optimizer, loss = torch.optim.AdamW(model.parameters(), 1e-4), open_clip.loss.ClipLoss()
-    began, samples = 0.0, 0
-    for number, (images, texts) in enumerate(make(args.shards, 224, args.batch_size, args.workers)):
-        if number == WARM:
-            began = time.perf_counter()
+
+    def step(images: torch.Tensor, texts: torch.Tensor) -> int:
         if args.model:
             features = model.encode_image(images, normalize=True), model.encode_text(texts, normalize=True)
             optimizer.zero_grad()
             loss(*features, model.logit_scale.exp()).backward()
             optimizer.step()
-        if number >= WARM:
-            samples += len(texts)
-            if time.perf_counter() - began > args.seconds:
-                break
-    return {"samples_per_s": samples / (time.perf_counter() - began), "mib": private_mib()}
+        return len(texts)
+
+    batches = make(args.shards, 224, args.batch_size, args.workers)
+    for images, texts in islice(batches, WARM):
+        step(images, texts)
+    began, spent, samples = time.perf_counter(), cpu_seconds(), 0
+    while (seconds := time.perf_counter() - began) < args.seconds:
+        samples += step(*next(batches))
+    return {
+        "samples/s": samples / seconds,
+        "CPU-ms/sample": (cpu_seconds() - spent) / samples * 1000,
+        "MiB": mib(),
+    }
 
 
 def main() -> None:
@@ -111,9 +131,10 @@ def main() -> None:
                 [sys.executable, *sys.argv, "--one", stream], capture_output=True, text=True, check=True
             )
             results.append(json.loads(done.stdout.splitlines()[-1]))
+            print(stream, results[-1], file=sys.stderr, flush=True)
     for stream, results in found.items():
-        rate, mib = (statistics.median(one[key] for one in results) for key in ("samples_per_s", "mib"))
-        print(f"{stream:<12}{rate:>8.0f} samples/s{mib:>8.0f} MiB")
+        shown = (f"{statistics.median(one[key] for one in results):>9.1f} {key}" for key in results[0])
+        print(f"{stream:<12}{''.join(shown)}")
 
 
 if __name__ == "__main__":

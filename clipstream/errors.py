@@ -68,8 +68,8 @@ class Dropped(Exception):
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
-        self.reason = printable(reason)
-        self.detail = printable(detail)
+        self.reason: str = printable(reason)
+        self.detail: str = printable(detail)
         super().__init__(f"{self.reason}: {self.detail}" if detail else self.reason)
 
 

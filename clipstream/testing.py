@@ -40,7 +40,7 @@ from clipstream.training.optim import Optimizer, OptimSettings, Schedule
 ROWS, WIDTH = 5, 8  # of the random features
 RANKS = 2
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-5}  # tolerance for two computations of a loss, by dtype
-SMALL_MODEL = {
+SMALL_MODEL: dict[str, Any] = {
     "embed_dim": 32,
     "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16},
     "text_cfg": {"context_length": 24, "vocab_size": 49408, "layers": 1, "width": 32, "heads": 2},

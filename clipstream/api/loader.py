@@ -93,8 +93,10 @@ class BatchLoader:
     def __init__(
         self, settings: Settings, world: World, preprocess: Preprocess, tokenizer: Tokenizer, dtype: torch.dtype
     ) -> None:
-        self.settings, self.world, self.preprocess = settings, world, preprocess
-        self.tokenizer = TextTokenizer(tokenizer)
+        self.settings: Settings = settings
+        self.world: World = world
+        self.preprocess: Preprocess = preprocess
+        self.tokenizer: TextTokenizer = TextTokenizer(tokenizer)
         self._ids, self._dtype = tokenizer, dtype
         self._start: DataState | None = None
         self._loader: Loader | None = None

@@ -128,10 +128,11 @@ class Model:
     """
 
     def __init__(self, towers: Towers, context: EvalContext) -> None:
-        self.towers, self.context = towers, context
+        self.towers: Towers = towers
+        self.context: EvalContext = context
         mean, std = (values.flatten().tolist() for values in (towers.mean, towers.std))
-        self.preprocess = Preprocess(towers.image, mean, std)
-        self.tokenizer = TextTokenizer(context.tokenizer)
+        self.preprocess: Preprocess = Preprocess(towers.image, mean, std)
+        self.tokenizer: TextTokenizer = TextTokenizer(context.tokenizer)
 
     @property
     def device(self) -> str:
@@ -330,7 +331,8 @@ class ZeroShotClassifier:
     """
 
     def __init__(self, model: Model, classes: Sequence[str], weights: torch.Tensor) -> None:
-        self.model, self.weights = model, weights
+        self.model: Model = model
+        self.weights: torch.Tensor = weights
         self.classes: list[str] = list(classes)
 
     def logits(self, images: Pictures) -> torch.Tensor:

@@ -59,7 +59,9 @@ class Section(BaseModel):
     them (`allow_inf_nan=True`).
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, defer_build=True, allow_inf_nan=False)
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, defer_build=True, allow_inf_nan=False
+    )
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """(key, message) for each key, dotted below a nested section, whose value does not go with the other keys of

@@ -72,7 +72,8 @@ class ContrastiveLoss(Protocol):
 
 class _BuiltinLoss:
     def __init__(self, settings: ClipLossSettings | SiglipLossSettings) -> None:
-        self.max_logit_scale, self.min_logit_scale = settings.max_logit_scale, settings.min_logit_scale
+        self.max_logit_scale: float | None = settings.max_logit_scale
+        self.min_logit_scale: float | None = settings.min_logit_scale
         self._settings = settings
 
     def _share(self, kind: Kind, features: Features, batch: Batch, world: World) -> torch.Tensor:

@@ -72,7 +72,7 @@ class DistilledLoss:
         scales: Mapping[str, float],
         add_features: Callable[[Batch], Batch] | None = None,
     ) -> None:
-        self.max_logit_scale = base.max_logit_scale
+        self.max_logit_scale: float | None = base.max_logit_scale
         self.min_logit_scale: float | None = getattr(base, "min_logit_scale", None)
         self._base, self._settings, self._scales = base, settings, dict(scales)
         self._add_features = add_features

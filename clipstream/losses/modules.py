@@ -60,7 +60,7 @@ class ClipLoss(_GlobalLoss):
         0.0
     """
 
-    kind = "softmax"
+    kind: Kind = "softmax"
 
     def forward(
         self,
@@ -100,7 +100,7 @@ class SigLipLoss(_GlobalLoss):
         0.0002
     """
 
-    kind = "sigmoid"
+    kind: Kind = "sigmoid"
 
     def forward(
         self,

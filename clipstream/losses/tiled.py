@@ -151,8 +151,8 @@ class Tiles:
     def __init__(self, pairs: Pairs, buffers: int = 2) -> None:
         self.pairs = pairs
         total = pairs.weights.sum().clamp_min(torch.finfo(pairs.weights.dtype).tiny)  # 0 / 0 would be nan
-        self.halves = pairs.weights / (2 * total)
-        self.diagonal_targets = pairs.duplicates != "positives"
+        self.halves: torch.Tensor = pairs.weights / (2 * total)
+        self.diagonal_targets: bool = pairs.duplicates != "positives"
         self._buffers = [pairs.images.new_empty(ROWS * COLUMNS) for _ in range(buffers)]
         # Far below all logits; with -inf, rows without a present sample would give nan.
         self._low = torch.finfo(pairs.images.dtype).min / 8
@@ -288,8 +288,8 @@ class LogSums:
 
     def __init__(self, tiles: Tiles) -> None:
         self._tiles = tiles
-        self.rows = tiles.pairs.images.new_full((len(tiles.pairs.images),), -torch.inf)
-        self.columns = tiles.pairs.images.new_full((len(tiles.pairs.weights),), -torch.inf)
+        self.rows: torch.Tensor = tiles.pairs.images.new_full((len(tiles.pairs.images),), -torch.inf)
+        self.columns: torch.Tensor = tiles.pairs.images.new_full((len(tiles.pairs.weights),), -torch.inf)
 
     def add(self, tile: Tile) -> None:
         """Add the logits of a tile."""

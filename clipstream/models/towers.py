@@ -99,17 +99,19 @@ class Towers(nn.Module):
     ) -> None:
         super().__init__()
         self.clip = clip
-        self.config, self.loss_type, self.tokenizer_folder = config, loss_type, tokenizer_folder
+        self.config: ModelConfig = config
+        self.loss_type: str = loss_type
+        self.tokenizer_folder: Path | None = tokenizer_folder
         preprocess, text_cfg = config.preprocess_cfg, config.model_cfg["text_cfg"]
         size = preprocess["size"]
-        self.image = ImageSpec(
+        self.image: ImageSpec = ImageSpec(
             size=to_2tuple(size),
             interpolation=preprocess["interpolation"],
             resize_mode=preprocess["resize_mode"],
             fill=preprocess["fill_color"],
         )
-        self.context_length = int(text_cfg.get("context_length", 77))
-        self.vocab_size = int(self.clip.vocab_size)
+        self.context_length: int = int(text_cfg.get("context_length", 77))
+        self.vocab_size: int = int(self.clip.vocab_size)
         for name in ("mean", "std"):
             self.register_buffer(name, torch.tensor(preprocess[name]).view(1, 3, 1, 1), persistent=False)
         self.stored: dict[Tower, StoredTower] = {}

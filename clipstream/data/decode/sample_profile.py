@@ -104,7 +104,7 @@ class Profile:
     """Counts of the members and JSON fields of a source's samples. Picklable, and of bounded size."""
 
     def __init__(self) -> None:
-        self.samples = 0
+        self.samples: int = 0
         self.suffixes: Counter[str] = Counter()  # samples by member suffix
         self.images: Counter[str] = Counter()  # the same, of the members whose bytes begin as a picture
         self.texts: dict[str, Field] = {}  # by suffix, the members that are readable text

@@ -105,8 +105,9 @@ class ShardCache:
     def __init__(
         self, cache: str | None, *, limit: int | None = None, wanted: int = 1, fetcher: Fetcher | None = None
     ) -> None:
-        self.fetcher = fetcher or Fetcher()
-        self.temporary = cache is None
+        self.fetcher: Fetcher = fetcher or Fetcher()
+        self.folder: Path
+        self.temporary: bool = cache is None
         self._finalizer: weakref.finalize[..., ShardCache] | None = None
         if cache is None:
             self.folder, lock = _temporary_folder()
@@ -119,7 +120,7 @@ class ShardCache:
                 raise SettingsError(f"data.cache: the folder {self.folder} cannot be made: {error.strerror}") from error
             if not os.access(self.folder, os.W_OK | os.X_OK):
                 raise SettingsError(f"data.cache: the folder {self.folder} cannot be written")
-        self.quota = CacheQuota(self.folder, None if self.temporary else limit, wanted)
+        self.quota: CacheQuota = CacheQuota(self.folder, None if self.temporary else limit, wanted)
         self.alive: Callable[[int], None] | None = None
         self._checked: set[Path] = set()
         self._uses: dict[str, _Use] = {}
