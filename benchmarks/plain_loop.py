@@ -7,7 +7,13 @@ Both feed the same model of open_clip in the same loop (forward, open_clip's los
 shared and noisy. The model is so small that the loop waits for its data. CPU time and memory are those of the process
 and its workers together (Linux): proportional set size of anonymous and shared memory.
 
-FIGURES
+Medians of 3 rounds of 20 seconds, 800 JPEG photos of 512 pixels in 8 shards, batches of 64, 2 workers, webdataset 1.0.2, on
+2 cores that other programs shared (load above 10). Samples/s differ by half from round to round there, and once
+webdataset was faster; CPU time differs by 5%. It includes the model's step, which is the same on both sides.
+
+                 samples/s   CPU-ms/sample   MiB
+    clipstream        40.9             5.8   780
+    webdataset        28.8            10.6   977
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ def test_the_blocks_run_in_their_order(tmp_path: Path, monkeypatch: pytest.Monke
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(encoding="utf-8"), re.S)
     names: dict[str, Any] = {}
     for block in blocks:
-        exec(block, names)
-    assert len(blocks) == 3 and names["run"].status == "done" and names["figures"]["val"]["n"] == 16
+        imported = re.match(r"import (accelerate|lightning)$", block, re.M)
+        if imported is None or importlib.util.find_spec(imported[1]):
+            exec(block, names)
+    assert len(blocks) == 5 and names["run"].status == "done" and names["figures"]["val"]["n"] == 16
     assert names["best"] in names["pictures"] and names["state"]["data"]["step"] == 8
