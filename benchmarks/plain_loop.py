@@ -7,8 +7,9 @@ Both feed the same model of open_clip in the same loop (forward, open_clip's los
 shared and noisy. The model is so small that the loop waits for its data. CPU time and memory are those of the process
 and its workers together (Linux): proportional set size of anonymous and shared memory.
 
-Medians of 3 rounds of 20 seconds, 800 JPEG photos of 512 pixels in 8 shards, batches of 64, 2 workers, webdataset 1.0.2,
-on 2 cores that other programs shared (load above 10). Samples/s are noise there: they vary by half between rounds, and
+Medians of 3 rounds of 20 seconds, 800 JPEG photos of 512 pixels in 8 shards, batches of 64, 2 workers,
+webdataset 1.0.2, on 2 cores that other programs shared (load above 10).
+Samples/s are noise there: they vary by half between rounds, and
 in one round webdataset was faster. CPU time varies by 5%; it includes the model's step, the same on both sides.
 
                  samples/s   CPU-ms/sample   MiB
