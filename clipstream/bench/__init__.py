@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from clipstream.bench import input, train
 from clipstream.cli.main import run_main, show_help
 
+OWN_FLAGS = {**input.OWN_FLAGS, **train.OWN_FLAGS}  # of both, for completion
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb, and return its exit code."""

@@ -44,6 +44,7 @@ def test_every_setting_and_short_flag_is_there(verbs: dict[str, argparse.Argumen
         (["clipstream", "train", "--train.prec"], {"--train.precision"}),
         (["clipstream", "train", "--siglip", "--train.precision", "pure"], {"pure_bf16"}),
         (["clipstream", "bench", "--gpu-r"], {"--gpu-rate"}),
+        (["clipstream", "bench", "train", "--loss-st"], {"--loss-steps"}),
         (["clipstream", "search", "dup"], {"duplicates"}),
         (["clipstream", "export", "features", "--form"], {"--format"}),
     ],

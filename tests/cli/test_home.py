@@ -10,6 +10,8 @@ import pytest
 from pydantic import create_model
 
 from clipstream import check, compare, index
+from clipstream.bench import input as bench_input
+from clipstream.bench import train as bench_train
 from clipstream.config.config_sources import accepts_text
 from clipstream.config.dump import _RULES
 from clipstream.config.flags import own_flags
@@ -17,7 +19,7 @@ from clipstream.config.section import leaves
 from clipstream.config.settings import Settings, load
 from clipstream.data.settings import PathTokenizer
 from clipstream.data.sources.registry import expand
-from clipstream.tools import bench, evaluate, stage, watch
+from clipstream.tools import evaluate, stage, watch
 from tests.support.tars import write_tar
 
 # Keys whose text is no path; a new one is told here, or has the type `section.PathText`.
@@ -71,7 +73,7 @@ def test_flags_and_files_alike(home: Path) -> None:
     assert settings.tokenizer.model_dump()["name"] == f"{home}/t"
 
 
-@pytest.mark.parametrize("verb", [bench, evaluate, watch, stage])
+@pytest.mark.parametrize("verb", [bench_input, bench_train, evaluate, watch, stage])
 def test_flags_of_the_verbs_own(verb: ModuleType, home: Path) -> None:
     argv = [f"{flag}=~/x" for flag in verb.OWN_FLAGS]
     assert own_flags(argv, verb.OWN_FLAGS)[0] == dict.fromkeys(verb.OWN_FLAGS, f"{home}/x")
