@@ -96,7 +96,8 @@ class Ladder:
 
     def climb(self) -> tuple[list[Row], Changes]:
         """The rows of both tables, and the settings to use as changes of the user's."""
-        chain = self.in_turns([Row(Rung(BASELINE), self.plain, 1)], self._rungs(SPEED), cumulative=True)
+        added, base = self._rungs(SPEED), Row(Rung(BASELINE), self.plain, 1)
+        chain = self.in_turns([base], added, cumulative=True) if added else []
         chosen = dict(self.plain)
         usual = by_key(Settings())
         for row in chain:

@@ -77,7 +77,8 @@ def _fused(settings: Settings, machine: Machine) -> list[Rung]:
 
 def _compile(settings: Settings, machine: Machine) -> list[Rung]:
     chosen = settings.train.compile
-    return [Rung("compile", {"train.compile": BLOCKS if chosen == EAGER else chosen})]
+    wanted = BLOCKS if chosen == EAGER else chosen
+    return [Rung("compile", {"train.compile": wanted, **_compile_options(settings.train)})]
 
 
 def _buckets(settings: Settings, machine: Machine) -> list[Rung]:
@@ -147,6 +148,8 @@ def plain(settings: Settings, names: Collection[str]) -> dict[str, object]:
     found = {key: value for name in names for key, value in PLAIN[name].items()}
     if not _can_fuse(settings):
         found.pop("optim.fused", None)
+    if "compile" in names:
+        found |= _compile_options(TrainSettings())
     return found
 
 
@@ -175,6 +178,12 @@ def nested(changes: Changes) -> dict[str, Any]:
             section = section.setdefault(part, {})
         section[name] = value
     return tree
+
+
+def _compile_options(train: TrainSettings) -> dict[str, object]:
+    """The settings that go with `train.compile`, and conflict with its default."""
+    names = [name for name in TrainSettings.model_fields if name.startswith("compile_")]
+    return {f"train.{name}": getattr(train, name) for name in names}
 
 
 def _can_fuse(settings: Settings) -> bool:

@@ -156,6 +156,8 @@ class Turns:
         _, step = build_step(settings, self.world, towers, teacher, self.stored)
         if settings.train.compile != EAGER:
             stack.enter_context(_compiling())
+            if (compilation := getattr(step, "compilation", None)) is not None:
+                compilation.strict = True  # what runs eagerly would be measured as compiled
         return _Parts(lambda batch, lr: step(batch, lr).loss, lambda batch: batch, loader or in_memory, loader)
 
     def _measure(self, parts: _Parts, warmup: int, steps: int, memory: PeakMemory, lr: float) -> Turn:

@@ -147,6 +147,12 @@ def test_what_cannot_run_is_left_out_of_the_chain(monkeypatch: pytest.MonkeyPatc
     assert "compile" not in yaml and "text_buckets: 'off'" in yaml  # slower here, although it is a default
 
 
+def test_variants_alone_measure_the_baseline_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, yaml = climbed({"baseline": turn(10)}, monkeypatch, rungs=("patch-dropout",))
+    assert [(row.table, row.rung.name) for row in rows] == [(2, BASELINE), (2, "patch-dropout")]
+    assert yaml.endswith("# no setting was measured\n")
+
+
 def test_every_rung_has_settings_that_go_together() -> None:
     from clipstream.bench.rungs import Machine, plain
 
