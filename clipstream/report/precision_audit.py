@@ -32,12 +32,8 @@ def show_audit(audit: Audit, console: Console, rows: int = ROWS) -> None:
     console.print(f"Precision of a step: {audit.precision} on {audit.device}, {audit.samples} samples")
     console.print(f"{audit.total.count:,} operators, {size(audit.total.bytes)}, {milliseconds(audit.total.seconds)}")
     console.print(_findings(audit))
-    for severity in ("error", "warning"):
-        for number, finding in enumerate(audit.of(severity), start=1):
-            lines = f" ({', '.join(finding.lines)})" if finding.lines else ""
-            console.print(
-                f"{severity} {number}: {finding.shown}: {finding.what}{lines}: {finding.advice}", markup=False
-            )
+    for text in _advice(audit):
+        console.print(text, markup=False)
     console.print(_costs(audit, rows))
     console.print(_casts(audit, rows))
     console.print(_modules(audit, rows))
@@ -107,6 +103,17 @@ def _findings(audit: Audit) -> Table:
     if not table.rows:
         table.add_row("[green]none[/]", "", "", "", "", "")
     return table
+
+
+def _advice(audit: Audit) -> list[str]:
+    """What to do about errors and warnings, each advice once, with the code that it is about."""
+    code: dict[tuple[str, str, str], set[str]] = {}
+    for finding in (*audit.of("error"), *audit.of("warning")):
+        code.setdefault((finding.severity, finding.what, finding.advice), set()).update(finding.lines)
+    return [
+        f"{severity}: {what}{' in ' * bool(lines)}{', '.join(sorted(lines))}: {advice}"
+        for (severity, what, advice), lines in code.items()
+    ]
 
 
 def _costs(audit: Audit, rows: int) -> Table:
