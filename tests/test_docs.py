@@ -20,7 +20,7 @@ import timm
 import torch
 from safetensors.torch import load_file, save_file
 
-from clipstream import evaluate, precompute
+from clipstream import audit, evaluate, precompute
 from clipstream.bench import input as bench_input
 from clipstream.bench import train as bench_train
 from clipstream.cli.main import VERBS
@@ -185,6 +185,7 @@ def test_flags_that_pages_name_exist() -> None:
         *bench_input.OWN_FLAGS,
         *bench_train.OWN_FLAGS,
         *stage.OWN_FLAGS,
+        *audit.OWN_FLAGS,
         *precompute.OWN_FLAGS,
     }
     parsers = [(ROOT / "clipstream" / f"{verb}.py") for verb in VERBS]
