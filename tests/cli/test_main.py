@@ -67,7 +67,10 @@ def test_help_all_tells_every_key(width: int) -> None:
 
 
 @pytest.mark.parametrize("verb", ["train", "evaluate", "bench", "stage"])
-def test_help_is_short_and_says_how_to_see_more(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_short_and_says_how_to_see_more(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     own = {"evaluate": "--checkpoint", "bench": "--gpu-rate", "stage": "--quality"}.get(verb, "--resume")
     for argv in ([verb, "--help"], [verb, "-h", "--steps", "3"]):
         assert main.main(argv) == 0
