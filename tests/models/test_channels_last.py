@@ -26,8 +26,12 @@ def image_pass(towers: Towers) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return features.detach(), {name: p.grad for name, p in towers.named_parameters() if p.grad is not None}
 
 
-# In float32, batch norm over few samples and the signs of ReLUs enlarge rounding, by the processor's order of sums.
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-2)])
+def strides(tensor: torch.Tensor) -> list[int]:
+    """Those of dimensions of more than one element; of others they say nothing about the layout."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-4)])
 def test_features_gradients_and_weights_are_those_of_contiguous_pixels(
     dtype: torch.dtype, tolerance: float, tmp_path: Path
 ) -> None:
@@ -43,7 +47,7 @@ def test_features_gradients_and_weights_are_those_of_contiguous_pixels(
     for parameter, gradient in gradients.items():
         bound = tolerance * max(float(gradient.abs().max()), 1.0)
         torch.testing.assert_close(mine[parameter], gradient, rtol=0, atol=bound, msg=parameter)
-        assert mine[parameter].stride() == gradient.stride(), parameter
+        assert strides(mine[parameter]) == strides(gradient), parameter
     for parameter, tensor in auto.saved_tensors().items():
         assert tensor.is_contiguous() and tensor.shape == off.saved_tensors()[parameter].shape
 
