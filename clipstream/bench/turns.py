@@ -10,6 +10,7 @@ import ctypes
 import gc
 import itertools
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -226,7 +227,7 @@ def explained(error: Exception) -> str:
         return "out of GPU memory"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
-    return text if len(text) <= REASON_SHOWN else f"{text[:REASON_SHOWN]} …"
+    return textwrap.shorten(text, REASON_SHOWN, placeholder=" …")
 
 
 def _worker_ms(loader: Loader) -> float | None:
