@@ -153,16 +153,16 @@ ALIASES = (
     _alias("--open-clip-defaults", "model.name data.global_batch_size train.epochs schedule.warmup data.workers", "",
            "open_clip's defaults for the flags that are not given: --model RN50 --batch-size 64 --epochs 32 --warmup "
            "10000 --workers 4 and others", together=True, switch=True),
-    _alias("--dataset-type", f"{_TRAIN}.shards", "NAME", "synthetic needs no --train-data; csv takes captions from the "
-           "column title; webdataset, auto: as named", dataset_type_sets),
+    _alias("--dataset-type", f"{_TRAIN}.shards", "NAME", "synthetic needs no --train-data; webdataset, csv, auto: the "
+           "name of a file tells its type", dataset_type_sets),
     _alias("--train-data", f"{_TRAIN}.shards", "SHARDS", "shards to train on: the source named train"),
     _alias("--train-data-upsampling-factors", f"{_TRAIN}.weight", "F::F", "a factor for each part of --train-data "
            "between '::', which then is a source of its own, with the weight factor x samples", together=True),
     _alias("--val-data", "evals.val.data.shards", "SHARDS", "shards to evaluate on, by retrieval unless set"),
     _alias("--image-key", f"{_TRAIN}.image_key", "SUFFIXES", "suffixes of the image member, separated by ';'"),
     _alias("--csv-img-key", f"{_TRAIN}.image_key", "COLUMN", "column of a manifest with the picture's path"),
-    _alias("--csv-caption-key", f"{_TRAIN}.caption", "COLUMN", "column of a manifest with the caption",
-           together=True),
+    _alias("--csv-caption-key", f"{_TRAIN}.caption", "COLUMN", "column of a manifest with the caption (of a CSV: "
+           "title, or txt where there is none)", together=True),
     _alias("--csv-separator", f"{_TRAIN}.separator", "CHARACTER", "between the fields of a CSV"),
     _alias("--caption-key", f"{_TRAIN}.caption", "SUFFIX", "suffix of the text member with the caption; several, "
            "separated by ';': the first that is there", together=True),

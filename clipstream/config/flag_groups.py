@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from clipstream.config.flag_aliases import CAPTION, IMAGENETS
@@ -48,7 +48,11 @@ DEFAULTS = {
     "--val-frequency": "1",
     "--zeroshot-frequency": "2",
 }
-_NEEDS = {"--val-frequency": ("--val-data",), "--zeroshot-frequency": tuple(IMAGENETS)}
+# Flag of an interval -> the flags, and the names of the evaluators, that it is about.
+_INTERVALS = {
+    "--val-frequency": (("--val-data",), ("val",)),
+    "--zeroshot-frequency": (tuple(IMAGENETS), tuple(IMAGENETS.values())),
+}
 _LENGTHS = ("--steps", "--epochs")
 
 
@@ -58,7 +62,11 @@ def with_defaults(given: Given, *, set_otherwise: bool = False) -> dict[str, str
     Args:
         set_otherwise: whether the run's length is set by a flag with a dotted key.
     """
-    usual = {flag: text for flag, text in DEFAULTS.items() if any(one in given for one in _NEEDS.get(flag, given))}
+    usual = {
+        flag: text
+        for flag, text in DEFAULTS.items()
+        if flag not in _INTERVALS or any(one in given for one in _INTERVALS[flag][0])
+    }
     if set_otherwise or any(flag in given for flag in _LENGTHS):
         usual.pop("--epochs", None)
     if "--train-data-upsampling-factors" in given:  # which open_clip takes with replacement only
@@ -66,15 +74,22 @@ def with_defaults(given: Given, *, set_otherwise: bool = False) -> dict[str, str
     return {**usual, **given}
 
 
-def without_schedule(given: Given, notices: list[str]) -> dict[str, str]:
-    """The flags, without those of the schedule where --skip-scheduler turns it off, warm-up included."""
-    if given.get("--skip-scheduler", "false").lower() == "false":
-        return dict(given)
-    for flag in (flag for flag in UNSCHEDULED if flag in given):
-        notices.append(
-            f"{flag}: has no effect, as --skip-scheduler keeps the learning rate at --lr from the first step"
-        )
-    return {flag: text for flag, text in given.items() if flag not in UNSCHEDULED}
+def without_idle(given: Given, evaluators: Collection[str], notices: list[str]) -> dict[str, str]:
+    """The flags that have an effect beside the others; the others are told in `notices`.
+
+    --skip-scheduler turns the schedule off, warm-up included. An evaluation's interval has no effect without its data.
+
+    Args:
+        evaluators: names of the evaluators that files and dotted keys set.
+    """
+    idle: dict[str, str] = {}  # flag -> why
+    if given.get("--skip-scheduler", "false").lower() != "false":
+        idle = dict.fromkeys(UNSCHEDULED, ", as --skip-scheduler keeps the learning rate at --lr from the first step")
+    for flag, (data, named) in _INTERVALS.items():
+        if not any(one in given for one in data) and not any(name in evaluators for name in named):
+            idle[flag] = f" without {data[0]}, as there is nothing to evaluate"
+    notices += [f"{flag}: has no effect{why}" for flag, why in idle.items() if flag in given]
+    return {flag: text for flag, text in given.items() if flag not in idle}
 
 
 def caption_sets(given: Given, notices: list[str]) -> Found:
@@ -83,7 +98,7 @@ def caption_sets(given: Given, notices: list[str]) -> Found:
     --json-text-key takes names of fields at the top of the JSON member; no text member then counts, as in open_clip.
     """
     members = {flag: given[flag] for flag in MEMBERS if flag in given}
-    csv, paths, fields = (given.get(flag) for flag in ("--dataset-type", "--caption-json", "--json-text-key"))
+    paths, fields = (given.get(flag) for flag in ("--caption-json", "--json-text-key"))
     if paths is not None and fields is not None:
         raise ValueError("--json-text-key and --caption-json both say where the caption is: give one of them")
     weights = given.get("--json-text-key-probs")
@@ -101,14 +116,14 @@ def caption_sets(given: Given, notices: list[str]) -> Found:
         return
     if len(set(members.values())) > 1:
         raise ValueError(f"{' and '.join(members)} name different members: give one of them")
-    member = next(iter(members.values()), "title" if csv == "csv" and paths is None else None)
+    member = next(iter(members.values()), None)
     if paths is not None:
         parts = [path.strip() for path in paths.split(";")]
         # Every key is set: weights and fallback in a file belong to the paths in that file.
         path = parts[0] if len(parts) == 1 else parts
         yield "--caption-json", CAPTION, {"type": "json", "path": path, "weights": None, "fallback": member}
     elif member is not None:
-        yield next(iter(members), "--dataset-type"), CAPTION, {"type": "text", "key": member}
+        yield next(iter(members)), CAPTION, {"type": "text", "key": member}
 
 
 def _probabilities(text: str, n: int) -> list[float]:
@@ -201,12 +216,10 @@ def schedule_sets(given: Given) -> Found:
         yield "--skip-scheduler", ("schedule", "warmup"), 0
 
 
-def zero_shot_sets(given: Given, evaluators: set[str]) -> Found:
+def zero_shot_sets(given: Given, evaluators: Collection[str]) -> Found:
     """The interval of ImageNet's evaluators that flags or files name; 0 means at the end only."""
     if (epochs := given.get(flag := "--zeroshot-frequency", "0")) != "0":
         named = [name for one, name in IMAGENETS.items() if one in given or name in evaluators]
-        if not named:
-            raise ValueError(f"{flag}: there is nothing to evaluate: give --imagenet-val FOLDER")
         yield from ((flag, ("evals", name, "every_epochs"), epochs) for name in named)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from clipstream.config.config_sources import Node, merged
-from clipstream.config.flag_aliases import BY_FLAG, CAPTION, IMAGENETS, SOURCE, TOGETHER
+from clipstream.config.flag_aliases import BY_FLAG, CAPTION, SOURCE, TOGETHER
 from clipstream.config.flag_groups import (
     READING,
     batch_sets,
@@ -22,7 +22,7 @@ from clipstream.config.flag_groups import (
     sink_sets,
     upsampled,
     with_defaults,
-    without_schedule,
+    without_idle,
     zero_shot_sets,
 )  # fmt: skip
 from clipstream.config.open_clip_flags import notice, refusal, value_notice
@@ -113,18 +113,22 @@ def flag_tree(
             tree.put(path, node)
 
     # Short flags come after all others, so that a key given twice is noticed.
-    aliased = without_schedule(_with_defaults(aliased, tree, files, problems), notices)
-    for flag, path, node in _alias_nodes(aliased, files, ranks, problems, notices):
+    section = merged(root, [*files, tree]).at(("evals",))
+    evaluators = set(section.value) if section is not None and isinstance(section.value, dict) else set()
+    aliased = without_idle(_with_defaults(aliased, tree, files, problems), evaluators, notices)
+    for flag, path, node in _alias_nodes(aliased, evaluators, ranks, problems, notices):
         before = tree.at(path)
         if before is not None and path not in (CAPTION, ("tokenizer",)) and before.place != flag:
             problems.append(f"{flag} and {before.place} both set {dotted(path)}: give one of them")
         tree.put_keys(path, node)
+    _caption_of_csv(root, "--train-data", CAPTION, aliased, files, tree)
     if "--val-data" in aliased:  # it is read as the training source, unless its own settings say otherwise
         train = merged(root, [*files, tree])
         for key in ("caption", "image_key", "folder", "separator", "background"):
             path, found = ("evals", "val", "data", key), train.at((*SOURCE, key))
             if found is not None and not any(one.at(path) for one in (*files, tree)):
                 tree.put(path, found)
+        _caption_of_csv(root, "--val-data", ("evals", "val", "data", "caption"), aliased, files, tree)
     if (factors := aliased.get("--train-data-upsampling-factors")) is not None:
         _split_source(tree, aliased.get("--train-data"), factors, problems)
     used = [flag for flag in READING if flag in aliased]
@@ -154,6 +158,18 @@ def _with_defaults(
     }
 
 
+def _caption_of_csv(
+    root: type[Section], flag: str, path: Path, aliased: Mapping[str, str], files: Sequence[Node], tree: Node
+) -> None:
+    """Take captions from a CSV's column `title`, open_clip's default, or else `txt`, where nothing else is said."""
+    if (shards := aliased.get(flag)) is None or merged(root, [*files, tree]).at(path) is not None:
+        return
+    from clipstream.data.sources.registry import table_format  # here, as --help must not wait for its imports
+
+    if all(table_format(name) == "csv" for name in shards.split("::")):
+        tree.put(path, Node.of({"type": "text", "key": "title;txt"}, flag))
+
+
 def _split_source(tree: Node, shards: str | None, factors: str, problems: list[str]) -> None:
     """Replace the training source by one for each part of its shards, with the part's weight."""
     flag, source = "--train-data-upsampling-factors", tree.at(SOURCE)
@@ -176,7 +192,7 @@ def _split_source(tree: Node, shards: str | None, factors: str, problems: list[s
 
 
 def _alias_nodes(
-    aliased: Mapping[str, str], files: Sequence[Node], ranks: int, problems: list[str], notices: list[str]
+    aliased: Mapping[str, str], evaluators: Collection[str], ranks: int, problems: list[str], notices: list[str]
 ) -> Iterator[tuple[str, Path, Node]]:
     """(short flag, path, value) of all settings that short flags make; their mistakes are added to `problems`."""
     for flag, alias in BY_FLAG.items():
@@ -196,7 +212,6 @@ def _alias_nodes(
             problems.append(
                 "--dataset-type csv: the type of a file is in its name: --train-data must end in .csv or .tsv"
             )
-    evaluators = {name for name in IMAGENETS.values() if any(file.at(("evals", name)) for file in files)}
     for sets in (
         caption_sets(aliased, notices),
         batch_sets(aliased, ranks),

@@ -71,6 +71,8 @@ def _conclude(settings: Settings, world: World, *parts: Problems) -> None:
 def _length(settings: Settings) -> Problems:
     """The run's length, and the settings in steps or epochs that depend on it."""
     train, schedule, varies = settings.train, settings.schedule, bool(settings.data.batch_schedule)
+    if _evaluates_only(settings):
+        return
     if train.steps is train.samples is train.epochs is None:
         yield ("train",), "nothing says how long to train: give --steps, --train.samples or --epochs"
         return
@@ -102,6 +104,11 @@ def _length(settings: Settings) -> Problems:
     if schedule.min_lr > settings.optim.lr:
         text = f"{schedule.min_lr:g} is above the peak, optim.lr {settings.optim.lr:g}"
         yield ("schedule", "min_lr"), text
+
+
+def _evaluates_only(settings: Settings) -> bool:
+    """Whether there are data to evaluate on, and none to train on."""
+    return not settings.data.sources and bool(settings.evals)
 
 
 def _batches(settings: Settings, world: World) -> Problems:
@@ -148,6 +155,9 @@ def _shards(settings: Settings) -> Problems:
     """Shards of training and evaluation that cannot be listed."""
     if not settings.data.sources:
         text = "there is no data: give --train-data SHARDS, or --config configs/quickstart.yaml for a first look"
+        if _evaluates_only(settings):
+            text = "there is nothing to train on: give --train-data SHARDS, or evaluate without training by "
+            text += "`python -m clipstream.evaluate` with the same flags of data and model"
         yield ("data", "sources"), text
     read = [(("data", "sources", name), source, "") for name, source in settings.data.sources.items()]
     for name, evaluator in settings.evals.items():
@@ -246,7 +256,7 @@ def _folders(settings: Settings, world: World) -> Problems:
     by_name = resume in ("latest", "auto")
     local = resume is not None and not by_name and ShardURL(resume).scheme is None
     if world.is_main and resume is not None and local and not FilePath(resume).exists():
-        text = f"there is no {resume}: give a checkpoint's folder, latest (with --name) or auto"
+        text = f"there is no {resume}: give a checkpoint's folder, open_clip's epoch_N.pt, latest (with --name) or auto"
         yield ("checkpoint", "resume"), text
         return
     if world.is_main:

@@ -154,4 +154,7 @@ def refuse(name: str, model_cfg: Config) -> None:
     elif any("audio" in key for key in model_cfg):
         kind = "an audio model"
     if kind:
-        raise SettingsError(f"model {name} is {kind}: clipstream trains image-text models of one picture size")
+        raise SettingsError(
+            f"model {name} is {kind}: clipstream trains image-text models of one picture size; train this one with "
+            "open_clip_train"
+        )

@@ -13,7 +13,7 @@ from clipstream.config.settings import load, with_known_epoch
 from clipstream.config.validate import validate_run
 from clipstream.data.batch import ImageSpec
 from clipstream.data.build import training_loader
-from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.settings import CaptionSettings, DataSettings, SourceSettings
 from clipstream.data.sources.registry import Source
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -115,11 +115,20 @@ def test_flags_of_imagenet(tmp_path: Path) -> None:
         one = settings.evals[name]
         assert one.type == "zero_shot" and one.every_epochs == 2
         assert one.data is not None and one.data.shards == f"imagenet:{tmp_path}"
-    with pytest.raises(SettingsError, match="give --imagenet-val FOLDER"):
-        load(["--zeroshot-frequency=1"])
+    idle = load(["--zeroshot-frequency=1", "--val-frequency=1"])
+    assert not idle.evals
+    assert [line.partition(" without ")[0] for line in idle.notices] == [
+        f"--{name}-frequency: has no effect" for name in ("val", "zeroshot")
+    ]
 
 
-def test_flags_of_manifests() -> None:
+def evaluated(*flags: str) -> CaptionSettings:
+    data = load(flags).evals["val"].data
+    assert data is not None
+    return data.caption
+
+
+def test_flags_of_manifests(tmp_path: Path) -> None:
     flags = "--dataset-type csv --train-data a.csv --csv-img-key file --csv-separator \\t --val-data b.csv"
     settings = load(flags.split())
     train, val = settings.data.sources["train"], settings.evals["val"].data
@@ -128,8 +137,17 @@ def test_flags_of_manifests() -> None:
         assert (one.image_key, one.separator, one.caption.model_dump()) == (
             "file",
             "\t",
-            {"type": "text", "key": "title"},
+            {"type": "text", "key": "title;txt"},
         )
+    for caption in (load(["--train-data=a.csv"]).data.sources["train"].caption, evaluated("--val-data=b.tsv.gz")):
+        assert caption.model_dump()["key"] == "title;txt"
+    own_file = tmp_path / "own.yaml"
+    own_file.write_text("data: {sources: {train: {caption: {key: words}}}}")
+    settings = load(["--config", str(own_file), "--train-data=a.csv", "--val-data=v.csv"])
+    assert settings.data.sources["train"].caption.model_dump()["key"] == "words"
+    assert evaluated("--train-data=a.csv", "--caption-key=c", "--val-data=v.csv").model_dump()["key"] == "c"
+    assert evaluated("--train-data=a.tar", "--val-data=v.csv").model_dump()["key"] == "title;txt"
+    assert evaluated("--val-data=v.tar").model_dump()["key"] == "txt"
     own = load(["--csv-caption-key", "words", "--dataset-type", "csv", "--train-data", "a.csv"])
     assert own.data.sources["train"].caption.model_dump()["key"] == "words"
     both = load(["--dataset-type", "csv", "--caption-json", "a.b", "--train-data", "a.jsonl"])
