@@ -88,7 +88,7 @@ class TerminalSettings(SinkSettings):
     """Training lines, evaluations and warnings on standard output."""
 
     type: Literal["terminal"] = "terminal"
-    progress: Progress = Field("auto", description="auto: a bar on a terminal, lines elsewhere")
+    progress: Progress = Field("auto", description="auto: a bar on a terminal or in a notebook, lines elsewhere")
     every: int = Field(1, ge=1, description="steps between training lines, where log.every is less")
     loss_ema_samples: int = Field(0, ge=0, description="see log.loss_ema_samples")
 
@@ -136,7 +136,7 @@ class LogSettings(Section):
         description="steps that torch's profiler records into the run's folder: a number of them, after warm-up, or "
         "the first and the last, as 10-14",
     )
-    progress: Progress = Field("auto", description="auto: a bar on a terminal, lines elsewhere")
+    progress: Progress = Field("auto", description="auto: a bar on a terminal or in a notebook, lines elsewhere")
     terminal_every: int = Field(
         1, ge=1, description="steps between training lines in the terminal, where every is less; a bar shows all"
     )

@@ -1,4 +1,4 @@
-"""What a run shows on the terminal, and its copy in RUN/out.log: a progress bar on a terminal, plain lines elsewhere.
+"""What a run shows, and its copy in RUN/out.log: a progress bar on a terminal and in a notebook, plain lines elsewhere.
 
 Records enter; lines leave. The functions that format evaluations, durations and percentages serve reports as well.
 `run_log` writes the lines of rank 0 with time and level, as open_clip does: the messages of the logger `clipstream`
@@ -13,12 +13,14 @@ import logging
 import math
 import re
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+from rich import get_console
 from rich.console import Console
 from rich.file_proxy import FileProxy
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
@@ -33,6 +35,8 @@ from clipstream.utils.logs import Tee, below, log_displayed, logger
 RECENT = 10  # training lines whose mean speed gives the time left
 SHOWN_KEYS = 4  # samples shown of a skipped step
 OFF_TERMINAL = 120  # columns where there is no terminal
+IN_NOTEBOOK = 100  # columns of a notebook's cell on a common screen
+REDRAWN = 0.1  # s between two states of the bar in a notebook, each of which is a message to the browser
 BAR_WIDTHS = ((30, 24), (20, 16), (10, 8), (6, 8), (4, 0))  # columns of the bar and of the loss history beside it
 BLOCKS = "▁▂▃▄▅▆▇█"
 LOG_FILE = "out.log"
@@ -46,10 +50,11 @@ class ProgressDisplay(Sink):
     Args:
         total: steps of the whole run.
         start: step at which this process begins.
-        mode: 'auto' (a bar if `stream` is a terminal, else lines), 'bar', 'lines' or 'none' (evaluations and notes
-            only).
+        mode: 'auto' (a bar if `stream` is a terminal or a notebook's, else lines), 'bar', 'lines' or 'none'
+            (evaluations and notes only).
         every: steps between lines.
         ema_samples: horizon, in samples, of the averaged loss in brackets; 0 for none.
+        stream: where to write; standard output by default, which in a notebook shows the bar above its lines.
     """
 
     def __init__(
@@ -65,7 +70,8 @@ class ProgressDisplay(Sink):
         self.total, self.every, self.ema_samples = total, every, ema_samples
         self._next, self._ema, self._samples = start + 1, math.nan, 0
         self.stream = sys.stdout if stream is None else stream
-        self.mode = ("bar" if self.stream.isatty() else "lines") if mode == "auto" else mode
+        in_notebook = stream is None and get_console().is_jupyter
+        self.mode = ("bar" if in_notebook or self.stream.isatty() else "lines") if mode == "auto" else mode
         self._speeds: deque[float] = deque(maxlen=RECENT)
         self._losses: list[float] = []
         self._parts: list[str] = []  # parts of the last training line
@@ -73,8 +79,9 @@ class ProgressDisplay(Sink):
         self._problems: dict[str, int] = {}
         self._bar: RichProgress | None = None
         self._above = ExitStack()
+        self._notebook: _NotebookOutput | None = None
         if self.mode == "bar":
-            console = Console(file=below(self.stream), force_terminal=True)
+            console = get_console() if in_notebook else Console(file=below(self.stream), force_terminal=True)
             logged = isinstance(self.stream, Tee)
             self._bar_column = BarColumn()
             self._bar = RichProgress(
@@ -87,6 +94,9 @@ class ProgressDisplay(Sink):
                 redirect_stderr=not logged,
             )
             self._task = self._bar.add_task("", total=total, completed=start)
+            if in_notebook:
+                self._notebook = _NotebookOutput(self._bar)
+                return
             self._bar.start()
             if logged:
                 self._above.enter_context(printed_above(console))
@@ -127,7 +137,7 @@ class ProgressDisplay(Sink):
     def say(self, text: str) -> None:
         """Print a line, above the bar if there is one, and log it."""
         text = printable_lines(text)
-        if self._bar is None:
+        if self._bar is None or self._notebook is not None:
             print(text, file=self.stream, flush=True)
             return
         self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -136,7 +146,9 @@ class ProgressDisplay(Sink):
 
     def close(self) -> None:
         self._above.close()
-        if self._bar is not None:
+        if self._notebook is not None:
+            self._notebook.update()
+        elif self._bar is not None:
             self._bar.stop()
 
     def _training(self, record: Record) -> None:
@@ -189,12 +201,36 @@ class ProgressDisplay(Sink):
             return
         console = self._bar.console
         text = "  ".join([f"[{self._status}]", *self._parts[:1]] if self._status else self._parts)
-        rest = console.width - len(text) - 2 * len(str(self.total)) - 5
+        width = console.width if self._notebook is None else IN_NOTEBOOK
+        rest = width - len(text) - 2 * len(str(self.total)) - 5
         bar, history = next((both for both in BAR_WIDTHS if sum(both) <= rest), BAR_WIDTHS[-1])
         self._bar_column.bar_width = bar
         if history and console.encoding.lower().startswith("utf"):
             text = f"{sparkline(self._losses, history)} {text}".lstrip()
         self._bar.update(self._task, description=text, refresh=True)
+        if self._notebook is not None:
+            self._notebook.update(at_least_after=REDRAWN)
+
+
+class _NotebookOutput:
+    """An output of a notebook's cell that is redrawn in place.
+
+    rich's own live display in a notebook needs ipywidgets, in the kernel and in the browser, and leaves nothing in the
+    saved notebook.
+    """
+
+    def __init__(self, bar: RichProgress) -> None:
+        from IPython.display import display
+
+        self._bar, self._drawn = bar, time.monotonic()
+        self._handle: Any = display(bar, display_id=True)  # type: ignore[no-untyped-call]
+
+    def update(self, at_least_after: float = 0.0) -> None:
+        """Draw the current state, unless the last one was drawn less than so many seconds ago."""
+        now = time.monotonic()
+        if now - self._drawn >= at_least_after:
+            self._drawn = now
+            self._handle.update(self._bar)
 
 
 def evaluation_line(record: Record, width: int = OFF_TERMINAL) -> str:

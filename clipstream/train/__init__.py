@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(config: Config = None, overrides: Overrides = None, /, **flags: Any) -> Run:
     """Train a model, evaluate it and save it, as `clipstream train` does, in this process.
 
-    The process may be a script, which needs no `if __name__ == "__main__"`, a notebook, or a rank of torchrun. Ctrl-C,
-    or "interrupt" in a notebook, saves the last completed step and raises KeyboardInterrupt; a second one ends at once.
+    The process may be a script, which needs no `if __name__ == "__main__"`, a notebook, or a rank of torchrun: then
+    every rank calls it, and gets the run once rank 0 has written all of its files. Ctrl-C, or "interrupt" in a notebook, saves the last completed step and raises KeyboardInterrupt; a second one ends at once.
     Signal handlers, log handlers, torch's threads and random states are afterwards what they were before.
 
     Args:
@@ -79,6 +79,7 @@ def train(config: Config = None, overrides: Overrides = None, /, **flags: Any) -
         def body(world: World, watch: FailureWatch) -> None:
             with same_randomness(world.device):
                 folders.append(train_rank(settings, world, watch))
+            world.barrier()  # rank 0 writes the folder that every rank returns
 
         try:
             run_embedded(settings.run, body)

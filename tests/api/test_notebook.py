@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -28,13 +29,17 @@ class Kernel:
         self.manager, self.client = manager.start_new_kernel(cwd=str(folder), env=env, startup_timeout=TIMEOUT)
 
     def run(self, code: str) -> dict[str, Any]:
-        """A cell's error name ('' for none), text of standard output and error, and its last displayed data."""
-        found: dict[str, Any] = {"stdout": "", "stderr": "", "data": {}}
+        """A cell's error name ('' for none), text of standard output and error, its last displayed data, and the states
+        of each output that is redrawn."""
+        found: dict[str, Any] = {"stdout": "", "stderr": "", "data": {}, "redrawn": {}}
 
         def hook(message: dict[str, Any]) -> None:
             content = message["content"]
             if message["msg_type"] == "stream":
                 found[content["name"]] += content["text"]
+            if (shown := content.get("transient", {}).get("display_id")) is not None:
+                assert (message["msg_type"] == "display_data") == (shown not in found["redrawn"])
+                found["redrawn"].setdefault(shown, []).append(content["data"])
             found["data"] = content.get("data", found["data"])
 
         reply = self.client.execute_interactive(code, output_hook=hook, timeout=TIMEOUT)["content"]
@@ -59,13 +64,26 @@ settings = {
 """
 
 
-def test_a_cell_trains_and_the_run_shows_its_report(kernel: Kernel) -> None:
-    cell = kernel.run(TRAIN + "run = clipstream.train(settings, train_data='pairs/*.tar', steps=3, name='cell')\nrun")
+def test_a_cell_trains_and_the_run_shows_its_report(kernel: Kernel, place: Path) -> None:
+    more = "train_data='pairs/*.tar', val_data='val/*.tar', steps=3, name='cell'"
+    cell = kernel.run(TRAIN + f"run = clipstream.train(settings, {more})\nrun")
     assert cell["error"] == "", cell
-    lines = cell["stdout"].splitlines()
-    assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/3", "2/3", "3/3"]
+    # The bar is one output, redrawn in place; evaluations and notes are lines below it.
+    (states,) = cell["redrawn"].values()
+    assert ">0/3<" in states[0]["text/html"] and ">3/3<" in states[-1]["text/html"]
+    assert "samples/s" in states[-1]["text/html"] and states[-1]["text/html"].startswith("<pre ")
+    assert re.search("^eval val at step 3:", cell["stdout"], re.M) and "step 3/3" not in cell["stdout"]
     assert "\x1b" not in cell["stdout"] and "\r" not in cell["stdout"]
     assert cell["data"]["text/plain"] == "Run('runs/cell')" and cell["data"]["text/html"].startswith("<iframe ")
+    log = (place / "runs/cell/out.log").read_text()
+    assert [f"step {step}/3" in log for step in (1, 2, 3)] == [True] * 3 and log.count("eval val at step 3:") == 1
+
+
+def test_a_cell_has_lines_where_they_are_asked_for(kernel: Kernel) -> None:
+    lines = "{'log.progress': 'lines'}, train_data='pairs/*.tar', steps=2, name='lines'"
+    cell = kernel.run(TRAIN + f"run = clipstream.train(settings, {lines})")
+    assert cell["error"] == "" and not cell["redrawn"], cell
+    assert [line.split()[1] for line in cell["stdout"].splitlines() if line.startswith("step ")] == ["1/2", "2/2"]
 
 
 def test_the_interrupt_button_saves_and_raises(kernel: Kernel, place: Path) -> None:
