@@ -36,8 +36,9 @@ def train(config: Config = None, overrides: Overrides = None, /, **flags: Any) -
     """Train a model, evaluate it and save it, as `clipstream train` does, in this process.
 
     The process may be a script, which needs no `if __name__ == "__main__"`, a notebook, or a rank of torchrun: then
-    every rank calls it, and gets the run once rank 0 has written all of its files. Ctrl-C, or "interrupt" in a notebook, saves the last completed step and raises KeyboardInterrupt; a second one ends at once.
-    Signal handlers, log handlers, torch's threads and random states are afterwards what they were before.
+    every rank calls it, and gets the run once rank 0 has written all of its files. Ctrl-C, or "interrupt" in a
+    notebook, saves the last completed step and raises KeyboardInterrupt; a second one ends at once. Signal handlers,
+    log handlers, torch's threads and random states are afterwards what they were before.
 
     Args:
         config: a YAML file, several of them, a mapping of sections, or `Settings`.

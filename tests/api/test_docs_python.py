@@ -1,4 +1,4 @@
-"""The Python blocks of docs/python.md run in their order, in a folder like their reader's; its script under torchrun."""
+"""The Python blocks of docs/python.md run in their order, in a folder like their reader's; its script, by torchrun."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from clipstream.config.config_sources import to_yaml
 from tests.support import model_files
-from tests.support.examples import furnish_reader
+from tests.support.examples import MY, furnish_reader
 from tests.support.ranks import ROOT, TIMEOUT
 
 
@@ -33,28 +34,41 @@ def test_the_blocks_run_in_their_order(tmp_path: Path, monkeypatch: pytest.Monke
     assert names["best"] in names["pictures"] and names["state"]["data"]["step"] == 8
 
 
-def test_the_script_runs_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+LATE = """
+import time
+from clipstream.report.sinks import Sink
+
+class Late(Sink):
+    def __init__(self, settings, run): pass
+    def write(self, record): pass
+    def close(self):
+        time.sleep(1)
+        with open("late", "a") as file:
+            file.write(".")
+"""
+CHECKS = """
+assert open("late").read() == "..", "a file of one of the two runs is not there"
+assert (run.status, run.step) == ("done", 6), run.status
+assert run.folder.samefile("runs/ranks")
+print("rank", os.environ["RANK"], run.latest.name)
+"""
+
+
+def test_the_script_runs_under_torchrun(tmp_path: Path) -> None:
+    """The run is whole on every rank, also where the last file takes rank 0 a while."""
     furnish_reader(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    (script,) = re.findall(
-        r"```python\n# script.py\n(.*?)```", (ROOT / "docs/python.md").read_text(encoding="utf-8"), re.S
-    )
-    # The run is whole on every rank, also where the last file takes rank 0 a while.
-    sink = "import time, pathlib\nclass Late:\n    def __init__(self, *_): pass\n    def write(self, _): pass\n"
-    sink += "    def show(self, *_): pass\n    def status(self, _): pass\n"
-    sink += "    def close(self): time.sleep(1); pathlib.Path('late').touch()\n"
-    (tmp_path / "late_sink.py").write_text(sink)
-    with (tmp_path / "my.yaml").open("a") as file:
-        file.write("log: {every: 1, tensorboard: false, sinks: {late: {type: 'late_sink:Late'}}}\n")
-    checks = "import pathlib\nassert run == clipstream.Run.open('runs/ranks') or run.folder.samefile('runs/ranks')\n"
-    checks += "assert pathlib.Path('late').exists() and (run.status, run.step) == ('done', 6), run.status\n"
-    checks += "print('rank', os.environ['RANK'], run.latest.name)\n"
-    (tmp_path / "script.py").write_text(script + checks)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "script.py")]
+    (tmp_path / "late_sink.py").write_text(LATE)
+    mine = {**MY, "log": {**MY["log"], "sinks": {"late": {"type": "late_sink:Late"}}}}
+    (tmp_path / "my.yaml").write_text(to_yaml(mine))
+    page = (ROOT / "docs/python.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"```python\n# script.py\n(.*?)```", page, re.S)
+    (tmp_path / "script.py").write_text(script + CHECKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *launch], env=env, capture_output=True, text=True, timeout=TIMEOUT, check=False
-    )
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=TIMEOUT, check=False
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {"done 6 16", *(f"rank {rank} step_00000006" for rank in (0, 1))} <= set(done.stdout.splitlines())
-    assert "batch    8 on 2 x cpu" in done.stdout
+    said = done.stdout.splitlines()
+    assert {"done 6 16", "rank 0 step_00000006", "rank 1 step_00000006"} <= {*said}, said
+    assert any(line.startswith("batch    8 on 2 x cpu") for line in said), said
