@@ -51,6 +51,7 @@ def settings_page() -> str:
         "",
         "Every key of the settings tree, from the package's own schema. A key stands in a YAML file (`--config`) or is",
         "a flag: `data.global_batch_size` is `--data.global-batch-size`. `NAME` stands for a name that you choose.",
+        "A key without a default is not set, or is an empty list.",
         "[Settings and flags](../settings.md) describes how files and flags are merged.",
         "",
     ]

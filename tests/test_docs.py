@@ -23,8 +23,9 @@ from safetensors.torch import load_file, save_file
 from clipstream import audit, evaluate, precompute
 from clipstream.bench import input as bench_input
 from clipstream.bench import train as bench_train
+from clipstream.cli.help import default_note, generic_key, value_form
 from clipstream.cli.main import VERBS
-from clipstream.config.flag_aliases import BY_FLAG
+from clipstream.config.flag_aliases import ALIASES, BY_FLAG
 from clipstream.config.section import leaves
 from clipstream.config.settings import Settings
 from clipstream.tools import stage, watch
@@ -278,12 +279,44 @@ def test_the_navigation_has_every_page(site: Path) -> None:
     assert nav == {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
 
 
-def test_the_references_have_every_setting_and_every_verb(site: Path) -> None:
-    settings = Links((site / "reference/settings.html").read_text(encoding="utf-8"))
-    described = settings.anchors
-    for key, _ in leaves(Settings):
-        above = [at for at in range(len(key)) if key[at] == "."]
-        assert key in described or any(key[:at] in described and f"#{key[:at]}" for at in above), key
+def described_settings(page: str) -> dict[str, str]:
+    """Key or section -> the text below its heading, from the source of the settings reference."""
+    parts = re.split(r"^###? .*?(?:(\w+)|\{ #(\S+) \})$", page, flags=re.M)[1:]
+    return {
+        head or anchor: re.sub(r"\\(.)", r"\1", text) for head, anchor, text in zip(*[iter(parts)] * 3, strict=True)
+    }
+
+
+def test_the_reference_describes_every_setting_with_type_default_and_flag(site: Path) -> None:
+    page = (site.parent / "docs/reference/settings.md").read_text(encoding="utf-8")
+    described, seen = described_settings(page), set()
+    shared = re.compile(r"The keys are those of \[(\S+)\]\(#\1\)")
+    for key, field in leaves(Settings):
+        where = key
+        while where not in described:  # the section is that of another key, which its text says
+            above = max(
+                (name for name in described if where.startswith(f"{name}.") and shared.search(described[name])),
+                key=len,
+                default=None,
+            )
+            assert above is not None, f"{key} is not in the reference"
+            where = (shared.search(described[above]) or [""])[1] + where.removeprefix(above)
+        text, default = described[where], default_note(field).strip(" []").split(" ", 1)
+        seen.add(where)
+        assert field.description and field.description.lower().rstrip(".") in text.lower(), key
+        assert f"`{value_form(field.annotation)}`" in text, f"{key}: its type is missing"
+        shown = {"": "", "required": "required"}.get(default[0], f"default `{default[-1]}`")
+        assert shown in text and (shown or " · default " not in text), f"{key}: {shown or 'another default'}"
+        flags = {f"--{where.replace('_', '-')}", *(one.flag for one in ALIASES if where in map(generic_key, one.keys))}
+        assert flags == set(re.findall(r"`(--\S+)`", text.split("{ .setting }")[0].rpartition("\n\n")[2])), key
+    sections = {name.rpartition(".")[0] for name in seen} | {name.split(".")[0] for name in seen}
+    assert {name for name in described if name not in seen and not shared.search(described[name])} <= sections
+
+
+def test_the_references_have_every_anchor_and_every_verb(site: Path) -> None:
+    anchors = Links((site / "reference/settings.html").read_text(encoding="utf-8")).anchors
+    page = (site.parent / "docs/reference/settings.md").read_text(encoding="utf-8")
+    assert described_settings(page).keys() <= anchors
     line = Links((site / "reference/command-line.html").read_text(encoding="utf-8"))
     assert {f"clipstream-{verb}" for verb in VERBS} <= line.anchors
     assert {f"clipstream-search-{topic}" for topic in ("neighbours", "scores")} <= line.anchors

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from clipstream import train
+from clipstream import testing, train
 from tests.support.pictures import make_shards, picture
 from tests.support.ranks import ROOT
 
@@ -55,8 +55,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_checks_pass_on_the_pages_parts(folder: Path) -> None:
-    importlib.import_module("test_my_parts").test_my_parts()
+def test_the_pages_test_has_every_check_passes_and_fails_for_a_broken_part(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("test_my_parts")
+    called = re.findall(r"testing\.(check_\w+)", (folder / "test_my_parts.py").read_text())
+    assert {*called} == {name for name in vars(testing) if name.startswith("check_")}
+    module.test_my_parts()
+    monkeypatch.setattr(module, "without_watermarks", lambda sample: 3)
+    with pytest.raises(AssertionError, match="it gave int: return the sample"):
+        module.test_my_parts()
 
 
 def test_a_run_takes_all_of_the_pages_parts_together(folder: Path) -> None:

@@ -254,6 +254,9 @@ def test_a_state_of_tensors_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = own(monkeypatch, lambda towers: Kept(parameter_groups(towers, 0.1), torch.zeros(3)))
     optimizer.step()
     optimizer.step()
+    states = optimizer.state_dict()["state"].values()
+    assert len(states) == sum(len(group["params"]) for group in optimizer.param_groups) > 1
+    assert all(torch.equal(state["kept"], torch.zeros(3)) for state in states)
 
 
 def test_parameters_that_are_left_out_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

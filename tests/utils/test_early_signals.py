@@ -147,19 +147,27 @@ def test_a_signal_while_the_process_ends_leaves_its_exit_code(place: Path, tmp_p
     assert "no_such_function" in said and "Traceback" not in said
 
 
+def handler_of_sigint(code: str, *argv: str) -> str:
+    """The name of the handler of SIGINT in a process that runs this code, with `clipstream` imported."""
+    code = f"import signal, sys; {code}; print(signal.getsignal(signal.SIGINT).__name__)"
+    command = [sys.executable, "-c", code, *argv]
+    return subprocess.run(
+        command, check=True, timeout=TIMEOUT, preexec_fn=heed, capture_output=True, text=True
+    ).stdout.strip()
+
+
 @pytest.mark.parametrize("argv", [[], ["clipstream"], ["-m", "train"], ["bin/clipstream", *"abcdefgh"]])
 def test_a_process_of_a_pool_keeps_its_signals_whatever_its_parent_was_called_with(argv: list[str]) -> None:
-    code = (
-        f"import signal, sys; sys.argv = {argv}; import clipstream\n"
-        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
-    )
-    subprocess.run([sys.executable, "-c", code, "--multiprocessing-fork"], check=True, timeout=TIMEOUT, preexec_fn=heed)
+    code = f"sys.argv = {argv}; import clipstream"
+    assert handler_of_sigint(code, "--multiprocessing-fork") == "default_int_handler"
 
 
 def test_a_process_that_only_imports_the_package_keeps_its_signals() -> None:
-    code = "import clipstream.cli.main, signal; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
-    subprocess.run([sys.executable, "-c", code, "train"], check=True, timeout=TIMEOUT, preexec_fn=heed)
+    assert handler_of_sigint("import clipstream.cli.main", "train") == "default_int_handler"
     assert not early_signals._guarded
+    # A command takes the signal, which the others would as well if they were taken for one.
+    command = "sys.orig_argv = ['python', 'bin/clipstream', 'train']; sys.argv = sys.orig_argv[1:]; import clipstream"
+    assert handler_of_sigint(command) == "_end"
 
 
 def test_a_spawned_process_has_the_arguments_of_a_longer_command_line(tmp_path: Path) -> None:
