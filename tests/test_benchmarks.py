@@ -83,3 +83,12 @@ def test_the_gpus_models(tmp_path: Path) -> None:
 def test_the_gpus_benchmark_needs_a_gpu() -> None:
     with pytest.raises(AssertionError, match="torch sees no GPU here"):
         output_of("gpu")
+
+
+def test_compile(tmp_path: Path) -> None:
+    folder = furnish(tmp_path)
+    shards = sorted(str(path) for path in (folder / "pairs").glob("*.tar"))
+    small = ("--batch", "6", "--rounds", "1", "--steps", "2", "--curve-batch", "3", "--compile")
+    more = ("--model", str(folder / "model.json"), "--caption", "caption.en")
+    table = output_of("compile", *shards, *more, *small)
+    assert "buckets, channels-last" in table and "largest relative difference" in table

@@ -23,7 +23,7 @@ from clipstream.config.plugins import is_plugin
 from clipstream.config.section import PluginSection, Section, Tree, entries_of, section_of
 from clipstream.config.settings import Settings, by_key
 from clipstream.data.settings import DataSettings, PathTokenizer, SourceSettings
-from clipstream.data.shard_url import PATH_SCHEMES, ShardURL, has_secret, parts_of, redact_value
+from clipstream.data.shard_url import PATH_SCHEMES, ShardURL, has_secret, parts_of, redact, redact_value
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -32,6 +32,7 @@ from clipstream.losses.settings import DistillSettings
 from clipstream.models.model_config import LOCAL, ModelConfig
 from clipstream.models.settings import ModelSettings
 from clipstream.training.settings import CheckpointSettings
+from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
 
 S = TypeVar("S", bound=Section)
@@ -57,6 +58,18 @@ def secrets(settings: Settings) -> list[str]:
     """The keys whose values contain a credential; references to the environment do not count."""
     texts = {key: json.dumps(value, ensure_ascii=False) for key, value in by_key(settings).items()}
     return [key for key, text in texts.items() if has_secret(text)]
+
+
+def write_config(settings: Settings) -> None:
+    """Write config.yaml; with mode 0600 and a warning if it holds a credential."""
+    keys, copied = secrets(settings), settings.checkpoint.remote_sync
+    if keys:
+        synced = "" if copied is None else f", and --remote-sync copies it to {redact(copied)}"
+        logger.warning(
+            f"{', '.join(keys)} holds a password or key, which config.yaml repeats: the file has mode 0600"
+            f"{synced}; write ${{NAME}} instead, which is taken from the environment"
+        )
+    atomic_write.replace(settings.run_folder / "config.yaml", dump(settings).encode(), private=bool(keys))
 
 
 def redacted(settings: Settings) -> Tree:

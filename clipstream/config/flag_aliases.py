@@ -258,7 +258,12 @@ ALIASES = (
            "backward pass", _true(train__reshard_after_forward=False), switch=True),
     _alias("--audit-precision", "log.audit_precision", "", "first write what a step computes in which dtype",
            switch=True),
-    _alias("--torchcompile", "train.compile", "", "torch.compile the towers", switch=True),
+    _alias("--torchcompile", "train.compile", "", "torch.compile the repeated blocks of the towers", together=True,
+           switch=True),
+    _alias("--torchcompile-strategy", "train.compile", "NAME", "what --torchcompile compiles: blocks or towers (also "
+           "as model, task, step)", together=True),
+    _alias("--torchcompile-backend", "train.compile_backend", "NAME", "backend of torch.compile", together=True),
+    _alias("--torchcompile-mode", "train.compile_mode", "NAME", "mode of torch.compile's inductor", together=True),
     _alias("--save-frequency", "checkpoint.every_epochs", "NUMBER", "epochs between checkpoints",
            _frequency("checkpoint")),
     _alias("--delete-previous-checkpoint", "checkpoint.keep_last", "", "keep the newest checkpoint only",

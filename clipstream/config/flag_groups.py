@@ -216,6 +216,24 @@ def schedule_sets(given: Given) -> Found:
         yield "--skip-scheduler", ("schedule", "warmup"), 0
 
 
+def compile_sets(given: Given, notices: list[str]) -> Found:
+    """What is compiled: the blocks, unless a strategy says more; of open_clip's, all compile whole towers."""
+    flag = "--torchcompile"
+    text = given.get(flag)
+    if text is not None and text.lower() not in ("true", "false"):
+        raise ValueError(f"{flag}: expected true or false, not {text!r}")
+    options = {key: given[name] for key in ("strategy", "backend", "mode") if (name := f"{flag}-{key}") in given}
+    if text is not None and text.lower() == "true":
+        strategy = options.pop("strategy", "blocks")
+        whole = strategy in ("model", "task", "step")
+        yield flag, ("train", "compile"), "towers" if whole else strategy
+        yield from ((f"{flag}-{key}", ("train", f"compile_{key}"), value) for key, value in options.items())
+        return
+    if text is not None:
+        yield flag, ("train", "compile"), "off"
+    notices += [f"{flag}-{key}: has no effect without {flag}" for key in options]
+
+
 def zero_shot_sets(given: Given, evaluators: Collection[str]) -> Found:
     """The interval of ImageNet's evaluators that flags or files name; 0 means at the end only."""
     if (epochs := given.get(flag := "--zeroshot-frequency", "0")) != "0":

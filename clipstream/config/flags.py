@@ -16,6 +16,7 @@ from clipstream.config.flag_groups import (
     READING,
     batch_sets,
     caption_sets,
+    compile_sets,
     interval_sets,
     optimizer_sets,
     schedule_sets,
@@ -218,6 +219,7 @@ def _alias_nodes(
         optimizer_sets(aliased, notices),
         schedule_sets(aliased),
         zero_shot_sets(aliased, evaluators),
+        compile_sets(aliased, notices),
         interval_sets(aliased),
         sink_sets(aliased, notices),
     ):

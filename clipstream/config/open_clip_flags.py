@@ -44,7 +44,6 @@ NOTICES = {  # no work here: the effect is always there, is chosen without a fla
     "--local-loss": "the loss is exact on any number of ranks, and made of local logits",
     "--gather-with-grad --loss-dist-impl": "the loss is exact on any number of ranks",
     "--ddp-static-graph": "DDP is set up without it",
-    "--torchcompile-strategy": "--torchcompile compiles the towers; loss and optimizer run as they are",
     "--use-bn-sync": "batch norm takes its statistics over all ranks",
     "--lock-image-freeze-bn-stats": "the batch statistics of a locked tower are not updated",
     "--lock-text-freeze-layer-norm": "the layer norms of a locked tower are locked",
@@ -72,8 +71,6 @@ REFUSED = {  # the reason, and what to do
     "--train.micro-batch-size",
     "--horovod": "start the ranks with torchrun or srun, and leave this flag out",
     "--torchscript --trace": "TorchScript is not supported: compile the model with --torchcompile",
-    "--torchcompile-backend --torchcompile-mode": "--torchcompile compiles with inductor in its default mode: leave "
-    "this flag out",
 }
 REMARKS = {  # what differs in a flag that is taken, for the table
     "--dataset-type": "`webdataset-audio` and `synthetic-audio` are refused",

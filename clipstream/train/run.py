@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clipstream.checkpoint.run_lock import occupied
-from clipstream.config.dump import dump, redacted, secrets
+from clipstream.config.dump import redacted, write_config
 from clipstream.config.settings import Settings, require_equal, resolve
-from clipstream.data.shard_url import redact
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, Interrupted, SettingsError, Stopped
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from clipstream.distributed.signals import StopSignals
     from clipstream.evals.runner import EvalRunner
     from clipstream.evals.settings import Weights
+    from clipstream.models.execution.compile import Compilation
     from clipstream.models.execution.feature_cache import FeatureCache
     from clipstream.models.teacher import Teacher
     from clipstream.models.towers import Towers
@@ -171,6 +171,7 @@ def fit(
     """The loop, with weights, moments and random states of the checkpoint `found`, if any."""
     from clipstream.data.decode.tokenizers import readable
     from clipstream.losses.contrastive import warn_of_duplicates
+    from clipstream.models.execution.compile import summarized
     from clipstream.report.outputs import Outputs
     from clipstream.report.sinks import RunInfo
     from clipstream.training.rollback import Rollback
@@ -229,15 +230,17 @@ def fit(
         outputs.ending, ending.step = ending, lambda: trainer.step
     if world.is_main:  # only now: a failed resume leaves the run's config.yaml as it was
         write_config(settings)
-    with closing(outputs), writer:
+    with closing(outputs), writer, summarized(step.compilation, shown=world.is_main):
         trainer.run(save_first=found is not None and found.is_file())
 
 
 def audit_first(settings: Settings, step: TrainStep, batch: Batch) -> None:
     """Audit the precision of a step on the first batch, for the run's log and folder; see `tools.precision_audit`."""
+    from clipstream.models.execution.compile import eagerly
     from clipstream.tools.precision_audit import audit_run
 
-    audit_run(settings.run_folder, step, batch)
+    with eagerly(step.compilation):
+        audit_run(settings.run_folder, step, batch)
 
 
 def build_model(settings: Settings, world: World, stored: StoredData | None) -> tuple[Towers, Tokenizer]:
@@ -395,8 +398,10 @@ def build_step(
     Raises SettingsError: micro_batch_size or kept_micro_batches is auto on the CPU, or a stored teacher lacks features
     of pictures or texts.
     """
+    from clipstream.data.transport.shard_cache import cache_root
     from clipstream.losses.contrastive import build_loss
     from clipstream.losses.distillation import DistilledLoss
+    from clipstream.models.execution.compile import compile_towers
     from clipstream.models.teacher import NAME
     from clipstream.tools.feature_stores import teacher_scales
     from clipstream.training.ema import WeightAverages
@@ -421,8 +426,10 @@ def build_step(
             "instead: give a number"
         )
     caches = fit_memory(settings, world, towers)
-    if train.compile:
-        towers.compile()
+    compilation = None
+    if train.compile != "off":
+        cache = cache_root() / "inductor"
+        compilation = compile_towers(towers, train.compile, train.compile_backend, train.compile_mode, cache=cache)
     loss = build_loss(settings.loss, towers.loss_type)
     scales = {} if stored is None else teacher_scales(stored, settings.distill)
     if teacher is not None:
@@ -442,6 +449,7 @@ def build_step(
         min_logit_scale=getattr(loss, "min_logit_scale", None),
         averages=None if train.ema is None else WeightAverages(towers, train.ema, warmup=train.ema_warmup),
         caches=caches,
+        compilation=compilation,
     )
     if teacher is not None:
         teacher.chunk = lambda: step.gradcache.size
@@ -491,18 +499,26 @@ def build_evals(
     context = EvalContext(
         layout.full, tokenizer, world, settings.data, settings.train.arithmetic, loss, settings.log.pictures
     )
-    weights: dict[Weights, Any] = {"trained": partial(whole_weights, layout, world.device)}
+    weights: dict[Weights, Any] = {"trained": partial(whole_weights, layout, world.device, step.compilation)}
     if step.averages is not None:
-        weights["averaged"] = partial(whole_weights, layout, world.device, step.averages.tensors)
+        weights["averaged"] = partial(whole_weights, layout, world.device, step.compilation, step.averages.tensors)
     return EvalRunner(settings.evals, context, outputs.write, outputs.show, weights, outputs.trace, outputs.status)
 
 
 @contextmanager
 def whole_weights(
-    layout: FullTowers | ShardedTowers, device: str, instead: Mapping[str, torch.Tensor] | None = None
+    layout: FullTowers | ShardedTowers,
+    device: str,
+    compilation: Compilation | None = None,
+    instead: Mapping[str, torch.Tensor] | None = None,
 ) -> Iterator[Towers]:
-    """A context with the whole model on a device: shards are gathered, and stored towers are loaded. Collective."""
-    with layout.full_weights(device, instead=instead) as towers, towers.whole(device):
+    """A context with the whole model on a device: shards are gathered, and stored towers are loaded. Collective.
+
+    Compiled towers run eagerly: evaluations have many shapes, and figures are those of `clipstream evaluate`.
+    """
+    from clipstream.models.execution.compile import eagerly
+
+    with layout.full_weights(device, instead=instead) as towers, towers.whole(device), eagerly(compilation):
         yield towers
 
 
@@ -558,15 +574,3 @@ def restore_checkpoint(writer: AsyncWriter, step: TrainStep, found: Path | None,
     """
     chosen = writer.whole(sorted(good, reverse=True), instead=found)
     return None if chosen is None else load_checkpoint(chosen, step).step
-
-
-def write_config(settings: Settings) -> None:
-    """Write config.yaml; with mode 0600 and a warning if it holds a credential."""
-    keys, copied = secrets(settings), settings.checkpoint.remote_sync
-    if keys:
-        synced = "" if copied is None else f", and --remote-sync copies it to {redact(copied)}"
-        logger.warning(
-            f"{', '.join(keys)} holds a password or key, which config.yaml repeats: the file has mode 0600"
-            f"{synced}; write ${{NAME}} instead, which is taken from the environment"
-        )
-    atomic_write.replace(settings.run_folder / "config.yaml", dump(settings).encode(), private=bool(keys))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -38,6 +39,7 @@ class AutoMicroBatch(GradCache):
     """GradCache with as many samples per pass as fit; with `finds_kept`, as many kept graphs of `size` samples."""
 
     reserved: Callable[[], int] = lambda: 0  # returns the memory that the optimizer has still to allocate, in bytes
+    trial_context: Callable[[], AbstractContextManager[Any]] = nullcontext  # of the search's passes
     # global batch size of the last search, whose samples all fit if `size` is None; 0 before the first
     tried_for: int = 0
     finds_kept: bool = False  # whether `size` is given and `kept` is searched
@@ -105,7 +107,7 @@ class AutoMicroBatch(GradCache):
 
         def trial(tried: int) -> bool:
             """Passes of the first samples, with zero gradients and the memory that a loss takes."""
-            with same_randomness(self.world.device):
+            with same_randomness(self.world.device), self.trial_context():
                 features = self._unsummed(batch.images[:tried], batch.texts[:tried], **options_of(batch))
                 # Features and gradients of the whole batch, and as much under way between ranks.
                 loss_memory = features.image.new_empty((6, n, features.image.shape[1]))

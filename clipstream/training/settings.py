@@ -6,11 +6,17 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from clipstream.config.section import PathText, Section
 from clipstream.errors import SettingsError
 from clipstream.training.early_stop import METRIC_BY, By, EarlyStopSettings, Metric, checked_metric
+
+# true and false: YAML's reading of `on` and `off`
+Compiled = Annotated[
+    Literal["off", "blocks", "towers"],
+    BeforeValidator(lambda value: ("blocks" if value else "off") if isinstance(value, bool) else value),
+]
 
 
 class TrainSettings(Section):
@@ -45,7 +51,15 @@ class TrainSettings(Section):
     reshard_after_forward: bool = Field(
         True, description="with fsdp: free a block's gathered weights until its backward pass; false takes more memory"
     )
-    compile: bool = Field(False, description="torch.compile the towers")
+    compile: Compiled = Field(
+        "off",
+        description="torch.compile each repeated block of the towers (blocks), in one compilation for equal blocks, or "
+        "each tower as a whole (towers), or nothing (off)",
+    )
+    compile_backend: str = Field("inductor", description="backend of torch.compile")
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = Field(
+        None, description="mode of torch.compile's inductor; default unless set"
+    )
     ema: float | None = Field(
         None,
         gt=0,
@@ -84,6 +98,13 @@ class TrainSettings(Section):
         if self.micro_batch_size == "auto" and (kept == "auto" or kept > 1):
             text = "auto finds the largest micro-batch whose activations fit, which leaves no memory for those of more"
             yield "kept_micro_batches", f"{text}: leave one of the two out"
+        if self.parallel == "fsdp" and self.compile == "towers":
+            yield "compile", "fsdp gathers parameters block by block, outside of compiled code: give blocks"
+        if self.compile_mode is not None and self.compile_backend != "inductor":
+            yield "compile_mode", "modes are those of the backend inductor: leave one of the two out"
+        if self.compile == "off" and (self.compile_mode is not None or self.compile_backend != "inductor"):
+            key = "compile_backend" if self.compile_mode is None else "compile_mode"
+            yield key, "nothing is compiled: give --torchcompile as well, or leave it out"
         if self.ema_warmup and self.ema is None:
             yield "ema_warmup", "up to which decay? Give --train.ema as well, as 0.9999"
 

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -26,6 +28,7 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses.contrastive import ContrastiveLoss
+from clipstream.models.execution.compile import Compilation, eagerly
 from clipstream.models.execution.feature_cache import FeatureCache
 from clipstream.performance.parts import COPY, OPTIMIZER
 from clipstream.performance.timing import begin, timed
@@ -81,6 +84,7 @@ class TrainStep:
         min_logit_scale: lower limit of exp(logit_scale), likewise.
         averages: updated after each step that changed the weights.
         caches: of the features of frozen towers.
+        compilation: of the model's parts, if any is compiled; told of each step, and logged by rank 0.
 
     Raises SettingsError: micro-batches with batch norm, whose features would depend on the cut.
     """
@@ -100,6 +104,7 @@ class TrainStep:
         min_logit_scale: float | None = None,
         averages: WeightAverages | None = None,
         caches: Sequence[FeatureCache] = (),
+        compilation: Compilation | None = None,
     ) -> None:
         if micro_batch_size is not None and model.has_batch_norm:
             raise SettingsError(
@@ -108,7 +113,7 @@ class TrainStep:
             )
         self.towers: Any = model
         self.optimizer, self.world = optimizer, world
-        self.clip_norm, self.averages, self.caches = clip_norm, averages, caches
+        self.clip_norm, self.averages, self.caches, self.compilation = clip_norm, averages, caches, compilation
         self.max_logit_scale, self.min_logit_scale = max_logit_scale, min_logit_scale
         self.scaler = torch.amp.GradScaler(torch.device(world.device).type, enabled=precision == "fp16")
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -122,14 +127,14 @@ class TrainStep:
                 new = [p for p in self.parameters if p.requires_grad and not optimizer.state.get(p)]
                 return 2 * sum(p.numel() * p.element_size() for p in new)
 
-            self.gradcache = AutoMicroBatch(*parts, reserved=reserved)
+            self.gradcache = AutoMicroBatch(*parts, reserved=reserved, trial_context=partial(eagerly, compilation))
             if isinstance(micro_batch_size, int):
                 self.gradcache.size, self.gradcache.finds_kept = micro_batch_size, True
             else:
                 self.gradcache.kept = 1 if isinstance(kept, str) else kept
         else:
             self.gradcache = GradCache(*parts, micro_batch_size, kept)
-        warm_up_buckets(self.gradcache.model, self.gradcache.warm_up, world)
+        self._warm_up()
 
     def unlock(self, step: int) -> None:
         """Train what `model.unlock_image_at` and `model.unlock_text_at` leave locked for at most `step` steps.
@@ -143,10 +148,15 @@ class TrainStep:
         self.gradcache.model = self.towers
         gc.collect()  # the former DDP module, whose hooks on the parameters go with it
         self.gradcache.model = wrap(self.towers, self.world)
-        warm_up_buckets(self.gradcache.model, self.gradcache.warm_up, self.world)
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        with eagerly(self.compilation):
+            warm_up_buckets(self.gradcache.model, self.gradcache.warm_up, self.world)
 
     def __call__(self, batch: Batch, lr: float) -> StepResult:
         """One step on this rank's part of a batch, at least one sample."""
+        began = time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         if batch.lengths is None:
@@ -192,6 +202,8 @@ class TrainStep:
                     log_scale.copy_(torch.maximum(log_scale, log_before.clamp(max=math.log(self.min_logit_scale))))
         if finite and self.averages is not None:
             self.averages.update()
+        if self.compilation is not None:
+            self.compilation.on_step(time.perf_counter() - began, shown=self.world.is_main)
         loss_scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
         return StepResult(
             loss,

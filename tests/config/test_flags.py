@@ -99,7 +99,7 @@ def test_a_command_line_of_open_clip_means_the_same() -> None:
     assert (settings.optim.betas, settings.optim.eps, settings.schedule.type) == ((0.8, 0.95), 1e-7, "constant")
     model = settings.model
     assert model.grad_checkpointing == "all" and model.lock_image and model.lock_text and model.cache_dir == "c"
-    assert settings.train.compile and settings.loss.type == "siglip"
+    assert settings.train.compile == "blocks" and settings.loss.type == "siglip"
     validate_run(settings, World(size=2))
     resolved = resolve(settings, World(size=2))
     assert (resolved.checkpoint.every, resolved.evals["val"].every) == (40, 80)  # steps of 256 samples
@@ -133,6 +133,30 @@ def test_wrong_values_of_open_clips_flags_are_told() -> None:
     assert "--lr-scheduler" in problems(["--lr-scheduler=const-warmup"])[0]
     assert "--siglip" in problems(["--siglip=maybe"])[0]
     assert "--optim.betas" in problems(["--optim.betas=[0.9,0.95]", "--beta1=0.9"])[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", "off"),
+        ("--torchcompile", "blocks"),
+        ("--torchcompile-strategy=task --torchcompile-mode=default", "off"),
+        ("--torchcompile=false --torchcompile-strategy=model", "off"),
+        *((f"--torchcompile --torchcompile-strategy={theirs}", "towers") for theirs in ("model", "task", "step")),
+        ("--train.compile=true", "blocks"),
+        ("--train.compile=off", "off"),
+    ],
+)
+def test_open_clips_strategies_of_compilation(flags: str, expected: str) -> None:
+    assert load(["--train-data=a.tar", *flags.split()]).train.compile == expected
+
+
+def test_backend_and_mode_of_compilation() -> None:
+    train = load(["--train-data=a.tar", "--torchcompile", "--torchcompile-mode=max-autotune"]).train
+    assert (train.compile_backend, train.compile_mode) == ("inductor", "max-autotune")
+    assert (
+        load(["--train-data=a.tar", "--torchcompile", "--torchcompile-backend=eager"]).train.compile_backend == "eager"
+    )
 
 
 def test_const_cooldown_is_taken_as_open_clip_takes_it(tmp_path: Path) -> None:

@@ -154,6 +154,16 @@ def test_the_cut_is_the_cheapest(lengths: list[int], most: int | None, device: s
     assert found == min(cost(ends) for ends in cuts)
 
 
+@given(lengths=st.lists(st.integers(1, 77), min_size=1, max_size=200))
+def test_buckets_for_compiled_blocks_have_few_sizes(lengths: list[int]) -> None:
+    found = TextBuckets("argmax", 0, portions=8).plan(lengths, 77, "cpu")
+    unit, ordered, at = -(-len(lengths) // 8), sorted(lengths), 0
+    for bucket in found:
+        at += bucket.rows
+        assert ordered[at - 1] <= bucket.length
+    assert at == len(lengths) and all(bucket.rows % unit == 0 for bucket in found[:-1])
+
+
 def test_few_lengths_make_few_buckets() -> None:
     buckets = TextBuckets("argmax", 0)
     assert buckets.plan([9] * 64, 77, "cpu") == [Bucket(64, 16)]

@@ -22,23 +22,10 @@ from clipstream.training.step import TrainStep
 from tests.support.model_files import TEXT, build, write
 from tests.support.ranks import run_ranks
 from tests.support.runs import furnish
-from tests.support.steps import CUTS, sgd
+from tests.support.steps import sgd
+from tests.support.text_batches import TOKENS, part_of_batch
 
-TOKENS = 20
 Case = tuple[str, int | str, int | None, int]  # parallel, text_buckets, micro_batch_size, kept
-
-
-def part_of_batch(world: World) -> Batch:
-    """A rank's part of a batch of ten samples, with texts of 2 to 20 tokens."""
-    draw = torch.Generator().manual_seed(3)
-    pixels = torch.randint(0, 256, (10, 3, 32, 32), dtype=torch.uint8, generator=draw)
-    ids = torch.zeros(10, TOKENS, dtype=torch.int32)
-    for row, length in zip(ids, (2, 9, 3, 20, 8, 2, 17, 5, 12, 4), strict=True):
-        row[:length] = torch.randint(1, 60, (length,), generator=draw)
-        row[length - 1] = 63
-    start, stop = sum(CUTS[world.size][: world.rank]), sum(CUTS[world.size][: world.rank + 1])
-    part = slice(start, stop)
-    return Batch(pixels[part], ids[part], torch.ones(10)[part], ("",) * (stop - start), torch.zeros(10)[part], 0, 10)
 
 
 def gradients(world: World, model: str, cases: list[Case], **settings: Any) -> list[dict[str, torch.Tensor]]:

@@ -91,7 +91,7 @@ def _recompute_but_matmuls(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _checkpointed(block: nn.Module, options: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    forward = MethodType(type(block).forward, block)
+    forward = partial(type(block).forward, block)  # which torch.compile can capture, unlike a method made here
     if not (block.training and torch.is_grad_enabled()) or _SUSPENDED.get():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)

@@ -61,6 +61,8 @@ class TextBuckets:
         exactly: whether every pass has `most` buckets, as ranks that share shards of the tower (FSDP) must agree.
         embeddings: parameters of a pass in proportion to those of its blocks. The embeddings of Hugging Face towers
             get a gradient of their whole size in each pass; those of open_clip's are looked up once for all buckets.
+        portions: sizes that a bucket can have, in parts of the pass, so that compiled blocks see few shapes; None for
+            any number of texts.
     """
 
     rule: str
@@ -68,6 +70,7 @@ class TextBuckets:
     most: int | None = None
     exactly: bool = False
     embeddings: float = 1.0
+    portions: int | None = None
 
     @classmethod
     def of(cls, clip: Any, setting: Setting) -> TextBuckets | None:
@@ -112,6 +115,9 @@ class TextBuckets:
 
     def plan(self, lengths: Sequence[int], context_length: int, device: str) -> list[Bucket]:
         """The buckets for texts of these lengths, shortest first, at the least cost by `PASS_TOKENS`."""
+        if self.portions is not None:  # texts of a portion are as long as its longest
+            ordered, rows = sorted(lengths), -(-len(lengths) // self.portions)
+            lengths = [ordered[min(place - place % rows + rows, len(ordered)) - 1] for place in range(len(ordered))]
         counts = Counter(min(-(-length // STEP) * STEP, context_length) for length in lengths)
         sizes = sorted(counts)
         fixed = PASS_TOKENS.get(device, PASS_TOKENS["cuda"]) * self.embeddings

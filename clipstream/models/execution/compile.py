@@ -1,0 +1,237 @@
+"""Compilation of the towers by torch.compile: of each repeated block, or of each tower's blocks as one graph.
+
+The `forward` of a module is replaced on the instance by its compiled form, so that names in state dicts stay, hooks
+(FSDP's, which gather parameters) run around it, and a deep copy runs its own weights. Modules of one class share the
+compiled function: equal blocks are one compilation. Shapes are static; text buckets have few sizes for it
+(`TextBuckets.portions`). Compiled random operations draw the numbers of eager ones, in both passes of gradient caching.
+
+What the backend cannot compile runs as torch captured it, and what torch cannot capture runs as it was written: with a
+warning, for that function alone. Errors of the code itself are raised as without compilation.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+
+from clipstream.errors import SettingsError
+from clipstream.models.execution.blocks import blocks
+from clipstream.utils.logs import logger
+
+Parts = Literal["blocks", "towers"]
+Graph = Callable[..., Any]
+Compiler = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Graph]
+
+PORTIONS = 8  # sizes of a text bucket, in parts of the batch
+GRAPHS = 256  # most compilations of a function: lengths and sizes of text buckets, with and without gradients
+SHOWN = 200  # characters of a reason in a line of the log
+
+
+@dataclass(eq=False)
+class Compilation:
+    """Backend of torch.compile for the towers, and what it has compiled.
+
+    Attributes:
+        graphs: graphs compiled, forward and backward pass as one.
+        strict: whether a failed compilation is an error, not a warning.
+        seconds: time that steps took in which something was compiled.
+        recompilations: how often a function was compiled once more, by reason.
+    """
+
+    compile: Compiler
+    name: str
+    strict: bool = False
+    graphs: int = 0
+    seconds: float = 0.0
+    recompilations: Counter[str] = field(default_factory=Counter)
+    _told: set[str] = field(default_factory=set)
+    _reported: int = 0
+    _breaks: Counter[str] = field(default_factory=Counter)
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Graph:
+        """Compile a graph, its backward pass at once; the graph itself, run eagerly, where the backend fails."""
+        import torch._functorch.config as config
+
+        self.graphs += 1
+        try:
+            with config.patch(force_non_lazy_backward_lowering=True):
+                return self.compile(graph, inputs)
+        except Exception as error:  # of the compiler: the graph has not run yet
+            self.warn(f"{self.name} cannot compile a part of the towers, which runs uncompiled", error)
+            return graph.forward
+
+    def warn(self, text: str, error: Exception) -> None:
+        """Warn of an error, once; raise it if `strict`."""
+        if self.strict:
+            raise error
+        reason = _short(f"{type(error).__name__}: {error}")
+        if (line := f"train.compile: {text}: {reason}") not in self._told:
+            self._told.add(line)
+            logger.warning(line)
+
+    def on_step(self, seconds: float, *, shown: bool = True) -> None:
+        """Count, and log if `shown`, what a step that took `seconds` has compiled."""
+        from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
+
+        reasons = [getattr(metrics, "recompile_reason", None) for metrics in get_compilation_metrics()]
+        clear_compilation_metrics()
+        again = Counter(_cause(reason) for reason in reasons if reason)
+        breaks = Counter(counters["graph_break"]) - self._breaks
+        if self.graphs == self._reported and not again:
+            return
+        new, self._reported = self.graphs - self._reported, self.graphs
+        self.seconds += seconds
+        self.recompilations += again
+        self._breaks += breaks
+        text = f"train.compile: compiled {_count(new, 'graph')} with {self.name} in a step of {seconds:.1f} s"
+        for what, counts in (("recompilation", again), ("graph break", breaks)):
+            if counts:
+                text += f"; {_count(counts.total(), what)}: {_listed(counts)}"
+        if shown:
+            logger.info(text)
+
+    def summary(self) -> str:
+        """What the run has compiled, as a line."""
+        text = f"train.compile: {_count(self.graphs, 'graph')} in steps of {self.seconds:.1f} s altogether"
+        text += f", {_count(self.recompilations.total(), 'recompilation')}"
+        return text + (f": {_listed(self.recompilations)}" if self.recompilations else "")
+
+
+class _Function:
+    """A function of a module and its arguments, compiled on its first call."""
+
+    def __init__(self, eager: Callable[..., Any], compilation: Compilation) -> None:
+        self.eager, self.compilation = eager, compilation
+        self.compiled: Callable[..., Any] | None = torch.compile(eager, dynamic=False, backend=compilation)
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo.exc import TorchDynamoException
+
+        if self.compiled is not None:
+            try:
+                return self.compiled(module, *args, **kwargs)
+            except TorchDynamoException as error:  # raised by the capture, or again below by the code itself
+                failure = error
+            self.compiled = None
+            self.compilation.warn(f"{type(module).__name__} cannot be compiled and runs eagerly", failure)
+        return self.eager(module, *args, **kwargs)
+
+
+def compile_towers(
+    towers: Any, parts: Parts, backend: str = "inductor", mode: str | None = None, *, cache: Path | None = None
+) -> Compilation:
+    """Let parts of the towers compile on their first call, in place; to be called before they are sharded.
+
+    torch's limit of compilations of a function is raised, and DDP's splitting of graphs is off in this process: it
+    takes no graph with activation checkpointing, and blocks are graphs of their own.
+
+    Args:
+        backend: of torch.compile.
+        mode: of inductor: 'default', 'reduce-overhead', 'max-autotune' or 'max-autotune-no-cudagraphs'.
+        cache: folder in which inductor and Triton keep compiled code, unless the environment names another one
+            ($TORCHINDUCTOR_CACHE_DIR) or it cannot be made; one in the system's temporary folder unless given.
+
+    Raises SettingsError: there is no such backend, or no tower has repeated blocks.
+    """
+    import torch._dynamo.config as config
+    from torch._dynamo.utils import clear_compilation_metrics, counters
+
+    if cache is not None:
+        with suppress(OSError):
+            cache.mkdir(parents=True, exist_ok=True)
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    clear_compilation_metrics()
+    compilation = Compilation(_compiler(backend, mode), backend, _breaks=Counter(counters["graph_break"]))
+    found: list[nn.Module] = []
+    for kind, tower in _towers(towers.clip):
+        own = blocks(tower) if parts == "blocks" else [tower]
+        found += own
+        if not own:
+            name = f"{type(tower).__name__} ({kind} tower)"
+            logger.warning(f"train.compile: {name} has no repeated blocks and runs eagerly; `towers` compiles it whole")
+    if not found:
+        raise SettingsError("train.compile: no tower has repeated blocks: give towers, or off")
+    config.optimize_ddp = False
+    config.recompile_limit = max(GRAPHS, config.recompile_limit)
+    if towers.text_buckets is not None:
+        towers.text_buckets = replace(towers.text_buckets, portions=PORTIONS)
+    functions: dict[Any, _Function] = {}
+    for module in found:
+        own_forward = vars(module).get("forward")  # of activation checkpointing
+        eager = type(module).forward if own_forward is None else own_forward.__func__
+        if eager not in functions:
+            functions[eager] = _Function(eager, compilation)
+        module.forward = MethodType(functions[eager], module)
+    return compilation
+
+
+def eagerly(compilation: Compilation | None) -> AbstractContextManager[Any]:
+    """A context in which compiled towers run eagerly, for shapes that do not come back."""
+    return nullcontext() if compilation is None else torch.compiler.set_stance("force_eager")
+
+
+@contextmanager
+def summarized(compilation: Compilation | None, *, shown: bool = True) -> Iterator[None]:
+    """A context at whose end the log gets a summary of what was compiled, if anything was to be and if `shown`."""
+    try:
+        yield
+    finally:
+        if compilation is not None and shown:
+            logger.info(compilation.summary())
+
+
+def _towers(clip: Any) -> list[tuple[str, nn.Module]]:
+    """The image tower, and the text tower without its embeddings, those that are not stored."""
+    text = getattr(clip, "text", clip)
+    found = [("image", getattr(clip, "visual", None)), ("text", getattr(text, "transformer", None))]
+    return [(kind, module) for kind, module in found if isinstance(module, nn.Module)]
+
+
+def _compiler(backend: str, mode: str | None) -> Compiler:
+    if backend == "inductor":
+        from torch._inductor import list_mode_options
+        from torch._inductor.compile_fx import compile_fx
+
+        # Inductor's own random numbers would differ between graphs with and without gradients.
+        options = {**list_mode_options(mode or "default"), "fallback_random": True}
+        inductor: Any = partial(compile_fx, config_patches=options)
+        return cast(Compiler, inductor)
+    from torch._dynamo import list_backends, lookup_backend
+
+    try:
+        found: Compiler = lookup_backend(backend)
+    except Exception as error:  # InvalidBackend, or one of the backend's own imports
+        names = ", ".join(sorted(list_backends(exclude_tags=())))
+        raise SettingsError(
+            f"train.compile_backend: torch has no {backend!r} ({_short(str(error))}): {names}"
+        ) from error
+    return found
+
+
+def _cause(reason: str) -> str:
+    """The check that failed, without the place and the number of the compiled code."""
+    line = reason.strip().splitlines()[0]
+    return _short(line.split(": ", 1)[1] if line[:1].isdigit() and ": " in line else line)
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= SHOWN else line[: SHOWN - 1] + "…"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{_short(reason)} ({count})" for reason, count in counts.most_common(3))

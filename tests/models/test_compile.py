@@ -1,0 +1,229 @@
+"""Compiled towers: one compilation for equal blocks, few for text buckets, and what happens where one fails."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch._dynamo.utils import clear_compilation_metrics
+
+from clipstream.errors import SettingsError
+from clipstream.models.execution import compile as module
+from clipstream.models.execution.compile import Compilation, compile_towers, eagerly
+from clipstream.models.towers import Towers
+from tests.support.model_files import TEXT, VIT, build, write
+
+TOKENS = 20
+LENGTHS = (2, 9, 3, 20, 8, 2, 17, 5, 12, 4)
+RESNET = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 8}
+
+
+@pytest.fixture(autouse=True)
+def no_compiled_code() -> Iterator[None]:
+    torch._dynamo.reset()
+    clear_compilation_metrics()
+    yield
+    torch._dynamo.reset()
+
+
+def make(tmp_path: Path, vision: dict[str, Any] | None = None, **settings: Any) -> Towers:
+    return build(write(tmp_path, vision, text_cfg={**TEXT, "context_length": TOKENS, "vocab_size": 64}), **settings)
+
+
+def inputs(lengths: tuple[int, ...] = LENGTHS) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pixels and ids of texts of these lengths."""
+    draw = torch.Generator().manual_seed(3)
+    ids = torch.zeros(len(lengths), TOKENS, dtype=torch.int32)
+    for row, length in zip(ids, lengths, strict=True):
+        row[:length] = torch.randint(1, 60, (length,), generator=draw)
+        row[length - 1] = 63
+    return torch.randint(0, 256, (len(ids), 3, 32, 32), dtype=torch.uint8, generator=draw), ids
+
+
+def gradients(towers: Towers, lengths: tuple[int, ...] = LENGTHS) -> dict[str, torch.Tensor]:
+    pixels, ids = inputs(lengths)
+    towers.zero_grad(set_to_none=True)
+    features = towers(pixels, ids, towers.text_lengths(ids))
+    (features.image * features.text).sum().backward()
+    return {name: p.grad for name, p in towers.named_parameters() if p.grad is not None}
+
+
+def check(towers: Towers, truth: dict[str, torch.Tensor]) -> None:
+    found = gradients(towers)
+    assert found.keys() == truth.keys()
+    for name, gradient in truth.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize(("parts", "policy"), [("blocks", "off"), ("towers", "all"), ("blocks", "matmuls")])
+def test_gradients_and_names_are_those_of_eager_towers(
+    parts: Literal["blocks", "towers"], policy: str, tmp_path: Path
+) -> None:
+    from torch._dynamo.utils import counters
+
+    towers = make(tmp_path, {**VIT, "layers": 3}, grad_checkpointing=policy).double().train()
+    truth, names = gradients(towers), list(towers.state_dict())
+    counters.clear()
+    compilation = compile_towers(towers, parts, "aot_eager" if policy == "matmuls" else "eager")
+    check(towers, truth)
+    assert list(towers.state_dict()) == names
+    assert compilation.graphs == 3, "that of three image blocks, and of two text blocks with two buckets"
+    assert not counters["graph_break"]
+    check(towers, truth)
+    assert compilation.graphs == 3
+
+
+def test_batch_norm_is_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    towers = make(tmp_path, RESNET).double().train()
+    compiled = copy.deepcopy(towers)
+    truth = gradients(towers)
+    compile_towers(compiled, "towers", "aot_eager")
+    check(compiled, truth)
+    for name, buffer in towers.named_buffers():
+        torch.testing.assert_close(compiled.get_buffer(name), buffer, rtol=0, atol=1e-10)
+    with caplog.at_level(logging.WARNING, "clipstream"):
+        compile_towers(towers, "blocks", "eager")
+    assert "ModifiedResNet (image tower) has no repeated blocks and runs eagerly" in caplog.text
+
+
+def test_a_deep_copy_runs_its_own_weights(tmp_path: Path) -> None:
+    """As FSDP's unsharded copy does."""
+    towers = make(tmp_path).double().train()
+    compilation = compile_towers(towers, "blocks", "eager")
+    other = copy.deepcopy(towers)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    truth = make(tmp_path).double().train()
+    truth.load_state_dict(other.state_dict())
+    check(other, gradients(truth))
+    graphs = compilation.graphs
+    with eagerly(compilation):
+        gradients(towers, LENGTHS[:3])
+    assert compilation.graphs == graphs
+
+
+def test_batches_of_many_lengths_take_few_graphs(tmp_path: Path) -> None:
+    towers = make(tmp_path).train()
+    compilation = compile_towers(towers, "blocks", "eager")
+    counts = []
+    for seed in range(16):
+        draw = torch.Generator().manual_seed(seed)
+        lengths = tuple(int(n) for n in torch.randint(2, TOKENS + 1, (32,), generator=draw))
+        _, ids = inputs(lengths)
+        with torch.no_grad():
+            towers.encode_text(ids, towers.text_lengths(ids))
+        counts.append(compilation.graphs)
+    assert towers.text_buckets is not None
+    assert counts[-1] <= 12, counts
+    compilation.on_step(0.0)
+    assert compilation.recompilations.total() == counts[-1] - 1
+    assert "size mismatch" in compilation.summary()
+
+
+@pytest.mark.slow  # inductor takes a C++ compiler's time
+def test_random_numbers_are_those_of_eager_towers_in_both_passes(tmp_path: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("there is no C++ compiler here")
+    towers = make(tmp_path, patch_dropout=0.5).double().train()
+    pixels, _ = inputs()
+    torch.manual_seed(1)
+    truth = towers.encode_image(pixels)
+    compilation = compile_towers(towers, "towers", "inductor")
+    for enabled in (True, False):
+        torch.manual_seed(1)
+        with torch.set_grad_enabled(enabled):
+            torch.testing.assert_close(towers.encode_image(pixels), truth, rtol=0, atol=1e-10)
+    assert compilation.graphs == 2
+
+
+def test_the_compiler_failing_leaves_the_graph_eager(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    towers = make(tmp_path).double().train()
+    truth = gradients(towers)
+    compilation = compile_towers(towers, "blocks", "eager")
+
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("No working C++ compiler found")
+
+    compilation.compile = broken
+    with caplog.at_level(logging.WARNING, "clipstream"):
+        check(towers, truth)
+    warnings = [record.message for record in caplog.records]
+    assert len(warnings) == 1 and "uncompiled: RuntimeError: No working C++ compiler found" in warnings[0]
+
+
+def test_inductor_without_a_compiler_warns_and_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch._inductor.config as config
+    from torch._inductor import cpp_builder
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
+    cpp_builder.get_cpp_compiler.cache_clear() if hasattr(cpp_builder.get_cpp_compiler, "cache_clear") else None
+    towers = make(tmp_path).double().train()
+    truth = gradients(towers)
+    compile_towers(towers, "blocks", "inductor")
+    with caplog.at_level(logging.WARNING, "clipstream"):
+        check(towers, truth)
+    assert "inductor cannot compile a part of the towers, which runs uncompiled" in caplog.text
+
+
+def test_what_cannot_be_captured_falls_back_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo.exc import InternalTorchDynamoError
+
+    towers = make(tmp_path).double().train()
+    truth = gradients(towers)
+    compilation = compile_towers(towers, "towers", "eager")
+    function = towers.clip.visual.forward.__func__
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise InternalTorchDynamoError("a stand-in: torch's own error")
+
+    monkeypatch.setattr(function, "compiled", broken)
+    with caplog.at_level(logging.WARNING, "clipstream"):
+        check(towers, truth)
+        check(towers, truth)
+    warnings = [record.message for record in caplog.records]
+    assert len(warnings) == 1 and "VisionTransformer cannot be compiled and runs eagerly" in warnings[0]
+    assert compilation.graphs == 2, "those of the text tower"
+
+
+def test_errors_of_the_code_itself_are_raised(tmp_path: Path) -> None:
+    towers = make(tmp_path).train()
+    compile_towers(towers, "blocks", "eager")
+    block = towers.clip.visual.transformer.resblocks[0]
+    with pytest.raises(RuntimeError, match="shape"):
+        block(torch.zeros(2, 3, VIT["width"] + 1))
+
+
+def test_wrong_backends_and_towers_without_blocks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"train\.compile_backend: torch has no 'inductr' .*inductor"):
+        compile_towers(make(tmp_path), "blocks", "inductr")
+    towers = make(tmp_path, {**VIT, "layers": 1})
+    towers.clip.transformer.resblocks = torch.nn.ModuleList([towers.clip.transformer.resblocks[0]])
+    with pytest.raises(SettingsError, match="no tower has repeated blocks"):
+        compile_towers(towers, "blocks", "eager")
+
+
+def test_a_step_tells_what_it_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    compilation = Compilation(lambda graph, inputs: graph.forward, "eager")
+    double = torch.compile(lambda x: 2 * x, backend=compilation, dynamic=False)
+    with caplog.at_level(logging.INFO, "clipstream"):
+        double(torch.zeros(3))
+        compilation.on_step(2.0)
+        compilation.on_step(0.1)
+        double(torch.zeros(4))
+        compilation.on_step(1.0, shown=False)
+    (line,) = [record.message for record in caplog.records]
+    assert line == "train.compile: compiled 1 graph with eager in a step of 2.0 s"
+    assert compilation.summary().startswith("train.compile: 2 graphs in steps of 3.0 s altogether, 1 recompilation:")
+    assert module._cause("0/1: tensor 'x' size mismatch") == "tensor 'x' size mismatch"
