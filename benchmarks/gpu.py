@@ -28,7 +28,7 @@ from made import make
 from clipstream.bench.ladder import Ladder
 from clipstream.bench.options import Options
 from clipstream.bench.results import COLUMNS, GIB, Row
-from clipstream.bench.rungs import EAGER, Rung
+from clipstream.bench.rungs import Rung
 from clipstream.config.settings import load
 from clipstream.distributed.world import World
 from clipstream.models.model_config import builtin
@@ -77,7 +77,7 @@ def measure(model: Model, shards: str, folder: Path, args: argparse.Namespace) -
     flags = [
         "--train-data", shards, "--model", model_file(model.name, folder, args.small), "--device", args.device,
         "--data.global-batch-size", str(batch), "--precision", "fp32" if cpu else "bf16",
-        "--train.compile", json.dumps(EAGER if cpu else "blocks").strip('"'), "--train.tf32", json.dumps(not cpu),
+        "--train.compile", "off" if cpu else "blocks", "--train.tf32", json.dumps(not cpu),
         "--workers", str(args.workers),
     ]  # fmt: skip
     options = Options(

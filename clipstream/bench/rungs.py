@@ -21,8 +21,6 @@ from clipstream.training.settings import TrainSettings
 Changes = Mapping[str, object]  # dotted keys of settings -> values
 
 BASELINE, CHOSEN, SHARDS = "baseline", "settings to use", "shards"
-EAGER = TrainSettings.model_fields["compile"].default
-BLOCKS = True if EAGER is False else "blocks"
 PATCH_DROPOUT = 0.5  # share of the patches, where the settings have none
 PARTS = (2, 4, 8)  # micro-batches of a rank's batch
 
@@ -77,8 +75,8 @@ def _fused(settings: Settings, machine: Machine) -> list[Rung]:
 
 def _compile(settings: Settings, machine: Machine) -> list[Rung]:
     chosen = settings.train.compile
-    wanted = BLOCKS if chosen == EAGER else chosen
-    return [Rung("compile", {"train.compile": wanted, **_compile_options(settings.train)})]
+    options = _compile_options(settings.train)
+    return [Rung("compile", {"train.compile": "blocks" if chosen == "off" else chosen, **options})]
 
 
 def _buckets(settings: Settings, machine: Machine) -> list[Rung]:
@@ -115,7 +113,7 @@ PLAIN: dict[str, Changes] = {
     "tf32": {"train.tf32": False},
     "precision": {"train.precision": "fp32"},
     "fused": {"optim.fused": False},
-    "compile": {"train.compile": EAGER},
+    "compile": {"train.compile": "off"},
     "buckets": {"model.text_buckets": "off"},
     "checkpointing": {
         "model.grad_checkpointing": "off",

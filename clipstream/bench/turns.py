@@ -13,7 +13,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ import torch
 import torch._dynamo
 
 from clipstream.bench.open_clip_step import OpenClipStep
-from clipstream.bench.rungs import EAGER, Rung
+from clipstream.bench.rungs import Rung
 from clipstream.config.settings import Settings
 from clipstream.data.batch import Batch
 from clipstream.data.loader.stage_timing import HAND_OVER, IDLE
@@ -155,10 +155,9 @@ class Turns:
             loader = build_loader(settings, self.world, towers, tokenizer, None, teacher, self.stored)
             stack.enter_context(closing(loader))
         _, step = build_step(settings, self.world, towers, teacher, self.stored)
-        if settings.train.compile != EAGER:
-            stack.enter_context(_compiling())
-            if (compilation := getattr(step, "compilation", None)) is not None:
-                compilation.strict = True  # what runs eagerly would be measured as compiled
+        if step.compilation is not None:
+            stack.callback(torch._dynamo.reset)  # the compiled code holds the model
+            step.compilation.strict = True  # what runs eagerly would be measured as compiled
         return _Parts(lambda batch, lr: step(batch, lr).loss, lambda batch: batch, loader or in_memory, loader)
 
     def _measure(self, parts: _Parts, warmup: int, steps: int, memory: PeakMemory, lr: float) -> Turn:
@@ -236,17 +235,6 @@ def _worker_ms(loader: Loader) -> float | None:
     decoded = times.buckets["decode"].total() if "decode" in times.buckets else 0
     work = sum(seconds for stage, seconds in times.seconds.items() if stage not in (IDLE, HAND_OVER))
     return 1e3 * work / decoded if decoded else None
-
-
-@contextmanager
-def _compiling() -> Iterator[None]:
-    """A context in which a failed compilation is an error, not a pass without; compiled code is dropped at its end."""
-    patch: Any = torch._dynamo.config.patch
-    try:
-        with patch(suppress_errors=False):
-            yield
-    finally:
-        torch._dynamo.reset()
 
 
 def _synchronize(device: str) -> None:

@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Any
 from clipstream.checkpoint.run_lock import occupied
 from clipstream.config.dump import redacted, write_config
 from clipstream.config.settings import Settings, require_equal, resolve
+from clipstream.data.transport.shard_cache import cache_root
 from clipstream.distributed.failure import FailureWatch
+from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, Interrupted, SettingsError, Stopped
 from clipstream.losses.settings import chosen_loss_type
+from clipstream.report.sinks import RunInfo
 from clipstream.training.early_stop import EarlyStop
 from clipstream.training.optim import build_optimizer, build_schedule
 from clipstream.utils import atomic_write, early_signals
@@ -32,7 +35,6 @@ if TYPE_CHECKING:
     from clipstream.data.decode.tokenizers import Tokenizer
     from clipstream.data.loader.loader import Loader
     from clipstream.data.loader.stored import StoredData
-    from clipstream.distributed.signals import StopSignals
     from clipstream.evals.runner import EvalRunner
     from clipstream.evals.settings import Weights
     from clipstream.models.execution.compile import Compilation
@@ -54,7 +56,6 @@ def train_rank(settings: Settings, world: World, watch: FailureWatch) -> Path:
 
     Raises ClipstreamError: settings, data or training failed, or a signal stopped the run.
     """
-    from clipstream.distributed.signals import StopSignals
     from clipstream.report.outputs import Ending
     from clipstream.report.terminal import run_log
 
@@ -173,7 +174,6 @@ def fit(
     from clipstream.losses.contrastive import warn_of_duplicates
     from clipstream.models.execution.compile import summarized
     from clipstream.report.outputs import Outputs
-    from clipstream.report.sinks import RunInfo
     from clipstream.training.rollback import Rollback
     from clipstream.training.state import TrainState
     from clipstream.training.trainer import Trainer
@@ -398,7 +398,6 @@ def build_step(
     Raises SettingsError: micro_batch_size or kept_micro_batches is auto on the CPU, or a stored teacher lacks features
     of pictures or texts.
     """
-    from clipstream.data.transport.shard_cache import cache_root
     from clipstream.losses.contrastive import build_loss
     from clipstream.losses.distillation import DistilledLoss
     from clipstream.models.execution.compile import compile_towers

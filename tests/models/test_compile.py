@@ -82,9 +82,13 @@ def test_gradients_and_names_are_those_of_eager_towers(
 def test_batch_norm_is_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     towers = make(tmp_path, RESNET).double().train()
     compiled = copy.deepcopy(towers)
-    truth = gradients(towers)
     compile_towers(compiled, "towers", "aot_eager")
-    check(compiled, truth)
+    pixels, _ = inputs()
+    for model in (towers, compiled):
+        model.encode_image(pixels).square().sum().backward()
+    for name, parameter in towers.clip.visual.named_parameters():
+        gradient = compiled.clip.visual.get_parameter(name).grad
+        torch.testing.assert_close(gradient, parameter.grad, rtol=0, atol=1e-10, msg=name)
     for name, buffer in towers.named_buffers():
         torch.testing.assert_close(compiled.get_buffer(name), buffer, rtol=0, atol=1e-10)
     with caplog.at_level(logging.WARNING, "clipstream"):
@@ -162,16 +166,15 @@ def test_inductor_without_a_compiler_warns_and_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch._inductor.config as config
-    from torch._inductor import cpp_builder
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
-    cpp_builder.get_cpp_compiler.cache_clear() if hasattr(cpp_builder.get_cpp_compiler, "cache_clear") else None
-    towers = make(tmp_path).double().train()
-    truth = gradients(towers)
-    compile_towers(towers, "blocks", "inductor")
-    with caplog.at_level(logging.WARNING, "clipstream"):
-        check(towers, truth)
+    towers = make(tmp_path).double().eval()
+    _, ids = inputs()
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "clipstream"):
+        truth = towers.encode_text(ids)
+        compile_towers(towers, "blocks", "inductor")
+        torch.testing.assert_close(towers.encode_text(ids), truth, rtol=0, atol=1e-10)
     assert "inductor cannot compile a part of the towers, which runs uncompiled" in caplog.text
 
 
