@@ -24,6 +24,7 @@ from clipstream.losses.settings import ClipLossSettings, LossSettings
 from tests.support.pictures import make_shards
 from tests.support.ranks import ROOT, TIMEOUT, command_runs, end_ranks, reserved_port
 from tests.support.runs import MODEL, flags, lines, same_weights, train_on, wait_for_step, weights
+from tests.support.slurm import slurm_environment
 
 PAGE = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -242,31 +243,6 @@ def wait_for(is_so: Callable[[], bool], process: subprocess.Popen[bytes]) -> Non
         time.sleep(0.1)
 
 
-SRUN = """#!/bin/bash
-# Plays srun: TASKS tasks of NODES nodes, all on this machine.
-while [[ $1 == --* ]]; do shift; done
-pids=()
-trap 'kill -TERM "${pids[@]}"' TERM
-each=$((TASKS / NODES))
-for ((task = 0; task < TASKS; task++)); do
-    SLURM_PROCID=$task SLURM_LOCALID=$((task % each)) SLURM_NODEID=$((task / each)) SLURM_STEP_ID=0 \\
-        SLURM_STEP_NUM_TASKS=$TASKS SLURM_STEP_NUM_NODES=$NODES SLURM_STEP_NODELIST=$SLURM_JOB_NODELIST \\
-        SLURM_STEP_TASKS_PER_NODE="$each(x$NODES)" "$@" &
-    pids+=($!)
-done
-worst=0
-for pid in "${pids[@]}"; do
-    wait $pid; code=$?
-    while kill -0 $pid 2>/dev/null; do wait $pid; code=$?; done
-    if ((code > worst)); then worst=$code; fi
-done
-exit $worst
-"""
-SCONTROL = """#!/bin/bash
-if [[ $1 == show ]]; then echo 127.0.0.1; else echo "$@" >>requeued; fi
-"""
-
-
 def script(launcher: str) -> str:
     """The page's script of a batch job that has a word in it."""
     blocks = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S)
@@ -277,16 +253,6 @@ def script(launcher: str) -> str:
 @pytest.fixture
 def job(place: Path, tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
     """Starts a batch script as Slurm does, in a folder with what the page's reader has; two tasks."""
-    (tmp_path / "bin").mkdir()
-    tools = {
-        "srun": SRUN,
-        "scontrol": SCONTROL,
-        "python": f'#!/bin/bash\nexec {sys.executable} "$@"\n',
-        "torchrun": f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n',
-    }
-    for name, text in tools.items():
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
     settings = {
         "run": {"device": "cpu", "threads": 1},
         "data": {
@@ -300,10 +266,7 @@ def job(place: Path, tmp_path: Path) -> Iterator[Callable[[str], subprocess.Pope
         "log": {"every": 1, "tensorboard": False},
     }  # fmt: skip
     (tmp_path / "my.yaml").write_text(json.dumps(settings))
-    env = {
-        **os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
-        "SLURM_JOB_ID": "4711", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "localhost", "TASKS": "2", "NODES": "1",
-    }  # fmt: skip
+    env = slurm_environment(tmp_path)
     started = []
 
     def start(text: str) -> subprocess.Popen[bytes]:

@@ -1,0 +1,499 @@
+"""The commands of open_clip's README: each is read as typed, and trains on small data, or is refused with a reason."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from clipstream import evaluate, train
+from clipstream.config.settings import Settings, load
+from clipstream.config.validate import validate_run
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from tests.support import hubtree, model_files
+from tests.support.open_clip_epochs import write_epoch
+from tests.support.pictures import make_shards, picture
+from tests.support.ranks import TIMEOUT, reserved_port
+from tests.support.slurm import slurm_environment
+
+SINGLE = """
+python -m open_clip_train.main \\
+    --save-frequency 1 \\
+    --zeroshot-frequency 1 \\
+    --report-to tensorboard \\
+    --train-data="/path/to/train_data.csv"  \\
+    --val-data="/path/to/validation_data.csv"  \\
+    --csv-img-key filepath \\
+    --csv-caption-key title \\
+    --imagenet-val=/path/to/imagenet/root/val/ \\
+    --warmup 10000 \\
+    --batch-size=128 \\
+    --lr=1e-3 \\
+    --wd=0.1 \\
+    --epochs=30 \\
+    --workers=8 \\
+    --model RN50
+"""
+TORCHRUN = """
+torchrun --nproc_per_node 4 -m open_clip_train.main \\
+    --train-data '/data/cc12m/cc12m-train-{0000..2175}.tar' \\
+    --train-num-samples 10968539 \\
+    --dataset-type webdataset \\
+    --batch-size 320 \\
+    --precision amp \\
+    --workers 4 \\
+    --imagenet-val /data/imagenet/validation/
+"""
+SLURM = """\
+#!/bin/bash -x
+#SBATCH --nodes=32
+#SBATCH --gres=gpu:4
+#SBATCH --ntasks-per-node=4
+#SBATCH --cpus-per-task=6
+#SBATCH --wait-all-nodes=1
+#SBATCH --job-name=open_clip
+#SBATCH --account=ACCOUNT_NAME
+#SBATCH --partition PARTITION_NAME
+
+eval "$(/path/to/conda/bin/conda shell.bash hook)" # init conda
+conda activate open_clip
+export CUDA_VISIBLE_DEVICES=0,1,2,3
+export MASTER_PORT=12802
+
+master_addr=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR=$master_addr
+
+cd /shared/open_clip
+export PYTHONPATH="$PYTHONPATH:$PWD/src"
+srun --cpu_bind=v --accel-bind=gn python -u src/open_clip_train/main.py \\
+    --save-frequency 1 \\
+    --report-to tensorboard \\
+    --train-data="/data/LAION-400M/{00000..41455}.tar" \\
+    --warmup 2000 \\
+    --batch-size=256 \\
+    --epochs=32 \\
+    --workers=8 \\
+    --model ViT-B-32 \\
+    --name "ViT-B-32-Vanilla" \\
+    --seed 0 \\
+    --local-loss \\
+    --gather-with-grad
+"""
+RESUME = """
+python -m open_clip_train.main \\
+    --train-data="/path/to/train_data.csv" \\
+    --val-data="/path/to/validation_data.csv"  \\
+    --resume /path/to/checkpoints/epoch_K.pt
+"""
+SOURCES = """
+python -m open_clip_train.main \\
+    --train-data "/data/cc12m/cc12m-train-{0000..2175}.tar::/data/LAION-400M/{00000..41455}.tar" \\
+    --train-num-samples 135646078 \\
+    --dataset-resampled \\
+    --train-data-upsampling-factors=1::2
+"""
+ROBERTA = """
+python -m open_clip_train.main \\
+         --train-data="pipe:aws s3 cp s3://s-mas/cc3m/{00000..00329}.tar -" \\
+         --train-num-samples 3000000 \\
+         --val-data="pipe:aws s3 cp s3://s-mas/cc3m/{00330..00331}.tar -" \\
+         --val-num-samples 10000 \\
+         --dataset-type webdataset \\
+         --batch-size 256 \\
+         --warmup 2000 \\
+         --epochs 10 \\
+         --lr 5e-4 \\
+         --precision amp \\
+         --workers 6 \\
+         --model "roberta-ViT-B-32" \\
+         --lock-text \\
+         --lock-text-unlocked-layers 10 \\
+         --name "10_unfrozen" \\
+         --report-to "tensorboard" \\
+"""
+LOCAL_CHECKPOINT = """
+python -m open_clip_train.main \\
+    --val-data="/path/to/validation_data.csv"  \\
+    --model RN101 \\
+    --pretrained /path/to/checkpoints/epoch_K.pt
+"""
+HOSTED_CHECKPOINT = """
+python -m open_clip_train.main \\
+    --imagenet-val /path/to/imagenet/validation \\
+    --model ViT-B-32-quickgelu \\
+    --pretrained laion400m_e32
+"""
+COCA = """
+python -m open_clip_train.main \\
+    --dataset-type "csv" \\
+    --train-data "path/to/data/dir/train2014.csv" \\
+    --warmup 1000 \\
+    --batch-size 128 \\
+    --lr 1e-5 \\
+    --wd 0.1 \\
+    --epochs 1 \\
+    --workers 3 \\
+    --model "coca_ViT-L-14" \\
+    --report-to "wandb" \\
+    --coca-contrastive-loss-weight 0 \\
+    --coca-caption-loss-weight 1 \\
+    --log-every-n-steps 100
+"""
+CLAP = """
+python -m open_clip_train.main \\
+    --model CLAP-HTSAT-tiny-Roberta-base-fused \\
+    --pretrained laion \\
+    --audio-zeroshot-dataset mteb/urbansound8K \\
+    --audio-zeroshot-split train \\
+    --audio-zeroshot-target-key classID \\
+    --audio-zeroshot-class-key class \\
+    --batch-size 64 \\
+    --workers 4 \\
+    --device cuda \\
+    --zeroshot-frequency 1
+"""
+# Flags that the README explains without a whole command.
+LIT = "--lock-image --lock-image-unlocked-groups 1 --lock-image-freeze-bn-stats"
+SIGLIP = "--siglip --accum-freq 2 --grad-checkpointing --local-loss --gather-with-grad --force-patch-dropout 0."
+REMOTE = (
+    "--logs /scratch --remote-sync s3://<path-to-bucket> --remote-sync-frequency 60 --remote-sync-protocol fsspec "
+    "--delete-previous-checkpoint"
+)
+DISTILL = "--distill-model ViT-L-14 --distill-pretrained openai"
+INT8 = "--use-bnb-linear SwitchBackLinearGlobal"
+COMPILE = "--torchcompile --torchcompile-strategy task"
+LATEST = "--resume latest --save-most-recent"
+
+
+def arguments(command: str, **changed: str) -> list[str]:
+    """The command's words behind its program, with other words in the place of those that cannot be had here.
+
+    Args:
+        changed: flag, with _ for -, -> its value, which the command has already, or ends with.
+    """
+    words = shlex.split(command.replace("\\\n", " "))
+    if "-m" in words:
+        words = words[words.index("open_clip_train.main") + 1 :]
+    split = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    for name, value in changed.items():
+        flag = f"--{name.replace('_', '-')}"
+        if flag in split:
+            split[split.index(flag) + 1] = value
+        else:
+            split += [flag, value]
+    return split
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the data of all commands, a small model and a checkpoint of open_clip's trainer."""
+    folder: Path = tmp_path_factory.mktemp("open_clip")
+    for name, count in (("train_data", 24), ("validation_data", 8)):
+        rows = ["filepath\ttitle"]
+        for number in range(count):
+            (folder / f"{name}{number}.jpg").write_bytes(picture(number))
+            rows.append(f"{name}{number}.jpg\tpicture, number {number}")
+        (folder / f"{name}.csv").write_text("\n".join(rows))
+    for number, synset in enumerate(("n01440764", "n03417042", "n15075141")):
+        (folder / "imagenet" / synset).mkdir(parents=True)
+        (folder / "imagenet" / synset / "a.JPEG").write_bytes(picture(number))
+    shards = make_shards(folder / "LAION-400M", [20, 20, 8])
+    sizes = {Path(shard).name: n for shard, n in zip(shards, (20, 20, 8), strict=True)}
+    (folder / "LAION-400M" / "sizes.json").write_text(json.dumps(sizes))
+    shutil.move(model_files.write(folder), folder / "model.json")
+    write_epoch(folder, json.loads((folder / "model.json").read_text()), "3.3.0")
+    return folder
+
+
+@pytest.fixture
+def small(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Values of flags for a run of a moment, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CLIPSTREAM_CACHE", str(tmp_path / "cache"))
+    more = {"workers": "0", "batch_size": "8", "warmup": "1", "device": "cpu", "run.threads": "1"}
+    return {"model": f"{place}/model.json", **more}
+
+
+def shards(place: Path) -> dict[str, str]:
+    return {"train_data": f"{place}/LAION-400M/{{00000..00001}}.tar", "train_num_samples": "16", "epochs": "2"}
+
+
+def metrics(run: str | Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+
+
+def trained(run: str | Path) -> list[int]:
+    """Steps of the run's checkpoints; its last training line is of the last one."""
+    steps = sorted(int(path.name[-8:]) for path in (Path(run) / "checkpoints").glob("step_*"))
+    assert steps[-1] == [line["step"] for line in metrics(run) if "loss" in line][-1]
+    return steps
+
+
+# Each command as it stands: (settings by dotted key, flags that are answered by a notice).
+READ: list[tuple[str, dict[str, Any], list[str]]] = [
+    (
+        SINGLE,
+        {
+            "data.global_batch_size": 256, "schedule.warmup": 10000, "optim.lr": 1e-3, "optim.wd": 0.1,
+            "train.epochs": 30, "data.workers": 8, "model.name": "RN50", "checkpoint.every_epochs": 1,
+            "log.tensorboard": True, "data.sources.train.caption.key": "title", "evals.val.data.caption.key": "title",
+            "data.sources.train.image_key": "filepath", "evals.imagenet.every_epochs": 1,
+            "evals.imagenet.data.shards": "imagenet:/path/to/imagenet/root/val/",
+        },
+        [],
+    ),
+    (
+        TORCHRUN,
+        {
+            "data.global_batch_size": 640, "train.epoch_samples": 10968539, "train.precision": "auto",
+            "data.sources.train.shards": "/data/cc12m/cc12m-train-{0000..2175}.tar",
+        },
+        ["--precision"],
+    ),
+    (
+        SLURM[SLURM.index("    --save-frequency") :],
+        {"data.global_batch_size": 512, "train.epochs": 32, "run.name": "ViT-B-32-Vanilla", "run.seed": 0},
+        ["--local-loss", "--gather-with-grad"],
+    ),
+    (
+        RESUME,
+        {"checkpoint.resume": "/path/to/checkpoints/epoch_K.pt", "data.sources.train.caption.key": "title;txt"},
+        [],
+    ),
+    (
+        SOURCES,
+        {
+            "data.sources.train.weight": 2176, "data.sources.train_2.weight": 2 * 41456,
+            "data.sampling.mode": "resampled", "train.epoch_samples": 135646078,
+        },
+        [],
+    ),
+    (
+        ROBERTA,
+        {
+            "data.sources.train.shards": "pipe:aws s3 cp s3://s-mas/cc3m/{00000..00329}.tar -",
+            "model.lock_text": True, "model.unlocked_layers": 10, "train.epochs": 10,
+        },
+        ["--val-num-samples", "--precision"],
+    ),
+    (
+        LIT,
+        {"model.lock_image": True, "model.unlocked_groups": 1},
+        ["--lock-image-freeze-bn-stats"],
+    ),
+    (
+        f"--batch-size 8 {SIGLIP}",
+        {
+            "loss.type": "siglip", "data.global_batch_size": 32, "train.micro_batch_size": 8,
+            "model.grad_checkpointing": "all", "model.patch_dropout": 0.0,
+        },
+        ["--local-loss", "--gather-with-grad"],
+    ),
+    (
+        REMOTE,
+        {"run.logs": "/scratch", "checkpoint.remote_sync": "s3://<path-to-bucket>", "checkpoint.keep_last": 1},
+        ["--remote-sync-frequency", "--remote-sync-protocol"],
+    ),
+    (DISTILL, {"distill.model": "ViT-L-14", "distill.pretrained": "openai"}, []),
+    (COMPILE, {"train.compile": True}, ["--torchcompile-strategy"]),
+    (LATEST, {"checkpoint.resume": "latest"}, ["--save-most-recent"]),
+    (HOSTED_CHECKPOINT, {"model.name": "ViT-B-32-quickgelu", "model.pretrained": "laion400m_e32"}, []),
+]  # fmt: skip
+
+
+def value(settings: Settings, key: str) -> Any:
+    tree: Any = settings.model_dump()
+    for part in key.split("."):
+        tree = tree[part]
+    return tree
+
+
+@pytest.mark.parametrize(("command", "expected", "notices"), READ)
+def test_commands_are_read_as_they_stand(command: str, expected: dict[str, Any], notices: list[str]) -> None:
+    settings = load(arguments(command), ranks=2)
+    assert {key: value(settings, key) for key in expected} == expected
+    assert sorted(line.partition(":")[0] for line in settings.notices) == sorted(notices)
+    assert all("\n" not in line for line in settings.notices)
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "said"),
+    [
+        (COCA, ["--coca-contrastive-loss-weight", "--coca-caption-loss-weight"], "or CoCa with open_clip_train"),
+        (CLAP, ["--audio-zeroshot-"] * 4, "train such models with open_clip_train"),
+        (INT8, ["--use-bnb-linear"], "--precision bf16 and --grad-checkpointing save memory"),
+    ],
+)
+def test_commands_without_an_equivalent_are_refused_with_what_to_do(command: str, flags: list[str], said: str) -> None:
+    with pytest.raises(SettingsError) as raised:
+        load(arguments(command))
+    lines = str(raised.value).splitlines()
+    assert len(lines) == len(flags) and all(said in line for line in lines)
+    assert all(flag in line for line, flag in zip(lines, flags, strict=True))
+    if command is COCA:  # without its own flags, the model is refused
+        with pytest.raises(SettingsError, match=r"CoCa model.*train this one with open_clip_train"):
+            model_files.build("coca_ViT-L-14")
+
+
+def test_the_first_command_trains_and_evaluates(place: Path, small: dict[str, str]) -> None:
+    small |= {"train_data": f"{place}/train_data.csv", "val_data": f"{place}/validation_data.csv"}
+    small |= {"imagenet_val": f"{place}/imagenet", "epochs": "2", "name": "first", "workers": "2"}
+    argv = arguments(SINGLE, **small, **{"evals.imagenet.templates": "plain"})
+    assert train.main(argv) == 0
+    assert trained("runs/first") == [3, 6] and list(Path("runs/first/tensorboard").iterdir())
+    evaluations = [(line["eval"], line["step"], line["n"]) for line in metrics("runs/first") if "eval" in line]
+    assert sorted(evaluations) == [("imagenet", 3, 3), ("imagenet", 6, 3), ("val", 6, 8)]
+
+
+def test_torchrun_trains_on_two_ranks(place: Path, small: dict[str, str], tmp_path: Path) -> None:
+    values = {**small, **shards(place), "imagenet_val": f"{place}/imagenet", "name": "two"}
+    del values["warmup"]
+    argv = arguments(f"{TORCHRUN.rstrip()} --local-loss --gather-with-grad", **values)
+    command = ["torchrun", "--nproc_per_node", "2", "-m", "clipstream.train", *argv]
+    env = slurm_environment(tmp_path)
+    done = subprocess.run(
+        command,
+        env={key: text for key, text in env.items() if "SLURM" not in key},
+        executable=f"{tmp_path}/bin/torchrun",
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    notices = re.findall(r"^notice: (--[\w-]+): ", done.stderr, re.M)
+    assert notices == ["--precision", "--local-loss", "--gather-with-grad"]  # once, on rank 0
+    assert trained("runs/two") == [2] and metrics("runs/two")[0]["start"]["ranks"] == 2
+
+
+def test_the_slurm_script_trains(place: Path, small: dict[str, str], tmp_path: Path) -> None:
+    env = slurm_environment(tmp_path, tasks=2, nodes=2)
+    conda = tmp_path / "bin" / "conda"
+    conda.write_text("#!/bin/bash\necho 'conda() { :; }'\n")
+    conda.chmod(0o755)
+    with reserved_port() as port:
+        text = SLURM
+        for theirs, ours in {
+            "/path/to/conda/bin/conda": str(conda),
+            "MASTER_PORT=12802": f"MASTER_PORT={port}",
+            "/shared/open_clip": str(tmp_path),
+            "src/open_clip_train/main.py": "-m clipstream.train",
+            "/data/LAION-400M/{00000..41455}.tar": f"{place}/LAION-400M/{{00000..00002}}.tar",
+            "--warmup 2000": "--warmup 1 --device cpu --run.threads 1",
+            "--batch-size=256": "--batch-size=8",
+            "--epochs=32": "--epochs=2",
+            "--workers=8": "--workers=0 --log-local",
+            "--model ViT-B-32 ": f"--model {place}/model.json ",
+        }.items():
+            assert text.count(theirs) == 1, theirs
+            text = text.replace(theirs, ours)
+        (tmp_path / "job.sh").write_text(text)
+        done = subprocess.run(
+            ["bash", "-x", "job.sh"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=TIMEOUT,
+            check=False,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^notice: (--[\w-]+): ", done.stderr, re.M) == ["--local-loss", "--gather-with-grad"]
+    # 48 samples, as sizes.json says, are 3 steps of 16.
+    assert trained("runs/ViT-B-32-Vanilla") == [3, 6]
+    assert metrics("runs/ViT-B-32-Vanilla")[0]["start"]["ranks"] == 2
+    # --log-local, which the command has besides: one log for each node.
+    assert sorted(path.name for path in Path("runs/ViT-B-32-Vanilla").glob("out*.log")) == ["out-1.log", "out.log"]
+
+
+def test_an_epoch_of_open_clip_is_resumed_and_the_run_after_it(place: Path, small: dict[str, str]) -> None:
+    small |= {"train_data": f"{place}/train_data.csv", "val_data": f"{place}/validation_data.csv"}
+    argv = arguments(RESUME, **{**small, "resume": f"{place}/epoch_2.pt", "epochs": "3", "name": "on"})
+    assert train.main(argv) == 0
+    assert trained("runs/on") == [6, 9]  # 24 samples are 3 steps; it begins after epoch 2
+    argv = arguments(f"{shlex.join(argv)} {LATEST}", epochs="4")
+    del argv[argv.index("--resume") : argv.index("--resume") + 2]
+    assert train.main(argv) == 0
+    assert [line["step"] for line in metrics("runs/on") if "start" in line] == [6, 9] and trained("runs/on")[-1] == 12
+
+
+def test_an_epoch_of_open_clip_is_evaluated_and_trained_on(
+    place: Path, small: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    small |= {"pretrained": f"{place}/epoch_2.pt", "val_data": f"{place}/validation_data.csv"}
+    argv = arguments(LOCAL_CHECKPOINT, **{key: text for key, text in small.items() if key != "warmup"})
+    with pytest.raises(
+        SettingsError, match=r"^data.sources: there is nothing to train on.*clipstream\.evaluate[^\n]*$"
+    ):
+        validate_run(load(argv), World())
+    assert evaluate.main(argv) == 0
+    assert "image_to_text_R@1" in capsys.readouterr().out
+    with pytest.raises(SettingsError, match="needs files of the Hugging Face Hub"):
+        load_hosted(place)
+    argv = arguments("", **{**small, **shards(place), "epochs": "1", "lr": "0", "name": "from"})
+    assert train.main(argv) == 0
+    saved = load_file("runs/from/checkpoints/step_00000002/open_clip_model.safetensors")
+    theirs = torch.load(place / "epoch_2.pt", weights_only=True)["state_dict"]
+    assert saved.keys() == {name.removeprefix("module.") for name in theirs}
+    assert all(torch.equal(saved[name.removeprefix("module.")], tensor) for name, tensor in theirs.items())
+
+
+def load_hosted(place: Path) -> None:
+    settings = load(arguments(HOSTED_CHECKPOINT, cache_dir=str(place / "empty")), trains=False)
+    model_files.build(settings.model.name, pretrained=settings.model.pretrained, cache_dir=settings.model.cache_dir)
+
+
+def test_locked_and_siglip_runs_train(place: Path, small: dict[str, str]) -> None:
+    lit = {**small, **shards(place), "pretrained": f"{place}/epoch_2.pt", "name": "lit"}
+    assert train.main(arguments(LIT.replace("unlocked-groups 1", "unlocked-groups 0"), **lit)) == 0
+    saved = load_file(f"runs/lit/checkpoints/step_{trained('runs/lit')[-1]:08d}/open_clip_model.safetensors")
+    theirs = torch.load(place / "epoch_2.pt", weights_only=True)["state_dict"]
+    same = {name for name in saved if torch.equal(saved[name], theirs[f"module.{name}"])}
+    assert same == {name for name in saved if name.startswith("visual.")}
+    assert train.main(arguments(SIGLIP, **small, **shards(place), name="siglip")) == 0
+    config = Path("runs/siglip/config.yaml").read_text()
+    assert trained("runs/siglip") == [2] and "global_batch_size: 16" in config and "micro_batch_size: 8" in config
+    loss = next(line["loss"] for line in metrics("runs/siglip") if "loss" in line)
+    assert 0 < loss < 10.2  # at most the bias' 10, as sigmoid losses begin
+
+
+def test_a_hugging_face_text_tower_is_trained_but_for_its_first_layers(place: Path, small: dict[str, str]) -> None:
+    from transformers import RobertaConfig, RobertaModel
+
+    here = Path("roberta").absolute()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    RobertaModel(RobertaConfig(**sizes, vocab_size=64, max_position_embeddings=40)).save_pretrained(here)
+    hubtree.write_tokenizer(here)
+    names = {"hf_model_name": str(here), "hf_tokenizer_name": str(here), "hf_pooler_type": "mean_pooler"}
+    Path("models").mkdir()
+    small["model"] = model_files.write(Path("models"), text_cfg={**names, "context_length": 12, "hf_proj_type": "mlp"})
+    piped = {f"{key}_data": f"pipe:cat {place}/LAION-400M/{{00000..00001}}.tar" for key in ("train", "val")}
+    values = {**small, **piped, "train_num_samples": "16", "epochs": "1", "lock_text_unlocked_layers": "1"}
+    assert train.main(arguments(ROBERTA, **values)) == 0
+    assert trained("runs/10_unfrozen") == [2]
+    assert [line["n"] for line in metrics("runs/10_unfrozen") if "eval" in line] == [40]
+
+
+def test_a_teacher_and_two_sources(place: Path, small: dict[str, str]) -> None:
+    teacher = {"distill_model": small["model"], "distill_pretrained": f"{place}/epoch_2.pt"}
+    parts = f"{place}/LAION-400M/{{00000..00001}}.tar::{place}/LAION-400M/00002.tar"
+    values = {**small, **teacher, "train_data": parts, "train_num_samples": "16", "epochs": "1", "name": "both"}
+    assert train.main(arguments(f"{SOURCES.rstrip()} {DISTILL}", **values)) == 0
+    assert "loss_distill" in str(metrics("runs/both")) or "loss_contrastive" in str(metrics("runs/both"))
+    health = next(line["health"] for line in metrics("runs/both") if "health" in line)
+    assert set(health) == {"train", "train_2"}
+
+
+def test_a_run_is_copied_and_taken_up_from_the_copy(place: Path, small: dict[str, str], tmp_path: Path) -> None:
+    values = {**small, **shards(place), "logs": "scratch", "remote_sync": f"file://{tmp_path}/bucket", "name": "away"}
+    argv = arguments(REMOTE, **values, save_frequency="1")
+    assert train.main(argv) == 0
+    assert trained("scratch/away") == [4]
+    assert [path.name for path in Path("bucket/away/checkpoints").glob("step_*")] == ["step_00000004"]
+    shutil.rmtree("scratch")
+    assert train.main(arguments(f"{shlex.join(argv)} {LATEST}", epochs="3")) == 0
+    assert trained("scratch/away") == [6] and Path("bucket/away/checkpoints/step_00000006").is_dir()
