@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import itertools
+import os
 import re
 import subprocess
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import clipstream
 from clipstream.cli.main import VERBS
 
 ROOT = Path(__file__).parents[1]
@@ -136,3 +139,21 @@ def test_dependencies_have_lower_bounds_only() -> None:
     assert block is not None
     for requirement in re.findall(r'"([^"]+)"', block[1]):
         assert not re.search(r"==|<|~=|@", requirement), requirement
+
+
+def test_the_package_the_changelog_and_the_citation_have_one_version() -> None:
+    """The release workflow compares them by the same commands. Headings are those of Keep a Changelog, newest first."""
+    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    assert headings[0] == "[Unreleased]"
+    released = [re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - (\d{4}-\d\d-\d\d)", heading) for heading in headings[1:]]
+    versions, dates = zip(*[found.groups() for found in released if found is not None], strict=True)
+    assert len(versions) == len(released) and list(dates) == sorted(dates, reverse=True)
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert versions[0] == clipstream.__version__ and f"\nversion: {versions[0]}\n" in citation
+    assert f"\ndate-released: {dates[0]}\n" in citation
+    workflow = (ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8")
+    (commands,) = re.findall(r"- name: The tag is the version\n +run: \|\n((?: {10}.*\n)+)", workflow)
+    for tag, code in ((f"v{versions[0]}", 0), ("v99.0.0", 1)):
+        env = {**os.environ, "GITHUB_REF_NAME": tag}
+        done = subprocess.run(["bash", "-e", "-c", textwrap.dedent(commands)], cwd=ROOT, env=env, check=False)
+        assert done.returncode == code, tag
