@@ -304,7 +304,7 @@ READ: list[tuple[str, dict[str, Any], list[str]]] = [
         ["--remote-sync-frequency", "--remote-sync-protocol"],
     ),
     (DISTILL, {"distill.model": "ViT-L-14", "distill.pretrained": "openai"}, []),
-    (COMPILE, {"train.compile": True}, ["--torchcompile-strategy"]),
+    (COMPILE, {"train.compile": "towers"}, []),
     (LATEST, {"checkpoint.resume": "latest"}, ["--save-most-recent"]),
     (HOSTED_CHECKPOINT, {"model.name": "ViT-B-32-quickgelu", "model.pretrained": "laion400m_e32"}, []),
 ]  # fmt: skip
