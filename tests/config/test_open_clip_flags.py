@@ -268,3 +268,22 @@ def test_open_clips_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load(["--open-clip-defaults", "--train.steps=5"]).train.epochs is None
     config = str(ROOT / "configs/quickstart.yaml")
     assert "leave one of the two out" in error_of("--open-clip-defaults", "--config", config)
+
+
+def test_the_page_has_the_defaults_of_both() -> None:
+    page = (ROOT / "docs/from-open_clip.md").read_text(encoding="utf-8")
+    section = page[page.index("## Defaults") : page.index("## A Slurm job")]
+    rows = {flag: told for flag, *told in re.findall(r"^\| `(--[\w-]+)` \| (.*?) \| (.*?) \|$", section, re.M)}
+    assert rows.keys() == {*flag_groups.DEFAULTS, "--precision"}
+    own = load([])
+    settings = {
+        "--model": own.model.name, "--warmup": own.schedule.warmup, "--workers": own.data.workers,
+        "--max-image-pixels": own.data.max_image_pixels, "--logs": own.run.logs, "--log-every-n-steps": own.log.every,
+        "--save-frequency": own.checkpoint.every, "--train-loss-ema-samples": own.log.loss_ema_samples,
+        "--precision": own.train.precision, "--log-metric-every-n-steps": own.log.every,
+    }  # fmt: skip
+    for flag, (theirs, ours) in rows.items():
+        expected = flag_groups.DEFAULTS.get(flag, "amp_bf16") or "none"
+        assert theirs.replace(",", "").split()[0] == expected, flag
+        assert flag not in settings or re.split("[;: ]", ours.replace(",", ""))[0] == str(settings[flag]), flag
+    assert own.data.global_batch_size == 512 and own.data.sampling.mode == "resampled" and own.log.tensorboard
