@@ -152,13 +152,13 @@ class Model:
     @property
     def logit_scale(self) -> float:
         """What cosines are multiplied by in the loss."""
-        return float(self.towers.scalars()[0])
+        return float(self.towers.scalars()[0].detach())
 
     @property
     def logit_bias(self) -> float | None:
         """What is added to the logits; None for a model of the softmax loss."""
         bias = self.towers.scalars()[1]
-        return None if bias is None else float(bias)
+        return None if bias is None else float(bias.detach())
 
     def encode_image(self, images: Pictures, *, batch_size: int = 256) -> torch.Tensor:
         """Features of pictures, float32 [n, D] with rows of length 1, on the model's device.

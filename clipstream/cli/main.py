@@ -89,9 +89,6 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
         argv: that command line; by default the process's.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    # OpenMP reads it when torch is imported. Threads that wait for work by spinning take the cores of the data workers,
-    # and then the threads with work wait for a core: some steps on a CPU take ten times as long.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if isinstance(sys.stdout, io.TextIOWrapper):  # file names may be unprintable
         sys.stdout.reconfigure(errors="backslashreplace")
     rank = None

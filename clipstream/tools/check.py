@@ -69,10 +69,12 @@ class CheckReport:
         return self.used == self.tried > 0 and not self.missing and not self.faults
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), markup=False, highlight=False, emoji=False, width=OFF_TERMINAL)
-        with console.capture() as captured:
-            show(self, console)
-        return captured.get().rstrip()
+        console = Console(
+            file=(text := io.StringIO()), markup=False, highlight=False, emoji=False, width=OFF_TERMINAL,
+            force_terminal=False, force_jupyter=False,  # else rich displays its own output in a notebook, with colours
+        )  # fmt: skip
+        show(self, console)
+        return text.getvalue().rstrip()
 
     def _repr_html_(self) -> str:
         return f'<pre style="white-space:pre;overflow-x:auto">{html.escape(str(self))}</pre>'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import warnings
 from pathlib import Path
 
 import open_clip
@@ -58,7 +59,13 @@ def test_features_are_those_of_open_clip(saved: Path) -> None:
     torch.testing.assert_close(model.similarity(image, text[0:1]), image @ text[:1].T, rtol=0, atol=1e-5)
     assert model.encode_image([]).shape == (0, model.embed_dim) == model.encode_text([]).shape
     assert not any(features.requires_grad for features in one) and not model.clip.training
-    assert model.logit_scale == pytest.approx(theirs.logit_scale.exp().item()) and model.logit_bias is None
+    torch.set_warn_always(True)  # also what it shows once a process
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert model.logit_scale == pytest.approx(theirs.logit_scale.exp().item()) and model.logit_bias is None
+    finally:
+        torch.set_warn_always(False)
 
 
 def test_pictures_that_are_none_are_named(saved: Path, tmp_path: Path) -> None:
@@ -126,11 +133,17 @@ def test_evaluators_come_from_shards_files_and_mappings(saved: Path, tmp_path: P
         clipstream.evaluate(saved / "model", {"mine": {"type": "zeroshot"}})
 
 
-def test_a_check_reports_what_it_finds(tmp_path: Path) -> None:
+def test_a_check_reports_what_it_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     shards = make_shards(tmp_path, [6])
     write_tar(tmp_path / "broken.tar", [{"__key__": "0", "jpg": b"none", "txt": "a"}])
     report = clipstream.check([*shards, str(tmp_path / "broken.tar"), str(tmp_path / "none.tar")], samples=0)
     assert (report.used, dict(report.drops), report.ok) == (6, {"undecodable_image": 1}, False)
     assert len(report.missing) == 1 and "undecodable_image" in str(report) and "undecodable" in report._repr_html_()
+    elsewhere = str(report)
+    capsys.readouterr()
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert str(report) == elsewhere and "\x1b" not in elsewhere and not capsys.readouterr().out  # nothing is displayed
     with pytest.raises(SettingsError, match="--caption-json"):
         clipstream.check(shards, caption_json="a..b")

@@ -213,10 +213,5 @@ def test_threads_sleep_while_they_wait(given: str | None, expected: str, monkeyp
         monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     else:
         monkeypatch.setenv("OMP_WAIT_POLICY", given)
-    code = (
-        "import os, sys\nfrom clipstream.cli.main import run_main\n"
-        "def verb(argv):\n    print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)\n    return 0\n"
-        "sys.exit(run_main(verb, []))"
-    )
-    ended = python("-c", code)
+    ended = python("-c", "import os, sys, clipstream; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)")
     assert ended.stdout.split() == [expected, "False"], ended.stderr
