@@ -200,6 +200,22 @@ def test_what_cannot_be_captured_falls_back_alone(
     assert compilation.graphs == 2, "those of the text tower"
 
 
+def test_compiled_code_is_kept_where_the_environment_says_or_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+
+    ours, users = str(tmp_path / "ours"), str(tmp_path / "users")
+    for before, after in ((default_cache_dir(), ours), (users, users)):  # torch sets its default when it is imported
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", before)
+        compile_towers(make(tmp_path), "blocks", "eager", cache=Path(ours))
+        assert cache_dir() == after
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+    compile_towers(make(tmp_path), "blocks", "eager", cache=tmp_path / "file" / "inductor")
+    assert cache_dir() == default_cache_dir()
+
+
 def test_errors_of_the_code_itself_are_raised(tmp_path: Path) -> None:
     towers = make(tmp_path).train()
     compile_towers(towers, "blocks", "eager")

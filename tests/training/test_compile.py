@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -13,11 +15,15 @@ from torch.distributed.tensor import DTensor
 
 from clipstream.distributed.world import World
 from clipstream.models.execution.compile import compile_towers
+from clipstream.train import main
 from clipstream.training.parallel import parallelize
 from clipstream.training.precision import prepare
 from clipstream.training.step import TrainStep
 from tests.support.model_files import TEXT, VIT, build, write
-from tests.support.ranks import run_ranks
+from tests.support.pictures import make_shards
+from tests.support.ranks import TIMEOUT, run_ranks
+from tests.support.runs import MODEL, flags, same_weights, start, weights
+from tests.support.sharded import LAYERS
 from tests.support.steps import LOSSES, sgd
 from tests.support.text_batches import TOKENS, part_of_batch
 
@@ -89,6 +95,49 @@ def test_compiled_locked_towers(frozen: str, model: str) -> None:
     (truth, _), (found, graphs) = gradients(World(), model, "clip", cases, **lock)
     assert graphs
     check(found, truth)
+
+
+def log_of(place: Path, name: str) -> str:
+    return (place / "runs" / name / "out.log").read_text()
+
+
+def test_a_compiled_run_resumes_with_the_same_bits_and_is_the_eager_one(tmp_path: Path) -> None:
+    """With weight averages, micro-batches, patch dropout, and a tower that is locked in the first steps."""
+    make_shards(tmp_path / "pairs", [21, 17, 19, 5])
+    (tmp_path / "model.json").write_text(json.dumps({**MODEL, **LAYERS}))
+    more = ["--lock-image", "--model.unlock-image-at", "2", "--train.ema", "0.9", "--train.micro-batch-size", "10"]
+    more += ["--force-patch-dropout", "0.5", "--precision", "fp64", "--checkpoint.every", "1"]
+    more += ["--checkpoint.keep-last", "9"]
+    compiled = [*more, "--torchcompile", "--torchcompile-backend", "aot_eager"]
+    first = f"{tmp_path}/runs/whole/checkpoints/step_00000001"
+    assert main(flags(tmp_path, "eager", *more, steps=3)) == 0
+    assert main(flags(tmp_path, "whole", *compiled, steps=3)) == 0
+    assert main(flags(tmp_path, "again", *compiled, "--checkpoint.resume", first, steps=3)) == 0
+    assert "train.compile: compiled" in log_of(tmp_path, "again") and "train.compile" not in log_of(tmp_path, "eager")
+    locked, trained = (weights(tmp_path, "whole", step)["visual.conv1.weight"] for step in (1, 3))
+    assert not torch.equal(locked, trained)
+    for file in ("open_clip_model", "averaged"):
+        whole = weights(tmp_path, "whole", 3, file)
+        assert same_weights(whole, weights(tmp_path, "again", 3, file))
+        check(whole, weights(tmp_path, "eager", 3, file), file)
+
+
+@pytest.mark.slow  # inductor takes a C++ compiler's time
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler here")
+def test_a_second_run_takes_what_it_compiles_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_shards(tmp_path / "pairs", [21, 17, 19, 5])
+    vision = {**MODEL["vision_cfg"], "layers": 2}  # type: ignore[dict-item]
+    (tmp_path / "model.json").write_text(json.dumps({**MODEL, "vision_cfg": vision}))
+    monkeypatch.setenv("CLIPSTREAM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    for name in ("first", "second"):
+        (process,) = start(flags(tmp_path, name, "--torchcompile", steps=2))
+        _, errors = process.communicate(timeout=5 * TIMEOUT)
+        assert process.returncode == 0, errors
+    assert "has no repeated blocks and runs eagerly" in log_of(tmp_path, "first")
+    assert "compiled 1 graph with inductor in a step" in log_of(tmp_path, "first")
+    assert "compiled 1 graph (1 from the cache) with inductor in a step" in log_of(tmp_path, "second")
+    assert os.listdir(tmp_path / "cache" / "inductor")
 
 
 @pytest.mark.slow  # inductor takes a C++ compiler's time

@@ -43,6 +43,7 @@ class Compilation:
 
     Attributes:
         graphs: graphs compiled, forward and backward pass as one.
+        cached: those of them that were taken from inductor's cache.
         strict: whether a failed compilation is an error, not a warning.
         seconds: time that steps took in which something was compiled.
         recompilations: how often a function was compiled once more, by reason.
@@ -52,20 +53,26 @@ class Compilation:
     name: str
     strict: bool = False
     graphs: int = 0
+    cached: int = 0
     seconds: float = 0.0
     recompilations: Counter[str] = field(default_factory=Counter)
     _told: set[str] = field(default_factory=set)
-    _reported: int = 0
+    _reported: tuple[int, int] = (0, 0)  # graphs, and those from the cache
     _breaks: Counter[str] = field(default_factory=Counter)
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Graph:
         """Compile a graph, its backward pass at once; the graph itself, run eagerly, where the backend fails."""
         import torch._functorch.config as config
+        from torch._dynamo.utils import counters
 
         self.graphs += 1
+        before = Counter(counters["inductor"])
         try:
             with config.patch(force_non_lazy_backward_lowering=True):
-                return self.compile(graph, inputs)
+                compiled = self.compile(graph, inputs)
+            new = Counter(counters["inductor"]) - before
+            self.cached += new["fxgraph_cache_hit"] > 0 and not new["fxgraph_cache_miss"] + new["fxgraph_cache_bypass"]
+            return compiled
         except Exception as error:  # of the compiler: the graph has not run yet
             self.warn(f"{self.name} cannot compile a part of the towers, which runs uncompiled", error)
             return graph.forward
@@ -87,13 +94,14 @@ class Compilation:
         clear_compilation_metrics()
         again = Counter(_cause(reason) for reason in reasons if reason)
         breaks = Counter(counters["graph_break"]) - self._breaks
-        if self.graphs == self._reported and not again:
+        new, cached = self.graphs - self._reported[0], self.cached - self._reported[1]
+        if not new and not again:
             return
-        new, self._reported = self.graphs - self._reported, self.graphs
+        self._reported = self.graphs, self.cached
         self.seconds += seconds
         self.recompilations += again
         self._breaks += breaks
-        text = f"train.compile: compiled {_count(new, 'graph')} with {self.name} in a step of {seconds:.1f} s"
+        text = f"train.compile: compiled {_graphs(new, cached)} with {self.name} in a step of {seconds:.1f} s"
         for what, counts in (("recompilation", again), ("graph break", breaks)):
             if counts:
                 text += f"; {_count(counts.total(), what)}: {_listed(counts)}"
@@ -102,7 +110,7 @@ class Compilation:
 
     def summary(self) -> str:
         """What the run has compiled, as a line."""
-        text = f"train.compile: {_count(self.graphs, 'graph')} in steps of {self.seconds:.1f} s altogether"
+        text = f"train.compile: {_graphs(self.graphs, self.cached)} in steps of {self.seconds:.1f} s altogether"
         text += f", {_count(self.recompilations.total(), 'recompilation')}"
         return text + (f": {_listed(self.recompilations)}" if self.recompilations else "")
 
@@ -139,7 +147,7 @@ def compile_towers(
         backend: of torch.compile.
         mode: of inductor: 'default', 'reduce-overhead', 'max-autotune' or 'max-autotune-no-cudagraphs'.
         cache: folder in which inductor and Triton keep compiled code, unless the environment names another one
-            ($TORCHINDUCTOR_CACHE_DIR) or it cannot be made; one in the system's temporary folder unless given.
+            ($TORCHINDUCTOR_CACHE_DIR) or it cannot be written; one in the system's temporary folder unless given.
 
     Raises SettingsError: there is no such backend, or no tower has repeated blocks.
     """
@@ -147,9 +155,7 @@ def compile_towers(
     from torch._dynamo.utils import clear_compilation_metrics, counters
 
     if cache is not None:
-        with suppress(OSError):
-            cache.mkdir(parents=True, exist_ok=True)
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+        _keep_in(cache)
     clear_compilation_metrics()
     compilation = Compilation(_compiler(backend, mode), backend, _breaks=Counter(counters["graph_break"]))
     found: list[nn.Module] = []
@@ -188,6 +194,18 @@ def summarized(compilation: Compilation | None, *, shown: bool = True) -> Iterat
     finally:
         if compilation is not None and shown:
             logger.info(compilation.summary())
+
+
+def _keep_in(cache: Path) -> None:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # torch sets the variable to its own default when dynamo is imported, and reads it each time.
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") not in (None, os.path.abspath(default_cache_dir())):
+        return
+    with suppress(OSError):
+        cache.mkdir(parents=True, exist_ok=True)
+        if os.access(cache, os.W_OK):
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
 
 
 def _towers(clip: Any) -> list[tuple[str, nn.Module]]:
@@ -231,6 +249,10 @@ def _short(text: str) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _graphs(number: int, cached: int) -> str:
+    return _count(number, "graph") + (f" ({cached} from the cache)" if cached else "")
 
 
 def _listed(counts: Counter[str]) -> str:
