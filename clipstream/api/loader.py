@@ -252,8 +252,10 @@ def build_loader(
         18
         >>> loader.close()
     """
-    if device in ("auto", "cuda"):
-        device = "cuda" if device == "cuda" or torch.cuda.is_available() else "cpu"
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device.startswith("cuda") and not torch.cuda.is_available():
+        raise SettingsError(f"device is {device!r}, but torch sees no GPU here: use 'cpu', or look at nvidia-smi")
     world = World.of_group(device)
     world = World.from_env(device) if world.size == 1 else world
     if world.device == "cuda":
@@ -276,6 +278,12 @@ def build_loader(
 
 def _source(data: Config, overrides: Overrides, flags: dict[str, Any]) -> tuple[Config, Overrides, dict[str, Any]]:
     """The arguments of `settings_from`: `data` that is no YAML file is the training source's shards."""
+    for name in ("preprocess", "tokenizer", "overrides"):
+        section = name == "tokenizer" and isinstance(flags.get(name), Mapping)
+        if name in flags and not section:
+            raise SettingsError(
+                f"{name} has no keyword: build_loader(data, preprocess, tokenizer, overrides, batch_size=…)"
+            )
     if data is None or isinstance(data, Settings | Mapping):
         return data, overrides, flags
     names = [str(name) for name in ([data] if isinstance(data, str | Path) else cast("Sequence[Any]", data))]
@@ -368,6 +376,10 @@ def _batches_in_epoch(settings: Settings) -> int | None:
                 samples += sum(count_samples(source)) if source.samples is None else source.samples
             except SettingsError:
                 return None
+    if not samples:
+        raise SettingsError("no sample was found: clipstream.check(SHARDS) lists what is wrong with the shards")
     if samples < data.global_batch_size:
-        raise SettingsError(f"an epoch of {samples:,} samples has no batch of {data.global_batch_size:,}")
+        raise SettingsError(
+            f"an epoch of {samples:,} samples has no batch of {data.global_batch_size:,}: give a smaller batch_size"
+        )
     return samples // data.global_batch_size

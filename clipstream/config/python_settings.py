@@ -58,6 +58,8 @@ def settings_from(
         files = [os.fspath(config)]
     elif config is not None:
         files = [os.fspath(file) for file in config]
+    if "overrides" in flags:
+        raise SettingsError("overrides has no keyword: give it second, as in train(None, {'optim.lr': 1e-3})")
     own = dict(overrides or {})
     argv = [f"--config={file}" for file in files]
     for name, value in flags.items():

@@ -216,8 +216,15 @@ def test_mistakes_are_named(shards: str, tmp_path: Path) -> None:
         (r"none\*\.tar", (f"{tmp_path}/none*.tar", 16), {}),
         (r"preprocess: expected .*, not str", (shards, "ViT-B-32"), {}),
         (r"tokenizer: it gives ids of shape \(2,\)", (shards, 16, lambda texts: [1] * len(texts)), {}),
-        (r"an epoch of 24 samples has no batch of 25", (shards, 16), {"batch_size": 25}),
+        (r"an epoch of 24 samples has no batch of 25: give a smaller", (shards, 16), {"batch_size": 25}),
+        (r"no sample was found: clipstream\.check", (str(tmp_path / "junk.tar"), 16), {}),
+        (r"preprocess has no keyword: build_loader\(data, preprocess", (shards,), {"preprocess": 16}),
+        (r"tokenizer has no keyword", (shards, 16), {"tokenizer": len}),
+        (r"overrides has no keyword", (shards, 16), {"overrides": {"data.workers": 0}}),
     ]
+    (tmp_path / "junk.tar").write_bytes(b"no tar" * 100)
+    if not torch.cuda.is_available():
+        cases.append((r"device is 'cuda', but torch sees no GPU", (shards, 16), {"device": "cuda"}))
     for text, arguments, options in cases:
         with pytest.raises(SettingsError, match=text):
             clipstream.build_loader(*arguments, **{**SMALL, **options})

@@ -119,6 +119,8 @@ def test_mistakes_are_named_all_at_once() -> None:
         clipstream.load_settings({3: 1})  # type: ignore[dict-item]
     with pytest.raises(SettingsError, match=r"there is no file none\.yaml"):
         clipstream.train("none.yaml")
+    with pytest.raises(SettingsError, match="overrides has no keyword: give it second"):
+        clipstream.train("my.yaml", overrides={"optim.lr": 1})
 
 
 def test_another_thread_trains_as_well(place: Path) -> None:

@@ -101,6 +101,8 @@ def _suggestion(folder: Path) -> str:
     """A pattern for the tars of a folder, for messages."""
     names = sorted(entry.name for entry in folder.iterdir() if re.search(r"\.(tar|tar\.gz|tgz)$", entry.name))
     if not names:
+        if any(entry.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp") for entry in folder.iterdir()):
+            return " (it holds pictures and no tar: give a table of their paths and captions, such as a CSV)"
         inner = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
         return f" (it holds no tar; its folders are {', '.join(inner[:5])})" if inner else " (it holds no tar)"
     if len(names) > 1 and _run(names) == len(names):

@@ -45,6 +45,10 @@ def test_globs_are_sorted_and_a_folder_is_answered_with_its_tars(tmp_path: Path)
     assert [Path(p).name for p in expand(f"{tmp_path}/*.tar")] == ["00000.tar", "00001.tar", "00002.tar"]
     with pytest.raises(SettingsError, match=r"is a folder.*\{00000\.\.00002\}\.tar"):
         expand(str(tmp_path))
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "0.PNG").touch()
+    with pytest.raises(SettingsError, match=r"pictures is a folder.*no tar: give a table"):
+        expand(str(tmp_path / "pictures"))
     with pytest.raises(SettingsError, match=r"no file matches .*tgz.*\{00000\.\.00002\}\.tar"):
         expand(f"{tmp_path}/*.tgz")
     with pytest.raises(SettingsError, match=r"the folder .*gone is not there"):
