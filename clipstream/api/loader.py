@@ -20,7 +20,7 @@ from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from pydantic import TypeAdapter, ValidationError
 from timm.layers import to_2tuple
 
-from clipstream.api.model import Model, Preprocess, TextTokenizer
+from clipstream.api.model import Model, Preprocess, TextTokenizer, usable_device
 from clipstream.config.python_settings import Config, Overrides, settings_from
 from clipstream.config.settings import Settings, open_sources, with_lanes
 from clipstream.config.validate import validate_sources
@@ -252,10 +252,7 @@ def build_loader(
         18
         >>> loader.close()
     """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif device.startswith("cuda") and not torch.cuda.is_available():
-        raise SettingsError(f"device is {device!r}, but torch sees no GPU here: use 'cpu', or look at nvidia-smi")
+    device = usable_device(device)
     world = World.of_group(device)
     world = World.from_env(device) if world.size == 1 else world
     if world.device == "cuda":

@@ -118,6 +118,18 @@ class TextTokenizer:
         return torch.from_numpy(self.encode([texts] if isinstance(texts, str) else list(texts))).long()
 
 
+def usable_device(device: str) -> str:
+    """torch's name of the device; auto is a GPU if there is one.
+
+    Raises SettingsError: torch sees no GPU.
+    """
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise SettingsError(f"device is {device!r}, but torch sees no GPU here: use 'cpu', or look at nvidia-smi")
+    return device
+
+
 class Model:
     """A model with its preprocessing and tokenizer, in evaluation mode and without gradients.
 
@@ -133,6 +145,9 @@ class Model:
         mean, std = (values.flatten().tolist() for values in (towers.mean, towers.std))
         self.preprocess: Preprocess = Preprocess(towers.image, mean, std)
         self.tokenizer: TextTokenizer = TextTokenizer(context.tokenizer)
+
+    def __repr__(self) -> str:
+        return f"Model(embed_dim={self.embed_dim}, image_size={self.preprocess.size}, device={self.device!r})"
 
     @property
     def device(self) -> str:
@@ -267,8 +282,7 @@ def load_model(
         >>> preprocess("cat.jpg").shape, tokenizer(["a cat"]).shape
         (torch.Size([3, 16, 16]), torch.Size([1, 8]))
     """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = usable_device(device)
     with on_terminal():
         settings, model = _settings_of(source, pretrained, weights, cache_dir)
         preflight(model, settings.tokenizer)
@@ -334,6 +348,9 @@ class ZeroShotClassifier:
         self.model: Model = model
         self.weights: torch.Tensor = weights
         self.classes: list[str] = list(classes)
+
+    def __repr__(self) -> str:
+        return f"ZeroShotClassifier({len(self.classes)} classes, {self.model!r})"
 
     def logits(self, images: Pictures) -> torch.Tensor:
         """Cosines times the model's scale, float32 [n, C]."""

@@ -59,6 +59,7 @@ def test_features_are_those_of_open_clip(saved: Path) -> None:
     torch.testing.assert_close(model.similarity(image, text[0:1]), image @ text[:1].T, rtol=0, atol=1e-5)
     assert model.encode_image([]).shape == (0, model.embed_dim) == model.encode_text([]).shape
     assert not any(features.requires_grad for features in one) and not model.clip.training
+    assert repr(model) == f"Model(embed_dim={model.embed_dim}, image_size=(16, 16), device='cpu')"
     torch.set_warn_always(True)  # also what it shows once a process
     try:
         with warnings.catch_warnings():
@@ -94,6 +95,9 @@ def test_models_are_found_by_name_config_and_folder(saved: Path) -> None:
     assert torch.equal(features[0], features[1]) and fresh.embed_dim == 16
     with pytest.raises(SettingsError, match="did you mean"):
         clipstream.load_model("ViT-B-33")
+    if not torch.cuda.is_available():
+        with pytest.raises(SettingsError, match="torch sees no GPU here"):
+            clipstream.load_model(saved / "model", device="cuda:1")
     with pytest.raises(SettingsError, match="is no checkpoint"):
         clipstream.load_model(saved / "model.json", weights="averaged")
     with pytest.raises(SettingsError, match="has weights of its own"):
@@ -106,6 +110,7 @@ def test_a_classifier_is_the_evaluators(saved: Path, tmp_path: Path) -> None:
     model = clipstream.load_model(saved / "model", device="cpu")[0]
     classes = ["cat", "dog", "bird"]
     classifier = clipstream.zero_shot(model, classes, ["a photo of a {c}", "{}"])
+    assert repr(classifier) == f"ZeroShotClassifier({len(classes)} classes, {model!r})"
     texts = [model.encode_text([f"a photo of a {name}", name]).mean(dim=0) for name in classes]
     wanted = torch.nn.functional.normalize(torch.stack(texts), dim=-1)
     torch.testing.assert_close(classifier.weights, wanted, rtol=0, atol=1e-5)
