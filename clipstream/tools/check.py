@@ -77,7 +77,7 @@ class CheckReport:
         return text.getvalue().rstrip()
 
     def _repr_html_(self) -> str:
-        return f'<pre style="white-space:pre;overflow-x:auto">{html.escape(str(self))}</pre>'
+        return f'<pre style="white-space:pre;overflow-x:auto;font-family:monospace">{html.escape(str(self))}</pre>'
 
 
 def look(source: SourceSettings, samples: int) -> CheckReport:

@@ -147,6 +147,7 @@ def test_a_check_reports_what_it_finds(
     assert (report.used, dict(report.drops), report.ok) == (6, {"undecodable_image": 1}, False)
     assert len(report.missing) == 1 and "undecodable_image" in str(report) and "undecodable" in report._repr_html_()
     elsewhere = str(report)
+    assert "font-family:monospace" in report._repr_html_()
     capsys.readouterr()
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     assert str(report) == elsewhere and "\x1b" not in elsewhere and not capsys.readouterr().out  # nothing is displayed
