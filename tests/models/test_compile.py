@@ -168,10 +168,10 @@ def test_inductor_without_a_compiler_warns_and_goes_on(
     import torch._inductor.config as config
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
     towers = make(tmp_path).double().eval()
     _, ids = inputs()
-    with torch.no_grad(), caplog.at_level(logging.WARNING, "clipstream"):
+    no_compiler = config.patch({"cpp.cxx": ("no-such-compiler",)})
+    with no_compiler, torch.no_grad(), caplog.at_level(logging.WARNING, "clipstream"):
         truth = towers.encode_text(ids)
         compile_towers(towers, "blocks", "inductor")
         torch.testing.assert_close(towers.encode_text(ids), truth, rtol=0, atol=1e-10)
