@@ -7,13 +7,14 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from clipstream.cli.main import run_main
 from clipstream.config.dump import print_config, take_flag
+from clipstream.config.flags import CSV_CAPTION, all_csv
 from clipstream.config.settings import load
 from clipstream.data.settings import SourceSettings
 from clipstream.errors import SettingsError
@@ -44,7 +45,9 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SHARDS",
         help="tars: braces, '::', globs, pipe:, http(s):; or a manifest",
     )
-    parser.add_argument("--caption-key", metavar="SUFFIX", help="the text member with the caption (txt)")
+    parser.add_argument(
+        "--caption-key", metavar="SUFFIX", help="the text member with the caption (txt; of a CSV: title, or txt)"
+    )
     parser.add_argument(
         "--caption-json", metavar="PATHS", help="path into the JSON member; several by ';' are tried in order"
     )
@@ -95,7 +98,7 @@ def check(
 
     Args:
         shards: as `--train-data` takes them: tars, manifests, folders; with braces, globs and `::`.
-        caption_key: suffix of the text member with the caption; 'txt' unless set.
+        caption_key: suffix of the text member with the caption; unless set 'txt', and of a CSV 'title' before it.
         caption_json: path into the JSON member, such as 'caption.en'; several by ';' are tried in order.
         image_key: suffixes of the image member, by ';'.
         folder: what a manifest's relative paths begin at.
@@ -133,7 +136,12 @@ def _source(shards: str | Sequence[str], options: Mapping[str, str | None]) -> S
     caption: dict[str, object] = {"type": "text"} if key is None else {"key": key}
     if json is not None:  # with both flags, the text member is the fallback
         caption = {"type": "json", "path": [path.strip() for path in json.split(";")], "fallback": key}
+    if not isinstance(shards, Iterable):
+        raise SettingsError(f"shards: expected a pattern or a list of patterns, not {type(shards).__name__}")
     names = shards if isinstance(shards, str) else list(shards)
+    each = [names] if isinstance(names, str) else names
+    if key is json is None and all_csv(part for name in each for part in str(name).split("::")):
+        caption = CSV_CAPTION
     try:
         return SourceSettings.model_validate({**source, "shards": names, "caption": caption})
     except ValidationError as error:

@@ -30,6 +30,9 @@ from clipstream.config.open_clip_flags import notice, refusal, value_notice
 from clipstream.config.section import Path, Section, child, dotted, entries_of, leaves, with_home, with_shipped
 from clipstream.errors import SettingsError, nearest
 
+# Captions of a CSV: open_clip's default column, or that of other tables.
+CSV_CAPTION: dict[str, object] = {"type": "text", "key": "title;txt"}
+
 
 class Given(NamedTuple):
     """One flag as it was typed: `text` is None where it had no value."""
@@ -165,10 +168,15 @@ def _caption_of_csv(
     """Take captions from a CSV's column `title`, open_clip's default, or else `txt`, where nothing else is said."""
     if (shards := aliased.get(flag)) is None or merged(root, [*files, tree]).at(path) is not None:
         return
+    if all_csv(shards.split("::")):
+        tree.put(path, Node.of(CSV_CAPTION, flag))
+
+
+def all_csv(names: Iterable[str]) -> bool:
+    """Whether all of these shards are CSV files, by their names."""
     from clipstream.data.sources.registry import table_format  # here, as --help must not wait for its imports
 
-    if all(table_format(name) == "csv" for name in shards.split("::")):
-        tree.put(path, Node.of({"type": "text", "key": "title;txt"}, flag))
+    return all(table_format(name) == "csv" for name in names)
 
 
 def _split_source(tree: Node, shards: str | None, factors: str, problems: list[str]) -> None:

@@ -150,6 +150,15 @@ def test_a_manifest_is_seen_with_its_rows(
     assert "its columns are filepath, caption" in (err := capsys.readouterr().err) and "by --image-key" in err
 
 
+def test_captions_of_a_csv_are_found_as_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLIPSTREAM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.png").write_bytes(picture("red"))
+    for column in ("title", "txt", "name"):
+        (tmp_path / f"{column}.csv").write_text(f"filepath,{column}\na.png,a red picture\n")
+    assert main([f"{tmp_path}/title.csv"]) == main([f"{tmp_path}/title.csv::{tmp_path}/txt.csv"]) == 0
+    assert main([f"{tmp_path}/name.csv"]) == main([f"{tmp_path}/title.csv", "--caption-key", "name"]) == 3
+
+
 def test_pictures_are_used_and_dropped_as_training_does(tmp_path: Path) -> None:
     transform = TrainTransform(ImageSpec((16, 16)), AugmentSettings(), "white")
     samples, dropped = [], Counter[str]()
