@@ -165,9 +165,11 @@ class BatchLoader:
             ValueError: it is no state of this format.
             SettingsError: at the next batch: the state belongs to other shards, another seed or another global batch.
         """
+        if "format" not in state:
+            raise ValueError("this is no state_dict of a BatchLoader: it has no 'format'")
+        if state["format"] != FORMAT:
+            raise ValueError(f"a state_dict of format {state['format']!r}, but this version reads {FORMAT}")
         try:
-            if state.get("format") != FORMAT:
-                raise ValueError(f"a state_dict of format {state.get('format')!r}, not {FORMAT}")
             start = TypeAdapter(DataState).validate_python(state["data"])
         except (ValidationError, KeyError) as error:
             raise ValueError(f"this is no state_dict of a BatchLoader: {error}") from error

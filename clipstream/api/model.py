@@ -7,7 +7,7 @@ training. Nothing here has a gradient; to train a model, take its `clip`, or `cl
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -186,9 +186,12 @@ class Model:
         Raises:
             ValueError: a picture cannot be decoded, or a tensor has another shape.
             OSError: a file cannot be read.
+            SettingsError: `images` is something else.
         """
         if isinstance(images, Image.Image | str | os.PathLike | bytes | torch.Tensor):
             images = [images]
+        elif not isinstance(images, Iterable):
+            raise SettingsError(f"images: expected pictures, paths or tensors, not {type(images).__name__}")
         found: list[torch.Tensor] = []
         waiting: list[torch.Tensor] = []
 
@@ -223,7 +226,11 @@ class Model:
         Args:
             texts: one text or several, or ids [n, T] of `tokenizer`.
             batch_size: texts at once.
+
+        Raises SettingsError: `texts` is something else.
         """
+        if not isinstance(texts, Iterable):
+            raise SettingsError(f"texts: expected a text, several or their ids, not {type(texts).__name__}")
         ids = texts if isinstance(texts, torch.Tensor) else self.tokenizer(texts)
         parts = [self.context.encode_text(part) for part in torch.split(ids, batch_size) if len(part)]
         return torch.cat(parts) if parts else torch.empty(0, self.embed_dim, device=self.device)
@@ -283,6 +290,8 @@ def load_model(
         (torch.Size([3, 16, 16]), torch.Size([1, 8]))
     """
     device = usable_device(device)
+    if not isinstance(source, Run | str | os.PathLike):
+        raise SettingsError(f"source: expected a run, a path or a model's name, not {type(source).__name__}")
     with on_terminal():
         settings, model = _settings_of(source, pretrained, weights, cache_dir)
         preflight(model, settings.tokenizer)

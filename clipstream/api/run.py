@@ -71,7 +71,9 @@ class Run:
         """The resolved settings, from config.yaml. Raises SettingsError: there are none yet."""
         file = self.folder / "config.yaml"
         if not file.is_file():
-            raise SettingsError(f"{self.folder} has no config.yaml: it ended before its first step: start it again")
+            raise SettingsError(
+                f"{self.folder} has no config.yaml, which a run writes before its first step: start it again"
+            )
         return load(["--config", str(file)])
 
     @property

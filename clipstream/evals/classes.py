@@ -140,7 +140,9 @@ def _lines(path: str, what: str) -> list[str]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{what}: cannot read the file {path!r}, and texts are given as a list: {error}") from error
+        raise SettingsError(
+            f"{what}: cannot read the file {path!r} ({error}); texts themselves are given as a list"
+        ) from error
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 

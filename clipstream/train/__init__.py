@@ -87,7 +87,8 @@ def train(config: Config = None, overrides: Overrides = None, /, **flags: Any) -
         except Stopped as stopped:
             if stopped.signal != "SIGINT":
                 raise
-            raise KeyboardInterrupt(str(stopped)) from None
+            text = str(stopped).replace("the same command with --resume latest", 'the same call with resume="latest"')
+            raise KeyboardInterrupt(text.replace("--resume latest", 'resume="latest"')) from None
     return Run(folders[0])
 
 

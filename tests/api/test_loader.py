@@ -86,8 +86,9 @@ def test_a_loop_goes_on_where_it_was_left_and_where_a_state_was_taken(shards: st
     wrong.load_state_dict(state)
     with pytest.raises(SettingsError, match="seed"):
         next(iter(wrong))
-    with pytest.raises(ValueError, match="format None"):
-        wrong.load_state_dict({})
+    for broken, text in (({}, "no state_dict of a BatchLoader"), ({**state, "format": 0}, "format 0, .* reads")):
+        with pytest.raises(ValueError, match=text):
+            wrong.load_state_dict(broken)
 
 
 def on_a_rank(world: Any, shards: str) -> tuple[list[tuple[str, ...]], dict[str, Any], tuple[int, int]]:

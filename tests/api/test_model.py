@@ -104,6 +104,12 @@ def test_models_are_found_by_name_config_and_folder(saved: Path) -> None:
         clipstream.load_model(saved / "model", "openai")
     with pytest.raises(SettingsError, match="is neither a run"):
         clipstream.load_model(saved)
+    with pytest.raises(SettingsError, match=r"source: expected a run, .* not int"):
+        clipstream.load_model(3)  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match=r"images: expected pictures, .* not int"):
+        fresh.similarity(3, "a cat")  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match=r"texts: expected a text, .* not int"):
+        fresh.encode_text(3)  # type: ignore[arg-type]
 
 
 def test_a_classifier_is_the_evaluators(saved: Path, tmp_path: Path) -> None:
@@ -153,3 +159,5 @@ def test_a_check_reports_what_it_finds(
     assert str(report) == elsewhere and "\x1b" not in elsewhere and not capsys.readouterr().out  # nothing is displayed
     with pytest.raises(SettingsError, match="--caption-json"):
         clipstream.check(shards, caption_json="a..b")
+    with pytest.raises(SettingsError, match="shards: expected a pattern or a list of patterns, not int"):
+        clipstream.check(3)  # type: ignore[arg-type]

@@ -161,6 +161,7 @@ def test_ctrl_c_saves_and_raises_keyboard_interrupt(place: Path) -> None:
     process.send_signal(signal.SIGINT)
     out, errors = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 0, errors
+    assert 'is saved; the same call with resume="latest" goes on' in out
     assert "stopped by SIGINT, step" in out and out.splitlines()[-1] == "done" and "Traceback" not in errors
 
 
