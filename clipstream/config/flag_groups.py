@@ -87,7 +87,7 @@ def without_idle(given: Given, evaluators: Collection[str], notices: list[str]) 
         idle = dict.fromkeys(UNSCHEDULED, ", as --skip-scheduler keeps the learning rate at --lr from the first step")
     for flag, (data, named) in _INTERVALS.items():
         if not any(one in given for one in data) and not any(name in evaluators for name in named):
-            idle[flag] = f" without {data[0]}, as there is nothing to evaluate"
+            idle[flag] = f" without {data[0]}; any other evaluator has --evals.NAME.every-epochs"
     notices += [f"{flag}: has no effect{why}" for flag, why in idle.items() if flag in given]
     return {flag: text for flag, text in given.items() if flag not in idle}
 

@@ -231,6 +231,11 @@ def test_intervals_of_0_are_at_the_end_only(tmp_path: Path) -> None:
     off = load(["--train-data=a.tar", "--save-frequency=0", "--val-data=v.tar", "--val-frequency=0"])
     assert (off.checkpoint.every, off.evals["val"].every, off.evals["val"].every_epochs) == (0, 0, None)
     assert "imagenet" not in load(["--zeroshot-frequency=0"]).evals
+    other = load(["--val-frequency=2", "--evals.heldout.type=loss", "--evals.heldout.data.shards=v.tar"])
+    (notice,) = other.notices
+    assert (
+        other.evals["heldout"].every_epochs is None and "--val-frequency: has no effect without --val-data;" in notice
+    )
     config = tmp_path / "a.yaml"
     config.write_text("evals: {imagenet: {type: retrieval, data: {shards: a.tar}}}")
     assert load(["--config", str(config), "--zeroshot-frequency=2"]).evals["imagenet"].every_epochs == 2
