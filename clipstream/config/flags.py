@@ -125,7 +125,6 @@ def flag_tree(
         if before is not None and path not in (CAPTION, ("tokenizer",)) and before.place != flag:
             problems.append(f"{flag} and {before.place} both set {dotted(path)}: give one of them")
         tree.put_keys(path, node)
-    _caption_of_csv(root, "--train-data", CAPTION, aliased, files, tree)
     if "--val-data" in aliased:  # it is read as the training source, unless its own settings say otherwise
         train = merged(root, [*files, tree])
         for key in ("caption", "image_key", "folder", "separator", "background"):
@@ -133,6 +132,7 @@ def flag_tree(
             if found is not None and not any(one.at(path) for one in (*files, tree)):
                 tree.put(path, found)
         _caption_of_csv(root, "--val-data", ("evals", "val", "data", "caption"), aliased, files, tree)
+    _caption_of_csv(root, "--train-data", CAPTION, aliased, files, tree)
     if (factors := aliased.get("--train-data-upsampling-factors")) is not None:
         _split_source(tree, aliased.get("--train-data"), factors, problems)
     used = [flag for flag in READING if flag in aliased]

@@ -147,6 +147,7 @@ def test_flags_of_manifests(tmp_path: Path) -> None:
     assert settings.data.sources["train"].caption.model_dump()["key"] == "words"
     assert evaluated("--train-data=a.csv", "--caption-key=c", "--val-data=v.csv").model_dump()["key"] == "c"
     assert evaluated("--train-data=a.tar", "--val-data=v.csv").model_dump()["key"] == "title;txt"
+    assert evaluated("--train-data=a.csv", "--val-data=v.tar").model_dump()["key"] == "txt"
     assert evaluated("--val-data=v.tar").model_dump()["key"] == "txt"
     own = load(["--csv-caption-key", "words", "--dataset-type", "csv", "--train-data", "a.csv"])
     assert own.data.sources["train"].caption.model_dump()["key"] == "words"
