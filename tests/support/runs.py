@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 import time
@@ -76,6 +77,19 @@ def wait_for_step(place: Path, name: str, step: int, process: subprocess.Popen[b
         assert process.poll() is None, "the run ended before it was to be disturbed"
         assert time.monotonic() < limit
         time.sleep(0.01)
+
+
+def wait_for_messages(process: subprocess.Popen[bytes], *texts: bytes) -> bytes:
+    """What a process has printed on its stderr once each of the texts is in it; `communicate` gives what follows."""
+    assert process.stderr is not None
+    said, limit = b"", time.monotonic() + TIMEOUT
+    while not all(text in said for text in texts):
+        assert time.monotonic() < limit, said
+        if select.select([process.stderr], [], [], 1)[0]:
+            more = os.read(process.stderr.fileno(), 65536)
+            assert more, b"the process ended before it said this: " + said
+            said += more
+    return said
 
 
 def start(argv: list[str], ranks: int = 1, port: int = 0) -> list[subprocess.Popen[bytes]]:
