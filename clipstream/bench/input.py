@@ -29,6 +29,7 @@ from clipstream.report.terminal import duration, milliseconds, percent
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import set_level
 from clipstream.utils.processes import cores
+from clipstream.utils.words import counted
 
 if TYPE_CHECKING:
     from clipstream.data.batch import ImageSpec
@@ -119,7 +120,7 @@ def bench(argv: Sequence[str]) -> int:
         console.width = 120
     found = []
     for count in counts:
-        console.print(f"{count} worker{'s' * (count != 1)} …")
+        console.print(f"{counted(count, 'worker')} …")
         found.append(measure(settings.data, count, seconds, tokenizer, towers.image, settings.run.seed))
     _show(found, console)
     best = max(found, key=lambda one: one.rate)
@@ -169,7 +170,7 @@ def needs(measured: Measured, gpus: float, rates: Sequence[float], cores: int) -
         wanted = math.ceil(gpus * rate / measured.each)
         there = f"; here are {cores} cores" if wanted > cores else ""
         lines.append(
-            f"{gpus:g} GPU{'s' * (gpus != 1)} that train{'s' * (gpus == 1)} {rate:,.0f} samples/s"
+            f"{counted(gpus, 'GPU', 'g')} that train{'s' * (gpus == 1)} {rate:,.0f} samples/s"
             f"{' each' * (gpus != 1)}: {wanted} workers in all, a core each{there}"
         )
     return lines

@@ -10,7 +10,6 @@ import ctypes
 import gc
 import itertools
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
@@ -31,6 +30,7 @@ from clipstream.errors import ClipstreamError
 from clipstream.models.execution.text_buckets import TextBuckets
 from clipstream.performance.flops import ModelFlops, Work, count_flops
 from clipstream.train.run import build_loader, build_model, build_step, build_teacher
+from clipstream.utils.words import shortened
 
 if TYPE_CHECKING:
     from clipstream.data.loader.loader import Loader
@@ -226,7 +226,7 @@ def explained(error: Exception) -> str:
         return "out of GPU memory"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
-    return textwrap.shorten(text, REASON_SHOWN, placeholder=" …")
+    return shortened(text, REASON_SHOWN)
 
 
 def _worker_ms(loader: Loader) -> float | None:

@@ -24,6 +24,7 @@ from clipstream.models.towers import Towers
 from clipstream.models.weights import finite
 from clipstream.training.optim import UNDECAYED
 from clipstream.training.parallel import shard_like
+from clipstream.utils.words import shortened
 
 # Parts of names of Hugging Face text towers' tables, which have no weight decay in open_clip's main branch.
 TABLES = ("position_embeddings", "token_type_embeddings", "relative_attention_bias", "embed_positions")
@@ -185,5 +186,4 @@ def _plain(name: str) -> str:
 
 
 def _short(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]} …"
+    return shortened(str(error), SHOWN) or type(error).__name__

@@ -34,6 +34,7 @@ from clipstream.models.settings import ModelSettings
 from clipstream.training.settings import CheckpointSettings
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
+from clipstream.utils.words import counted
 
 S = TypeVar("S", bound=Section)
 FLAG, ALL = "--print-config", "all"
@@ -211,8 +212,7 @@ def print_config(settings: Settings, verb: str, every: bool) -> int:
     what = "all settings" if every else f"settings that differ from the defaults ({FLAG} {ALL} prints all)"
     print(f"# clipstream {verb}: {what}")
     if settings.places.place_of(("data", "global_batch_size")) == "--batch-size":
-        ranks = f"{world.size} rank{'s' * (world.size != 1)}"
-        print(f"# data.global_batch_size is --batch-size x --accum-freq x {ranks}")
+        print(f"# data.global_batch_size is --batch-size x --accum-freq x {counted(world.size, 'rank')}")
     tree = settings.model_dump(mode="json") if every else changed(settings)
     print(to_yaml(tree), end="")
     return 0

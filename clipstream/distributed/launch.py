@@ -22,6 +22,7 @@ from clipstream.errors import SettingsError
 from clipstream.utils import early_signals
 from clipstream.utils.file_limit import many_files
 from clipstream.utils.logs import logger, on_terminal
+from clipstream.utils.words import counted
 
 PR_SET_PDEATHSIG = 1
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"  # which torch's deterministic algorithms need
@@ -115,8 +116,7 @@ def announce_waiting(world: World) -> Iterator[None]:
     """Print that rank 0 waits for the other ranks, if this takes longer than SILENT."""
 
     def say() -> None:
-        others = f"{world.size - 1} other rank{'s' * (world.size > 2)}"
-        logger.info(f"rank 0 waits for {others} at {world.rendezvous}")
+        logger.info(f"rank 0 waits for {counted(world.size - 1, 'other rank')} at {world.rendezvous}")
 
     timer = threading.Timer(SILENT, say)
     timer.daemon = True

@@ -62,6 +62,7 @@ from clipstream.training.precision import Precision, autocast, check_device, pre
 from clipstream.utils import atomic_write, early_signals
 from clipstream.utils.escape import printable, printable_lines
 from clipstream.utils.logs import announce, logger
+from clipstream.utils.words import counted
 
 FEW = 4  # shards a rank; where there are fewer, the ranks take chunks in turn
 LOOKED_AT, LOOKED = 4, 16  # shards that the estimate opens, and samples of each whose captions it counts
@@ -380,7 +381,7 @@ class Estimate:
         about = "" if self.exact else "about "
         total, free = sum(self.parts.values()), shutil.disk_usage(folder).free
         sizes = ", ".join(f"{part} {decimal(size)}" for part, size in self.parts.items())
-        shards = f"{self.shards:,} shard{'s' * (self.shards != 1)}"
+        shards = counted(self.shards, "shard", ",")
         if self.samples is None:
             announce(f"samples  unknown, in {shards}")
             announce(f"size     {total:,} bytes a sample ({sizes}); {decimal(free)} are free in {folder}")
@@ -586,6 +587,6 @@ def _conclude(folder: Path, manifest: Manifest, counts: Counts, seconds: float) 
     missing = f", without {lost:,} that could not be opened" if lost else ""
     samples = sum(shard.samples for shard in shards)
     announce(
-        f"{folder} is complete: {', '.join(manifest.parts)} of {samples:,} samples in {len(shards):,} "
-        f"shard{'s' * (len(shards) != 1)}{missing}; {duration(seconds)}"
+        f"{folder} is complete: {', '.join(manifest.parts)} of {samples:,} samples in "
+        f"{counted(len(shards), 'shard', ',')}{missing}; {duration(seconds)}"
     )

@@ -9,6 +9,7 @@ from clipstream.config.plugins import is_plugin, load_function
 from clipstream.report.sinks import Record, Sink
 from clipstream.report.terminal import duration, milliseconds
 from clipstream.utils.logs import logger
+from clipstream.utils.words import counted
 
 PATIENCE = 3  # training lines in a row that wait too long
 MOMENT = 30.0  # s of waiting in these lines before a warning
@@ -80,4 +81,4 @@ class DataStallWarning(Sink):
             logger.info(f"training waited for data to the end; {self._cost()}")
 
     def _cost(self) -> str:
-        return f"{duration(self._lost * self._ranks)} of {self._ranks} rank{'s' * (self._ranks > 1)} lost so far"
+        return f"{duration(self._lost * self._ranks)} of {counted(self._ranks, 'rank')} lost so far"

@@ -14,6 +14,7 @@ from rich.table import Table
 from clipstream.performance.precision.gradients import HIGHEST, LOWEST
 from clipstream.report.terminal import BLOCKS, OFF_TERMINAL, milliseconds, percent
 from clipstream.utils import atomic_write
+from clipstream.utils.words import counted
 
 if TYPE_CHECKING:
     from clipstream.performance.precision.audit import Audit, ScaleRecord
@@ -56,7 +57,7 @@ def verdict(audit: Audit) -> str:
     errors, warnings = len(audit.of("error")), len(audit.of("warning"))
     if not errors and not warnings:
         return "No finding: what has to be float32 is, and no cast or product is wider than it has to be."
-    return f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
+    return f"{counted(errors, 'error')}, {counted(warnings, 'warning')}"
 
 
 def write_audit(audit: Audit, path: Path) -> None:

@@ -31,6 +31,7 @@ from clipstream.data.shard_url import redact
 from clipstream.report.sinks import NONFINITE_FILE, Record, Sink, flat
 from clipstream.utils.escape import printable_lines
 from clipstream.utils.logs import Tee, below, log_displayed, logger
+from clipstream.utils.words import counted
 
 RECENT = 10  # training lines whose mean speed gives the time left
 SHOWN_KEYS = 4  # samples shown of a skipped step
@@ -305,7 +306,7 @@ def nonfinite_line(record: Record) -> str:
 def early_stop_line(stop: Record) -> str:
     """Why a run ended before its last step, as text."""
     since = "" if stop["best_step"] is None else f" since step {stop['best_step']:g} ({_number(stop['best'], '.4g')})"
-    evaluations = f"{stop['evaluations']} evaluation{'s' * (stop['evaluations'] > 1)}"
+    evaluations = counted(stop["evaluations"], "evaluation")
     return f"{stop['metric']} has not improved{since}, in {evaluations}"
 
 

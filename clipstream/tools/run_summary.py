@@ -12,6 +12,7 @@ from clipstream.distributed.world import World
 from clipstream.models.towers import Towers
 from clipstream.tools.resume import changes
 from clipstream.utils.logs import announce
+from clipstream.utils.words import counted
 
 
 def print_summary(
@@ -44,12 +45,12 @@ def print_summary(
         weights += f", features {distill.features:g}" * bool(distill.features)
         announce(f"teacher  {'; '.join(teachers)}: {weights}")
     announce(f"optim    {optim.type}, lr {optim.lr:g}, wd {optim.wd:g}{optim.summary(settings.model.name)}")
-    workers = f"{data.workers} worker{'s' * (data.workers != 1)}"
     sizes = "".join(f", {size} from step {step}" for step, size in data.batch_schedule)
     announce(
         f"batch    {data.global_batch_size}{sizes} on {world.size} x {world.device}"
-        f"{', fsdp' if settings.train.parallel == 'fsdp' and world.size > 1 else ''}, {workers} a rank, "
-        f"{data.lanes} lanes, {data.sampling.mode}, {settings.train.precision}"
+        f"{', fsdp' if settings.train.parallel == 'fsdp' and world.size > 1 else ''}, "
+        f"{counted(data.workers, 'worker')} a rank, {data.lanes} lanes, {data.sampling.mode}, "
+        f"{settings.train.precision}"
     )
     for name, section in settings.evals.items():
         when = f"every {section.every} steps" if section.every else "at the end"

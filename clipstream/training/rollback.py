@@ -19,6 +19,7 @@ from clipstream.errors import DivergedError
 from clipstream.training.settings import TrainSettings
 from clipstream.training.state import RollbackState
 from clipstream.training.step import StepResult
+from clipstream.utils.words import counted
 
 REMEMBERED = 100  # saves: older ones are rarely kept
 Restore = Callable[[Sequence[int]], int | None]
@@ -72,11 +73,11 @@ class Rollback:
         count = state.nonfinite
         if count < self.settings.max_nonfinite:
             return None
-        what = f"step {step}: loss or gradients were not finite for {count} step{'s' * (count > 1)} in a row"
+        what = f"step {step}: loss or gradients were not finite for {counted(count, 'step')} in a row"
         good = [saved for saved in state.saves if saved < state.last_finite]
         in_vain = 0 if max(good, default=-1) > state.rolled_back_at else state.rollbacks
         if in_vain >= self.settings.max_rollbacks:
-            again = f", and to go back {in_vain} time{'s' * (in_vain > 1)} did not help" if in_vain else ""
+            again = f", and to go back {counted(in_vain, 'time')} did not help" if in_vain else ""
             raise DivergedError(f"{what}{again}: {_ADVICE}")
         if not state.applied:
             raise DivergedError(f"{what}, from the first one on, so {_NEVER}")
@@ -90,7 +91,7 @@ class Rollback:
     def on_end(self, step: int) -> None:
         """Check a run that ended after `step` steps. Raises DivergedError: no step of the run changed the weights."""
         if step and not self.state.applied:
-            raise DivergedError(f"none of {step} step{'s' * (step > 1)} gave finite gradients, so {_NEVER}")
+            raise DivergedError(f"none of {counted(step, 'step')} gave finite gradients, so {_NEVER}")
 
     def refuse_weights(self, step: int) -> NoReturn:
         """Raise DivergedError for weights that are not finite after the last step, and so cannot be saved."""

@@ -28,7 +28,7 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses.contrastive import ContrastiveLoss
-from clipstream.models.execution.compile import Compilation, eagerly
+from clipstream.models.execution.compile import Compilation, compiling, eagerly
 from clipstream.models.execution.feature_cache import FeatureCache
 from clipstream.performance.parts import COPY, OPTIMIZER
 from clipstream.performance.timing import begin, timed
@@ -163,11 +163,12 @@ class TrainStep:
             batch = replace(batch, lengths=self.towers.text_lengths(batch.ids))
         with timed(COPY):
             batch = batch.to(self.world.device)
-        for cache in self.caches:
-            unknown = isinstance(self.gradcache, AutoMicroBatch) and self.gradcache.size is None
-            batch = cache(batch, CACHED_AT_ONCE if unknown else self.gradcache.size)
         statistics = [tensor.clone() for tensor in self._statistics]
-        share, scale = self.gradcache(batch)
+        with compiling(self.compilation):
+            for cache in self.caches:
+                unknown = isinstance(self.gradcache, AutoMicroBatch) and self.gradcache.size is None
+                batch = cache(batch, CACHED_AT_ONCE if unknown else self.gradcache.size)
+            share, scale = self.gradcache(batch)
         begin(OPTIMIZER)
         finish_gradients(self.towers, self.world)
         self.scaler.unscale_(self.optimizer)

@@ -15,7 +15,7 @@ from torch._dynamo.utils import clear_compilation_metrics
 
 from clipstream.errors import SettingsError
 from clipstream.models.execution import compile as module
-from clipstream.models.execution.compile import Compilation, compile_towers, eagerly
+from clipstream.models.execution.compile import Compilation, compile_towers, compiling, eagerly
 from clipstream.models.towers import Towers
 from tests.support.model_files import TEXT, VIT, build, write
 
@@ -121,7 +121,7 @@ def test_batches_of_many_lengths_take_few_graphs(tmp_path: Path) -> None:
         draw = torch.Generator().manual_seed(seed)
         lengths = tuple(int(n) for n in torch.randint(2, TOKENS + 1, (32,), generator=draw))
         _, ids = inputs(lengths)
-        with torch.no_grad():
+        with compiling(compilation), torch.no_grad():
             towers.encode_text(ids, towers.text_lengths(ids))
         counts.append(compilation.graphs)
     assert towers.text_buckets is not None
@@ -214,6 +214,24 @@ def test_compiled_code_is_kept_where_the_environment_says_or_in_the_cache(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
     compile_towers(make(tmp_path), "blocks", "eager", cache=tmp_path / "file" / "inductor")
     assert cache_dir() == default_cache_dir()
+
+
+def test_torchs_configuration_is_changed_only_while_towers_may_compile(tmp_path: Path) -> None:
+    import torch._dynamo.config as config
+
+    def configuration() -> tuple[bool, int]:
+        return bool(config.optimize_ddp), config.recompile_limit
+
+    before = configuration()
+    compilation = compile_towers(make(tmp_path), "blocks", "eager")
+    assert configuration() == before
+    with compiling(None):
+        assert configuration() == before
+    with compiling(compilation):
+        assert configuration() == (False, max(module.GRAPHS, before[1]))
+    assert configuration() == before
+    with config.patch(recompile_limit=1000), compiling(compilation):
+        assert config.recompile_limit == 1000, "a higher limit of the user's own stays"
 
 
 def test_errors_of_the_code_itself_are_raised(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from clipstream.data.transport.pipe import end_commands
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
 from clipstream.utils.processes import END, Ended, end, end_with, listen
+from clipstream.utils.words import counted
 
 ON_CPU = 2  # workers of a rank whose model is on the CPU
 PATIENCE = 0.2  # s that a worker has to notice that its loader was closed
@@ -149,8 +150,8 @@ def resolve_workers(settings: DataSettings, world: World) -> tuple[int, str]:
     """
     lanes = min(len(lanes_of_rank(rank, world.size, int(settings.lanes))) for rank in range(world.size))
     have, ranks = cores(), world.local_size
-    why = f"{have} core{'s' * (have > 1)}"
-    why += ", which train as well" if world.device == "cpu" else f" for {ranks} rank{'s' * (ranks > 1)}"
+    why = counted(have, "core")
+    why += ", which train as well" if world.device == "cpu" else f" for {counted(ranks, 'rank')}"
     return min(auto_workers(world), lanes), why
 
 

@@ -17,6 +17,7 @@ from clipstream.data.shard_url import redact
 from clipstream.data.tar import SampleRef as SampleRef
 from clipstream.data.tar import ShardIndex as ShardIndex
 from clipstream.data.transport.shard_cache import ShardCache
+from clipstream.utils.words import counted
 
 
 class OpenShard(Protocol):
@@ -78,7 +79,7 @@ class SourceType(Protocol):
 
     def describe(self, shards: Sequence[str]) -> str:
         """These shards in a few words, for the start of a run."""
-        return counted(len(shards), "shard")
+        return counted(len(shards), "shard", ",")
 
     def num_samples(self, shard: str) -> int | None:
         """Samples of a shard, exactly; None if that is not known. `data.sampling.mode indexed` needs it."""
@@ -112,8 +113,3 @@ class SourceType(Protocol):
     def release(self, shard: str, *, keep: bool = True) -> None:
         """Mark a shard as closed by this process; `keep` is False if its download was not usable."""
         return
-
-
-def counted(count: int, noun: str) -> str:
-    """`1 shard`, `2,000 shards`."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"

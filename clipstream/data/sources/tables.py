@@ -23,7 +23,7 @@ from clipstream.data.decode.captions import json_object, split_keys
 from clipstream.data.decode.sample_profile import SHORT_FLAGS
 from clipstream.data.settings import SourceSettings
 from clipstream.data.shard_url import ShardURL, redact
-from clipstream.data.sources.protocol import OpenShard, SourceContext, SourceType, counted
+from clipstream.data.sources.protocol import OpenShard, SourceContext, SourceType
 from clipstream.data.sources.registry import table_format
 from clipstream.data.tar import SampleRef, ShardIndex
 from clipstream.data.transport.shard_cache import ShardCache, cache_root
@@ -31,6 +31,7 @@ from clipstream.data.transport.transfer import ShardError
 from clipstream.errors import DataError, Dropped, SettingsError
 from clipstream.utils.escape import printable
 from clipstream.utils.logs import logger
+from clipstream.utils.words import counted
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -77,7 +78,7 @@ class TableSource(SourceType):
         return RowShard(self._arrows[url], rows, self._keys, self._folders[url])
 
     def describe(self, shards: Sequence[str]) -> str:
-        return counted(len(self._rows), "manifest")
+        return counted(len(self._rows), "manifest", ",")
 
     def num_samples(self, shard: str) -> int:
         return len(self._blocks[shard][1])

@@ -27,6 +27,7 @@ from torch import nn
 from clipstream.errors import SettingsError
 from clipstream.models.execution.blocks import blocks
 from clipstream.utils.logs import logger
+from clipstream.utils.words import counted, shortened
 
 Parts = Literal["blocks", "towers"]
 Graph = Callable[..., Any]
@@ -81,7 +82,7 @@ class Compilation:
         """Warn of an error, once; raise it if `strict`."""
         if self.strict:
             raise error
-        reason = _short(f"{type(error).__name__}: {error}")
+        reason = shortened(f"{type(error).__name__}: {error}", SHOWN)
         if (line := f"train.compile: {text}: {reason}") not in self._told:
             self._told.add(line)
             logger.warning(line)
@@ -104,14 +105,14 @@ class Compilation:
         text = f"train.compile: compiled {_graphs(new, cached)} with {self.name} in a step of {seconds:.1f} s"
         for what, counts in (("recompilation", again), ("graph break", breaks)):
             if counts:
-                text += f"; {_count(counts.total(), what)}: {_listed(counts)}"
+                text += f"; {counted(counts.total(), what)}: {_listed(counts)}"
         if shown:
             logger.info(text)
 
     def summary(self) -> str:
         """What the run has compiled, as a line."""
         text = f"train.compile: {_graphs(self.graphs, self.cached)} in steps of {self.seconds:.1f} s altogether"
-        text += f", {_count(self.recompilations.total(), 'recompilation')}"
+        text += f", {counted(self.recompilations.total(), 'recompilation')}"
         return text + (f": {_listed(self.recompilations)}" if self.recompilations else "")
 
 
@@ -140,8 +141,8 @@ def compile_towers(
 ) -> Compilation:
     """Let parts of the towers compile on their first call, in place; to be called before they are sharded.
 
-    torch's limit of compilations of a function is raised, and DDP's splitting of graphs is off in this process: it
-    takes no graph with activation checkpointing, and blocks are graphs of their own.
+    Calls that may compile belong in `compiling`, which sets torch's configuration for them. What is set for the whole
+    process is $TORCHINDUCTOR_CACHE_DIR, to `cache`: inductor and its worker processes read it at each compilation.
 
     Args:
         backend: of torch.compile.
@@ -151,7 +152,6 @@ def compile_towers(
 
     Raises SettingsError: there is no such backend, or no tower has repeated blocks.
     """
-    import torch._dynamo.config as config
     from torch._dynamo.utils import clear_compilation_metrics, counters
 
     if cache is not None:
@@ -167,8 +167,6 @@ def compile_towers(
             logger.warning(f"train.compile: {name} has no repeated blocks and runs eagerly; `towers` compiles it whole")
     if not found:
         raise SettingsError("train.compile: no tower has repeated blocks: give towers, or off")
-    config.optimize_ddp = False
-    config.recompile_limit = max(GRAPHS, config.recompile_limit)
     if towers.text_buckets is not None:
         towers.text_buckets = replace(towers.text_buckets, portions=PORTIONS)
     functions: dict[Any, _Function] = {}
@@ -179,6 +177,22 @@ def compile_towers(
             functions[eager] = _Function(eager, compilation)
         module.forward = MethodType(functions[eager], module)
     return compilation
+
+
+def compiling(compilation: Compilation | None) -> AbstractContextManager[Any]:
+    """A context in which towers may be called that compile: a step.
+
+    In it, torch's limit of compilations of a function is raised, and DDP's splitting of graphs is off: it takes no
+    graph with activation checkpointing, and blocks are graphs of their own.
+    """
+    if compilation is None:
+        return nullcontext()
+    import torch._dynamo.config as config
+
+    found: AbstractContextManager[Any] = config.patch(
+        optimize_ddp=False, recompile_limit=max(GRAPHS, config.recompile_limit)
+    )
+    return found
 
 
 def eagerly(compilation: Compilation | None) -> AbstractContextManager[Any]:
@@ -231,7 +245,7 @@ def _compiler(backend: str, mode: str | None) -> Compiler:
     except Exception as error:  # InvalidBackend, or one of the backend's own imports
         names = ", ".join(sorted(list_backends(exclude_tags=())))
         raise SettingsError(
-            f"train.compile_backend: torch has no {backend!r} ({_short(str(error))}): {names}"
+            f"train.compile_backend: torch has no {backend!r} ({shortened(str(error), SHOWN)}): {names}"
         ) from error
     return found
 
@@ -239,21 +253,12 @@ def _compiler(backend: str, mode: str | None) -> Compiler:
 def _cause(reason: str) -> str:
     """The check that failed, without the place and the number of the compiled code."""
     line = reason.strip().splitlines()[0]
-    return _short(line.split(": ", 1)[1] if line[:1].isdigit() and ": " in line else line)
-
-
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= SHOWN else line[: SHOWN - 1] + "…"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return shortened(line.split(": ", 1)[1] if line[:1].isdigit() and ": " in line else line, SHOWN)
 
 
 def _graphs(number: int, cached: int) -> str:
-    return _count(number, "graph") + (f" ({cached} from the cache)" if cached else "")
+    return counted(number, "graph") + (f" ({cached} from the cache)" if cached else "")
 
 
 def _listed(counts: Counter[str]) -> str:
-    return ", ".join(f"{_short(reason)} ({count})" for reason, count in counts.most_common(3))
+    return ", ".join(f"{shortened(reason, SHOWN)} ({count})" for reason, count in counts.most_common(3))
