@@ -14,7 +14,6 @@ from pydantic import ValidationError
 
 from clipstream.cli.main import run_main
 from clipstream.config.dump import print_config, take_flag
-from clipstream.config.flags import CSV_CAPTION, all_csv
 from clipstream.config.settings import load
 from clipstream.data.settings import SourceSettings
 from clipstream.errors import SettingsError
@@ -133,17 +132,16 @@ def _source(shards: str | Sequence[str], options: Mapping[str, str | None]) -> S
     """The settings of a source. Raises SettingsError: an option has an invalid value."""
     source = {name: options[name] for name in ("image_key", "folder", "separator") if options[name]}
     key, json = options["caption_key"], options["caption_json"]
-    caption: dict[str, object] = {"type": "text"} if key is None else {"key": key}
+    caption: dict[str, object] | None = None if key is None else {"key": key}
     if json is not None:  # with both flags, the text member is the fallback
         caption = {"type": "json", "path": [path.strip() for path in json.split(";")], "fallback": key}
     if not isinstance(shards, Iterable):
         raise SettingsError(f"shards: expected a pattern or a list of patterns, not {type(shards).__name__}")
     names = shards if isinstance(shards, str) else list(shards)
-    each = [names] if isinstance(names, str) else names
-    if key is json is None and all_csv(part for name in each for part in str(name).split("::")):
-        caption = CSV_CAPTION
     try:
-        return SourceSettings.model_validate({**source, "shards": names, "caption": caption})
+        return SourceSettings.model_validate(
+            {**source, "shards": names} | ({} if caption is None else {"caption": caption})
+        )
     except ValidationError as error:
         first = error.errors()[0]
         flag = str(first["loc"][0]).replace("_", "-")

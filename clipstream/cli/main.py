@@ -14,11 +14,13 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from clipstream import __version__
 from clipstream.cli.help import help_text
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.settings import Settings, load
+from clipstream.distributed.same_error import tell_once
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, Stopped, did_you_mean
 from clipstream.utils import early_signals
@@ -82,7 +84,8 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
     """Run a verb and return its exit code.
 
     A `ClipstreamError` is printed to stderr as `error: …`, with the rank if there are several, and with a traceback
-    only if `run.debug` is set; `Stopped` is printed without `error:`. Any other exception is a bug and is not caught.
+    only if `run.debug` is set; ranks that have the same error as rank 0 print nothing. `Stopped` is printed without
+    `error:`. Any other exception is a bug and is not caught.
 
     Args:
         main: the verb: command line without the program's name -> exit code.
@@ -91,19 +94,18 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
     argv = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # file names may be unprintable
         sys.stdout.reconfigure(errors="backslashreplace")
-    rank = None
+    world = World()
     with contextlib.suppress(SettingsError):
         world = World.from_env()
-        rank = world.rank if world.size > 1 else None
-    said = None
+    rank = world.rank if world.size > 1 else None
+    said, trace = None, ""
     try:
         early_signals.begin()
         with on_terminal(rank), many_files():
             code = main(argv)
         sys.stdout.flush()
     except ClipstreamError as error:
-        if _debug(argv):
-            print(printable_lines(traceback.format_exc(), 1 << 20), file=sys.stderr)
+        trace = printable_lines(traceback.format_exc(), 1 << 20) + "\n" if _debug(argv) else ""
         said, code = str(error) if isinstance(error, Stopped) else f"error: {error}", error.exit_code
     except KeyboardInterrupt:
         said, code = "interrupted", INTERRUPTED
@@ -116,10 +118,14 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
             raise
         said = f"error: no file or folder can have the name {printable(error.filename, 60)}: {error.strerror}"
         code = SettingsError.exit_code
+    early_signals.end(code)
     if said is not None:
         prefix = "" if rank is None else f"[rank {rank}] "
-        print(printable_lines(f"{prefix}{said}"), file=sys.stderr, flush=True)
-    early_signals.end(code)
+        tell = partial(print, f"{trace}{printable_lines(f'{prefix}{said}')}", file=sys.stderr, flush=True)
+        if rank is not None and said.startswith("error: "):
+            tell_once(world, said, tell)
+        else:
+            tell()
     return code
 
 

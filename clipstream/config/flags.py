@@ -28,10 +28,8 @@ from clipstream.config.flag_groups import (
 )  # fmt: skip
 from clipstream.config.open_clip_flags import notice, refusal, value_notice
 from clipstream.config.section import Path, Section, child, dotted, entries_of, leaves, with_home, with_shipped
+from clipstream.data.shard_url import parts_of, redact, table_format
 from clipstream.errors import SettingsError, nearest
-
-# Captions of a CSV: open_clip's default column, or that of other tables.
-CSV_CAPTION: dict[str, object] = {"type": "text", "key": "title;txt"}
 
 
 class Given(NamedTuple):
@@ -131,8 +129,6 @@ def flag_tree(
             path, found = ("evals", "val", "data", key), train.at((*SOURCE, key))
             if found is not None and not any(one.at(path) for one in (*files, tree)):
                 tree.put(path, found)
-        _caption_of_csv(root, "--val-data", ("evals", "val", "data", "caption"), aliased, files, tree)
-    _caption_of_csv(root, "--train-data", CAPTION, aliased, files, tree)
     if (factors := aliased.get("--train-data-upsampling-factors")) is not None:
         _split_source(tree, aliased.get("--train-data"), factors, problems)
     used = [flag for flag in READING if flag in aliased]
@@ -160,23 +156,6 @@ def _with_defaults(
         for one, text in full.items()
         if one in aliased or not any(tree.at(tuple(key.split("."))) for key in BY_FLAG[one].keys)
     }
-
-
-def _caption_of_csv(
-    root: type[Section], flag: str, path: Path, aliased: Mapping[str, str], files: Sequence[Node], tree: Node
-) -> None:
-    """Take captions from a CSV's column `title`, open_clip's default, or else `txt`, where nothing else is said."""
-    if (shards := aliased.get(flag)) is None or merged(root, [*files, tree]).at(path) is not None:
-        return
-    if all_csv(shards.split("::")):
-        tree.put(path, Node.of(CSV_CAPTION, flag))
-
-
-def all_csv(names: Iterable[str]) -> bool:
-    """Whether all of these shards are CSV files, by their names."""
-    from clipstream.data.sources.registry import table_format  # here, as --help must not wait for its imports
-
-    return all(table_format(name) == "csv" for name in names)
 
 
 def _split_source(tree: Node, shards: str | None, factors: str, problems: list[str]) -> None:
@@ -214,13 +193,14 @@ def _alias_nodes(
             yield from ((flag, path, Node.of(value, flag)) for path, value in alias.convert(text))
         except ValueError as error:
             problems.append(f"{flag}: {error}")
-    if aliased.get("--dataset-type") == "csv":
-        from clipstream.data.sources.registry import table_format  # here, as --help must not wait for its imports
-
-        if all(table_format(name) is None for name in aliased.get("--train-data", "a.csv").split("::")):
-            problems.append(
-                "--dataset-type csv: the type of a file is in its name: --train-data must end in .csv or .tsv"
-            )
+    if (kind := aliased.get("--dataset-type")) in ("csv", "webdataset"):
+        wanted, ends = ("csv", "ends in .csv or .tsv") if kind == "csv" else (None, "is no table's")
+        for part in parts_of(aliased.get("--train-data", "")):
+            if table_format(part) != wanted:
+                problems.append(
+                    f"--dataset-type {kind}: the type of a file is in its name, which {ends}, unlike {redact(part)}: "
+                    "leave the flag out"
+                )
     for sets in (
         caption_sets(aliased, notices),
         batch_sets(aliased, ranks),

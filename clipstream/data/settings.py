@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializeAsAny, field_validator
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from clipstream.config.plugins import load_function
 from clipstream.config.section import PathText, PluginSection, Section
 from clipstream.data.json_path import parse_path
+from clipstream.data.shard_url import parts_of, redact, table_format
 
 Share = Annotated[float, Field(ge=0, le=1)]
+CSV_CAPTION = "title;txt"  # columns of a CSV with the caption: open_clip's default, or that of other tables
 AUTO = "auto"  # the type of a source follows from the names of its shards
 MAX_AUTO_WORKERS = 16  # of a rank
 MAX_PIXELS = 178_956_970  # from which Pillow refuses a picture as a decompression bomb (a quarter of 2 GiB of RGBX)
@@ -166,7 +168,9 @@ class SourceSettings(PluginSection):
         True, description="whether a CSV's fields may stand in quotes; false takes quotes as they are"
     )
     caption: SerializeAsAny[CaptionSettings] = Field(
-        default_factory=TextCaption, description="where the caption is: {type: text, key: txt}, {type: json, path: …}"
+        default_factory=TextCaption,
+        description="where the caption is: {type: text, key: txt}, {type: json, path: …}; unless set, txt, and of "
+        "a CSV title before it",
     )
     index: PathText | None = Field(
         None,
@@ -200,6 +204,28 @@ class SourceSettings(PluginSection):
             raise ValueError("name at least one shard")
         return value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _caption_of_csv(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping) or value.get("caption") is not None:
+            return value
+        is_csv = _which_are_csv(value.get("shards"), value.get("type", AUTO))
+        return {**value, "caption": {"type": "text", "key": CSV_CAPTION}} if is_csv and all(is_csv.values()) else value
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """CSVs beside other shards, where no column or member is named."""
+        is_csv = _which_are_csv(self.shards, self.type)
+        if "caption" not in self.model_fields_set and len(set(is_csv.values())) > 1:
+            table, other = (next(name for name, csv in is_csv.items() if csv is kind) for kind in (True, False))
+            yield (
+                "shards",
+                (
+                    f"the captions of a CSV ({redact(table)}) are in its column title or txt, those of other shards "
+                    f"({redact(other)}) in txt: set the caption, such as {{type: text, key: {CSV_CAPTION}}} "
+                    f"(--caption-key '{CSV_CAPTION}'), or make two sources of them"
+                ),
+            )
+
     @field_validator("separator", mode="before")
     @classmethod
     def _tab(cls, value: object) -> object:
@@ -222,6 +248,14 @@ class SourceSettings(PluginSection):
 SourceSettings.builtin = dict.fromkeys(
     (AUTO, "tar", "table", "folder", "imagenet", "benchmark", "toy", "synthetic"), SourceSettings
 )
+
+
+def _which_are_csv(shards: object, type: object) -> dict[str, bool]:
+    """The parts of `shards`, and whether each is a CSV by its name; empty where names do not decide it."""
+    listed = isinstance(shards, list) and all(isinstance(item, str) for item in shards)
+    if type not in (AUTO, "table") or not (listed or isinstance(shards, str)):
+        return {}
+    return {part: table_format(part) == "csv" for part in parts_of(shards)}  # type: ignore[arg-type]
 
 
 def rgb(name: str) -> tuple[int, int, int]:

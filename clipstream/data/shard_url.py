@@ -29,6 +29,10 @@ SECRET_NAME = (
 )
 SECRET_VALUE = re.compile(rf"(?i)((?:[?&;]|--?|\b)(?:{SECRET_NAME})(?:=|\s+|:\s*(?!//)))(?!\*\*\*)[^\s&;'\"|]+")
 AUTH_HEADER = re.compile(r"(?i)(authorization\s*[:=]\s*(?:\w+\s+)?)[^\s'\"]+")
+TABLE_FORMATS = {
+    ".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".ndjson": "json", ".json": "json",
+    ".parquet": "parquet", ".pq": "parquet",
+}  # fmt: skip
 _MASKED = re.compile(r"[^\s/@'\":=]*:\*\*\*")  # user:*** in front of an @
 USER_FLAG = re.compile(r"((?:^|\s)(?:-u[\s=]*|--user[\s=]+))[^\s'\"|]+")
 
@@ -125,6 +129,14 @@ def parts_of(spec: str | list[str]) -> list[str]:
             if part:
                 parts.append(part)
     return parts
+
+
+def table_format(url: str) -> str | None:
+    """`csv`, `json` or `parquet` by the suffix, also before `.gz`; None if the name is not that of a table."""
+    if url.startswith("pipe:"):
+        return None
+    name = url.partition("?")[0].lower().removesuffix(".gz")
+    return TABLE_FORMATS.get(name[name.rfind(".") :]) if "." in name.rpartition("/")[2] else None
 
 
 def with_variables(text: str) -> str:

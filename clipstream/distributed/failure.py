@@ -163,9 +163,7 @@ class FailureWatch:
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(1)  # its store client may still warn of a broken connection
-        code = self._print(cause, error if cause.rank == self.world.rank else None)
-        self._note(cause)
-        return code
+        return self._tell(cause, error if cause.rank == self.world.rank else None)
 
     def first_error(self, error: BaseException) -> BaseException:
         """The error to raise after `report(error)`: that of the first rank that failed, which may be `error` itself."""
@@ -212,8 +210,7 @@ class FailureWatch:
             print(f"rank {self.world.rank} is at:", *stack, sep="\n", file=sys.stderr, flush=True)
         self.run_cleanups()
         self.embedded = False  # nothing is raised here
-        self._print(self._cause, None)
-        self._note(self._cause)
+        self._tell(self._cause, None)
         os._exit(self._cause.code)
 
     def _force_exit(self, code: int) -> None:
@@ -254,29 +251,47 @@ class FailureWatch:
             return Cause(0, 1, "the launcher ended without an error message")
         return Cause.of_dead([0])
 
-    def _wait_for(self, key: str, count: int) -> None:
+    def _wait_for(self, key: str, count: int) -> bool:
+        """Wait until a number in the store is `count`; False if it is not within PATIENCE."""
         limit = time.monotonic() + PATIENCE
         with contextlib.suppress(RuntimeError):
-            while self._store.add(key, 0) < count and time.monotonic() < limit:
+            while time.monotonic() < limit:
+                if self._store.add(key, 0) >= count:
+                    return True
                 time.sleep(POLL / 4)
+        return False
 
-    def _note(self, cause: Cause) -> None:
-        """Count this rank among those that know the cause, as the last use of the store.
+    def _tell(self, cause: Cause, error: BaseException | None) -> int:
+        """Print the cause, wait until the other ranks know it, and return its code.
+
+        Wrong settings are printed by rank 0 alone, and by the rank that has them if it does not reach the others.
+        """
+        alone = cause.code == SettingsError.exit_code and not (self.world.is_main or self.debug)
+        if not alone:
+            self._print(cause, error)
+        known = self._note(cause)
+        if alone and not known:
+            self._print(cause, error)
+        return cause.code
+
+    def _note(self, cause: Cause) -> bool:
+        """Count this rank among those that know the cause, as the last use of the store; False if not all know it.
 
         The failed rank leaves after the others know, because a launcher ends them when the first one ends; rank 0,
         which may host the store, leaves last.
         """
         with self._once:
             if self._noted:
-                return
+                return True
             self._noted = True
-            alive = self.world.size - len(cause.dead)
+            alive, known = self.world.size - len(cause.dead), True
             if cause.rank == self.world.rank:
-                self._wait_for(_NOTED, alive - 1)
+                known = self._wait_for(_NOTED, alive - 1)
             with contextlib.suppress(RuntimeError):
                 self._store.add(_NOTED, 1)
             if self.world.is_main:
                 self._wait_for(_NOTED, alive)
+            return known
 
     def _print(self, cause: Cause, error: BaseException | None) -> int:
         """Print the cause, only its first line on ranks other than 0 and its own; return its code."""

@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -307,13 +307,8 @@ def step_store(address: str, step: str, rank: int, timeout: timedelta) -> Any:
     host, _, first = address.rpartition(":")
     ports = range(int(first), int(first) + TRIED)
     if rank == 0:
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        for port in ports:
-            with suppress(OSError):
-                listener = socket.create_server(("", port), family=family, dualstack_ipv6=dual)
-                break
-        else:
+        listener = listen(ports)
+        if listener is None:
             raise TimeoutError(f"none of the ports {ports[0]} to {ports[-1]} is free")
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         text = f"{step} {store.port}".encode()
@@ -325,13 +320,29 @@ def step_store(address: str, step: str, rank: int, timeout: timedelta) -> Any:
 
         threading.Thread(target=answer, daemon=True).start()
         return store
+    for _, told in answers(host, ports, timeout.total_seconds()):
+        name, _, found = told.partition(" ")
+        if name == step:
+            return TCPStore(host, int(found), is_master=False, wait_for_workers=False, timeout=timeout)
+    raise TimeoutError(f"rank 0 listens on none of the ports {ports[0]} to {ports[-1]} of {host}")
+
+
+def listen(ports: Sequence[int]) -> socket.socket | None:
+    """A socket that listens on the first free one of the ports, on all interfaces; None if none is free."""
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    for port in ports:
+        with suppress(OSError):
+            return socket.create_server(("", port), family=family, dualstack_ipv6=dual)
+    return None
+
+
+def answers(host: str, ports: Sequence[int], timeout: float) -> Generator[tuple[socket.socket, str]]:
+    """What each of the ports sends first, with the open connection, again and again until the timeout in seconds."""
     for _ in _looks(timeout):
         for port in ports:
             with suppress(OSError), socket.create_connection((host, port), ANSWER) as connection:
-                name, _, found = connection.recv(LONGEST_ANSWER).decode(errors="replace").partition(" ")
-                if name == step:
-                    return TCPStore(host, int(found), is_master=False, wait_for_workers=False, timeout=timeout)
-    raise TimeoutError(f"rank 0 listens on none of the ports {ports[0]} to {ports[-1]} of {host}")
+                yield connection, connection.recv(LONGEST_ANSWER).decode(errors="replace")
 
 
 def meet(store: Any, rank: int, size: int, timeout: timedelta) -> str:
@@ -345,7 +356,7 @@ def meet(store: Any, rank: int, size: int, timeout: timedelta) -> str:
     if rank > 0:
         mine = secrets.token_hex(8)
         store.set(_NUMBER.format(rank), mine)
-        for _ in _looks(timeout):
+        for _ in _looks(timeout.total_seconds()):
             if store.check([_ANSWER.format(rank)]):
                 answer: str = store.get(_ANSWER.format(rank)).decode()
                 number, _, word = answer.partition(" ")
@@ -355,7 +366,7 @@ def meet(store: Any, rank: int, size: int, timeout: timedelta) -> str:
         raise TimeoutError("rank 0 did not answer")
     word = secrets.token_hex(8)
     answered: dict[int, bytes] = {}
-    for _ in _looks(timeout):
+    for _ in _looks(timeout.total_seconds()):
         for other in range(1, size):
             key = _NUMBER.format(other)
             if store.check([key]) and (sent := store.get(key)) != answered.get(other):
@@ -367,9 +378,9 @@ def meet(store: Any, rank: int, size: int, timeout: timedelta) -> str:
     raise TimeoutError(f"{missing} of {size - 1} other ranks did not arrive")
 
 
-def _looks(timeout: timedelta) -> Iterator[None]:
-    """Yield at once, and then after waits that grow, until the timeout."""
-    end, wait = time.monotonic() + timeout.total_seconds(), SHORTEST
+def _looks(timeout: float) -> Iterator[None]:
+    """Yield at once, and then after waits that grow, until the timeout in seconds."""
+    end, wait = time.monotonic() + timeout, SHORTEST
     while True:
         yield
         if time.monotonic() > end:

@@ -49,7 +49,7 @@ def print_summary(
     announce(
         f"batch    {data.global_batch_size}{sizes} on {world.size} x {world.device}"
         f"{', fsdp' if settings.train.parallel == 'fsdp' and world.size > 1 else ''}, "
-        f"{counted(data.workers, 'worker')} a rank, {data.lanes} lanes, {data.sampling.mode}, "
+        f"{counted(int(data.workers), 'worker')} a rank, {data.lanes} lanes, {data.sampling.mode}, "
         f"{settings.train.precision}"
     )
     for name, section in settings.evals.items():

@@ -14,7 +14,7 @@ from typing import TypeVar
 from clipstream.config.plugins import load_plugin, raised
 from clipstream.config.section import with_home
 from clipstream.data.settings import AUTO, SourceSettings
-from clipstream.data.shard_url import ShardURL, parts_of, with_variables
+from clipstream.data.shard_url import TABLE_FORMATS, ShardURL, parts_of, table_format, with_variables
 from clipstream.data.sources.patterns import expand_pattern, expand_pipe
 from clipstream.data.sources.protocol import OpenShard, SourceContext, SourceType
 from clipstream.data.tar import SampleRef, ShardIndex
@@ -33,10 +33,6 @@ TYPES = {
     "toy": "clipstream.data.sources.toy_data:ToySource",
     "synthetic": "clipstream.data.sources.toy_data:SyntheticSource",
 }
-TABLE_FORMATS = {
-    ".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".ndjson": "json", ".json": "json",
-    ".parquet": "parquet", ".pq": "parquet",
-}  # fmt: skip
 
 
 @cache
@@ -49,14 +45,6 @@ def source_type(name: str) -> type[SourceType]:
     if not isinstance(found, type) or SourceType not in found.__mro__:
         raise SettingsError(f"{name}: derive it from clipstream.data.sources.protocol.SourceType")
     return found
-
-
-def table_format(url: str) -> str | None:
-    """`csv`, `json` or `parquet` by the suffix, also before `.gz`; None if the name is not that of a table."""
-    if url.startswith("pipe:"):
-        return None
-    name = url.partition("?")[0].lower().removesuffix(".gz")
-    return TABLE_FORMATS.get(name[name.rfind(".") :]) if "." in name.rpartition("/")[2] else None
 
 
 def entries(spec: str | list[str], type: str = AUTO) -> Iterator[tuple[str, str]]:

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, TextIO, TypeVar, overload
 from clipstream.data.decode.captions import json_object, split_keys
 from clipstream.data.decode.sample_profile import SHORT_FLAGS
 from clipstream.data.settings import SourceSettings
-from clipstream.data.shard_url import ShardURL, redact
+from clipstream.data.shard_url import ShardURL, redact, table_format
 from clipstream.data.sources.protocol import OpenShard, SourceContext, SourceType
-from clipstream.data.sources.registry import table_format
 from clipstream.data.tar import SampleRef, ShardIndex
 from clipstream.data.transport.shard_cache import ShardCache, cache_root
 from clipstream.data.transport.transfer import ShardError

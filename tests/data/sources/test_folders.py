@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from clipstream.config.dump import dump
+from clipstream.config.python_settings import load_settings
 from clipstream.config.settings import load, with_known_epoch
 from clipstream.config.validate import validate_run
 from clipstream.data.batch import ImageSpec
@@ -128,6 +129,32 @@ def evaluated(*flags: str) -> CaptionSettings:
     return data.caption
 
 
+def caption_of(**source: object) -> str:
+    settings = load_settings({"data": {"sources": {"own": source}}})
+    return str(settings.data.sources["own"].caption.model_dump()["key"])
+
+
+def test_captions_of_a_csv_are_found_alike_in_yaml_python_and_flags() -> None:
+    for shards in ("a.csv", "a.tsv.gz", "x/*.csv::b.tsv", ["a.csv", "b.tsv"]):
+        assert caption_of(shards=shards) == caption_of(shards=shards, type="table") == "title;txt"
+        assert caption_of(shards=shards, caption=None) == "title;txt"
+        assert caption_of(shards=shards, caption={"type": "text"}) == "txt"
+        assert caption_of(shards=shards, caption={"key": "words"}) == "words"
+    for shards in ("a.tar", "a.parquet", "pipe:cat a.csv", ["a.tar", "b.jsonl"]):
+        assert caption_of(shards=shards) == "txt"
+    again = load_settings(load_settings({"data": {"sources": {"own": {"shards": "a.csv"}}}}), {"run.seed": 3})
+    assert again.data.sources["own"].caption.model_dump()["key"] == "title;txt"
+
+
+def test_a_csv_beside_other_shards_needs_its_caption_named() -> None:
+    told = r"shards: the captions of a CSV \(a\.csv\) .* those of other shards \(s3://b\.tar\) in txt: set the caption"
+    with pytest.raises(SettingsError, match=rf"^--train-data: .*{told}"):
+        load(["--train-data", "a.csv::s3://b.tar"])
+    with pytest.raises(SettingsError, match=rf"^data\.sources\.own\.{told}"):
+        caption_of(shards=["a.csv", "s3://b.tar"])
+    assert caption_of(shards="a.csv::b.tar", caption={"key": "title;txt"}) == "title;txt"
+
+
 def test_flags_of_manifests(tmp_path: Path) -> None:
     flags = "--dataset-type csv --train-data a.csv --csv-img-key file --csv-separator \\t --val-data b.csv"
     settings = load(flags.split())
@@ -151,9 +178,12 @@ def test_flags_of_manifests(tmp_path: Path) -> None:
     assert evaluated("--val-data=v.tar").model_dump()["key"] == "txt"
     own = load(["--csv-caption-key", "words", "--dataset-type", "csv", "--train-data", "a.csv"])
     assert own.data.sources["train"].caption.model_dump()["key"] == "words"
-    both = load(["--dataset-type", "csv", "--caption-json", "a.b", "--train-data", "a.jsonl"])
+    both = load(["--dataset-type", "csv", "--caption-json", "a.b", "--train-data", "a.csv::b.tsv"])
     assert both.data.sources["train"].caption.model_dump()["key"] == "json"
     assert load(["--dataset-type", "synthetic"]).data.sources["train"].shards == "synthetic:"
+    for kind, names in (("csv", "a.jsonl"), ("csv", "a.csv::b.tar"), ("webdataset", "a.tar::b.parquet")):
+        with pytest.raises(SettingsError, match=rf"--dataset-type {kind}: .*, unlike {names.split('::')[-1]}: leave"):
+            load(["--dataset-type", kind, "--train-data", names, "--caption-key", "txt"])
     for wrong in ("--dataset-type=parquet", "--csv-separator=ab"):
         with pytest.raises(SettingsError, match=wrong.partition("=")[0]):
             load([wrong, "--train-data=a.csv"])

@@ -26,7 +26,8 @@ from clipstream.data.batch import ImageSpec
 from clipstream.data.build import evaluation_loader, training_loader
 from clipstream.data.loader.loader import Loader
 from clipstream.data.settings import DataSettings, SourceSettings
-from clipstream.data.sources import registry, tables
+from clipstream.data.shard_url import table_format
+from clipstream.data.sources import tables
 from clipstream.data.sources.registry import Source
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.data.transport.transfer import ShardError
@@ -153,7 +154,7 @@ def test_manifests_and_tars_are_one_source(tmp_path: Path, rows: Rows) -> None:
 
     write_csv(tmp_path / "pairs.csv", [{"txt": row["title"], "filepath": row["FilePath"]} for row in rows])
     tars = make_shards(tmp_path / "tars", [4, 3])
-    found, _ = all_of({"shards": [*tars, str(tmp_path / "pairs.csv")]})
+    found, _ = all_of({"shards": [*tars, str(tmp_path / "pairs.csv")], "caption": {"type": "text", "key": "txt"}})
     assert len(found) == 7 + COUNT
 
 
@@ -307,7 +308,7 @@ def test_a_manifest_that_gives_nothing_is_told_at_once(tmp_path: Path, name: str
 
 def test_a_wrong_caption_column_names_the_right_one(tmp_path: Path, rows: Rows) -> None:
     write_csv(tmp_path / "pairs.csv", rows)
-    with pytest.raises(DataError) as raised, loader({"shards": str(tmp_path / "pairs.csv")}) as one:
+    with pytest.raises(DataError) as raised, loader(source(tmp_path / "pairs.csv", caption={"key": "txt"})) as one:
         next(one)
     text = str(raised.value)
     assert "--caption-key title" in text.partition("--caption-json title")[0]
@@ -354,8 +355,8 @@ def test_a_full_disk_and_a_bad_name(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("filepath\nx\n")
     with pytest.raises(OSError):
         tables.to_arrow(tmp_path / "a.csv", "a.csv", tmp_path / "no folder" / "a.arrow")
-    assert registry.table_format("https://a.b/c/pairs.CSV?token=1.tar") == "csv"
-    assert registry.table_format("pipe:cat a.csv") is None and registry.table_format("a.csv.d/b.tar") is None
+    assert table_format("https://a.b/c/pairs.CSV?token=1.tar") == "csv"
+    assert table_format("pipe:cat a.csv") is None and table_format("a.csv.d/b.tar") is None
     with pytest.raises(ShardError, match="missing"):
         ShardCache(str(tmp_path)).local(str(tmp_path / "none.csv"))
 
