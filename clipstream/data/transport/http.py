@@ -10,12 +10,14 @@ from __future__ import annotations
 import base64
 import http.client
 import re
+import ssl
 from email.message import Message
+from functools import cache
 from pathlib import Path
 from typing import IO
 from urllib.error import HTTPError, URLError
 from urllib.parse import unquote, urlsplit, urlunsplit
-from urllib.request import HTTPHandler, HTTPSHandler, Request, build_opener
+from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, Request, build_opener
 
 from clipstream.data.shard_url import ShardURL, redact
 from clipstream.data.tar import scan
@@ -46,7 +48,21 @@ class _Handler(HTTPHandler, HTTPSHandler):
         return self.do_open(_Connection, request)
 
     def https_open(self, request: Request) -> http.client.HTTPResponse:
-        return self.do_open(_SecureConnection, request)
+        return self.do_open(_SecureConnection, request, context=_tls())
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """The process's TLS context. It holds all root certificates, so one for each request would take time and memory."""
+    context = ssl.create_default_context()
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+def _opener() -> OpenerDirector:
+    """A new opener, which reads the current proxies from the environment."""
+    # Since Python 3.12 a handler without a context makes one at once.
+    return build_opener(_Handler(context=_tls()))
 
 
 class _Download:
@@ -68,8 +84,7 @@ class _Download:
         if self.have and self.version:
             request.add_header("Range", f"bytes={self.have}-")
             request.add_header("If-Range", self.version)
-        # A new opener each time reads the current proxies from the environment.
-        with build_opener(_Handler).open(request, timeout=self.timeout) as response:
+        with _opener().open(request, timeout=self.timeout) as response:
             headers: Message = response.headers
             tag: str = headers["ETag"] or "W/"
             version: str | None = headers["Last-Modified"] if tag.startswith("W/") else tag
@@ -150,7 +165,7 @@ def http_info(url: ShardURL, timeout: float) -> FileInfo:
         ShardError: `timeout`, if the server does not answer.
     """
     try:
-        with build_opener(_Handler).open(_request(url, method="HEAD"), timeout=timeout) as response:
+        with _opener().open(_request(url, method="HEAD"), timeout=timeout) as response:
             headers = response.headers
             return FileInfo(headers["ETag"] or headers["Last-Modified"], _content_length(headers))
     except (OSError, ValueError, http.client.HTTPException) as error:
