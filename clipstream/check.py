@@ -5,18 +5,20 @@ samples that training would use.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from clipstream.cli.main import run_main
 from clipstream.config.dump import print_config, take_flag
+from clipstream.config.python_settings import PathLike
 from clipstream.config.settings import load
 from clipstream.data.settings import SourceSettings
-from clipstream.errors import SettingsError
+from clipstream.errors import SettingsError, each, wrong_type
 from clipstream.utils.callable_module import make_callable
 from clipstream.utils.logs import on_terminal
 
@@ -84,19 +86,20 @@ def _main(argv: list[str]) -> int:
 
 
 def check(
-    shards: str | Sequence[str],
+    shards: PathLike | Sequence[PathLike],
     *,
     caption_key: str | None = None,
     caption_json: str | None = None,
     image_key: str | None = None,
-    folder: str | None = None,
+    folder: PathLike | None = None,
     separator: str | None = None,
     samples: int = 500,
 ) -> CheckReport:
     """Look into a data set: its members and JSON fields, and the samples that training would use and drop.
 
     Args:
-        shards: as `--train-data` takes them: tars, manifests, folders; with braces, globs and `::`.
+        shards: as `--train-data` takes them: tars, manifests, folders; with braces, globs and `::`; text or a path,
+            or a list of them.
         caption_key: suffix of the text member with the caption; unless set 'txt', and of a CSV 'title' before it.
         caption_json: path into the JSON member, such as 'caption.en'; several by ';' are tried in order.
         image_key: suffixes of the image member, by ';'.
@@ -123,21 +126,27 @@ def check(
     """
     from clipstream.tools.check import look
 
-    given = {"caption_key": caption_key, "caption_json": caption_json, "image_key": image_key}
+    given = {"caption_key": caption_key, "caption_json": caption_json, "image_key": image_key, "separator": separator}
+    for name, value in given.items():
+        if not isinstance(value, str | None):
+            raise wrong_type(name, "text", value)
+    if not isinstance(folder, str | os.PathLike | None):
+        raise wrong_type("folder", "a path", folder)
+    if not isinstance(samples, int) or samples < 0:
+        raise SettingsError(f"samples: expected a number of samples, 0 or more, not {samples!r}")
     with on_terminal():
-        return look(_source(shards, {**given, "folder": folder, "separator": separator}), samples)
+        return look(_source(shards, {**given, "folder": None if folder is None else os.fspath(folder)}), samples)
 
 
-def _source(shards: str | Sequence[str], options: Mapping[str, str | None]) -> SourceSettings:
+def _source(shards: PathLike | Sequence[PathLike], options: Mapping[str, str | None]) -> SourceSettings:
     """The settings of a source. Raises SettingsError: an option has an invalid value."""
     source = {name: options[name] for name in ("image_key", "folder", "separator") if options[name]}
     key, json = options["caption_key"], options["caption_json"]
     caption: dict[str, object] | None = None if key is None else {"key": key}
     if json is not None:  # with both flags, the text member is the fallback
         caption = {"type": "json", "path": [path.strip() for path in json.split(";")], "fallback": key}
-    if not isinstance(shards, Iterable):
-        raise SettingsError(f"shards: expected a pattern or a list of patterns, not {type(shards).__name__}")
-    names = shards if isinstance(shards, str) else list(shards)
+    expected = "a pattern or a list of patterns"
+    names = [os.fspath(name) for name in each("shards", expected, shards, (str, os.PathLike))]
     try:
         return SourceSettings.model_validate(
             {**source, "shards": names} | ({} if caption is None else {"caption": caption})

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from clipstream.utils.early_signals import STOPPED
 from clipstream.utils.escape import printable, printable_lines
@@ -71,6 +72,27 @@ class Dropped(Exception):
         self.reason: str = printable(reason)
         self.detail: str = printable(detail)
         super().__init__(f"{self.reason}: {self.detail}" if detail else self.reason)
+
+
+def wrong_type(name: str, expected: str, value: object) -> SettingsError:
+    """The error of an argument `name` that is none of what is expected."""
+    return SettingsError(f"{name}: expected {expected}, not {type(value).__name__}")
+
+
+def each(name: str, expected: str, value: Any, kinds: type | tuple[type, ...]) -> Iterator[Any]:
+    """The items of an argument that is one of `kinds` or several of them.
+
+    Raises SettingsError: it is something else, or an item is.
+    """
+    if isinstance(value, kinds):
+        yield value
+        return
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise wrong_type(name, expected, value)
+    for number, item in enumerate(value):
+        if not isinstance(item, kinds):
+            raise wrong_type(f"{name}[{number}]", expected, item)
+        yield item
 
 
 def did_you_mean(wrong: str, known: Iterable[str], most: int = 1) -> str:

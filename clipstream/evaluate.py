@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from clipstream.cli.main import run_main, show_help
 from clipstream.config.python_settings import Config, settings_from
+from clipstream.config.settings import Settings
 from clipstream.config.validate import validate_evals
-from clipstream.errors import SettingsError
+from clipstream.errors import SettingsError, each
 from clipstream.tools.evaluate import OWN_FLAGS
 from clipstream.tools.evaluate import evaluate as evaluate_command
 from clipstream.tools.watch import OWN_FLAGS as WATCH_FLAGS
@@ -81,10 +82,13 @@ def _config(evaluators: Any, flags: Mapping[str, Any]) -> tuple[Config, None, di
     """The arguments of `settings_from`."""
     if isinstance(evaluators, Mapping):
         return {"evals": evaluators}, None, dict(flags)
-    names = [evaluators] if isinstance(evaluators, str | os.PathLike) else evaluators
-    if isinstance(names, Sequence) and not all(str(name).endswith((".yaml", ".yml")) for name in names):
-        return None, None, {"val_data": list(map(str, names)), **flags}
-    return evaluators, None, dict(flags)
+    if isinstance(evaluators, Settings):
+        return evaluators, None, dict(flags)
+    expected = "a section evals, a YAML file, or shards"
+    names = [os.fspath(name) for name in each("evaluators", expected, evaluators, (str, os.PathLike))]
+    if all(name.endswith((".yaml", ".yml")) for name in names):
+        return names, None, dict(flags)
+    return None, None, {"val_data": names, **flags}
 
 
 make_callable(__name__)

@@ -6,11 +6,11 @@ the GPU are those of `clipstream.train`, and so is the position that `state_dict
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -33,7 +33,7 @@ from clipstream.data.order.lanes import DataState
 from clipstream.data.order_plan import epoch_plan
 from clipstream.data.sources.indexes import count_samples
 from clipstream.distributed.world import World
-from clipstream.errors import SettingsError
+from clipstream.errors import SettingsError, each
 from clipstream.models.build import build_towers
 from clipstream.models.pretrained import fetch
 from clipstream.utils.file_limit import many_files
@@ -165,7 +165,7 @@ class BatchLoader:
             ValueError: it is no state of this format.
             SettingsError: at the next batch: the state belongs to other shards, another seed or another global batch.
         """
-        if "format" not in state:
+        if not isinstance(state, Mapping) or "format" not in state:
             raise ValueError("this is no state_dict of a BatchLoader: it has no 'format'")
         if state["format"] != FORMAT:
             raise ValueError(f"a state_dict of format {state['format']!r}, but this version reads {FORMAT}")
@@ -207,7 +207,7 @@ def build_loader(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     dtype: torch.dtype | Literal["float32", "float16", "bfloat16", "uint8"] = "float32",
-    device: str = "auto",
+    device: str | torch.device = "auto",
     **flags: Any,
 ) -> BatchLoader:
     """An iterable of batches of image-text pairs, for a training loop of one's own.
@@ -271,8 +271,18 @@ def build_loader(
         workers = resolve_workers(found, world)[0] if found.workers == "auto" else min(found.workers, most)
         settings = settings.model_copy(update={"data": found.model_copy(update={"workers": workers})})
         fitted, ids = _inputs(preprocess, tokenizer, settings, world)
-    own = Preprocess(fitted.image, fitted.mean if mean is None else mean, fitted.std if std is None else std)
+    own = Preprocess(fitted.image, _of_channels("mean", mean, fitted.mean), _of_channels("std", std, fitted.std))
     return BatchLoader(settings, world, own, ids, chosen)
+
+
+def _of_channels(name: str, values: Any, default: tuple[float, ...]) -> tuple[float, ...]:
+    """A number of each channel. Raises SettingsError: it is something else, or a deviation of 0 or less."""
+    found = (
+        default if values is None else tuple(each(name, "a number of each channel", values, (int, float, np.number)))
+    )
+    if len(found) != 3 or (name == "std" and min(found) <= 0):
+        raise SettingsError(f"{name}: expected 3 {'positive ' if name == 'std' else ''}numbers, not {found}")
+    return found
 
 
 def _source(data: Config, overrides: Overrides, flags: dict[str, Any]) -> tuple[Config, Overrides, dict[str, Any]]:
@@ -285,7 +295,8 @@ def _source(data: Config, overrides: Overrides, flags: dict[str, Any]) -> tuple[
             )
     if data is None or isinstance(data, Settings | Mapping):
         return data, overrides, flags
-    names = [str(name) for name in ([data] if isinstance(data, str | Path) else cast("Sequence[Any]", data))]
+    expected = "shards, a YAML file, a mapping of sections, or Settings"
+    names = [os.fspath(name) for name in each("data", expected, data, (str, os.PathLike))]
     if all(name.endswith((".yaml", ".yml")) for name in names):
         return names, overrides, flags
     return None, overrides, {"train_data": names, **flags}
@@ -303,6 +314,8 @@ def _inputs(preprocess: Any, tokenizer: Any, settings: Settings, world: World) -
         found = preprocess
     elif isinstance(preprocess, int) or (isinstance(preprocess, tuple) and len(preprocess) == 2):
         size = (preprocess, preprocess) if isinstance(preprocess, int) else preprocess
+        if not all(isinstance(side, int) and side > 0 for side in size):
+            raise SettingsError(f"preprocess: expected a size in pixels, an int or (H, W), not {preprocess!r}")
         found = Preprocess(ImageSpec(size), OPENAI_DATASET_MEAN, OPENAI_DATASET_STD)
         if tokenizer is None:
             ids = wrap(SimpleTokenizer(), CLIP_CONTEXT)

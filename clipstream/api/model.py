@@ -7,10 +7,10 @@ training. Nothing here has a gradient; to train a model, take its `clip`, or `cl
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.images import EvalTransform
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.distributed.world import World
-from clipstream.errors import Dropped, SettingsError
+from clipstream.errors import Dropped, SettingsError, each, wrong_type
 from clipstream.evals.classes import class_names, prompt_templates
 from clipstream.evals.context import EvalContext, evaluating
 from clipstream.evals.evaluators.zero_shot import text_classifier
@@ -38,6 +38,7 @@ from clipstream.training.precision import Precision, autocast
 from clipstream.utils.logs import on_terminal
 
 Picture: TypeAlias = "Image.Image | str | os.PathLike[str] | bytes | torch.Tensor"
+FILES = (Image.Image, str, os.PathLike, bytes)  # what a picture is decoded from
 Pictures: TypeAlias = "Picture | Sequence[Picture]"
 Source: TypeAlias = "Run | str | os.PathLike[str]"
 
@@ -71,7 +72,10 @@ class Preprocess:
         Raises:
             ValueError: the picture cannot be decoded.
             OSError: the file cannot be read.
+            SettingsError: `picture` is something else.
         """
+        if not isinstance(picture, FILES):
+            raise wrong_type("picture", "a PIL picture, a path, or the bytes of a picture file", picture)
         try:
             if isinstance(picture, Image.Image):
                 found = self._transform.fit(picture)
@@ -105,29 +109,39 @@ class TextTokenizer:
         """Ids are 0 to vocab_size - 1."""
         return self._tokenizer.vocab_size
 
-    def encode(self, texts: Sequence[str]) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """int32 [n, T]; longer texts are cut, shorter ones padded."""
-        return self._tokenizer.encode(texts)
+    def encode(self, texts: str | Sequence[str]) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """int32 [n, T] of one text or several; longer texts are cut, shorter ones padded.
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The readable text of the ids of one text."""
-        return self._tokenizer.decode(ids)
+        Raises SettingsError: `texts` is something else.
+        """
+        return self._tokenizer.encode(list(each("texts", "a text or several", texts, str)))
+
+    def decode(self, ids: Sequence[int] | torch.Tensor) -> str:
+        """The readable text of the ids of one text. Raises SettingsError: `ids` is something else."""
+        ids = ids.tolist() if isinstance(ids, torch.Tensor) else ids
+        return self._tokenizer.decode(list(each("ids", "the ids of a text", ids, (int, np.integer))))
 
     def __call__(self, texts: str | Sequence[str]) -> torch.Tensor:
-        """int64 [n, T] of one text or several."""
-        return torch.from_numpy(self.encode([texts] if isinstance(texts, str) else list(texts))).long()
+        """int64 [n, T] of one text or several. Raises what `encode` does."""
+        return torch.from_numpy(self.encode(texts)).long()
 
 
-def usable_device(device: str) -> str:
+def usable_device(device: str | torch.device) -> str:
     """torch's name of the device; auto is a GPU if there is one.
 
-    Raises SettingsError: torch sees no GPU.
+    Raises SettingsError: torch has no such device, or sees no GPU.
     """
+    if not isinstance(device, str | torch.device):
+        raise wrong_type("device", "torch's name of a device, such as 'cpu'", device)
+    device = str(device)
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise SettingsError(f"device is {device!r}, but torch sees no GPU here: use 'cpu', or look at nvidia-smi")
-    return device
+    try:
+        return str(torch.device(device))
+    except RuntimeError as error:
+        raise SettingsError(f"device is {device!r}: {str(error).splitlines()[0]}") from error
 
 
 class Model:
@@ -188,10 +202,7 @@ class Model:
             OSError: a file cannot be read.
             SettingsError: `images` is something else.
         """
-        if isinstance(images, Image.Image | str | os.PathLike | bytes | torch.Tensor):
-            images = [images]
-        elif not isinstance(images, Iterable):
-            raise SettingsError(f"images: expected pictures, paths or tensors, not {type(images).__name__}")
+        batch_size = _positive(batch_size)
         found: list[torch.Tensor] = []
         waiting: list[torch.Tensor] = []
 
@@ -200,7 +211,7 @@ class Model:
                 found.append(self._encode_tensor(torch.cat(waiting)))
                 waiting.clear()
 
-        for image in images:
+        for image in each("images", "pictures, paths or tensors", images, (*FILES, torch.Tensor)):
             rows = image if isinstance(image, torch.Tensor) else self.preprocess.pixels(image)
             rows = rows[None] if rows.ndim == 3 else rows
             if rows.ndim != 4 or tuple(rows.shape[1:]) != (3, *self.preprocess.size):
@@ -227,12 +238,16 @@ class Model:
             texts: one text or several, or ids [n, T] of `tokenizer`.
             batch_size: texts at once.
 
-        Raises SettingsError: `texts` is something else.
+        Raises:
+            ValueError: ids have another shape or type.
+            SettingsError: `texts` is something else.
         """
-        if not isinstance(texts, Iterable):
-            raise SettingsError(f"texts: expected a text, several or their ids, not {type(texts).__name__}")
-        ids = texts if isinstance(texts, torch.Tensor) else self.tokenizer(texts)
-        parts = [self.context.encode_text(part) for part in torch.split(ids, batch_size) if len(part)]
+        if not isinstance(texts, torch.Tensor):
+            texts = self.tokenizer(each("texts", "a text, several or their ids", texts, str))  # type: ignore[arg-type]
+        elif texts.ndim != 2 or texts.is_floating_point() or texts.is_complex():
+            raise ValueError(f"ids of texts are integers [n, T], not {texts.dtype} {list(texts.shape)}")
+        ids = torch.split(texts, _positive(batch_size))
+        parts = [self.context.encode_text(part) for part in ids if len(part)]
         return torch.cat(parts) if parts else torch.empty(0, self.embed_dim, device=self.device)
 
     def similarity(self, images: Pictures | torch.Tensor, texts: str | Sequence[str] | torch.Tensor) -> torch.Tensor:
@@ -241,6 +256,10 @@ class Model:
         Args:
             images: as `encode_image` takes them, or features [n, D].
             texts: as `encode_text` takes them, or features [m, D].
+
+        Raises:
+            ValueError: features have another width than the model's; and as `encode_image` and `encode_text`.
+            OSError, SettingsError: as these.
         """
         image, text = (
             values.to(self.device).float()
@@ -248,19 +267,29 @@ class Model:
             else None
             for values in (images, texts)
         )
+        for features in (image, text):
+            if features is not None and features.shape[1] != self.embed_dim:
+                raise ValueError(f"features are [n, {self.embed_dim}], not {list(features.shape)}")
         image = self.encode_image(images) if image is None else normalize(image, dim=-1)
         text = self.encode_text(texts) if text is None else normalize(text, dim=-1)
         return image @ text.T
 
 
+def _positive(batch_size: int) -> int:
+    """The argument `batch_size`. Raises SettingsError: it is no positive integer."""
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        raise SettingsError(f"batch_size: expected a positive integer, not {batch_size!r}")
+    return batch_size
+
+
 def load_model(
     source: Source,
-    pretrained: str | None = None,
+    pretrained: str | os.PathLike[str] | None = None,
     *,
-    device: str = "auto",
+    device: str | torch.device = "auto",
     precision: Precision | Literal["auto"] = "fp32",
     weights: Weights = "trained",
-    cache_dir: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
 ) -> tuple[Model, Preprocess, TextTokenizer]:
     """A trained or pretrained model, its preprocessing and its tokenizer.
 
@@ -291,9 +320,18 @@ def load_model(
     """
     device = usable_device(device)
     if not isinstance(source, Run | str | os.PathLike):
-        raise SettingsError(f"source: expected a run, a path or a model's name, not {type(source).__name__}")
+        raise wrong_type("source", "a run, a path or a model's name", source)
+    paths = {"pretrained": pretrained, "cache_dir": cache_dir}
+    for name, value in paths.items():
+        if not isinstance(value, str | os.PathLike | None):
+            raise wrong_type(name, "text or a path", value)
+    choices = {"precision": (precision, (*get_args(Precision), "auto")), "weights": (weights, get_args(Weights))}
+    for name, (chosen, known) in choices.items():
+        if chosen not in known:
+            raise SettingsError(f"{name}: {chosen!r} is not one of {', '.join(known)}")
+    found_paths = {name: None if value is None else os.fspath(value) for name, value in paths.items()}
     with on_terminal():
-        settings, model = _settings_of(source, pretrained, weights, cache_dir)
+        settings, model = _settings_of(source, weights, **found_paths)
         preflight(model, settings.tokenizer)
         train = settings.train.model_copy(update={"precision": precision})
         world = World(device="cuda:0" if device == "cuda" else device)
@@ -304,7 +342,7 @@ def load_model(
 
 
 def _settings_of(
-    source: Source, pretrained: str | None, weights: Weights, cache_dir: str | None
+    source: Source, weights: Weights, *, pretrained: str | None, cache_dir: str | None
 ) -> tuple[Settings, ModelSettings]:
     """The settings of a model's run, or the defaults, and those of the model."""
     cache = {} if cache_dir is None else {"cache_dir": cache_dir}

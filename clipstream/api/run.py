@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from clipstream.checkpoint import store
 from clipstream.config.settings import Settings, load
-from clipstream.errors import SettingsError
+from clipstream.errors import SettingsError, wrong_type
 from clipstream.report.html_report import REPORT_FILE, render, write_report
 from clipstream.report.run_reader import read_run
 from clipstream.report.sinks import METRICS_FILE, lines
@@ -43,6 +43,11 @@ class Run:
 
     folder: Path
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.folder, str | os.PathLike):
+            raise wrong_type("folder", "the path of a run", self.folder)
+        object.__setattr__(self, "folder", Path(self.folder))
+
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Run:
         """The run in a folder.
@@ -52,10 +57,10 @@ class Run:
 
         Raises SettingsError: there is no run.
         """
-        path = Path(os.path.expanduser(folder))
+        path = cls(folder).folder.expanduser()  # type: ignore[arg-type]
         for place in (path, path.absolute().parent.parent):
             if (place / METRICS_FILE).is_file():
-                return cls(path if place is path else place)
+                return cls(place)
         raise SettingsError(f"{path} holds no run: there is no {METRICS_FILE} in it")
 
     def __repr__(self) -> str:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from clipstream.config.config_sources import Node
 from clipstream.config.dump import changed
 from clipstream.config.settings import Settings, load
-from clipstream.errors import SettingsError
+from clipstream.errors import SettingsError, each, wrong_type
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 Config: TypeAlias = "PathLike | Sequence[PathLike] | Mapping[str, Any] | Settings | None"
@@ -46,6 +46,8 @@ def settings_from(
     config: Config, overrides: Overrides, flags: Mapping[str, Any], *, ranks: int | None = None, trains: bool = True
 ) -> Settings:
     """As `load_settings`; `ranks` and `trains` are as `config.settings.load` takes them."""
+    if not isinstance(overrides, Mapping | None):
+        raise wrong_type("overrides", "a mapping of keys such as 'optim.lr' to values", overrides)
     files: list[str] = []
     trees: list[Node] = []
     if isinstance(config, Settings):
@@ -54,10 +56,9 @@ def settings_from(
         trees.append(config.places if config.places.value else _tree(changed(config)))
     elif isinstance(config, Mapping):
         trees.append(_tree(config))
-    elif isinstance(config, str | os.PathLike):
-        files = [os.fspath(config)]
     elif config is not None:
-        files = [os.fspath(file) for file in config]
+        expected = "a YAML file, several, a mapping of sections, or Settings"
+        files = [os.fspath(file) for file in each("config", expected, config, (str, os.PathLike))]
     if "overrides" in flags:
         raise SettingsError("overrides has no keyword: give it second, as in train(None, {'optim.lr': 1e-3})")
     own = dict(overrides or {})

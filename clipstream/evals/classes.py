@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources.clip_benchmark import MULTILABEL, Benchmark, of_source
-from clipstream.errors import SettingsError
+from clipstream.errors import SettingsError, each
 from clipstream.evals.settings import LabelledSettings, ZeroShotSettings
 from clipstream.utils.escape import printable
 
@@ -67,7 +67,11 @@ def class_names(spec: str | Sequence[str]) -> list[str]:
         from open_clip import IMAGENET_CLASSNAMES
 
         return list(IMAGENET_CLASSNAMES)
-    names = _lines(spec, "classes") if isinstance(spec, str) else list(spec)
+    names = (
+        _lines(spec, "classes")
+        if isinstance(spec, str)
+        else list(each("classes", "names, a file or imagenet", spec, str))
+    )
     if len(names) < 2:
         raise SettingsError(f"classes: {len(names)} given, classification takes at least 2")
     return names
@@ -122,7 +126,10 @@ def prompt_templates(spec: str | Sequence[str]) -> list[Template]:
         import open_clip
 
         return list(open_clip.OPENAI_IMAGENET_TEMPLATES if spec == "openai" else open_clip.SIMPLE_IMAGENET_TEMPLATES)
-    texts = ["{c}"] if spec == "plain" else _lines(spec, "templates") if isinstance(spec, str) else list(spec)
+    if isinstance(spec, str):
+        texts = ["{c}"] if spec == "plain" else _lines(spec, "templates")
+    else:
+        texts = list(each("templates", "texts, a file, or openai, simple or plain", spec, str))
     for text in texts:
         if not has_place(text):
             raise SettingsError(f"templates: {text!r} has no {{c}} or {{}} where the class name goes")

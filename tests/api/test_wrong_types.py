@@ -1,0 +1,127 @@
+"""Arguments of a wrong type are answered by an error that names the argument, its type and what is accepted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import clipstream
+from clipstream.errors import SettingsError, each
+from tests.support import model_files
+from tests.support.pictures import make_shards, picture
+from tests.support.runs import MODEL
+
+WRONG: list[Any] = [3.5, object(), b"x", {"a": 1}, [3.5], [None], ["a", 2.5], [[]], torch.zeros(2, 3, 4), lambda: 1]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a saved model, two shards and a picture."""
+    folder = tmp_path_factory.mktemp("types")
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    model_files.build(str(folder / "model.json")).save_pretrained(folder / "model")
+    make_shards(folder / "pairs", [5, 4])
+    (folder / "a").write_bytes(picture(1, kind="PNG"))
+    return folder
+
+
+def refused(name: str, function: Callable[[Any], object], *accepted: Any) -> None:
+    """`function` refuses each wrong argument but those of the type of one of `accepted`, naming the argument."""
+    for value in WRONG:
+        if not isinstance(value, tuple(map(type, accepted))):
+            with pytest.raises(SettingsError, match=rf"^{name}(\[\d\])?: expected .*, not "):
+                function(value)
+
+
+def test_each_item_of_an_argument_is_checked() -> None:
+    assert list(each("x", "texts", "a", str)) == ["a"] and list(each("x", "texts", ("a", "b"), str)) == ["a", "b"]
+    assert list(each("x", "texts", np.array(["a", "b"]), str)) == ["a", "b"]
+    for value, told in ((3, "x: expected texts, not int"), (["a", b"b"], r"x\[1\]: expected texts, not bytes")):
+        with pytest.raises(SettingsError, match=f"^{told}$"):
+            list(each("x", "texts", value, str))
+
+
+def test_models(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    model, preprocess, tokenizer = clipstream.load_model(place / "model", device=torch.device("cpu"))
+    pictures = (torch.zeros(1), b"")
+    refused("images", model.encode_image, *pictures)
+    refused("images", lambda value: model.similarity(value, "a"), *pictures)
+    refused("images", clipstream.zero_shot(model, ["a", "b"], ["{}"]), *pictures)
+    refused("picture", preprocess, b"")
+    refused("texts", model.encode_text, torch.zeros(1))
+    refused("texts", tokenizer)
+    refused("texts", tokenizer.encode)
+    refused("ids", tokenizer.decode, torch.zeros(1))
+    assert tokenizer.decode(tokenizer("a cat")[0]) == tokenizer.decode(tokenizer("a cat")[0].tolist())
+    refused("classes", lambda value: clipstream.zero_shot(model, value, ["{}"]))
+    refused("templates", lambda value: clipstream.zero_shot(model, ["a", "b"], value))
+    refused("source", clipstream.load_model)
+    refused("source", lambda value: clipstream.zero_shot(value, ["a", "b"]))
+    for name in ("device", "pretrained", "cache_dir"):
+        refused(name, lambda value, name=name: clipstream.load_model(place / "model", **{name: value}))
+    for options, told in (
+        ({"precision": "fp31"}, "precision: 'fp31' is not one of .*bf16"),
+        ({"weights": 3}, "weights: 3 is not one of trained, averaged"),
+        ({"device": "gpu"}, "device is 'gpu': "),
+    ):
+        with pytest.raises(SettingsError, match=told):
+            clipstream.load_model(place / "model", **options)  # type: ignore[arg-type]
+    for size in (0, -1, 2.0, "a", True, None):
+        with pytest.raises(SettingsError, match="batch_size: expected a positive integer, not "):
+            model.encode_image("a", batch_size=size)  # type: ignore[arg-type]
+        with pytest.raises(SettingsError, match="batch_size: expected a positive integer, not "):
+            model.encode_text("a", batch_size=size)  # type: ignore[arg-type]
+    for ids in (torch.zeros(2, 8), torch.zeros(8, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"ids of texts are integers \[n, T\], not torch\."):
+            model.encode_text(ids)
+    with pytest.raises(ValueError, match=r"features are \[n, 16\], not \[2, 3\]"):
+        model.similarity("a", torch.zeros(2, 3))
+
+
+def test_loaders(place: Path) -> None:
+    shards = place / "pairs" / "*.tar"
+    small: dict[str, Any] = {"device": "cpu", "batch_size": 4, "workers": 0}
+    for given in (shards, [shards], sorted(shards.parent.glob("*.tar")), str(shards)):
+        with clipstream.build_loader(given, 16, **small) as loader:
+            assert len(loader) == 2
+    refused("data", lambda value: clipstream.build_loader(value, 16, **small), {})
+    refused("overrides", lambda value: clipstream.build_loader(shards, 16, None, value, **small), {})
+    for name in ("mean", "std"):
+        for value in (0.5, (0.5, 0.5), ("a", "b", "c"), None if name == "mean" else (0, 1, 1), b"xyz"):
+            if value is not None:
+                with pytest.raises(SettingsError, match=rf"^{name}(\[0\])?: expected "):
+                    clipstream.build_loader(shards, 16, **{**small, name: value})
+    for size in (0, -4, (16, 0), ("a", "b")):
+        with pytest.raises(SettingsError, match="preprocess: expected a size in pixels"):
+            clipstream.build_loader(shards, size, **small)  # type: ignore[arg-type]
+    for state in (3, None, "format", [1]):
+        with pytest.raises(ValueError, match="this is no state_dict of a BatchLoader"):
+            loader.load_state_dict(state)  # type: ignore[arg-type]
+
+
+def test_settings_evaluations_checks_and_runs(place: Path) -> None:
+    refused("config", clipstream.load_settings, {})
+    refused("config", clipstream.train, {})
+    refused("overrides", lambda value: clipstream.load_settings(None, value), {})
+    refused("evaluators", lambda value: clipstream.evaluate("none", value), {})
+    refused("shards", clipstream.check)
+    shards = place / "pairs" / "*.tar"
+    for given in (shards, [shards], str(shards)):
+        assert clipstream.check(given, folder=place).used == 9
+    settings = clipstream.load_settings(None, {"data.sources.train.shards": [shards, shards]}, val_data=shards)
+    assert settings.data.sources["train"].shards == [str(shards), str(shards)]
+    for name in ("caption_key", "caption_json", "image_key", "separator", "folder"):
+        refused(name, lambda value, name=name: clipstream.check(shards, **{name: value}))
+    for samples in (-1, 2.5, None, "a"):
+        with pytest.raises(SettingsError, match="samples: expected a number of samples, 0 or more, not "):
+            clipstream.check(shards, samples=samples)  # type: ignore[arg-type]
+    refused("folder", clipstream.Run.open)
+    refused("folder", clipstream.Run)
+    assert clipstream.Run("runs/a").folder == Path("runs/a")  # type: ignore[arg-type]
