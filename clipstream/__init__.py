@@ -6,11 +6,11 @@ The public interface is `__all__`. It is imported when it is used: `import clips
 """
 
 import importlib
-import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 from clipstream.utils.early_signals import guard
+from clipstream.utils.openmp import wait_passively
 
 if TYPE_CHECKING:
     from clipstream import errors as errors
@@ -70,9 +70,7 @@ _PLACES = {  # of what is not a module of its own name
 if sys.platform == "win32":
     raise ImportError("clipstream runs on Linux and macOS: it forks processes and locks files. On Windows, use WSL")
 
-# OpenMP reads it when torch is imported. Threads that wait for work by spinning take the cores of the data workers, and
-# then the threads with work wait for a core: some steps on a CPU take ten times as long.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+wait_passively()
 guard()
 
 

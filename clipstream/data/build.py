@@ -37,6 +37,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
 from clipstream.features.manifest import IDS
 from clipstream.utils.logs import logger
+from clipstream.utils.openmp import note_spinning
 
 if TYPE_CHECKING:
     import torch
@@ -77,6 +78,8 @@ def training_loader(
     """
     lanes, workers = settings.lanes, settings.workers
     assert isinstance(lanes, int) and isinstance(workers, int), "resolve the settings first"
+    if workers and world.is_main and not world.device.startswith("cuda"):
+        note_spinning()
     slots, store = _slots(settings, lanes, world), _shard_cache(settings, lanes, world)
     named, names = sorted(settings.sources.items()), sorted(settings.sources)
     sources = [Source(one, SourceContext(store, settings.cache, f"data.sources.{name}")) for name, one in named]
