@@ -52,7 +52,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--caption-json", metavar="PATHS", help="path into the JSON member; several by ';' are tried in order"
     )
-    parser.add_argument("--image-key", metavar="SUFFIXES", help=f"suffixes of the image member ({DEFAULT_IMAGE_KEY})")
+    parser.add_argument(
+        "--image-key",
+        metavar="SUFFIXES",
+        help=f"suffixes of the image member, by ';' ({DEFAULT_IMAGE_KEY.replace(';', '; ')})",
+    )
     parser.add_argument("--folder", help="what a manifest's relative paths begin at (its own folder)")
     parser.add_argument("--separator", metavar="CHARACTER", help="of a CSV (from its header)")
     parser.add_argument("--print-config", action="store_true", help="print these flags as YAML for --config, and end")

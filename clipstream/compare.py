@@ -29,7 +29,9 @@ def build_parser() -> argparse.ArgumentParser:
         "that differ, pictures, data health. Unfinished runs are shown up to their last step.",
     )
     parser.add_argument("runs", nargs="+", type=with_home, metavar="RUN", help="folder of a run (LOGS/NAME)")
-    parser.add_argument("--out", type=with_home, default="compare.html", metavar="FILE", help="(compare.html)")
+    parser.add_argument(
+        "--out", type=with_home, default="compare.html", metavar="FILE", help="the HTML file (compare.html)"
+    )
     return parser
 
 

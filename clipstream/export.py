@@ -28,12 +28,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     features.add_argument("store", type=with_home, metavar="STORE", help="folder or URL of the store")
     features.add_argument("out", type=with_home, metavar="OUT", help="folder to write into")
-    features.add_argument("--format", choices=("parquet", "npy"), default="parquet", help="(parquet)")
+    features.add_argument("--format", choices=("parquet", "npy"), default="parquet", help="of the files (parquet)")
     features.add_argument(
         "--part", nargs="+", metavar="PART", help="image, text, or a teacher's NAME.image or NAME.text (all of them)"
     )
     features.add_argument(
-        "--dtype", choices=("float16", "float32"), help="(float16 where they are stored so, else float32)"
+        "--dtype",
+        choices=("float16", "float32"),
+        help="of the features (float16 where stored so, else float32)",
     )
     features.add_argument("--captions", action="store_true", help="also write the captions")
     features.add_argument("--rows", type=int, metavar="N", help="rows of a Parquet file, about (all of a source)")

@@ -74,15 +74,17 @@ def _duplicates(parser: argparse.ArgumentParser) -> None:
         "Find groups of pictures that pairs of a cosine of at least --threshold connect. --out lists the samples to "
         "drop: all of a group but the first."
     )
-    parser.add_argument("--threshold", type=float, default=0.95, metavar="COSINE", help="(0.95)")
+    parser.add_argument("--threshold", type=float, default=0.95, metavar="COSINE", help="least cosine of a pair (0.95)")
 
 
 def _clusters(parser: argparse.ArgumentParser) -> None:
     parser.description = "Cluster the rows by their directions. --out lists the cluster of each row."
     parser.add_argument("--k", type=_positive, default=100, metavar="N", help="clusters (100)")
     parser.add_argument("--seed", type=int, default=0, help="of the first centroids (0)")
-    parser.add_argument("--init", choices=("k-means++", "random"), default="k-means++", help="(k-means++)")
-    parser.add_argument("--iterations", type=_positive, default=25, metavar="N", help="at most (25)")
+    parser.add_argument(
+        "--init", choices=("k-means++", "random"), default="k-means++", help="choice of the first centroids (k-means++)"
+    )
+    parser.add_argument("--iterations", type=_positive, default=25, metavar="N", help="most iterations (25)")
     parser.add_argument("--nearest", type=_positive, default=3, metavar="N", help="rows shown of each cluster (3)")
 
 

@@ -54,7 +54,8 @@ THEMES = {
         "--torchcompile",
         "--train.parallel",
     ),
-    "Evaluation": ("--val-data", "--val-frequency", "--imagenet-val", "--zeroshot-frequency"),
+    "Evaluation": ("--val-data", "--imagenet-val"),
+    "Evaluations during training": ("--val-frequency", "--zeroshot-frequency"),
     "Run": ("--name", "--logs", "--seed", "--log-every-n-steps"),
     "Checkpoints": ("--save-frequency", "--checkpoint.keep-last", "--resume", "--remote-sync"),
 }
@@ -122,21 +123,42 @@ def help_text(
         verb: 'train', as in `python -m clipstream.train`.
         topic: '' for the everyday flags, 'all' for every setting, or a section or key, such as 'data.sources'.
         own: the verb's own flags -> their meanings.
-        width: columns; by default those of the terminal or of the variable COLUMNS, or 120.
+        width: columns; by default `terminal_width()`.
 
     Raises SettingsError: there is no such topic.
     """
-    terminal = sys.stdout.isatty() or "COLUMNS" in os.environ
-    width = width or (min(shutil.get_terminal_size().columns, 140) if terminal else 120)
+    width = width or terminal_width()
     page = _Page(root, width)
     if topic not in ("", ALL):
         return "\n".join(page.topic(topic.removeprefix("--").strip(".").replace("-", "_"))) + "\n"
-    usage = f"usage: python -m clipstream.{verb} {VERBS[verb].arguments}[--config FILE]... [--section.key VALUE]..."
-    lines = [*page.wrapped(usage), "", *textwrap.wrap(VERBS[verb].about, width), ""]
+    usage = (
+        f"usage: python -m clipstream.{verb} {VERBS[verb].arguments}[--config\xa0FILE]... [--section.key\xa0VALUE]..."
+    )
+    lines = [
+        *(line.replace("\xa0", " ") for line in page.wrapped(usage)),
+        "",
+        *textwrap.wrap(VERBS[verb].about, width),
+        "",
+    ]
     if own:
         lines += [f"Flags of {verb}", *(line for flag, text in own.items() for line in page.row(flag, text)), ""]
     lines += page.everything() if topic == ALL else page.everyday(verb)
     return "\n".join(lines) + "\n"
+
+
+def terminal_width() -> int:
+    """Columns of the terminal or of the variable COLUMNS, at most 140; 120 without both."""
+    terminal = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return min(shutil.get_terminal_size().columns, 140) if terminal else 120
+
+
+def row(head: str, text: str, column: int, width: int) -> list[str]:
+    """A name, and its meaning from `column` on; below the name if this is long."""
+    first = f"  {head}"
+    body = textwrap.wrap(text, width - column, break_on_hyphens=False) or [""]
+    if len(first) < column - 1:
+        first, body = f"{first:<{column}}{body[0]}".rstrip(), body[1:]
+    return [first, *(f"{'':<{column}}{line}" for line in body)]
 
 
 @dataclass
@@ -282,13 +304,8 @@ class _Page:
             described |= {name: info.description or "" for name, info in own.items()}
 
     def row(self, head: str, text: str) -> list[str]:
-        """A flag, and its meaning in a second column; below the flag if this is long."""
-        column = min(34, self.width * 2 // 5 - 1)
-        first = f"  {head}"
-        body = textwrap.wrap(text, self.width - column, break_on_hyphens=False) or [""]
-        if len(first) < column - 1:
-            first, body = f"{first:<{column}}{body[0]}".rstrip(), body[1:]
-        return [first, *(f"{'':<{column}}{line}" for line in body)]
+        """A flag, and its meaning in a second column."""
+        return row(head, text, min(34, self.width * 2 // 5 - 1), self.width)
 
     def wrapped(self, text: str) -> list[str]:
         """A paragraph."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from clipstream import __version__
-from clipstream.cli.help import help_text
+from clipstream.cli.help import help_text, row, terminal_width
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.settings import Settings, load
 from clipstream.distributed.same_error import tell_once
@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The console script: `clipstream VERB …` is the same as `python -m clipstream.VERB …`."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("--help", "-h", "help"):
-        rows = [f"  {verb:<12}{meaning}" for verb, meaning in VERBS.items()]
+        rows = [line for verb, meaning in VERBS.items() for line in row(verb, meaning, 14, terminal_width())]
         print("usage: clipstream VERB …", "", *rows, "", "clipstream VERB --help says more.", sep="\n")
         return 0 if argv else SettingsError.exit_code
     verb, *rest = argv

@@ -158,7 +158,8 @@ ALIASES = (
     _alias("--train-data", f"{_TRAIN}.shards", "SHARDS", "shards to train on: the source named train"),
     _alias("--train-data-upsampling-factors", f"{_TRAIN}.weight", "F::F", "a factor for each part of --train-data "
            "between '::', which then is a source of its own, with the weight factor x samples", together=True),
-    _alias("--val-data", "evals.val.data.shards", "SHARDS", "shards to evaluate on, by retrieval unless set"),
+    _alias("--val-data", "evals.val.data.shards", "SHARDS", "shards to evaluate on, by retrieval unless "
+           "evals.val.type is set"),
     _alias("--image-key", f"{_TRAIN}.image_key", "SUFFIXES", "suffixes of the image member, separated by ';'"),
     _alias("--csv-img-key", f"{_TRAIN}.image_key", "COLUMN", "column of a manifest with the picture's path"),
     _alias("--csv-caption-key", f"{_TRAIN}.caption", "COLUMN", "column of a manifest with the caption (of a CSV: "
@@ -275,7 +276,7 @@ ALIASES = (
     _alias("--imagenet-v2", "evals.imagenet_v2.data.shards", "FOLDER", "zero-shot on ImageNet-V2, folders 0 to 999",
            _imagenet("imagenet_v2")),
     _alias("--zeroshot-frequency", "evals.imagenet.every_epochs", "NUMBER",
-           "epochs between both zero-shot evaluations", together=True),
+           "epochs between zero-shot evaluations on ImageNet and ImageNetV2", together=True),
     _alias("--log-every-n-steps", "log.every log.terminal_every", "INT", "steps between training lines", together=True),
     _alias("--log-metric-every-n-steps", "log.every", "INT", "the same in all outputs but the terminal", together=True),
     _alias("--profile", "log.profile", "STEPS", "steps to profile: a number of them, or the first and last, as 10-14"),

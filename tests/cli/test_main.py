@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import resource
 import subprocess
@@ -85,6 +86,22 @@ def test_help_is_short_and_says_how_to_see_more(
         ):
             assert f"\n  {flag}" in text
     assert all(len(line) <= 80 for line in help_text(Settings, verb, width=80).splitlines())
+
+
+def test_help_fits_a_narrow_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    helps = {}
+    for verb in (*main.VERBS, ""):
+        with contextlib.suppress(SystemExit):
+            main.main([verb, "--help"] if verb else ["--help"])
+        helps[verb] = capsys.readouterr().out
+        assert helps[verb].startswith("usage: ") and all(len(line) <= 60 for line in helps[verb].splitlines()), verb
+        assert "[--config\n" not in helps[verb] and "--section.key\n" not in helps[verb]
+    assert "\n  bench       measure how fast shards are read here; with\n              `bench train`" in helps[""]
+    assert "tif;\n" in helps["check"] or "tif; tiff" in helps["check"], "a list of suffixes breaks between them"
+    for verb in ("evaluate", "stage"):  # which have no steps
+        assert "--val-data" in helps[verb] and "--val-frequency" not in helps[verb]
+    assert "--val-frequency" in helps["train"]
 
 
 @pytest.mark.parametrize(
