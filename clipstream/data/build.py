@@ -78,8 +78,7 @@ def training_loader(
     """
     lanes, workers = settings.lanes, settings.workers
     assert isinstance(lanes, int) and isinstance(workers, int), "resolve the settings first"
-    if workers and world.is_main and not world.device.startswith("cuda"):
-        note_spinning()
+    note_spinning(world.device, workers if world.is_main else 0)
     slots, store = _slots(settings, lanes, world), _shard_cache(settings, lanes, world)
     named, names = sorted(settings.sources.items()), sorted(settings.sources)
     sources = [Source(one, SourceContext(store, settings.cache, f"data.sources.{name}")) for name, one in named]
@@ -90,8 +89,7 @@ def training_loader(
         readers = [replace(reader, stored=one) for reader, one in zip(readers, known, strict=True)]
     order = order_plan(settings, sources, seed)  # sets the counts of the sources, which the fingerprint needs
     fingerprint = fingerprint_of(settings, seed, tokenizer, sources)
-    start = start or DataState(lanes_total=lanes, fingerprint=fingerprint)
-    start = _resumed(start, fingerprint, lanes, approximate, world)
+    start = _resumed(start or DataState(), fingerprint, lanes, approximate, world)
     if start.salt:
         order = order_plan(settings, sources, mix(seed, SALT, start.salt))
     start = replace(start, lanes={lane: start.lanes[lane] for lane in slots.lanes if lane in start.lanes})
@@ -255,7 +253,7 @@ def _remote_shards_in_use(settings: DataSettings, lanes: int, world: World) -> i
 
 def _resumed(start: DataState, fingerprint: Fingerprint, lanes: int, approximate: bool, world: World) -> DataState:
     """The position to resume from; with another order, restarted under a new salt, so that it shows other samples."""
-    if not start.fingerprint:  # of a checkpoint of open_clip, which has a step, and no position in the data
+    if not start.fingerprint:  # a new run, or a checkpoint of open_clip: it has a step, and no position in the data
         return replace(start, fingerprint=fingerprint, lanes_total=lanes, restarted_at=start.step)
     changed = differences(start.fingerprint, fingerprint)
     if not changed:

@@ -23,10 +23,13 @@ def wait_passively() -> None:
         os.environ[VARIABLE] = "passive"
 
 
-def note_spinning() -> None:
-    """Log a notice, once, if torch was imported before `wait_passively` was called and uses several threads."""
+def note_spinning(device: str, workers: int) -> None:
+    """Log a notice, once, if torch's threads spin beside data workers where the model is on the CPU.
+
+    That is so where torch was imported before `wait_passively` was called, and uses several threads.
+    """
     global _late
-    if _late and sys.modules["torch"].get_num_threads() > 1:
+    if _late and workers and not device.startswith("cuda") and sys.modules["torch"].get_num_threads() > 1:
         _late = False
         logger.info(
             f"notice: torch was imported before clipstream, so that its waiting threads take the data workers' cores: "
