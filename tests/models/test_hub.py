@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,9 @@ def test_by_name_by_tag_and_by_revision_each_once(hub: tuple[str, Behaviour], se
 def test_a_body_that_is_cut_goes_on_where_it_broke(hub: tuple[str, Behaviour], served: Path, tmp_path: Path) -> None:
     endpoint, behaviour = hub
     behaviour.cuts = 2
-    (line,) = fetch(endpoint, tmp_path, "hf-hub:someone/large")
+    calls = 1 if int(version("huggingface_hub").split(".")[0]) >= 1 else 3  # older clients go on when called again
+    *cut, line = [fetch(endpoint, tmp_path, "hf-hub:someone/large")[0] for _ in range(calls)]
+    assert all(told.startswith(f"error cannot fetch {WEIGHTS} of 'someone/large'") for told in cut), cut
     assert line.split()[:2] == [OLD, hashlib.sha256(bytes(range(256)) * 100_000).hexdigest()]
     ranges = [asked for method, path, asked in behaviour.asked if method == "GET" and path.endswith(WEIGHTS) and asked]
     assert behaviour.cuts == 0 and set(ranges) == {"bytes=10485760-"}, ranges

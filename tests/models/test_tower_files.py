@@ -139,7 +139,7 @@ def test_a_text_tower_is_taken_from_a_folder(tmp_path: Path) -> None:
     folder = text_tower(tmp_path / "text")
     towers = build(config(tmp_path), text_model=str(folder), lock_text=True).eval()
     assert towers.config.model_cfg["text_cfg"]["hf_model_name"] == REPO
-    base = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    base = AutoModel.from_pretrained(folder).float().eval()
     ids = towers.open_clip_tokenizer()(["a photo of a dog", "two"])
     mask = (ids != 1).unsqueeze(-1)
     assert 0 < mask[1].sum() < mask[0].sum() < 12

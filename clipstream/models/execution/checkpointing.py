@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
 from types import MethodType
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from clipstream.models.execution.blocks import blocks
 
 Policy = str | int | float  # 'off', 'all', 'matmuls', every N-th block, or a budget (see `activation_budget`)
 
-_SUSPENDED = ContextVar("suspended", default=False)
+_suspended = False  # within `suspended`; a plain variable, since older torch.compile does not capture a ContextVar
 _ATEN = torch.ops.aten
 # Results that `matmuls` keeps: matrix products, convolutions and attention.
 _KEPT: list[Any] = [
@@ -74,11 +73,12 @@ def set_policy(block: nn.Module, policy: Literal["off", "matmuls", "all"]) -> No
 @contextmanager
 def suspended() -> Iterator[None]:
     """A context in which no block recomputes, to count a model's FLOPs."""
-    token = _SUSPENDED.set(True)
+    global _suspended
+    before, _suspended = _suspended, True
     try:
         yield
     finally:
-        _SUSPENDED.reset(token)
+        _suspended = before
 
 
 def _recompute(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -92,6 +92,6 @@ def _recompute_but_matmuls(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _checkpointed(block: nn.Module, options: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     forward = partial(type(block).forward, block)  # which torch.compile can capture, unlike a method made here
-    if not (block.training and torch.is_grad_enabled()) or _SUSPENDED.get():
+    if not (block.training and torch.is_grad_enabled()) or _suspended:
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
