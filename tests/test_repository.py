@@ -141,6 +141,19 @@ def test_dependencies_have_lower_bounds_only() -> None:
         assert not re.search(r"==|<|~=|@", requirement), requirement
 
 
+def test_the_lowest_constraints_are_the_lower_bounds() -> None:
+    """A bound of 2.10 is a constraint of 2.10.0; torchvision has no bound, as its versions go with torch's."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    block = re.search(r"^dependencies = \[(.*?)^\]", text, re.S | re.M)
+    assert block is not None
+    bounds = {name.lower(): version for name, version in re.findall(r'"([\w-]+)>=([\d.]+)"', block[1])}
+    lines = (ROOT / "constraints-lowest.txt").read_text(encoding="utf-8").splitlines()
+    lowest = dict(line.lower().split("==") for line in lines if not line.startswith("#"))
+    assert len(bounds) >= 20
+    for name, bound in bounds.items():
+        assert re.fullmatch(re.escape(bound) + r"(\.0)*", lowest[name]), name
+
+
 def test_the_package_the_changelog_and_the_citation_have_one_version() -> None:
     """The release workflow compares them by the same commands. Headings are those of Keep a Changelog, newest first."""
     headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
