@@ -124,6 +124,7 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
         tell = partial(print, f"{trace}{printable_lines(f'{prefix}{said}')}", file=sys.stderr, flush=True)
         if rank is not None and said.startswith("error: "):
             tell_once(world, said, tell)
+            early_signals.leave()
         else:
             tell()
     return code

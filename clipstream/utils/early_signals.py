@@ -58,9 +58,18 @@ def begin() -> None:
 def end(code: int) -> None:
     """Let a signal end the process silently with the verb's exit code, once the verb has finished."""
     expect(code)
-    for number in _guarded:
+    for number in {*_guarded, signal.SIGTERM} if _guarded else ():
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _end)
+
+
+def leave() -> None:
+    """Ignore SIGTERM from here on: a launcher sends it once another rank has ended, and the process ends by itself.
+
+    Python gives other handlers up when it finalizes, so that a signal would change the exit code.
+    """
+    if _guarded:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
