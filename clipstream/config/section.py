@@ -96,6 +96,7 @@ class PluginSection(Section):
     def _dispatch(cls, value: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:
         # A subclass has this validator too: it must not dispatch again to itself.
         target = class_for(cls, value)
+        target.model_rebuild()  # a class with a deferred schema is not serialized by pydantic 2.10 to 2.12
         return handler(value) if target is cls else target.model_validate(value)
 
 
