@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from clipstream.precompute import main as precompute
-from tests.support.ranks import ROOT, run_python
+from tests.support.forks import ROOT, run_fork
 from tests.support.runs import furnish
 
 
 def output_of(benchmark: str, *flags: str) -> str:
     """The output of a benchmark."""
-    return run_python(f"benchmarks/{benchmark}.py", *flags, PYTHONPATH=str(ROOT))
+    return run_fork(f"benchmarks/{benchmark}.py", *flags, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
 def test_the_input_path(tmp_path: Path) -> None:

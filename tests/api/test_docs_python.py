@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 from clipstream.config.config_sources import to_yaml
 from tests.support import model_files
 from tests.support.examples import MY, furnish_reader
-from tests.support.ranks import ROOT, TIMEOUT
+from tests.support.forks import ROOT, run_fork
 
 
 def test_the_blocks_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,12 +61,8 @@ def test_the_script_runs_under_torchrun(tmp_path: Path) -> None:
     page = (ROOT / "docs/python.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"```python\n# script.py\n(.*?)```", page, re.S)
     (tmp_path / "script.py").write_text(script + CHECKS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=TIMEOUT, check=False
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    said = done.stdout.splitlines()
+    said = run_fork(*command, cwd=tmp_path, env=env).splitlines()
     assert {"done 6 16", "rank 0 step_00000006", "rank 1 step_00000006"} <= {*said}, said
     assert any(line.startswith("batch    8 on 2 x cpu") for line in said), said

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -21,7 +20,8 @@ import torch
 import clipstream
 from clipstream.checkpoint.run_lock import is_occupied
 from clipstream.errors import DataError, SettingsError
-from tests.support.ranks import ROOT, TIMEOUT, run_python
+from tests.support.forks import ROOT, Fork
+from tests.support.ranks import run_python
 from tests.support.runs import place, wait_for_step
 
 __all__ = ["place"]  # the fixture
@@ -131,18 +131,18 @@ def test_another_thread_trains_as_well(place: Path) -> None:
     assert found[0].status == "done"
 
 
-def script(place: Path, name: str, body: str) -> list[str]:
-    """A command that runs a script, which has no `if __name__ == "__main__"`."""
+def script(place: Path, name: str, body: str) -> str:
+    """A script, which has no `if __name__ == "__main__"`."""
     given = {**settings(place, name), "run.logs": f"{place}/runs", "model.name": f"{place}/model.json"}
     given["run"] = {key: value for key, value in given["run"].items() if key != "logs"}
     file = place / f"{name}.py"
     file.write_text(f"import clipstream, json\nSETTINGS = json.loads({json.dumps(given)!r})\n{textwrap.dedent(body)}")
-    return [sys.executable, str(file)]
+    return str(file)
 
 
 def test_a_script_needs_no_guard(place: Path) -> None:
     body = "print('begins', flush=True)\nprint(clipstream.train(SETTINGS, {'data.workers': 2}).status)"
-    out = run_python(*script(place, "script", body)[1:], PYTHONPATH=str(ROOT))
+    out = run_python(script(place, "script", body), PYTHONPATH=str(ROOT))
     assert out.count("begins") == 1 and out.splitlines()[-1] == "done" and "step 3/3" in out
 
 
@@ -154,12 +154,11 @@ def test_ctrl_c_saves_and_raises_keyboard_interrupt(place: Path) -> None:
             print(stopped)
         print(clipstream.train(SETTINGS, resume="latest", steps=len(clipstream.Run.open("RUN").metrics)).status)
     """
-    command = script(place, "stopped", body.replace("RUN", f"{place}/runs/stopped"))
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
-    wait_for_step(place, "stopped", 2, process)  # type: ignore[arg-type]
+    file = script(place, "stopped", body.replace("RUN", f"{place}/runs/stopped"))
+    process = Fork([file], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    wait_for_step(place, "stopped", 2, process)
     process.send_signal(signal.SIGINT)
-    out, errors = process.communicate(timeout=TIMEOUT)
+    out, errors = (text.decode() for text in process.communicate())
     assert process.returncode == 0, errors
     assert 'is saved; the same call with resume="latest" goes on' in out
     assert "stopped by SIGINT, step" in out and out.splitlines()[-1] == "done" and "Traceback" not in errors

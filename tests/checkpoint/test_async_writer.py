@@ -22,7 +22,8 @@ from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState
 from clipstream.training.step import TrainStep
 from clipstream.utils import atomic_write
-from tests.support.ranks import python, run_ranks
+from tests.support.forks import run_fork
+from tests.support.ranks import run_ranks
 from tests.support.savers import fill, names, parts, saver_of, small_disk, write
 from tests.support.steps import LOSSES, TinyTowers, make_batch
 
@@ -342,7 +343,8 @@ def whole_after_a_crash(folder: Path, done: list[int]) -> None:
 
 @pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_crash_at_any_operation_leaves_a_whole_one(stride: int, tmp_path: Path) -> None:
-    last = python(CRASHES, str(tmp_path), str(stride)).splitlines()[-1]
+    (tmp_path / "crashes.py").write_text(CRASHES)
+    last = run_fork(str(tmp_path / "crashes.py"), str(tmp_path), str(stride)).splitlines()[-1]
     assert int(last) > 150, "there are more operations than that"
     assert json.loads((tmp_path / last / "step_00000002" / "state.json").read_text())["train"]["samples"] == 2
     assert OPTIMIZER in names(tmp_path / last / "step_00000002")

@@ -31,7 +31,6 @@ from tests.support.runs import (
     same_weights,
     start,
     train_on,
-    wait_for_messages,
     wait_for_step,
     weights,
 )
@@ -221,7 +220,7 @@ def test_a_full_disk_does_not_end_a_run(place: Path, tmp_path: Path) -> None:
         (process,) = start(flags(place, "full", *tiny, "--log.report", "false", steps=100_000))
         wait_for_step(tmp_path, "full", 6, process)
         ballast = fill(tmp_path, 0)
-        wait_for_messages(process, b"checkpoints is full: step", b"metrics.jsonl is full: its lines wait")
+        process.wait_for_messages(b"checkpoints is full: step", b"metrics.jsonl is full: its lines wait")
         told = (tmp_path / "runs" / "full" / "metrics.jsonl").read_text()  # its last line is torn
         step = max(map(int, re.findall(r'"step": (\d+),', told)))
         checkpoints = tmp_path / "runs" / "full" / "checkpoints"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -20,9 +21,10 @@ from clipstream.config.validate import validate_run
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from tests.support import hubtree, model_files
+from tests.support.forks import ROOT, TIMEOUT, Fork
 from tests.support.open_clip_epochs import write_epoch
 from tests.support.pictures import make_shards, picture
-from tests.support.ranks import TIMEOUT, reserved_port
+from tests.support.ranks import reserved_port
 from tests.support.slurm import slurm_environment
 
 SINGLE = """
@@ -359,19 +361,11 @@ def test_torchrun_trains_on_two_ranks(place: Path, small: dict[str, str], tmp_pa
     del values["warmup"]
     plain = {"evals.imagenet.templates": "plain"}  # one prompt a class, not 80
     argv = arguments(f"{TORCHRUN.rstrip()} --local-loss --gather-with-grad", **values, **plain)
-    command = ["torchrun", "--nproc_per_node", "2", "-m", "clipstream.train", *argv]
-    env = slurm_environment(tmp_path)
-    done = subprocess.run(
-        command,
-        env={key: text for key, text in env.items() if "SLURM" not in key},
-        executable=f"{tmp_path}/bin/torchrun",
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    notices = re.findall(r"^notice: (--[\w-]+): ", done.stderr, re.M)
+    command = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "clipstream.train", *argv]
+    process = Fork(command, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, cwd=Path.cwd())
+    said = process.communicate()[1].decode()
+    assert process.returncode == 0, said
+    notices = re.findall(r"^notice: (--[\w-]+): ", said, re.M)
     assert notices == ["--precision", "--local-loss", "--gather-with-grad"]  # once, on rank 0
     assert trained("runs/two") == [2] and metrics("runs/two")[0]["start"]["ranks"] == 2
 

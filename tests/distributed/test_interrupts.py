@@ -8,8 +8,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,9 +20,10 @@ from clipstream.data.decode.captions import RawSample
 from clipstream.data.loader.stage_timing import SLOWEST, Stopwatch
 from clipstream.data.settings import DataSettings
 from clipstream.errors import DataError
+from tests.support.forks import ROOT, Fork, wait_until
 from tests.support.loaders import data, loader
 from tests.support.pictures import make_shards
-from tests.support.ranks import ROOT, TIMEOUT, reserved_port
+from tests.support.ranks import reserved_port
 from tests.support.runs import flags, furnish, weights
 
 # Once the file named by HANG is there, the next sample of rank BAD_RANK sleeps, and catches what wakes it; FAIL raises.
@@ -38,6 +37,7 @@ def change(sample):
     if _asked("FAIL"):
         raise ZeroDivisionError("of a user")
     while _asked("HANG"):
+        open(os.environ["HANG"] + "-on", "w").close()
         try:
             time.sleep(60)
         except Exception:
@@ -92,13 +92,9 @@ class Running:
                 {**common, "MASTER_PORT": port, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)
             ]
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "clipstream.train", *arguments],
-                env={**shared, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                start_new_session=True,
-            )
+            Fork(["-m", "clipstream.train", *arguments], env={**shared, **variables}, merged=True)
             for variables in where
-        ]  # fmt: skip
+        ]
 
     def wait_for_step(self, step: int) -> None:
         """Until so many steps are written."""
@@ -106,11 +102,13 @@ class Running:
 
     def wait_until(self, done: Callable[[], bool]) -> None:
         """Until it is so, or the run ended."""
-        limit = time.monotonic() + TIMEOUT
-        while not done():
-            assert self.processes[0].poll() is None, self.processes[0].communicate()[0]
-            assert time.monotonic() < limit
-            time.sleep(0.1)
+        wait_until(done, self.processes[0])
+
+    def hang(self, file: Path) -> None:
+        """Let `OWN` hang, and give the run the time to use up the batches that it has."""
+        file.touch()
+        self.wait_until(Path(f"{file}-on").exists)
+        time.sleep(0.5)
 
     def lines(self) -> list[dict[str, object]]:
         """Of metrics.jsonl."""
@@ -121,8 +119,8 @@ class Running:
 
     def end(self) -> tuple[list[int], str]:
         """The exit code of each rank, and what all of them wrote."""
-        output = "".join(process.communicate(timeout=TIMEOUT)[0] for process in self.processes)
-        return [process.returncode for process in self.processes], output
+        output = "".join(process.communicate()[0].decode() for process in self.processes)
+        return [process.wait() for process in self.processes], output
 
     def last(self) -> int:
         """The last step of which a line was written."""
@@ -149,8 +147,7 @@ def test_a_signal_while_data_are_waited_for_saves_and_ends(place: Path, tmp_path
     )  # fmt: skip
     with run:
         run.wait_for_step(3)
-        hang.touch()
-        time.sleep(2)
+        run.hang(hang)
         run.processes[0].send_signal(signal.SIGTERM)
         code, output = run.end()
     assert code == [75], output
@@ -162,8 +159,7 @@ def test_a_rank_that_is_signalled_ends_another_that_waits_for_data(place: Path, 
     hang = tmp_path / "hang"
     with Running(place, "signal2", 2, "--data.sources.train.transform", "own_parts:change", HANG=str(hang)) as run:
         run.wait_for_step(3)
-        hang.touch()  # rank 1 hangs, and rank 0 waits for it in a collective
-        time.sleep(2)
+        run.hang(hang)  # rank 1, and rank 0 waits for it in a collective
         run.processes[0].send_signal(signal.SIGTERM)
         code, output = run.end()
     assert code == [75, 75], output

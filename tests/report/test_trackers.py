@@ -18,6 +18,7 @@ from clipstream.errors import SettingsError
 from clipstream.report.outputs import Outputs
 from clipstream.report.sinks import RunInfo
 from clipstream.report.trackers import CsvFiles
+from tests.support.forks import Fork
 from tests.support.runs import flags, furnish
 
 
@@ -78,12 +79,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--log.sinks.trackio", "{type: trackio, project: mine}",
     ]  # fmt: skip
     for steps, resume in ((2, []), (4, ["--resume", "latest"])):
-        done = subprocess.run(
-            [sys.executable, "-m", "clipstream.train", *flags(place, "tracked", *more, *resume, steps=steps)],
-            env=os.environ | {"TRACKIO_DIR": str(place / "trackio")}, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert "log.sinks" not in done.stderr, done.stderr  # no sink failed
+        argv = ["-m", "clipstream.train", *flags(place, "tracked", *more, *resume, steps=steps)]
+        process = Fork(argv, env=os.environ | {"TRACKIO_DIR": str(place / "trackio")})
+        _, error = process.communicate()
+        assert process.returncode == 0, error
+        assert b"log.sinks" not in error, error  # no sink failed
     return place / "runs" / "tracked"
 
 

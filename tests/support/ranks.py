@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import socket
@@ -17,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from clipstream.distributed.world import World
-
-ROOT = Path(__file__).parents[1].parent
-TIMEOUT = 900.0  # s; a busy machine is fifty times slower than an idle one, and only a failure waits this long
+from tests.support.forks import ROOT, TIMEOUT, fork_server
 
 
 @dataclass(frozen=True)
@@ -41,9 +38,9 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     with reserved_port() as port:
         try:
             for rank in range(size):
-                ours, theirs = _context().Pipe(duplex=False)
+                ours, theirs = fork_server().Pipe(duplex=False)
                 given = (theirs, rank, size, port, function, args)
-                processes.append(_context().Process(target=_rank, args=given, daemon=True))
+                processes.append(fork_server().Process(target=_rank, args=given, daemon=True))
                 processes[-1].start()
                 theirs.close()
                 pipes.append(ours)
@@ -59,7 +56,7 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
 
 def end_ranks(size: int, function: Callable[..., int], *args: Any, timeout: float = TIMEOUT) -> list[End]:
     """`sys.exit(function(world, *args))` on `size` ranks; how each of them ended. The function starts the world."""
-    context = _context()
+    context = fork_server()
     with tempfile.TemporaryDirectory() as folder, reserved_port() as port:
         errors = [Path(folder, str(rank)) for rank in range(size)]
         processes = [
@@ -119,15 +116,6 @@ def reserved_port() -> Iterator[int]:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("", 0))
         yield held.getsockname()[1]
-
-
-def _context() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    # Imported once there, not once a rank: open_clip takes seconds, and so does dynamo, which DDP imports.
-    context.set_forkserver_preload(
-        ["torch", "torch._dynamo", "clipstream.distributed.world", "clipstream.models.towers"]
-    )
-    return context
 
 
 def _world(rank: int, size: int, port: int) -> World:

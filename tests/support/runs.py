@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +14,8 @@ from safetensors.torch import load_file
 
 from clipstream.distributed.world import World
 from clipstream.train import main
+from tests.support.forks import Fork, wait_until
 from tests.support.pictures import make_shards
-from tests.support.ranks import TIMEOUT
 
 OWN = Path(__file__).parents[1].parent
 MODEL = {
@@ -69,41 +66,20 @@ def same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def wait_for_step(place: Path, name: str, step: int, process: subprocess.Popen[bytes]) -> None:
+def wait_for_step(place: Path, name: str, step: int, process: Fork | subprocess.Popen[Any]) -> None:
     """Wait until a run has written a step's line."""
     path = place / "runs" / name / "metrics.jsonl"
-    limit = time.monotonic() + TIMEOUT
-    while not (path.exists() and f'"step": {step},' in path.read_text()):
-        assert process.poll() is None, "the run ended before it was to be disturbed"
-        assert time.monotonic() < limit
-        time.sleep(0.01)
+    wait_until(lambda: path.exists() and f'"step": {step},' in path.read_text(), process)
 
 
-def wait_for_messages(process: subprocess.Popen[bytes], *texts: bytes) -> bytes:
-    """What a process has printed on its stderr once each of the texts is in it; `communicate` gives what follows."""
-    assert process.stderr is not None
-    said, limit = b"", time.monotonic() + TIMEOUT
-    while not all(text in said for text in texts):
-        assert time.monotonic() < limit, said
-        if select.select([process.stderr], [], [], 1)[0]:
-            more = os.read(process.stderr.fileno(), 65536)
-            assert more, b"the process ended before it said this: " + said
-            said += more
-    return said
-
-
-def start(argv: list[str], ranks: int = 1, port: int = 0) -> list[subprocess.Popen[bytes]]:
+def start(argv: list[str], ranks: int = 1, port: int = 0) -> list[Fork]:
     """The command on some ranks, each a process of its own; several meet on a port that the caller has reserved."""
     env = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
            "MASTER_PORT": str(port)}  # fmt: skip
-    command = [sys.executable, "-m", "clipstream.train", *argv]
     return [
-        subprocess.Popen(
-            command, cwd=OWN, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
+        Fork(["-m", "clipstream.train", *argv], env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(ranks)
-    ]  # fmt: skip
+    ]
 
 
 def train_on(world: World, argv: list[str]) -> int:
