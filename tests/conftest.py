@@ -84,6 +84,17 @@ def closed_loaders() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Let torch compute with one thread again, as OMP_NUM_THREADS says: a verb called by a test takes all cores.
+
+    The tests of two processes that share two cores would take ten times as long with two threads each.
+    """
+    yield
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
 def _messages_on_terminal() -> Iterator[None]:
     """Show the package's messages as the verbs do, also where a test calls a part of it."""
     with on_terminal():
