@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -117,8 +118,6 @@ def write_evaluations(path: Path, name: str, records: Sequence[Record], pages: S
 
 def render(runs: Sequence[RunContents], *, trained: bool = True) -> str:
     """The page; `trained` says whether the runs trained, or were evaluated only."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
     names = _distinct([run.name for run in runs])
     evaluations = _evaluations(runs, names)
     known = [*TITLES]
@@ -157,9 +156,7 @@ def render(runs: Sequence[RunContents], *, trained: bool = True) -> str:
         "settings": ("Settings", settings),
         "environment": ("Environment", any(run.starts for run in runs)),
     }
-    loader = PackageLoader("clipstream.report", "")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    return environment.get_template(TEMPLATE).render(
+    rendered: str = _template().render(
         title=names[0] if len(runs) == 1 else f"{len(runs)} runs",
         version=__version__,
         runs=list(zip(names, runs, strict=True)),
@@ -179,6 +176,17 @@ def render(runs: Sequence[RunContents], *, trained: bool = True) -> str:
         milliseconds=milliseconds,
         early_stop_line=early_stop_line,
     )
+    return rendered
+
+
+@cache
+def _template() -> Any:
+    """The page's template; a process that writes several pages compiles it once."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("clipstream.report", "")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return environment.get_template(TEMPLATE)
 
 
 def _series(names: Sequence[str], points: Sequence[Points], marks: Sequence[str] = ()) -> tuple[Series, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from clipstream import __version__
@@ -14,7 +15,13 @@ def versions() -> dict[str, str]:
     """Package -> version; torch's with its build. Packages that are not installed are left out."""
     import torch
 
-    found = {"clipstream": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+    own = {"clipstream": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+    return own | _installed()
+
+
+@cache
+def _installed() -> dict[str, str]:
+    found = {}
     for package in PACKAGES:
         try:
             found[package] = version(package)
