@@ -11,7 +11,7 @@ import torch
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
-from clipstream.performance.flops import Throughput, count_flops
+from clipstream.performance.flops import ModelFlops, Throughput, count_flops
 from clipstream.performance.peaks import find_peak
 from tests.support.steps import make_batch
 
@@ -20,9 +20,15 @@ def _towers(name: str = "ViT-B-32", **options: bool) -> Towers:
     return build_towers(ModelSettings(name=name, **options), seed=0)
 
 
-def test_the_flops_of_vit_b_32_are_those_that_are_known() -> None:
-    flops = count_flops(_towers())
-    assert flops is not None
+@pytest.fixture(scope="module")
+def flops() -> ModelFlops:
+    """Of ViT-B-32."""
+    found = count_flops(_towers())
+    assert found is not None
+    return found
+
+
+def test_the_flops_of_vit_b_32_are_those_that_are_known(flops: ModelFlops) -> None:
     assert count_flops(_towers(grad_checkpointing=True)) == flops  # recomputation does not count
     text = flops.of_text(77)
     assert flops.image.forward + text.forward == pytest.approx(14.78e9, rel=1e-3)  # open_clip's model_profile.csv
@@ -56,9 +62,8 @@ def test_texts_count_at_their_true_length_and_frozen_towers_forward_only() -> No
     assert frozen.image == (trained.image.forward, 0) and frozen.text == trained.text
 
 
-def test_a_training_line_has_tokens_tflops_and_mfu() -> None:
-    flops = count_flops(_towers())
-    assert flops is not None and flops.buckets is not None
+def test_a_training_line_has_tokens_tflops_and_mfu(flops: ModelFlops) -> None:
+    assert flops.buckets is not None
     ids = torch.zeros(4, 77, dtype=torch.int32)
     for row, length in enumerate((5, 8, 20, 77)):
         ids[row, length - 1] = 49407
@@ -79,9 +84,7 @@ def test_a_training_line_has_tokens_tflops_and_mfu() -> None:
     assert stored.figures([stored.take()], 1.0, ()) == {"tflops": 0.0}
 
 
-def test_counting_a_batch_takes_less_than_a_hundredth_of_a_step() -> None:
-    flops = count_flops(_towers())
-    assert flops is not None
+def test_counting_a_batch_takes_less_than_a_hundredth_of_a_step(flops: ModelFlops) -> None:
     batch = replace(make_batch(0), ids=torch.zeros(1024, 77, dtype=torch.int32), keys=("k",) * 1024)
     one, times = Throughput(flops), []
     for _ in range(20):

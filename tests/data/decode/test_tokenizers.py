@@ -75,51 +75,60 @@ from clipstream.data.decode.tokenizers import build_tokenizer
 from clipstream.errors import SettingsError
 from clipstream.models.settings import ModelSettings
 from clipstream.models.build import build_towers
-kind, model, folder, trust = sys.argv[1:]
-named = {"type": "path", "name": folder} if kind == "path" else {"type": "model"}
-chosen = TokenizerSettings.model_validate({**named, "trust_remote_code": trust == "true"})
-try:
-    if kind == "path":
-        print(build_tokenizer(chosen, None, 8).encode(["a photo"]).shape)
-    towers = build_towers(ModelSettings(name=model), seed=0, tokenizer=chosen)
-    print(build_tokenizer(chosen, towers.open_clip_tokenizer(), 8).encode(["a photo"]).shape)
-except SettingsError as error:
-    print(error)
+trust, *places = sys.argv[1:]
+for place in places:
+    kind, model, folder = place.rpartition("/")[2], f"{place}/model.json", f"{place}/tokenizer"
+    named = {"type": "path", "name": folder} if kind == "path" else {"type": "model"}
+    chosen = TokenizerSettings.model_validate({**named, "trust_remote_code": trust == "true"})
+    try:
+        if kind == "path":
+            print(kind, build_tokenizer(chosen, None, 8).encode(["a photo"]).shape)
+        towers = build_towers(ModelSettings(name=model), seed=0, tokenizer=chosen)
+        print(kind, build_tokenizer(chosen, towers.open_clip_tokenizer(), 8).encode(["a photo"]).shape)
+    except SettingsError as error:
+        print(kind, error)
 """
 
 
-@pytest.mark.parametrize("kind", ["path", "model", "tower"])
-def test_a_tokenizers_own_code_is_run_only_where_the_settings_allow_it(kind: str, tmp_path: Path) -> None:
-    folder, mark = write_tokenizer(tmp_path / "tokenizer"), tmp_path / "ran"
-    write_code(folder, mark)
+def place_with_code(place: Path) -> Path:
+    """A folder with a model and a tokenizer that has Python code of its own, which leaves a file when it is run."""
+    folder = write_tokenizer(place / "tokenizer")
+    write_code(folder, place / "ran")
     # What the model's configuration says must not count: it comes from where the code does.
     text_cfg = {"context_length": 8, "vocab_size": 400, "width": 16, "heads": 2, "layers": 1}
     text_cfg |= {"hf_tokenizer_name": str(folder), "tokenizer_kwargs": {"trust_remote_code": True}}
-    if kind == "tower":  # the text tower's folder brings the code
+    if place.name == "tower":  # the text tower's folder brings the code
         (folder / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}')
         text_cfg |= {"hf_model_name": str(folder), "hf_model_pretrained": False}
     vision_cfg = {"image_size": 16, "layers": 1, "width": 16, "head_width": 8, "patch_size": 8}
-    model = tmp_path / "model.json"
-    model.write_text(json.dumps({"embed_dim": 8, "vision_cfg": vision_cfg, "text_cfg": text_cfg}))
+    (place / "model.json").write_text(json.dumps({"embed_dim": 8, "vision_cfg": vision_cfg, "text_cfg": text_cfg}))
+    return place
 
-    def load(trust: str) -> list[str]:
+
+def test_a_tokenizers_own_code_is_run_only_where_the_settings_allow_it(tmp_path: Path) -> None:
+    path, model, tower = (place_with_code(tmp_path / kind) for kind in ("path", "model", "tower"))
+
+    def load(trust: str, *places: Path) -> list[tuple[str, str]]:
+        """What is said of each place, in one fresh process, which takes seconds to start."""
         done = subprocess.run(
-            [sys.executable, "-c", LOAD, kind, str(model), str(folder), trust],
+            [sys.executable, "-c", LOAD, trust, *map(str, places)],
             env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"},
             input="y\n" * 9, capture_output=True, text=True, timeout=TIMEOUT, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
+        return [(kind, said) for kind, _, said in (line.partition(" ") for line in done.stdout.splitlines())]
 
-    (said,) = load("false")
-    if kind == "tower":
-        assert f"the text tower in {folder} is Python code of its own (auto_map), which is never run" in said
-        assert not mark.exists()
-        return
-    assert "Python code of its own" in said and "--tokenizer.trust-remote-code true" in said
-    assert not mark.exists()
-    assert set(load("true")) == {"(1, 8)"}
-    assert mark.exists()
+    untrusted = load("false", path, model, tower)
+    assert [kind for kind, _ in untrusted] == ["path", "model", "tower"]
+    for kind, said in untrusted[:2]:
+        assert "Python code of its own" in said and "--tokenizer.trust-remote-code true" in said, kind
+    assert (
+        f"the text tower in {tower}/tokenizer is Python code of its own (auto_map), which is never run"
+        in (untrusted[2][1])
+    )
+    assert not any((place / "ran").exists() for place in (path, model, tower))
+    assert load("true", path, model) == [("path", "(1, 8)")] * 2 + [("model", "(1, 8)")]
+    assert (path / "ran").exists() and (model / "ran").exists()
 
 
 @pytest.fixture(scope="module")

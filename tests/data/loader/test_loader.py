@@ -21,14 +21,20 @@ from tests.support.loaders import IMAGE, data, digest, digests, loader
 from tests.support.pictures import ByteTokenizer, make_shards, picture
 from tests.support.tars import write_tar
 
+LAYOUTS = [(1, 1), (1, 2), (1, 3), (2, 0), (2, 1), (3, 2), (4, 0), (4, 1)]  # ranks, workers of each
+ALL_LAYOUTS = list(itertools.product(range(1, 5), range(4)))
+
 
 @pytest.mark.parametrize("mode", ["resampled", "epoch"])
-def test_global_batches_are_the_same_for_every_layout(shards: list[str], mode: str) -> None:
+@pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(ALL_LAYOUTS, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_global_batches_are_the_same_for_every_layout(
+    shards: list[str], mode: str, layouts: list[tuple[int, int]]
+) -> None:
     changes: dict[str, Any] = {"sampling": {"mode": mode}, "lanes": 6, "augment": {"scale": (0.5, 1.0), "flip": 0.5}}
     changes["sources"] = {"a": {"shards": shards, "weight": 2}, "b": {"shards": shards[:6]}}
     expected = digests(data(shards, **changes), 1, 50)
     assert len(set(expected)) == 50
-    for ranks, workers in itertools.product(range(1, 5), range(4)):
+    for ranks, workers in layouts:
         assert digests(data(shards, workers=workers, **changes), ranks, 50) == expected, (ranks, workers)
 
 
