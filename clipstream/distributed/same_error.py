@@ -15,10 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 
-from clipstream.distributed.world import FIRST_PORT, PORTS, TRIED, World, answers, listen
+from clipstream.distributed.world import ERROR, FIRST_PORT, PORTS, TRIED, World, answers, listen
 
 WAIT = 10.0  # s that rank 0 waits for the other ranks, and they for rank 0
-_RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 
 
 def tell_once(world: World, text: str, tell: Callable[[], object]) -> None:
@@ -26,22 +25,25 @@ def tell_once(world: World, text: str, tell: Callable[[], object]) -> None:
 
     Every rank with an error calls this, and ends afterwards. Ranks that have the same error leave this together, so
     that a launcher, which ends all ranks after the first one, changes the exit code of none. A rank that does not reach
-    rank 0 in WAIT seconds calls `tell`.
+    rank 0 in WAIT seconds calls `tell`; without MASTER_ADDR, which tells where rank 0 is, each rank does at once.
     """
     host, _, port = world.rendezvous.rpartition(":")
-    name = f"{world.step}/error"
+    if host == "?":
+        tell()
+        return
+    name = ERROR.format(world.step)
     if world.step:
         first = int(port)
     else:  # the port of the rendezvous is the launcher's own
-        run = hashlib.sha256(" ".join([host, port, *(os.environ.get(key, "") for key in _RUN)]).encode()).hexdigest()
-        name, first = f"{run[:16]}/error", FIRST_PORT + int(run[16:24], 16) % PORTS
+        run = hashlib.sha256(f"{host} {port} {os.environ.get('TORCHELASTIC_RUN_ID')}".encode()).hexdigest()
+        name, first = ERROR.format(run[:16]), FIRST_PORT + int(run[16:24], 16) % PORTS
     ports = range(first, first + TRIED)
     found = hashlib.sha256(text.encode()).hexdigest()[:32]
     if world.is_main:
         tell()
         _answer(ports, f"{name} {found}", world.size - 1)
-    elif host == "?" or not _same(world, host, ports, name, found):
-        tell()
+    else:
+        _compare(world, host, ports, name, found, tell)
 
 
 def _answer(ports: Sequence[int], text: str, count: int) -> None:
@@ -74,19 +76,20 @@ def _answer(ports: Sequence[int], text: str, count: int) -> None:
         one.close()
 
 
-def _same(world: World, host: str, ports: Sequence[int], name: str, found: str) -> bool:
-    """Whether rank 0 has the same error; returns once it ends."""
+def _compare(world: World, host: str, ports: Sequence[int], name: str, found: str, tell: Callable[[], object]) -> None:
+    """Call `tell` unless rank 0 has the same error; in that case, return once rank 0 ends."""
     with closing(answers(host, ports, WAIT)) as every:
         for connection, text in every:
             who, _, theirs = text.partition(" ")
-            if who == world.step:  # rank 0 has no error
-                return False
+            if world.step and who == world.step:  # rank 0 has no error
+                break
             if who == name:
-                same = theirs == found
+                if theirs != found:
+                    tell()  # before rank 0 ends, and a launcher this rank
                 with suppress(OSError):
                     connection.sendall(b"1")
                     connection.settimeout(WAIT)
-                    if same:
+                    if theirs == found:
                         connection.recv(1)  # nothing comes: until rank 0 closes the connection
-                return same
-    return False
+                return
+    tell()

@@ -29,6 +29,7 @@ POLL = 5.0  # s between two broadcasts to ranks that wait for rank 0
 FIRST_PORT, PORTS = 12_000, 16_384  # below the system's ephemeral ports
 TRIED = 8  # ports of a Slurm step, from its first one on
 ANSWER, LONGEST_ANSWER = 3.0, 100  # s and bytes; a program that takes more is not rank 0
+ERROR = "{}/error"  # the name by which rank 0 of a step answers if it has an error (see `same_error`)
 SHORTEST, LONGEST = 0.02, 0.5  # s between two looks into the store
 _NUMBER, _ANSWER, _ARRIVED = "clipstream/number/{}", "clipstream/answer/{}", "clipstream/heard/{}"  # keys of a store
 _NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -300,7 +301,9 @@ def step_store(address: str, step: str, rank: int, timeout: timedelta) -> Any:
         address: 'HOST:PORT' of rank 0's node and the first of the ports.
         step: the step's name, the same on all ranks and different in every other step.
 
-    Raises TimeoutError: no port was free, or rank 0 was not found.
+    Raises:
+        TimeoutError: no port was free, or rank 0 was not found.
+        SettingsError: rank 0 has ended with an error.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -324,6 +327,8 @@ def step_store(address: str, step: str, rank: int, timeout: timedelta) -> Any:
         name, _, found = told.partition(" ")
         if name == step:
             return TCPStore(host, int(found), is_master=False, wait_for_workers=False, timeout=timeout)
+        if name == ERROR.format(step):
+            raise SettingsError("rank 0 has ended with an error")
     raise TimeoutError(f"rank 0 listens on none of the ports {ports[0]} to {ports[-1]} of {host}")
 
 
@@ -338,11 +343,17 @@ def listen(ports: Sequence[int]) -> socket.socket | None:
 
 
 def answers(host: str, ports: Sequence[int], timeout: float) -> Generator[tuple[socket.socket, str]]:
-    """What each of the ports sends first, with the open connection, again and again until the timeout in seconds."""
+    """What each of the ports sends first, with the open connection, again and again until the timeout in seconds.
+
+    The last port that is tried may take up to twice ANSWER longer.
+    """
+    end = time.monotonic() + timeout
     for _ in _looks(timeout):
         for port in ports:
             with suppress(OSError), socket.create_connection((host, port), ANSWER) as connection:
                 yield connection, connection.recv(LONGEST_ANSWER).decode(errors="replace")
+            if time.monotonic() > end:
+                return
 
 
 def meet(store: Any, rank: int, size: int, timeout: timedelta) -> str:

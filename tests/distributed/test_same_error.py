@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,9 +17,9 @@ import pytest
 from clipstream.cli.main import run_main
 from clipstream.distributed import same_error
 from clipstream.distributed.failure import FailureWatch
-from clipstream.distributed.world import World, slurm_world, step_store
+from clipstream.distributed.world import World, answers, slurm_world, step_store
 from clipstream.errors import SettingsError
-from tests.support.ranks import ROOT, TIMEOUT, end_ranks
+from tests.support.ranks import ROOT, TIMEOUT, end_ranks, reserved_port
 from tests.support.slurm import slurm_environment
 
 WRONG = "error: --run.sed: there is no such key; did you mean 'seed'?"
@@ -54,7 +57,69 @@ def test_an_error_of_one_rank_is_printed_by_it() -> None:
     assert [end.stderr for end in ends] == ["", "[rank 1] error: no such file here\n"]
 
 
-def meet_or_fail(world: World) -> int:
+def test_without_an_address_no_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with WORLD_SIZE and RANK left in a shell."""
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setattr(same_error, "listen", lambda ports: pytest.fail("rank 0 waits for ranks that cannot ask"))
+    told: list[int] = []
+    for rank in (0, 1):
+        same_error.tell_once(World(rank=rank, size=2), "x", lambda rank=rank: told.append(rank))  # type: ignore[misc]
+    assert told == [0, 1]
+
+
+def test_a_program_that_says_nothing_is_not_taken_for_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    def strangers(host: str, ports: Sequence[int], timeout: float) -> Iterator[tuple[socket.socket, str]]:
+        with socket.socket() as closed:
+            yield closed, ""
+        yield from answers(host, ports, timeout)
+
+    monkeypatch.setattr(same_error, "answers", strangers)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    told: list[int] = []
+    with reserved_port() as port:
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        given = [(World(rank=rank, size=2), "x", lambda rank=rank: told.append(rank)) for rank in (0, 1)]
+        thread = threading.Thread(target=same_error.tell_once, args=given[0])
+        thread.start()
+        same_error.tell_once(*given[1])
+        thread.join()
+    assert told == [0]
+
+
+def test_another_error_is_printed_before_rank_0_may_end() -> None:
+    """A launcher ends the other ranks once rank 0, which waits for their answers, has ended."""
+    told: list[str] = []
+    told_at_answer: list[list[str]] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def rank_0() -> None:
+            with listener.accept()[0] as connection:
+                connection.sendall(b"47.0.0/error other")
+                assert connection.recv(1)
+                told_at_answer.append(list(told))
+
+        thread = threading.Thread(target=rank_0)
+        thread.start()
+        world = World(rank=1, size=2, address=f"127.0.0.1:{listener.getsockname()[1]}", step="47.0.0")
+        same_error.tell_once(world, "mine", lambda: told.append("mine"))
+        thread.join()
+    assert told == ["mine"] and told_at_answer == [["mine"]]
+
+
+def test_under_slurm_a_rank_without_an_error_does_not_wait_for_rank_0_that_ended() -> None:
+    told: list[str] = []
+    with reserved_port() as port:
+        first, second = (World(rank=rank, size=2, address=f"127.0.0.1:{port}", step="47.0.0") for rank in (0, 1))
+        thread = threading.Thread(target=same_error.tell_once, args=[first, "x", lambda: told.append("x")])
+        thread.start()
+        with pytest.raises(SettingsError, match="rank 0 has ended with an error"):
+            second.start(timedelta(seconds=TIMEOUT))
+        same_error.tell_once(second, "y", lambda: told.append("y"))
+        thread.join()
+    assert told == ["x", "y"]
+
+
+def meet_or_fail(world: World, done: str) -> int:
     """A Slurm step whose rank 1 has wrong settings, while rank 0 waits for it in the rendezvous."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         os.environ.pop(name, None)
@@ -67,17 +132,20 @@ def meet_or_fail(world: World) -> int:
     step = World(**{**vars(of_slurm), "address": f"127.0.0.1:{os.environ.pop('MASTER_PORT')}", "step": "47.0.0"})
     if world.rank == 0:
         step_store(step.address, step.step, 0, timedelta(seconds=60))
-        time.sleep(5)
+        limit = time.monotonic() + TIMEOUT
+        while not os.path.exists(done) and time.monotonic() < limit:
+            time.sleep(0.05)
         return 0
     began = time.monotonic()
     same_error.WAIT = 600.0
     same_error.tell_once(step, "no such file", lambda: print("told", file=sys.stderr))
+    Path(done).touch()
     assert time.monotonic() - began < 300
     return 2
 
 
-def test_under_slurm_a_rank_learns_from_the_rendezvous_that_rank_0_has_no_error() -> None:
-    ends = end_ranks(2, meet_or_fail)
+def test_under_slurm_a_rank_learns_from_the_rendezvous_that_rank_0_has_no_error(tmp_path: Path) -> None:
+    ends = end_ranks(2, meet_or_fail, str(tmp_path / "done"))
     assert ends[1].code == 2 and ends[1].stderr == "told\n"
 
 
