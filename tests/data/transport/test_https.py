@@ -18,24 +18,23 @@ from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.data.transport.transfer import ShardError
 from tests.support.tars import tar_bytes
 
-# Self-signed for 127.0.0.1, with its key, valid until 2126: openssl req -x509 -newkey ec -nodes -days 36500
-# -pkeyopt ec_paramgen_curve:prime256v1 -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1
+# Self-signed for 127.0.0.1, with its key, valid from 2000 to 2126: openssl ca -selfsign with basicConstraints CA:TRUE,
+# keyUsage keyCertSign and subjectAltName IP:127.0.0.1. The dates allow for a clock that is wrong.
 CERTIFICATE = """\
 -----BEGIN PRIVATE KEY-----
-MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgWbdSXCrtyuuniNIU
-UMhZOECLvri2eBX51PlBe43176qhRANCAATpVRZ1zzB3KT0tHJpfAt8i3ZET6kV3
-8HFUNgt6j1NDQi79L5R640qETMIxbWusU1/r2MMaUPuSVQmf/ayJql+G
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgzUAf6mW/Hf25Mk0a
+GMdZQK/iHL2Qd81gR/PYuUPhCJehRANCAAQy4Io5Ew8N7aH38N55iPOIcEU0iGoJ
+mGYhCnCLaCwiD5n6gnlYJ1h0nCX6K4xiMOrMgB8dxJwEU7laDZ5C2ufI
 -----END PRIVATE KEY-----
 -----BEGIN CERTIFICATE-----
-MIIBjzCCATagAwIBAgIUXHVSLgYXnp2LwyiZXOZfcnvZ66AwCgYIKoZIzj0EAwIw
-FDESMBAGA1UEAwwJMTI3LjAuMC4xMCAXDTI2MTEyNDEwNTAwMVoYDzIxMjYxMDMx
-MTA1MDAxWjAUMRIwEAYDVQQDDAkxMjcuMC4wLjEwWTATBgcqhkjOPQIBBggqhkjO
-PQMBBwNCAATpVRZ1zzB3KT0tHJpfAt8i3ZET6kV38HFUNgt6j1NDQi79L5R640qE
-TMIxbWusU1/r2MMaUPuSVQmf/ayJql+Go2QwYjAdBgNVHQ4EFgQUd99z5NhVv5NS
-D+lNjbnJbPz6owEwHwYDVR0jBBgwFoAUd99z5NhVv5NSD+lNjbnJbPz6owEwDwYD
-VR0TAQH/BAUwAwEB/zAPBgNVHREECDAGhwR/AAABMAoGCCqGSM49BAMCA0cAMEQC
-IDjb60UlbTAc170mTEshzk4afqOFOyl0rAoraGdMblOOAiAXWoUdPgOad7BmU7ZP
-DuPHwahgrpgT3cZUVl59p1fj+w==
+MIIBbDCCARKgAwIBAgIBATAKBggqhkjOPQQDAjAUMRIwEAYDVQQDDAkxMjcuMC4w
+LjEwIBcNMDAwMTAxMDAwMDAwWhgPMjEyNjAxMDEwMDAwMDBaMBQxEjAQBgNVBAMM
+CTEyNy4wLjAuMTBZMBMGByqGSM49AgEGCCqGSM49AwEHA0IABDLgijkTDw3toffw
+3nmI84hwRTSIagmYZiEKcItoLCIPmfqCeVgnWHScJforjGIw6syAHx3EnARTuVoN
+nkLa58ijUzBRMB0GA1UdDgQWBBR/33TgQoolCVkC6JGNnPYYwqMI9TAPBgNVHRMB
+Af8EBTADAQH/MA4GA1UdDwEB/wQEAwIChDAPBgNVHREECDAGhwR/AAABMAoGCCqG
+SM49BAMCA0gAMEUCIAg5Qq0nb7i7qhV4yMpi2cjVojbtwACH9nz8cCXxYNv6AiEA
+goOZLOvnfZCYuhG/ZxNODjLGHhj3S5Ve+qo1oT1all8=
 -----END CERTIFICATE-----
 """
 TAR = tar_bytes([{"__key__": "0", "jpg": bytes(1000), "txt": "x"}])
