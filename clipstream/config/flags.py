@@ -194,12 +194,12 @@ def _alias_nodes(
         except ValueError as error:
             problems.append(f"{flag}: {error}")
     if (kind := aliased.get("--dataset-type")) in ("csv", "webdataset"):
-        wanted, ends = ("csv", "ends in .csv or .tsv") if kind == "csv" else (None, "is no table's")
+        wanted, is_not = ("csv", "not that of a CSV (.csv, .tsv)") if kind == "csv" else (None, "that of a table")
         for part in parts_of(aliased.get("--train-data", "")):
             if table_format(part) != wanted:
                 problems.append(
-                    f"--dataset-type {kind}: the type of a file is in its name, which {ends}, unlike {redact(part)}: "
-                    "leave the flag out"
+                    f"--dataset-type {kind}: the name of a file gives its type, and {redact(part)} is {is_not}: rename "
+                    "the file, or leave the flag out"
                 )
     for sets in (
         caption_sets(aliased, notices),

@@ -220,7 +220,9 @@ def test_flags_of_captions_together() -> None:
     assert caption("--dataset-type=csv", "--caption-json=a")["fallback"] is None
     assert caption("--csv-caption-key=b", "--dataset-type=csv")["key"] == "b"
     assert "name different members" in problems(["--csv-caption-key=b", "--caption-key=c"])[0]
-    assert "ends in .csv or .tsv, unlike pairs.txt" in problems(["--dataset-type=csv", "--train-data=pairs.txt"])[0]
+    assert (
+        "pairs.txt is not that of a CSV (.csv, .tsv)" in problems(["--dataset-type=csv", "--train-data=pairs.txt"])[0]
+    )
     settings = load(["--val-data=v.csv", "--csv-img-key=f", "--csv-caption-key=t", "--csv-separator=;"], trains=False)
     val = settings.evals["val"].data
     assert val is not None and not settings.data.sources
