@@ -57,7 +57,7 @@ class Run:
 
         Raises SettingsError: there is no run.
         """
-        path = cls(folder).folder.expanduser()  # type: ignore[arg-type]
+        path = Path(os.path.expanduser(cls(folder).folder))  # type: ignore[arg-type]
         for place in (path, path.absolute().parent.parent):
             if (place / METRICS_FILE).is_file():
                 return cls(place)

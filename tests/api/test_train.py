@@ -78,6 +78,8 @@ def test_what_a_run_knows(place: Path) -> None:
     assert page.startswith("<iframe") and "&lt;html" in page and page.count("<") == 2
     with pytest.raises(SettingsError, match="holds no run"):
         clipstream.Run.open(place)
+    with pytest.raises(SettingsError, match="~no-such-user/run holds no run"):
+        clipstream.Run.open("~no-such-user/run")
 
 
 def test_a_run_as_a_data_frame(place: Path) -> None:
