@@ -102,6 +102,7 @@ class FailureWatch:
         self._stopped = threading.Event()
         self._once = threading.Lock()
         self._noted = False
+        self._told = False  # the cause is printed, or left to rank 0, which knows it
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -158,7 +159,7 @@ class FailureWatch:
             self.stop()
             if self._cause is None:
                 return self._print(mine, error)
-        threading.Thread(target=self._force_exit, args=(mine.code,), daemon=True).start()
+        threading.Thread(target=self._force_exit, args=(mine,), daemon=True).start()
         self._cause = cause = self._cause or self._publish(mine, error)
         self._stopped.set()
         if self._thread is not None:
@@ -213,10 +214,13 @@ class FailureWatch:
         self._tell(self._cause, None)
         os._exit(self._cause.code)
 
-    def _force_exit(self, code: int) -> None:
+    def _force_exit(self, mine: Cause) -> None:
         time.sleep(PATIENCE + GRACE)
         self.run_cleanups()
-        os._exit(code if self._cause is None else self._cause.code)
+        cause = self._cause or mine
+        if not self._told:  # the store's host does not answer
+            self._print(cause, None)
+        os._exit(cause.code)
 
     def _publish(self, cause: Cause, error: BaseException) -> Cause:
         """Put the cause into the store unless there is one; return the one that is there then.
@@ -269,9 +273,11 @@ class FailureWatch:
         alone = cause.code == SettingsError.exit_code and not (self.world.is_main or self.debug)
         if not alone:
             self._print(cause, error)
+            self._told = True
         known = self._note(cause)
         if alone and not known:
             self._print(cause, error)
+        self._told = True
         return cause.code
 
     def _note(self, cause: Cause) -> bool:

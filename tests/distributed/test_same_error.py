@@ -11,11 +11,12 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from clipstream.cli.main import run_main
-from clipstream.distributed import same_error
+from clipstream.distributed import failure, same_error
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.world import World, answers, slurm_world, step_store
 from clipstream.errors import SettingsError
@@ -90,6 +91,11 @@ def test_another_error_is_printed_before_rank_0_may_end() -> None:
     """A launcher ends the other ranks once rank 0, which waits for their answers, has ended."""
     told: list[str] = []
     told_at_answer: list[list[str]] = []
+
+    def tell() -> None:
+        time.sleep(0.2)
+        told.append("mine")
+
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def rank_0() -> None:
@@ -101,7 +107,7 @@ def test_another_error_is_printed_before_rank_0_may_end() -> None:
         thread = threading.Thread(target=rank_0)
         thread.start()
         world = World(rank=1, size=2, address=f"127.0.0.1:{listener.getsockname()[1]}", step="47.0.0")
-        same_error.tell_once(world, "mine", lambda: told.append("mine"))
+        same_error.tell_once(world, "mine", tell)
         thread.join()
     assert told == ["mine"] and told_at_answer == [["mine"]]
 
@@ -172,6 +178,26 @@ def test_connected_ranks_leave_wrong_settings_to_rank_0(failing: list[int]) -> N
     assert len(lines) == 1 and lines[0] in ends[0].stderr
     assert lines[0].endswith(": this model has batch norm")
     assert len(failing) > 1 or lines[0] == "error: rank 1: this model has batch norm"
+
+
+class FrozenStore:
+    """A store whose host does not answer, as after a SIGSTOP."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given: time.sleep(TIMEOUT)
+
+
+def fail_without_answer(world: World) -> int:
+    """Wrong settings on rank 1, which does not reach rank 0."""
+    failure.PATIENCE, failure.GRACE = 0.3, 0.0
+    watch = FailureWatch(World(rank=1, size=2))
+    watch._store = FrozenStore()
+    return watch.report(SettingsError("this model has batch norm"))
+
+
+def test_wrong_settings_are_printed_where_rank_0_does_not_answer() -> None:
+    (end,) = end_ranks(1, fail_without_answer)
+    assert end.code == 2 and end.stderr == "error: rank 1: this model has batch norm\n"
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
