@@ -87,9 +87,13 @@ def each(name: str, expected: str, value: Any, kinds: type | tuple[type, ...]) -
     if isinstance(value, kinds):
         yield value
         return
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+    if isinstance(value, str | bytes | Mapping):
         raise wrong_type(name, expected, value)
-    for number, item in enumerate(value):
+    try:
+        items = iter(value)
+    except TypeError:  # also of an array without dimensions
+        raise wrong_type(name, expected, value) from None
+    for number, item in enumerate(items):
         if not isinstance(item, kinds):
             raise wrong_type(f"{name}[{number}]", expected, item)
         yield item

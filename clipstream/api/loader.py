@@ -276,12 +276,13 @@ def build_loader(
 
 
 def _of_channels(name: str, values: Any, default: tuple[float, ...]) -> tuple[float, ...]:
-    """A number of each channel. Raises SettingsError: it is something else, or a deviation of 0 or less."""
-    found = (
-        default if values is None else tuple(each(name, "a number of each channel", values, (int, float, np.number)))
-    )
-    if len(found) != 3 or (name == "std" and min(found) <= 0):
-        raise SettingsError(f"{name}: expected 3 {'positive ' if name == 'std' else ''}numbers, not {found}")
+    """Three numbers, one for each channel. Raises SettingsError: they are something else, or a deviation is not > 0."""
+    if values is None:
+        return default
+    values = values.tolist() if isinstance(values, torch.Tensor) else values
+    found = tuple(map(float, each(name, "three numbers", values, (int, float, np.integer, np.floating))))
+    if len(found) != 3 or (name == "std" and not all(value > 0 for value in found)):
+        raise SettingsError(f"{name}: expected three {'positive ' if name == 'std' else ''}numbers, not {found}")
     return found
 
 

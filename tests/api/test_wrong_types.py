@@ -18,6 +18,7 @@ from tests.support.pictures import make_shards, picture
 from tests.support.runs import MODEL
 
 WRONG: list[Any] = [3.5, object(), b"x", {"a": 1}, [3.5], [None], ["a", 2.5], [[]], torch.zeros(2, 3, 4), lambda: 1]
+WRONG += [np.array(3.5)]  # without dimensions: it has __iter__, which raises
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +99,9 @@ def test_loaders(place: Path) -> None:
             if value is not None:
                 with pytest.raises(SettingsError, match=rf"^{name}(\[0\])?: expected "):
                     clipstream.build_loader(shards, 16, **{**small, name: value})
+        for value in ((0.5, 0.25, 1), np.array([0.5, 0.25, 1]), torch.tensor([0.5, 0.25, 1])):
+            with clipstream.build_loader(shards, 16, **{**small, name: value}) as loader:
+                assert next(iter(loader))[0].isfinite().all()
     for size in (0, -4, (16, 0), ("a", "b")):
         with pytest.raises(SettingsError, match="preprocess: expected a size in pixels"):
             clipstream.build_loader(shards, size, **small)  # type: ignore[arg-type]
