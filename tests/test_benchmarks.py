@@ -52,7 +52,9 @@ def test_accuracy_of_stored_types(tmp_path: Path) -> None:
     flags = ("--towers", "both", "--train-data", shards, "--model", str(tmp_path / "model.json"), "--workers", "1")
     stores = [str(tmp_path / dtype) for dtype in ("float32", "int8")]
     for store in stores:
-        assert precompute([store, *flags, "--dtype", Path(store).name, "--precision", "fp32"]) == 0
+        assert (
+            precompute([store, *flags, "--dtype", Path(store).name, "--precision", "fp32", "--run.threads", "1"]) == 0
+        )
     table = output_of("stored_accuracy", *stores, "--labels", shards, "--classes", str(classes)).splitlines()
     assert "zero_shot_top1" in table[0] and "(+0.000)" in table[1] and table[2].startswith("int8")
 

@@ -74,6 +74,7 @@ def test_the_command_in_its_head_runs(
 ) -> None:
     monkeypatch.chdir(ROOT)
     less = ["--steps", "2", "--warmup", "0", "--data.global-batch-size", "48", "--log.every", "1"]
+    less += ["--run.threads", "1"]
     less += ["--evals.val.max-samples", "64"] if name in ("emoji", "lit") else []
     assert main([*command(name, towers_and_stamps), *less, "--logs", str(tmp_path), "--name", name]) == 0
     evaluations = metrics(tmp_path / name)

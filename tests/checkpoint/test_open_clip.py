@@ -52,7 +52,7 @@ def test_a_run_goes_on_from_open_clips_epoch(tmp_path: Path, capsys: pytest.Capt
     path, *_ = write_epoch(tmp_path, json.loads(Path(name).read_text()), "3.3.0")
     argv = ["--model", name, "--dataset-type", "synthetic", "--batch-size", "8", "--train-num-samples", "16"]
     argv += ["--epochs", "3", "--workers", "0", "--log.every", "1", "--device", "cpu", "--precision", "fp32"]
-    argv += ["--logs", str(tmp_path / "logs"), "--name", "on", "--resume", str(path)]
+    argv += ["--run.threads", "1", "--logs", str(tmp_path / "logs"), "--name", "on", "--resume", str(path)]
     assert train.main(argv) == 0
     assert "epoch 2, step 4; the data order begins anew" in capsys.readouterr().out
     records = [json.loads(line) for line in (tmp_path / "logs/on/metrics.jsonl").read_text().splitlines()]

@@ -72,6 +72,7 @@ def test_a_run_takes_all_of_the_pages_parts_together(folder: Path) -> None:
     assert len(configs) == 10
     flags = [word for config in configs for word in ("--config", config.name)]
     sizes = "--model model.json --steps 3 --data.global-batch-size 8 --workers 1 --precision fp32 --log.every 1"
+    sizes += " --run.threads 1"
     assert train.main([*flags, *sizes.split(), "--name", "own", "--logs", "runs"]) == 0
     lines = [json.loads(line) for line in Path("runs/own/metrics.jsonl").read_text().splitlines()]
     (evaluation,) = [line for line in lines if line.get("eval") == "pairs"]
