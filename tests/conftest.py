@@ -44,7 +44,10 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(HOME, ignore_errors=True)
 
 
-PROCESSES = {"subprocess", "multiprocessing", "tests.support.ranks", "tests.support.runs", "tests.support.loaders"}
+PROCESSES = {
+    "subprocess", "multiprocessing", "tests.support.forks", "tests.support.loaders", "tests.support.ranks",
+    "tests.support.runs",
+}  # fmt: skip
 
 
 @lru_cache
