@@ -90,10 +90,13 @@ class Tracker(Sink):
         module: of the tracker.
         run: as the module's `init` returns it.
         table: (title, header, rows) -> what the tracker shows as a table.
+        pictures: images of the module with their texts -> what the tracker shows as several pictures.
     """
 
-    def __init__(self, module: Any, run: Any, table: Callable[[Table], Any]) -> None:
-        self._module, self._run, self._table = module, run, table
+    def __init__(
+        self, module: Any, run: Any, table: Callable[[Table], Any], pictures: Callable[[list[tuple[Any, str]]], Any]
+    ) -> None:
+        self._module, self._run, self._table, self._pictures = module, run, table, pictures
 
     def write(self, record: Record) -> None:
         if metrics := dict(scalars(record)):
@@ -103,10 +106,12 @@ class Tracker(Sink):
         """Log the pictures with their texts, and the tables."""
         found: dict[str, Any] = {f"tables/{name}/{table.title}": self._table(table) for table in tables}
         if examples:
-            found[f"pictures/{name}"] = [
+            images = [
                 self._module.Image(example.pixels.permute(1, 2, 0).cpu().numpy(), caption=example.text)
                 for example in examples
             ]
+            texts = [example.text for example in examples]
+            found[f"pictures/{name}"] = self._pictures(list(zip(images, texts, strict=True)))
         if found:
             self._run.log(found, step=step)
 
@@ -142,7 +147,12 @@ def wandb_run(settings: WandbSettings, run: RunInfo) -> Tracker:
         raise SettingsError(
             f"Weights & Biases could not start the run: {error}; run `wandb login`, or set the sink's mode to offline"
         ) from error
-    return Tracker(wandb, found, lambda table: wandb.Table(list(table.header), [list(row) for row in table.rows]))
+    return Tracker(
+        wandb,
+        found,
+        table=lambda table: wandb.Table(list(table.header), [list(row) for row in table.rows]),
+        pictures=lambda pairs: [image for image, _ in pairs],
+    )
 
 
 def trackio_run(settings: TrackioSettings, run: RunInfo) -> Tracker:
@@ -163,7 +173,13 @@ def trackio_run(settings: TrackioSettings, run: RunInfo) -> Tracker:
         )
     except Exception as error:  # of many kinds: no login, no network, a folder that cannot be written
         raise SettingsError(f"Trackio could not start the run: {error}") from error
-    return Tracker(trackio, found, lambda table: trackio.Markdown(markdown_table(table.header, table.rows)))
+    return Tracker(
+        trackio,
+        found,
+        table=lambda table: trackio.Markdown(markdown_table(table.header, table.rows)),
+        # Trackio takes several images in a table alone.
+        pictures=lambda pairs: trackio.Table(columns=["picture", "text"], data=[list(pair) for pair in pairs]),
+    )
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
