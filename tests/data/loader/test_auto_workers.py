@@ -80,6 +80,7 @@ def test_workers_end_by_themselves(shards: list[str], monkeypatch: pytest.Monkey
 
     def end(process: BaseProcess, _: float) -> None:
         process.join(TIMEOUT)
+        process.kill()  # one that has not ended
         processes.append(process)
 
     monkeypatch.setattr(auto_workers, "end", end)
