@@ -144,17 +144,18 @@ def check(
 
 def _source(shards: PathLike | Sequence[PathLike], options: Mapping[str, str | None]) -> SourceSettings:
     """The settings of a source. Raises SettingsError: an option has an invalid value."""
-    source = {name: options[name] for name in ("image_key", "folder", "separator") if options[name]}
-    key, json = options["caption_key"], options["caption_json"]
-    caption: dict[str, object] | None = None if key is None else {"key": key}
-    if json is not None:  # with both flags, the text member is the fallback
-        caption = {"type": "json", "path": [path.strip() for path in json.split(";")], "fallback": key}
     expected = "a pattern or a list of patterns"
-    names = [os.fspath(name) for name in each("shards", expected, shards, (str, os.PathLike))]
+    source: dict[str, object] = {
+        "shards": [os.fspath(one) for one in each("shards", expected, shards, (str, os.PathLike))]
+    }
+    source |= {name: options[name] for name in ("image_key", "folder", "separator") if options[name]}
+    key, json = options["caption_key"], options["caption_json"]
+    if json is not None:  # with both flags, the text member is the fallback
+        source["caption"] = {"type": "json", "path": [path.strip() for path in json.split(";")], "fallback": key}
+    elif key is not None:
+        source["caption"] = {"key": key}
     try:
-        return SourceSettings.model_validate(
-            {**source, "shards": names} | ({} if caption is None else {"caption": caption})
-        )
+        return SourceSettings.model_validate(source)
     except ValidationError as error:
         first = error.errors()[0]
         flag = str(first["loc"][0]).replace("_", "-")

@@ -106,12 +106,12 @@ class Tracker(Sink):
         """Log the pictures with their texts, and the tables."""
         found: dict[str, Any] = {f"tables/{name}/{table.title}": self._table(table) for table in tables}
         if examples:
-            images = [
-                self._module.Image(example.pixels.permute(1, 2, 0).cpu().numpy(), caption=example.text)
-                for example in examples
-            ]
-            texts = [example.text for example in examples]
-            found[f"pictures/{name}"] = self._pictures(list(zip(images, texts, strict=True)))
+            found[f"pictures/{name}"] = self._pictures(
+                [
+                    (self._module.Image(one.pixels.permute(1, 2, 0).cpu().numpy(), caption=one.text), one.text)
+                    for one in examples
+                ]
+            )
         if found:
             self._run.log(found, step=step)
 

@@ -17,7 +17,6 @@ from clipstream.train import main
 from tests.support.forks import Fork, wait_until
 from tests.support.pictures import make_shards
 
-OWN = Path(__file__).parents[1].parent
 MODEL = {
     "embed_dim": 16,
     "vision_cfg": {"image_size": 16, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8},

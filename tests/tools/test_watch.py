@@ -29,9 +29,10 @@ from clipstream.tools.watch import WatchedRun, fault
 from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState
 from tests.support.evaluating import tiny_towers
+from tests.support.forks import ROOT
 from tests.support.pictures import make_shards
 from tests.support.ranks import TIMEOUT, end_ranks
-from tests.support.runs import MODEL, OWN, flags, lines, start
+from tests.support.runs import MODEL, flags, lines, start
 from tests.support.savers import damage, fill, names, small_disk
 
 END = {"step": 6, "end": {"total_steps": 6}}
@@ -48,7 +49,7 @@ def wait_until(true: Callable[[], bool], process: subprocess.Popen[bytes] | None
 def follower(folder: Path, *more: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "clipstream.evaluate", "--watch", str(folder), *more]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=OWN, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
 
 
 def figures(folder: Path) -> list[dict[str, Any]]:

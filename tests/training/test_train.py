@@ -27,10 +27,10 @@ from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from clipstream.train import main
 from clipstream.training.precision import resolve_precision
+from tests.support.forks import ROOT
 from tests.support.pictures import make_shards, picture
 from tests.support.ranks import TIMEOUT, end_ranks, reserved_port, run_ranks
 from tests.support.runs import (
-    OWN,
     flags,
     lines,
     place,
@@ -210,7 +210,7 @@ def test_ranks_end_when_their_launcher_is_killed(place: Path) -> None:
     rank = [sys.executable, "-m", "clipstream.train", *flags(place, "orphan", steps=100_000)]
     code = f"import subprocess; p = subprocess.Popen({rank!r}); print(p.pid, flush=True); p.wait()"
     env = {**os.environ, "TORCHELASTIC_RUN_ID": "none"}
-    with subprocess.Popen([sys.executable, "-c", code], cwd=OWN, env=env, stdout=subprocess.PIPE) as launcher:
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=env, stdout=subprocess.PIPE) as launcher:
         assert launcher.stdout is not None
         pid = int(launcher.stdout.readline())
         wait_for_step(place, "orphan", 3, launcher)

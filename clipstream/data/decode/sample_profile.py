@@ -218,8 +218,12 @@ class Profile:
             if suffix.rpartition(".")[0] in dotted:  # the text of one picture of several
                 continue
             if member.language and suffix != "cls" and self.suffixes[suffix] * 2 >= self.samples and _nameable(suffix):
-                rank = CAPTION_NAMES.index(suffix) if suffix in CAPTION_NAMES else 12
-                rank = 0 if suffix in ("txt", "text", "caption") else 2 if suffix.startswith("caption") else rank
+                if suffix in ("txt", "text", "caption"):
+                    rank = 0
+                elif suffix.startswith("caption"):
+                    rank = 2
+                else:
+                    rank = CAPTION_NAMES.index(suffix) if suffix in CAPTION_NAMES else 12
                 key = (member.is_constant, rank + text_rank, 0, -member.language, -member.samples)
                 flag = f"--caption-key {shlex.quote(suffix)}"
                 if place != SHORT_FLAGS:
