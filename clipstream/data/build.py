@@ -37,7 +37,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
 from clipstream.features.manifest import IDS
 from clipstream.utils.logs import logger
-from clipstream.utils.openmp import note_spinning
+from clipstream.utils.openmp import spinning_notice
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +78,8 @@ def training_loader(
     """
     lanes, workers = settings.lanes, settings.workers
     assert isinstance(lanes, int) and isinstance(workers, int), "resolve the settings first"
-    note_spinning(world.device, workers if world.is_main else 0)
+    if notice := spinning_notice(world.device, workers if world.is_main else 0):
+        logger.info(notice)
     slots, store = _slots(settings, lanes, world), _shard_cache(settings, lanes, world)
     named, names = sorted(settings.sources.items()), sorted(settings.sources)
     sources = [Source(one, SourceContext(store, settings.cache, f"data.sources.{name}")) for name, one in named]

@@ -71,7 +71,7 @@ def unguarded(process: subprocess.Popen[str], said: str) -> bool:
     files = re.findall(rf'File "{re.escape(str(ROOT))}/(clipstream/[^"]+)"', said)
     started = process.returncode not in (1, -signal.SIGINT, -signal.SIGTERM)
     return not started and set(files) <= {
-        f"clipstream/{x}.py" for x in ("__init__", "utils/__init__", "utils/early_signals")
+        f"clipstream/{x}.py" for x in ("__init__", "utils/__init__", "utils/early_signals", "utils/openmp")
     }
 
 
