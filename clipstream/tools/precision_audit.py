@@ -35,30 +35,10 @@ from clipstream.utils.logs import announce, logger
 MOST_STEPS = 24  # of fp16, whose loss scale falls by half until no gradient overflows
 LOGGED_ROWS = 6  # of each table in a run's log
 STEPS = 2  # the first one makes moments and warms caches up; the last one is recorded
-WORDS = (
-    "a",
-    "photo",
-    "of",
-    "red",
-    "green",
-    "small",
-    "old",
-    "city",
-    "river",
-    "bird",
-    "dog",
-    "on",
-    "the",
-    "left",
-    "with",
-    "light",
-    "near",
-    "two",
-    "people",
-)
-MOST_MOST_STEPS = 24  # of fp16, whose loss scale falls by half until no gradient overflows
-LOGGED_ROWS = 6  # of each table in a run's log
-STEPS = 24  # of fp16, whose loss scale falls by half until no gradient overflows
+# fmt: off
+WORDS = ("a", "photo", "of", "red", "green", "small", "old", "city", "river", "bird", "dog", "on", "the", "left",
+         "with", "light", "near", "two", "people")  # of synthetic texts
+# fmt: on
 
 
 def audit_step(step: TrainStep, batch: Batch, *, history: list[ScaleRecord] | None = None) -> Audit:
@@ -216,7 +196,9 @@ def preserved(step: TrainStep) -> Iterator[None]:
         for group in optimizer.param_groups
     ]
     inner = {key: copy.deepcopy(value) for key, value in vars(scaler).items() if key != "_per_optimizer_states"}
-    updates, size = 0 if step.averages is None else step.averages.updates, step.gradcache.size
+    updates = 0 if step.averages is None else step.averages.updates
+    # With `auto`, the audited step searches for them, and the first step of training as it would without an audit.
+    searched = {key: value for key, value in vars(step.gradcache).items() if key in ("size", "kept", "tried_for")}
     try:
         with same_randomness(step.world.device):
             yield
@@ -236,7 +218,7 @@ def preserved(step: TrainStep) -> Iterator[None]:
         vars(scaler).update(inner)
         if step.averages is not None:
             step.averages.updates = updates
-        step.gradcache.size = size
+        vars(step.gradcache).update(searched)
 
 
 def _copy(value: Any) -> Any:

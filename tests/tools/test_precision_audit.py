@@ -6,7 +6,7 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from clipstream.report.precision_audit import audit_text, scale_line, show_audit
 from clipstream.report.sinks import AUDIT_FILE
 from clipstream.tools.precision_audit import audit_step
 from clipstream.train import main as train
+from clipstream.training.auto_micro_batch import AutoMicroBatch
 from clipstream.training.ema import WeightAverages
 from clipstream.training.optim import parameter_groups
 from clipstream.training.precision import Precision, prepare
@@ -254,6 +255,26 @@ def test_training_goes_on_with_the_same_bits(
         states.append([*step.towers.state_dict().values(), *moments, *step.averages.tensors.values(), torch.rand(1)])
     assert results[0] == results[1]
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
+def test_one_step_more_than_the_recorded_one_is_taken(tmp_path: Path) -> None:
+    step, seen = make_step(tmp_path, "bf16"), []
+    finish = step.gradcache._loss
+    step.gradcache._loss = lambda *args: (seen.append(args), finish(*args))[1]  # type: ignore[method-assign]
+    run(step)
+    assert len(seen) == 2
+    overflows = [record.overflows for record in run(make_step(tmp_path, "fp16")).own_history]
+    assert overflows[-2:] == [0.0, 0.0] and all(overflows[:-2])  # those whose loss scale was too large come before
+
+
+def test_the_search_of_auto_begins_anew_after_an_audit(tmp_path: Path) -> None:
+    step = make_step(tmp_path, "bf16", micro_batch_size="auto")
+    cache = cast(AutoMicroBatch, step.gradcache)
+    cache._largest = lambda top, first, trial: 2  # type: ignore[method-assign]
+    run(step)
+    assert (cache.size, cache.kept, cache.tried_for) == (None, 1, 0)
+    step(make_batch(step.towers), lr=0.0)
+    assert (cache.size, cache.tried_for) == (2, N)
 
 
 def test_gradients_are_compared_with_the_limits_of_fp16() -> None:
