@@ -73,8 +73,7 @@ def training_loader(
         features: stores of features. Batches have them, and no pixels or no ids where features take their place.
 
     Raises:
-        SettingsError: this rank would get no sample, `start` belongs to another order of samples, or a store does not
-            fit the sources or the tokenizer.
+        SettingsError: no sample for this rank, a `start` of another order, or a store of other sources or tokens.
     """
     lanes, workers = settings.lanes, settings.workers
     assert isinstance(lanes, int) and isinstance(workers, int), "resolve the settings first"
