@@ -103,3 +103,10 @@ def test_a_tower_that_is_trained_has_no_cache(tmp_path: Path) -> None:
     towers = build(write(tmp_path)).train()
     with pytest.raises(SettingsError, match=r"model\.image\.cache_gib: the image tower has weights that are trained"):
         FeatureCache(towers, "image", 1.0, World(), nullcontext)
+
+
+def test_more_memory_than_there_is_is_refused(tmp_path: Path) -> None:
+    towers = build(write(tmp_path)).train()
+    towers.lock_image()
+    with pytest.raises(SettingsError, match=r"model\.image\.cache_gib: 1e\+09 GiB cannot be allocated .*give less"):
+        FeatureCache(towers, "image", 1e9, World(), nullcontext)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipstream.errors import SettingsError
+from clipstream.models.execution import text_buckets
 from clipstream.models.execution.text_buckets import PASS_TOKENS, Bucket, TextBuckets
 from clipstream.models.towers import Towers
 from tests.support import hubtree
@@ -152,6 +153,18 @@ def test_the_cut_is_the_cheapest(lengths: list[int], most: int | None, device: s
     ]
     found = sum(PASS_TOKENS[device] + bucket.rows * bucket.length for bucket in buckets)
     assert found == min(cost(ends) for ends in cuts)
+
+
+def test_the_work_of_a_cut_grows_with_the_square_of_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Bucket] = []
+
+    def noted(rows: int, length: int) -> Bucket:
+        tried.append(Bucket(rows, length))
+        return tried[-1]
+
+    monkeypatch.setattr(text_buckets, "Bucket", noted)
+    TextBuckets("argmax", 0).plan(range(8, 513, 8), 512, "cpu")
+    assert len(tried) == 64 * 65 / 2
 
 
 @given(lengths=st.lists(st.integers(1, 77), min_size=1, max_size=200))

@@ -123,9 +123,11 @@ class TextBuckets:
         fixed = PASS_TOKENS.get(device, PASS_TOKENS["cuda"]) * self.embeddings
         most = min(self.most or len(sizes), len(sizes))
         # best[j]: cost and buckets of the texts of the first j sizes, in at most as many buckets as rounds done.
+        # Without a limit, a single round that reads its own results finds the best cut.
         best: list[tuple[float, list[Bucket]] | None] = [(0.0, []), *[None for _ in sizes]]
-        for _ in range(most):
-            longer = list(best)
+        limited = most < len(sizes)
+        for _ in range(most if limited else 1):
+            longer = list(best) if limited else best
             for stop in range(1, len(sizes) + 1):
                 for start in range(stop):
                     if (before := best[start]) is None:
