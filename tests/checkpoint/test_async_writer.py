@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from clipstream.checkpoint import async_writer
 from clipstream.checkpoint.async_writer import AsyncWriter, Snapshot
 from clipstream.checkpoint.state import OPTIMIZER, WEIGHTS, TensorFile, load, metadata, read, read_meta
 from clipstream.checkpoint.store import BEST, find, marker_of
@@ -22,7 +23,7 @@ from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState
 from clipstream.training.step import TrainStep
 from clipstream.utils import atomic_write
-from tests.support.forks import run_fork
+from tests.support.forks import TIMEOUT, run_fork, wait_until
 from tests.support.ranks import run_ranks
 from tests.support.savers import fill, names, parts, saver_of, small_disk, write
 from tests.support.steps import LOSSES, TinyTowers, make_batch
@@ -37,7 +38,7 @@ class Gate:
 
         def wait(path: Path, content: Any) -> tuple[int, str]:
             self.reached.set()
-            assert self.open.wait(60)
+            assert self.open.wait(TIMEOUT)
             return written(path, content)
 
         monkeypatch.setattr(atomic_write, "write", wait)
@@ -59,7 +60,7 @@ def test_training_goes_on_and_the_save_is_of_its_step(device: str, gate: Gate, t
     saver = saver_of(tmp_path, world, model=(model, optimizer))
     before = {name: tensor.clone() for name, tensor in model.clip.state_dict().items()}
     saver.save(TrainState(1))
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(TIMEOUT)
     for number in (1, 2):
         step(make_batch(number), lr=0.01)
     saver.check()
@@ -71,17 +72,33 @@ def test_training_goes_on_and_the_save_is_of_its_step(device: str, gate: Gate, t
     assert any(not torch.equal(saved[name], tensor.cpu()) for name, tensor in model.clip.state_dict().items())
 
 
-def test_one_save_at_a_time(gate: Gate, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_save_at_a_time(
+    gate: Gate, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     saver = saver_of(tmp_path)
     saver.save(TrainState(1, samples=11))
-    threading.Timer(1.5, gate.open.set).start()
-    began = time.monotonic()
+    join, seconds, found = saver._join, [0.0], []
+    monkeypatch.setattr(async_writer, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+
+    def join_late() -> None:
+        seconds[0] += 7.0
+        gate.open.set()
+        join()
+        found.append(find(tmp_path, "auto"))
+
+    monkeypatch.setattr(saver, "_join", join_late)
     saver.save(TrainState(2, samples=22))
-    assert time.monotonic() - began > 1
-    assert "the save of step 2 waited" in capsys.readouterr().err
+    assert found == [tmp_path / "step_00000001"], "it is written before the next one is"
+    assert "the save of step 2 waited 7 s" in capsys.readouterr().err
     assert saver.finish()
     for step, samples in ((1, 11), (2, 22)):
         assert read_meta(tmp_path / f"step_{step:08d}").train.samples == samples
+
+
+def checked(saver: AsyncWriter) -> bool:
+    """Look for a failed save, as training does at each step."""
+    saver.check()
+    return True
 
 
 def test_the_status_says_saving_until_the_checkpoint_is_written(gate: Gate, tmp_path: Path) -> None:
@@ -89,14 +106,11 @@ def test_the_status_says_saving_until_the_checkpoint_is_written(gate: Gate, tmp_
     told: list[str] = []
     saver = AsyncWriter(tmp_path, World(), CheckpointSettings(), towers=model, optimizer=optimizer, status=told.append)
     saver.save(TrainState(1))
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(TIMEOUT)
     saver.check()
     assert told == ["saving"]
     gate.open.set()
-    limit = time.monotonic() + 60
-    while len(told) == 1 and time.monotonic() < limit:
-        saver.check()  # as training does at each step
-        time.sleep(0.01)
+    wait_until(lambda: checked(saver) and len(told) > 1)
     assert told == ["saving", ""]
     assert saver.finish() and told == ["saving", ""]
 
@@ -105,11 +119,8 @@ def test_a_failure_in_the_background_ends_the_run_at_its_next_step(tmp_path: Pat
     (tmp_path / "checkpoints").write_text("a file")
     saver = saver_of(tmp_path / "checkpoints")
     saver.save(TrainState(1))
-    limit = time.monotonic() + 60
     with pytest.raises(ClipstreamError, match=r"the checkpoint could not be written: .*checkpoints"):
-        while time.monotonic() < limit:
-            saver.check()
-            time.sleep(0.01)
+        wait_until(lambda: not checked(saver))
     saver.save(TrainState(2))
     with pytest.raises(ClipstreamError, match="could not be written"):
         saver.finish()

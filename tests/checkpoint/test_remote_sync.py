@@ -22,6 +22,7 @@ from clipstream.errors import SettingsError
 from clipstream.tools import resume
 from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState
+from tests.support.forks import TIMEOUT
 from tests.support.savers import damage, names, saver_of, write
 
 
@@ -38,7 +39,7 @@ class Weak(MemoryFileSystem):  # type: ignore[misc]
     def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> None:
         """Copy a file."""
         type(self).begun.set()
-        assert type(self).gate.wait(60)
+        assert type(self).gate.wait(TIMEOUT)
         if type(self).failures:
             type(self).failures -= 1
             raise ConnectionError("weak://user:secret@host refused")
@@ -112,7 +113,7 @@ def test_what_is_being_copied_stays_and_what_is_overtaken_is_left_out(tmp_path: 
     saver = synced(tmp_path / "run", "weak://far", keep_last=1)
     Weak.gate.clear()
     saver.save(TrainState(1))
-    assert Weak.begun.wait(60)
+    assert Weak.begun.wait(TIMEOUT)
     for step in (2, 3, 4):
         saver.save(TrainState(step))
     saver._join()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,11 +45,10 @@ def bomb(first: str, element: str) -> str:
     ids=["lists", "mappings", "merges"],
 )
 def test_aliases_that_multiply_are_refused_at_once(tmp_path: Path, text: str) -> None:
-    began = time.monotonic()
+    """Before they are copied: 9^10 copies take an hour and more memory than there is."""
     (found,) = problems(["--config", write(tmp_path / "a.yaml", text)])
     assert ".yaml:" in found and ": aliases (*NAME) repeat more than 10,000 keys and values" in found
     assert "expected a mapping" in problems([f"--data.sources={text}"])[0]
-    assert time.monotonic() - began < 10  # 9^10 copies take an hour
 
 
 def test_aliases_of_everyday_use_are_read(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,12 +114,11 @@ def test_another_tokenizer_alone_leaves_the_data_where_they_were(shards: list[st
 
 @pytest.mark.parametrize("mode", ["resampled", "epoch"])
 def test_nothing_is_replayed_however_far_a_run_has_come(mode: str, shards: list[str], tmp_path: Path) -> None:
+    """To replay 10^12 steps takes years."""
     settings = data(shards, sampling={"mode": mode}, lanes=4)
     start = state_after(settings, 1)
     far = {lane: LaneState(10**12, [Cursor(10**12, 1, 3)]) for lane in start.lanes}
-    began = time.perf_counter()
     with loader(settings, replace(start, step=10**12, lanes=far)) as stream:
         batch = next(stream)
-        spent, health = time.perf_counter() - began, stream.health.sources["train"]
+        health = stream.health.sources["train"]
     assert batch.step == 10**12 and health.read == 12 == len(batch)
-    assert spent < 5, "a step like the first one"

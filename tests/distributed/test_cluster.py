@@ -143,7 +143,7 @@ def rank_of(launcher: subprocess.Popen[bytes], rank: int) -> int:
 
 def gone(mark: str) -> None:
     """Wait until no process has a word in its command line."""
-    limit = time.monotonic() + 120
+    limit = time.monotonic() + TIMEOUT
     while command_runs(mark):
         assert time.monotonic() < limit, "a process is left"
         time.sleep(0.1)

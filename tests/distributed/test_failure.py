@@ -78,9 +78,7 @@ def end_well(world: World, kind: str) -> int:
 
 @pytest.mark.parametrize(("size", "failing"), [(2, 0), (2, 1), (3, 1)])
 def test_a_data_error_ends_all_ranks_with_its_code(size: int, failing: int) -> None:
-    began = time.monotonic()
     ends = end_ranks(size, fail, "data", failing)
-    assert time.monotonic() - began < 240
     assert [end.code for end in ends] == [3] * size
     for rank, end in enumerate(ends):
         told = MESSAGE if rank in (0, failing) else MESSAGE.partition("\n")[0]

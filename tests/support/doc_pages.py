@@ -27,7 +27,7 @@ from tests.support import model_files
 from tests.support.clipbenchmark import drawn, write_benchmark
 from tests.support.evaluating import CONFIG
 from tests.support.pictures import make_shards, picture
-from tests.support.ranks import ROOT
+from tests.support.ranks import ROOT, TIMEOUT
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 OUTPUT = {"text", "json", "mermaid"}  # languages of what is shown and not typed
@@ -187,7 +187,7 @@ class Session:
         self.ran.append(command)
         if found is None:
             assert words[0] not in ("make", "pip", "torchrun", "srun"), f"{block}: {command}"
-            done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+            done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=TIMEOUT, check=False)
             assert done.returncode == 0, f"{block}: {command}: {done.stderr}"
             return
         verb, flags, _ = found

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from clipstream.distributed.world import World
-from tests.support.forks import ROOT, TIMEOUT, fork_server
+from tests.support.forks import ROOT, TIMEOUT, fork_server, wait_until
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,11 @@ def command_runs(mark: str) -> bool:
             if mark.encode() in process.read_bytes():
                 return True
     return False
+
+
+def command_ends(mark: str) -> None:
+    """Wait until no process has `mark` in its command line; one that is killed has it for a moment more."""
+    wait_until(lambda: not command_runs(mark))
 
 
 @contextlib.contextmanager

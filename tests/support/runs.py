@@ -14,9 +14,11 @@ from safetensors.torch import load_file
 
 from clipstream.distributed.world import World
 from clipstream.train import main
-from tests.support.forks import Fork, wait_until
+from tests.support.forks import TIMEOUT, Fork, wait_until
 from tests.support.pictures import make_shards
 
+# Time limits beyond that of a test: a run that ends has noticed what is wrong by itself.
+NO_LIMITS = ["--data.stall-timeout", str(4 * TIMEOUT), "--run.timeout", str(8 * TIMEOUT)]
 MODEL = {
     "embed_dim": 16,
     "vision_cfg": {"image_size": 16, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8},

@@ -15,7 +15,7 @@ BODY = tar_bytes([{"__key__": f"{i}", "jpg": bytes([i]) * 9000, "txt": "x"} for 
 
 
 def make_store(folder: Path | None = None, **options: float) -> ShardCache:
-    fetcher = Fetcher(**{"backoff": 0.01, "timeout": 10.0, **options})  # type: ignore[arg-type]
+    fetcher = Fetcher(**{"backoff": 0.01, **options})  # type: ignore[arg-type]
     return ShardCache(None if folder is None else str(folder), fetcher=fetcher)
 
 

@@ -30,7 +30,7 @@ from clipstream.precompute import main
 from tests.support import hubtree
 from tests.support.model_files import build, write
 from tests.support.pictures import make_shards, picture
-from tests.support.ranks import end_ranks
+from tests.support.ranks import TIMEOUT, end_ranks
 from tests.support.savers import damage, small_disk
 from tests.support.tars import write_tar
 
@@ -354,7 +354,7 @@ def test_a_signal_ends_it_cleanly(place: Path, tmp_path: Path) -> None:
         time.sleep(0.001)
     assert process.is_alive(), errors.read_text()
     os.kill(process.pid, signal.SIGTERM)
-    process.join(60)
+    process.join(TIMEOUT)
     assert process.exitcode == Stopped.exit_code, errors.read_text()
     assert "go on by the same command" in errors.read_text() and "SIGTERM: ending" in errors.read_text()
     assert "Traceback" not in errors.read_text()

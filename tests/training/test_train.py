@@ -31,6 +31,7 @@ from tests.support.forks import ROOT
 from tests.support.pictures import make_shards, picture
 from tests.support.ranks import TIMEOUT, end_ranks, reserved_port, run_ranks
 from tests.support.runs import (
+    NO_LIMITS,
     flags,
     lines,
     place,
@@ -233,10 +234,8 @@ def test_two_ranks_train_on_the_same_batches(place: Path, whole: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_absent_caption_ends_with_exit_code_3_and_the_flag_to_use(place: Path, ranks: int) -> None:
-    began = time.monotonic()
-    ends = end_ranks(ranks, train_on, flags(place, f"absent-{ranks}", "--caption-key", "text"))
+    ends = end_ranks(ranks, train_on, flags(place, f"absent-{ranks}", "--caption-key", "text", *NO_LIMITS))
     assert [end.code for end in ends] == [3] * ranks
-    assert time.monotonic() - began < 240
     for word in ("json", "jpg", "caption.en", "--caption-json", "--caption-key txt"):
         assert word in ends[0].stderr
     assert "Traceback" not in ends[0].stderr

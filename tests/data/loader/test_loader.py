@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -196,10 +195,8 @@ def test_the_first_samples_may_be_traced(tmp_path: Path, capfd: pytest.CaptureFi
 def test_nothing_usable_ends_with_what_was_seen_and_the_flag_to_use(shards: list[str], workers: int) -> None:
     caption = {"type": "text", "key": "caption"}
     settings = data(shards, workers=workers, sources={"train": {"shards": shards, "caption": caption}})
-    began = time.monotonic()
     with pytest.raises(DataError) as caught, loader(settings) as stream:
         next(stream)
-    assert time.monotonic() - began < 240
     message = str(caught.value)
     for word in ("'train'", "no_caption", "txt", "json", "caption.en", "--caption-key", "--caption-json"):
         assert word in message, message

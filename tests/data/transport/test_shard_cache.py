@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import get_ident
 
 import pytest
 
@@ -24,7 +25,8 @@ from clipstream.data.transport.pipe import end_commands
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.data.transport.transfer import ShardError
 from clipstream.errors import SettingsError
-from tests.support.ranks import TIMEOUT, command_runs
+from tests.support.forks import TIMEOUT, wait_until
+from tests.support.ranks import command_ends, reserved_port
 from tests.support.stores import BODY, failure, make_store
 
 FORK = multiprocessing.get_context("fork")
@@ -35,6 +37,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     asked: Counter[str]
     ranges: list[str | None]
+    gate: threading.Event  # until it is open, some answers wait or stay away
 
     def do_GET(self) -> None:
         self.asked[self.path if self.command == "GET" else f"HEAD {self.path}"] += 1
@@ -56,19 +59,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.answer(BODY, start, sent=start + 70_000, ETag='"1"')
         elif kind == "stall":
             self.answer(BODY, sent=5000)
-            time.sleep(1.5)
+            self.gate.wait(TIMEOUT)
         elif kind in ("nolength", "nolengthcut"):
             self.send_response(200)
             self.end_headers()
             self.wfile.write(BODY if kind == "nolength" else BODY[:50_000])
         elif kind == "slow":
-            time.sleep(0.3)
+            self.gate.wait(TIMEOUT)
             self.answer(BODY)
         elif kind == "slow404":
-            time.sleep(1.5)
+            self.gate.wait(TIMEOUT)
             self.send_error(404)
         elif kind == "mute" and self.command == "HEAD":
-            time.sleep(1.5)
+            self.gate.wait(TIMEOUT)
         else:
             self.answer(gzip.compress(BODY) if kind == "gz" else BODY)
 
@@ -92,10 +95,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[http.server.ThreadingHTTPServer]:
-    Handler.asked, Handler.ranges = Counter(), []
+    Handler.asked, Handler.ranges, Handler.gate = Counter(), [], threading.Event()
     httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=httpd.serve_forever, daemon=True).start()
     yield httpd
+    Handler.gate.set()
     httpd.shutdown()
     httpd.server_close()
 
@@ -135,7 +139,8 @@ def test_a_stalled_body_ends(tmp_path: Path, root: str) -> None:
 
 
 def test_a_dead_server_is_unreachable(tmp_path: Path) -> None:
-    assert failure(make_store(tmp_path, retries=1), "http://127.0.0.1:9/0.tar").reason == "unreachable"
+    with reserved_port() as port:  # nobody listens there
+        assert failure(make_store(tmp_path, retries=1), f"http://127.0.0.1:{port}/0.tar").reason == "unreachable"
 
 
 @pytest.mark.parametrize("path", ["a b/0.tar?token=HIDDEN", "elsewhere/0.tar"])
@@ -146,9 +151,9 @@ def test_what_python_says_of_a_url_is_not_shown_with_its_secrets(tmp_path: Path,
 
 def test_who_never_answers_is_asked_once_whether_a_kept_shard_is_the_newest(tmp_path: Path, root: str) -> None:
     urls = [f"{root}/mute/{number}.tar" for number in range(3)]
-    for _ in range(2):
+    for options in ({}, {"timeout": 0.3}):
         Handler.asked = Counter()
-        store = make_store(tmp_path, timeout=0.3)
+        store = make_store(tmp_path, **options)
         assert [store.local(url).read_bytes() == BODY for url in urls] == [True] * 3
     assert Handler.asked == {"HEAD /mute/0.tar": 1}
 
@@ -184,6 +189,8 @@ def test_one_download_for_all_processes(root: str) -> None:
         workers = [FORK.Process(target=lambda: os._exit(0 if ask(kind) == len(BODY) else 9)) for _ in range(4)]
         for worker in workers:
             worker.start()
+        wait_until(lambda: bool(Handler.asked))
+        Handler.gate.set()
         for worker in workers:
             worker.join()
         return [worker.exitcode for worker in workers]
@@ -215,16 +222,26 @@ def test_who_looked_at_the_same_moment_need_not_wait_for_the_reader_to_end(
     assert path.read_bytes() == BODY and Handler.asked["/a/0.tar"] == 2
 
 
-def test_those_who_waited_share_the_failure_and_a_later_call_asks_again(root: str) -> None:
-    store, url, together = make_store(), f"{root}/slow404/0.tar", threading.Barrier(4)
+def test_those_who_waited_share_the_failure_and_a_later_call_asks_again(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, url = make_store(), f"{root}/slow404/0.tar"
+    waiting: set[int] = set()
+    lock = ShardCache._lock
+    monkeypatch.setattr(ShardCache, "_lock", lambda *given, **more: waiting.add(get_ident()) or lock(*given, **more))
 
-    def ask(_: int) -> str:
-        mine: ShardCache = pickle.loads(pickle.dumps(store))
-        together.wait()
-        return reason_of(mine, url)
+    def later() -> bool:
+        """Whether the clock of files, which lags behind, shows that all four have asked."""
+        (tmp_path / "now").touch()
+        return (tmp_path / "now").stat().st_mtime > asked
 
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(ask, range(4))) == ["http_404"] * 4
+        ends = [pool.submit(reason_of, pickle.loads(pickle.dumps(store)), url) for _ in range(4)]
+        wait_until(lambda: len(waiting) == 4)
+        asked = time.time()
+        wait_until(later)
+        Handler.gate.set()
+        assert [end.result() for end in ends] == ["http_404"] * 4
     assert Handler.asked["/slow404/0.tar"] == 1
     assert reason_of(store, url) == "http_404" and Handler.asked["/slow404/0.tar"] == 2
 
@@ -251,25 +268,22 @@ def test_only_exit_status_0_of_a_pipe_counts(tmp_path: Path, command: str) -> No
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc")
 def test_a_silent_pipe_is_killed_with_its_children(tmp_path: Path) -> None:
-    mark = f"77.{os.getpid()}"  # a number of seconds that no other process sleeps
+    mark = f"3607.{os.getpid()}"  # a number of seconds that no other process sleeps
     assert failure(make_store(tmp_path / "cache", timeout=1.0), f"pipe:sh -c 'sleep {mark}' & wait").reason == "timeout"
-    for _ in range(100):
-        if not command_runs(mark):
-            return
-        time.sleep(0.02)
-    pytest.fail("a process of the pipe is still running")
+    command_ends(mark)
 
 
 def test_a_forked_process_leaves_the_commands_of_its_parent_alone(tmp_path: Path) -> None:
-    source, seconds = tmp_path / "a.tar", f"2.{os.getpid()}"
+    source, runs, gate = (tmp_path / name for name in ("a.tar", "runs", "gate"))
     source.write_bytes(BODY)
+    command = f"pipe:touch '{runs}'; until test -e '{gate}'; do sleep 0.05; done; cat '{source}'"
     with ThreadPoolExecutor(1) as pool:
-        path = pool.submit(make_store(tmp_path / "cache").local, f"pipe:sleep {seconds}; cat '{source}'")
-        while not command_runs(seconds):
-            assert not path.done()
+        path = pool.submit(make_store(tmp_path / "cache", timeout=TIMEOUT).local, command)
+        wait_until(runs.exists)
         forked = FORK.Process(target=end_commands)
         forked.start()
         forked.join()
+        gate.touch()
         assert path.result().read_bytes() == BODY
 
 
