@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from clipstream.bench.options import Options
-from clipstream.bench.results import Row, plot, settings_to_use, show, write_csv
+from clipstream.bench.results import Row, plot, show, write_csv, write_yaml
 from clipstream.bench.rungs import (
     BASELINE,
     CHOSEN,
@@ -50,16 +51,21 @@ def run(settings: Settings, options: Options, world: World, watch: FailureWatch)
     rows, chosen = ladder.climb()
     if not world.is_main:
         return
+    failed = []
+    # Files first: what reads the output may be gone (`| head`).
+    for path, write in (
+        (options.csv, partial(write_csv, rows)),
+        (options.yaml, partial(write_yaml, rows, chosen)),
+        (options.plot, partial(plot, rows)),
+    ):
+        try:
+            if path is not None:
+                write(path)
+        except OSError as error:
+            failed.append(f"{path} could not be written ({error.strerror})")
     show(rows, chosen, options.loss_steps)
-    try:
-        if options.csv is not None:
-            write_csv(rows, options.csv)
-        if options.yaml is not None:
-            options.yaml.write_text(settings_to_use(rows, chosen), encoding="utf-8")
-        if options.plot is not None:
-            plot(rows, options.plot)
-    except OSError as error:
-        raise ClipstreamError(f"{error.filename} could not be written ({error.strerror})") from error
+    if failed:
+        raise ClipstreamError("; ".join(failed))
 
 
 class Ladder:

@@ -182,6 +182,11 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
         table.writerows(row.record() for row in rows)
 
 
+def write_yaml(rows: Sequence[Row], chosen: Changes, path: Path) -> None:
+    """The settings to use."""
+    path.write_text(settings_to_use(rows, chosen), encoding="utf-8")
+
+
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Bars of samples/s, with the range of the rounds, and of memory; skipped with a warning without matplotlib."""
     try:

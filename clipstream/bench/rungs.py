@@ -90,7 +90,11 @@ def _checkpointing(settings: Settings, machine: Machine) -> list[Rung]:
 
 def _micro_batch(settings: Settings, machine: Machine) -> list[Rung]:
     sizes = dict.fromkeys(-(-machine.batch // parts) for parts in PARTS)
-    return [Rung(f"micro-batch {size}", {"train.micro_batch_size": size}) for size in sizes]
+    kept = settings.train.kept_micro_batches
+    return [
+        Rung(f"micro-batch {size}", {"train.micro_batch_size": size, "train.kept_micro_batches": kept})
+        for size in sizes
+    ]
 
 
 def _fsdp(settings: Settings, machine: Machine) -> list[Rung]:
@@ -120,7 +124,7 @@ PLAIN: dict[str, Changes] = {
         "model.image.grad_checkpointing": None,
         "model.text.grad_checkpointing": None,
     },
-    "micro-batch": {"train.micro_batch_size": None},
+    "micro-batch": {"train.micro_batch_size": None, "train.kept_micro_batches": 1},  # `auto` needs a size
     "fsdp": {"train.parallel": "ddp"},
     "patch-dropout": {"model.patch_dropout": None},
     "shards": {},

@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from clipstream.bench import main
+from clipstream.bench import ladder, main
 from clipstream.bench.ladder import Ladder
 from clipstream.bench.options import NAMES, Options
 from clipstream.bench.results import Row, settings_to_use, tables
@@ -110,10 +111,10 @@ def climbed(found: dict[str, Turn | str], monkeypatch: pytest.MonkeyPatch, **opt
     monkeypatch.setattr(Turns, "take", take)
     monkeypatch.setattr(Turns, "tflops", lambda self, settings, rate: None)
     settings = load(["--train-data", "synthetic:", "--workers", "0"], ranks=1)
-    ladder = Ladder(
+    climbing = Ladder(
         settings, Options(**{"rungs": ("fused", "compile", "buckets", "patch-dropout"), **options}), World()
     )  # type: ignore[arg-type]
-    rows, chosen = ladder.climb()
+    rows, chosen = climbing.climb()
     return rows, settings_to_use(rows, chosen)
 
 
@@ -153,17 +154,21 @@ def test_variants_alone_measure_the_baseline_once(monkeypatch: pytest.MonkeyPatc
     assert yaml.endswith("# no setting was measured\n")
 
 
-def test_every_rung_has_settings_that_go_together() -> None:
+@pytest.mark.parametrize("more", [[], ["--train.micro-batch-size", "4", "--train.kept-micro-batches", "auto"]])
+def test_every_rung_has_settings_that_go_together(more: list[str]) -> None:
     from clipstream.bench.rungs import Machine, plain
 
-    settings = load(["--train-data", "synthetic:"], ranks=1)
+    settings = load(["--train-data", "synthetic:", *more], ranks=1)
     base = plain(settings, NAMES)
+    with_changes(settings, base)
     machine = Machine("cuda:0", "bf16", ranks=2, batch=8, shards=True)
     names = []
     for make in (*SPEED.values(), *VARIANTS.values()):
         for rung in make(settings, machine):
             assert rung.reason is None
-            with_changes(settings, {**base, **rung.changes})
+            changed = with_changes(settings, {**base, **rung.changes})
+            if changed.train.micro_batch_size is not None:
+                assert changed.train.kept_micro_batches == settings.train.kept_micro_batches
             names.append(rung.name)
     assert len(set(names)) == len(names) >= 12
 
@@ -182,6 +187,29 @@ def test_every_rung_has_settings_that_go_together() -> None:
 def test_wrong_flags_are_told(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *argv]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_costs_the_file_that_was_to_be_written_and_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "full.csv").symlink_to("/dev/full")
+    yaml = tmp_path / "use.yaml"
+    argv = flags(tmp_path, "--rungs", "fused", "--rounds", "1", "--yaml", str(yaml))
+    assert main([*argv, "--csv", str(tmp_path / "full.csv")]) == 1
+    said, told = capsys.readouterr()
+    assert f"{tmp_path / 'full.csv'} could not be written (No space left on device)" in told
+    assert yaml.read_text() in said
+
+
+def test_files_are_written_where_nobody_reads_the_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*args: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(ladder, "show", closed)
+    with suppress(BrokenPipeError):
+        main(flags(tmp_path, "--rungs", "fused", "--rounds", "1"))
+    assert ("1", "fused") in read(tmp_path)
 
 
 def test_help_names_the_rungs(capsys: pytest.CaptureFixture[str]) -> None:
