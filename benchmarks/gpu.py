@@ -107,25 +107,38 @@ def lines(model: Model, rows: list[Row]) -> list[str]:
     return found
 
 
+def page(path: Path) -> str:
+    """The file that the table is for, which has the markers."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if BEGIN not in text or END not in text.partition(BEGIN)[2]:
+        raise SystemExit(f"--write: {path} lacks the markers {BEGIN} and {END}")
+    return text
+
+
 def write_table(path: Path, table: str) -> None:
     """Put the table between the markers of a file."""
-    text = path.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
-        raise SystemExit(f"--write: {path} lacks the markers {BEGIN} and {END}")
-    before, _, rest = text.partition(BEGIN)
+    before, _, rest = page(path).partition(BEGIN)
     path.write_text(f"{before}{BEGIN}\n{table}{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1. Raises ValueError: it is none."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shards", nargs="?", help="as --train-data takes them; generated unless given")
-    parser.add_argument("--models", nargs="+", default=[model.name for model in MODELS])
+    names = [model.name for model in MODELS]
+    parser.add_argument("--models", nargs="+", choices=names, default=names)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny models and batches")
-    parser.add_argument("--batch", type=int, help="of every model; its own unless given")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--batch", type=positive, help="of every model; its own unless given")
+    parser.add_argument("--rounds", type=positive, default=2)
+    parser.add_argument("--steps", type=positive, default=10)
+    parser.add_argument("--warmup", type=positive, default=3)
     parser.add_argument("--workers", default="auto")
     parser.add_argument("--minutes", type=float, default=7.0, help="after which no further model is begun")
     parser.add_argument("--csv", type=Path)
@@ -133,6 +146,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("torch sees no GPU here; --device cpu --small tries the script on tiny models")
+    if args.write is not None:  # before the minutes of measuring
+        page(args.write)
+    if args.csv is not None:
+        args.csv.open("a").close()
     began = time.monotonic()
     device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, float32"
     measured: list[tuple[Model, list[Row]]] = []

@@ -88,6 +88,19 @@ def test_the_gpus_benchmark_needs_a_gpu() -> None:
         output_of("gpu")
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--models", "ViT-B-31"], "invalid choice: 'ViT-B-31'"),
+        (["--steps", "0"], "--steps: invalid positive value: '0'"),
+        (["--write", "absent.md"], "absent.md lacks the markers"),
+    ],
+)
+def test_the_gpus_benchmark_checks_its_flags_before_it_measures(flags: list[str], said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        output_of("gpu", "--device", "cpu", "--small", *flags)
+
+
 def test_compile(tmp_path: Path) -> None:
     folder = furnish(tmp_path)
     shards = sorted(str(path) for path in (folder / "pairs").glob("*.tar"))

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from clipstream.bench import input, train
 from clipstream.cli.main import run_main, show_help
+from clipstream.errors import SettingsError, did_you_mean
 
 OWN_FLAGS = {**input.OWN_FLAGS, **train.OWN_FLAGS}  # of both, for completion
 
@@ -25,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: list[str]) -> int:
     if argv[:1] == ["train"]:
         return 0 if show_help("bench train", argv[1:], train.OWN_FLAGS) else train.bench(argv[1:])
+    if argv and not argv[0].startswith("-") and (meant := did_you_mean(argv[0], ["train"])):
+        raise SettingsError(f"there is no bench {argv[0]}{meant}")
     return 0 if show_help("bench", argv, input.OWN_FLAGS) else input.bench(argv)
 
 

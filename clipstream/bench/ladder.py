@@ -92,7 +92,7 @@ class Ladder:
         except RuntimeError as error:
             raise ClipstreamError(f"the model and its first batches do not fit this machine: {error}") from error
         ours = len(self.turns.batches[0])
-        machine = Machine(world.device, usual, world.size, ours, options.shards)
+        machine = Machine(world.device, usual, world.size, ours, options.shards, self.turns.padded)
         known = len(self.turns.batches) >= options.loss_steps  # else batches are repeated, and those of shards are not
         self._made = {
             name: [replace(rung, same_loss=known) if rung.from_shards else rung for rung in make(settings, machine)]
@@ -114,6 +114,8 @@ class Ladder:
         others = self._rungs(VARIANTS)
         if self.options.open_clip:
             reason = None if self.world.size == 1 else "measured on one rank only"
+            if self.settings.distill.model is not None or self.settings.data.teacher_features:
+                reason = "measured without distillation only"
             others.insert(0, Rung("open_clip", reason=reason, same_loss=False, open_clip=True))
         start = [Row(Rung(BASELINE), self.plain, 2)]
         if chosen != self.plain:

@@ -49,6 +49,8 @@ class OpenClipStep:
             raise SettingsError(f"open_clip's trainer has no precision {precision}")
         if towers.stored:
             raise SettingsError("open_clip's trainer reads no feature stores")
+        if towers.own_precision:
+            raise SettingsError("open_clip's trainer has no precision for a locked tower alone")
         self.mean, self.std, self.device = towers.mean.to(device), towers.std.to(device), device
         model = towers.clip.to(device)
         model.output_dict = True

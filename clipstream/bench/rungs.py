@@ -55,6 +55,7 @@ class Machine:
     ranks: int
     batch: int  # samples of a rank's part of the first batch
     shards: bool  # whether the user gave data
+    padded: str | None = None  # why texts cannot be cut by length
 
 
 def _tf32(settings: Settings, machine: Machine) -> list[Rung]:
@@ -81,7 +82,7 @@ def _compile(settings: Settings, machine: Machine) -> list[Rung]:
 
 def _buckets(settings: Settings, machine: Machine) -> list[Rung]:
     chosen = settings.model.text_buckets
-    return [Rung("buckets", {"model.text_buckets": "auto" if chosen == "off" else chosen})]
+    return [Rung("buckets", {"model.text_buckets": "auto" if chosen == "off" else chosen}, machine.padded)]
 
 
 def _checkpointing(settings: Settings, machine: Machine) -> list[Rung]:

@@ -27,7 +27,7 @@ from clipstream.data.batch import Batch
 from clipstream.data.loader.stage_timing import HAND_OVER, IDLE
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
-from clipstream.models.execution.text_buckets import TextBuckets
+from clipstream.models.execution.text_buckets import TextBuckets, why_inexact
 from clipstream.performance.flops import ModelFlops, Work, count_flops
 from clipstream.train.run import build_loader, build_model, build_step, build_teacher
 from clipstream.utils.words import shortened
@@ -35,6 +35,7 @@ from clipstream.utils.words import shortened
 if TYPE_CHECKING:
     from clipstream.data.loader.loader import Loader
     from clipstream.data.loader.stored import StoredData
+    from clipstream.models.towers import Towers
 
 MOST_BYTES = 1 << 30  # of the batches that are kept; where more are needed, they are repeated
 REASON_SHOWN = 120  # characters of an error
@@ -82,6 +83,7 @@ class Turns:
 
     Attributes:
         batches: this rank's first batches, on its device, with the true lengths of their texts.
+        padded: why texts cannot be cut by length; None if they can.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Turns:
         towers, tokenizer = build_model(settings, world, stored)
         teacher = build_teacher(settings, world)
         known = None if "text" in towers.stored else TextBuckets.of(towers.clip, "auto")
+        self.padded = None if known is not None else _why_padded(towers)
         self.batches: list[Batch] = []
         with build_loader(settings, world, towers, tokenizer, None, teacher, stored) as loader:
             for batch in itertools.islice(loader, count):
@@ -227,6 +230,12 @@ def explained(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     return shortened(text, REASON_SHOWN)
+
+
+def _why_padded(towers: Towers) -> str | None:
+    if "text" in towers.stored:
+        return "features of texts come from a store"
+    return why_inexact(getattr(towers.clip, "text", towers.clip))
 
 
 def _worker_ms(loader: Loader) -> float | None:

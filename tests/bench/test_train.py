@@ -92,7 +92,26 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-4)
 
 
-def climbed(found: dict[str, Turn | str], monkeypatch: pytest.MonkeyPatch, **options: object) -> tuple[list[Row], str]:
+def test_open_clip_has_no_precision_for_one_tower(tmp_path: Path) -> None:
+    more = ("--lock-image", "--model.image.precision", "bf16")
+    assert main(flags(tmp_path, "--rungs", "tf32", "--rounds", "1", "--against", "open_clip", *more)) == 0
+    row = read(tmp_path)["2", "open_clip"]
+    assert row["note"] == "not run: open_clip's trainer has no precision for a locked tower alone"
+
+
+def test_texts_that_cannot_be_cut_have_no_figure_for_buckets(tmp_path: Path) -> None:
+    argv = flags(tmp_path, "--rungs", "buckets", "--rounds", "1")
+    text = {**MODEL["text_cfg"], "no_causal_mask": True, "pool_type": "last"}  # type: ignore[dict-item]
+    siglip = {**MODEL, "custom_text": True, "init_logit_bias": -10, "text_cfg": text}
+    (tmp_path / "model.json").write_text(json.dumps(siglip))
+    assert main(argv) == 0
+    row = read(tmp_path)["1", "buckets"]
+    assert "no causal mask (SigLIP)" in row["note"] and not row["samples_per_s"]
+
+
+def climbed(
+    found: dict[str, Turn | str], monkeypatch: pytest.MonkeyPatch, *flags: str, **options: object
+) -> tuple[list[Row], str]:
     """The rows and the settings to use, with these turns in place of measured ones, by rung; texts are reasons."""
 
     class Batch8(list):  # type: ignore[type-arg]
@@ -106,11 +125,12 @@ def climbed(found: dict[str, Turn | str], monkeypatch: pytest.MonkeyPatch, **opt
 
     def start(self: Turns, *args: object, **kwargs: object) -> None:
         self.batches = [Batch8([0] * 8)] * 20  # type: ignore[list-item]
+        self.padded = None
 
     monkeypatch.setattr(Turns, "__init__", start)
     monkeypatch.setattr(Turns, "take", take)
     monkeypatch.setattr(Turns, "tflops", lambda self, settings, rate: None)
-    settings = load(["--train-data", "synthetic:", "--workers", "0"], ranks=1)
+    settings = load(["--train-data", "synthetic:", "--workers", "0", *flags], ranks=1)
     climbing = Ladder(
         settings, Options(**{"rungs": ("fused", "compile", "buckets", "patch-dropout"), **options}), World()
     )  # type: ignore[arg-type]
@@ -146,6 +166,13 @@ def test_what_cannot_run_is_left_out_of_the_chain(monkeypatch: pytest.MonkeyPatc
     assert by_name[1, "compile"].note() == "not run: no compiler" and not by_name[1, "compile"].rates
     assert by_name[1, "buckets"].before is by_name[1, "fused"]
     assert "compile" not in yaml and "text_buckets: 'off'" in yaml  # slower here, although it is a default
+
+
+def test_open_clip_is_not_compared_with_a_run_that_distills(monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher = ("--distill-model", "ViT-B-32", "--distill-pretrained", "openai")
+    rows, _ = climbed({"baseline": turn(10)}, monkeypatch, *teacher, open_clip=True)
+    (row,) = (row for row in rows if row.rung.open_clip)
+    assert row.note() == "not run: measured without distillation only"
 
 
 def test_variants_alone_measure_the_baseline_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,6 +237,11 @@ def test_files_are_written_where_nobody_reads_the_output(tmp_path: Path, monkeyp
     with suppress(BrokenPipeError):
         main(flags(tmp_path, "--rungs", "fused", "--rounds", "1"))
     assert ("1", "fused") in read(tmp_path)
+
+
+def test_a_misspelt_train_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian", "--rounds", "1"]) == 2
+    assert "there is no bench trian; did you mean 'train'?" in capsys.readouterr().err
 
 
 def test_help_names_the_rungs(capsys: pytest.CaptureFixture[str]) -> None:

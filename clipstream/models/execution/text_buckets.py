@@ -81,7 +81,7 @@ class TextBuckets:
         if setting == "off":
             return None
         tower = getattr(clip, "text", clip)
-        if (reason := _inexact(tower)) is not None:
+        if (reason := why_inexact(tower)) is not None:
             if setting == "auto":
                 return None
             raise SettingsError(f"model.text_buckets: {reason}: give auto or off")
@@ -169,7 +169,7 @@ class TextBuckets:
         return features.index_select(0, places.to(ids.device, non_blocking=True))
 
 
-def _inexact(tower: Any) -> str | None:
+def why_inexact(tower: Any) -> str | None:
     """Why padding reaches the features of a text tower; None if it does not."""
     if isinstance(tower, HFTextEncoder):
         if not isinstance(tower.pooler, MeanPooler | ClsPooler | ClsLastHiddenStatePooler):
