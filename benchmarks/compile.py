@@ -5,8 +5,10 @@
 Pictures and captions are those of the shards. Parts:
 
     step      times of the cases, which alternate over the rounds: medians in seconds of wall and CPU time; before them
-              the time of the first step of each compiled case. The cases have one setting more each, then `towers` in
-              place of `blocks`
+              the time of the first step of each compiled case. The cases have one setting more each, then `towers` and
+              `step` in place of `blocks`
+    loss      times of the loss with its gradients, as it is and compiled, for features of 512 numbers; what a compiled
+              loss would save is little, and a training step leaves it as it is
     curve     losses of the first steps with AdamW in float64, plain, and with buckets and channels-last pictures: the
               largest relative difference
 """
@@ -29,7 +31,9 @@ from text_buckets import Cases, build, compare
 
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
+from clipstream.losses import tiled
 from clipstream.losses.contrastive import SoftmaxLoss
+from clipstream.losses.ring import Ring
 from clipstream.losses.settings import ClipLossSettings
 from clipstream.models.execution.compile import Parts, compile_towers
 from clipstream.models.towers import Towers
@@ -101,8 +105,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=50, help="of the curve")
     parser.add_argument("--curve-batch", type=int, default=64)
-    parser.add_argument("--parts", nargs="+", default=["step", "curve"])
-    parser.add_argument("--compile", nargs="*", default=["blocks", "towers"])
+    parser.add_argument("--parts", nargs="+", default=["step", "loss", "curve"])
+    parser.add_argument("--compile", nargs="*", default=["blocks", "towers", "step"])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     plain = build(options.model, **PLAIN)
@@ -123,6 +127,17 @@ def main() -> None:
             print(f"first step, compile {parts}: {time.perf_counter() - began:.1f} s, {step.compilation.graphs} graphs")
         cases: Cases = {name: partial(step, batch, 1e-6) for name, step in steps.items()}
         compare(f"step, {options.batch} samples", cases, options.rounds)
+    for n in (256, 1024, 2048) if "loss" in options.parts else ():
+        images, texts = (torch.nn.functional.normalize(torch.randn(n, 512), dim=-1) for _ in range(2))
+        pairs = tiled.Pairs(
+            images, texts, torch.tensor(10.0), None, torch.ones(n), Ring.of(n, World(), torch.device("cpu"))
+        )
+        eager = partial(tiled.softmax, pairs, gradients=True)
+        compiled = partial(torch.compile(tiled.softmax, dynamic=False), pairs, gradients=True)
+        began = time.perf_counter()
+        compiled()
+        print(f"first compiled loss: {time.perf_counter() - began:.1f} s")
+        compare(f"loss, {n} samples", {"eager": eager, "compiled": compiled}, options.rounds)
     if "curve" in options.parts:
         run = partial(losses, options.model, pixels=pixels, ids=ids, steps=options.steps, n=options.curve_batch)
         first, second = run(PLAIN), run(FAST)

@@ -261,8 +261,8 @@ ALIASES = (
            switch=True),
     _alias("--torchcompile", "train.compile", "", "torch.compile the repeated blocks of the towers", together=True,
            switch=True),
-    _alias("--torchcompile-strategy", "train.compile", "NAME", "what --torchcompile compiles: blocks or towers (also "
-           "as model, task, step)", together=True),
+    _alias("--torchcompile-strategy", "train.compile", "NAME", "what --torchcompile compiles: blocks, towers (also as "
+           "model, task) or step", together=True),
     _alias("--torchcompile-backend", "train.compile_backend", "NAME", "backend of torch.compile", together=True),
     _alias("--torchcompile-mode", "train.compile_mode", "NAME", "mode of torch.compile's inductor", together=True),
     _alias("--save-frequency", "checkpoint.every_epochs", "NUMBER", "epochs between checkpoints",

@@ -217,7 +217,7 @@ def schedule_sets(given: Given) -> Found:
 
 
 def compile_sets(given: Given, notices: list[str]) -> Found:
-    """What is compiled: the blocks, unless a strategy says more; of open_clip's, all compile whole towers."""
+    """What is compiled: the blocks, unless a strategy says more; open_clip's `model` and `task` are whole towers."""
     flag = "--torchcompile"
     text = given.get(flag)
     if text is not None and text.lower() not in ("true", "false"):
@@ -225,7 +225,7 @@ def compile_sets(given: Given, notices: list[str]) -> Found:
     options = {key: given[name] for key in ("strategy", "backend", "mode") if (name := f"{flag}-{key}") in given}
     if text is not None and text.lower() == "true":
         strategy = options.pop("strategy", "blocks")
-        whole = strategy in ("model", "task", "step")
+        whole = strategy in ("model", "task")
         yield flag, ("train", "compile"), "towers" if whole else strategy
         yield from ((f"{flag}-{key}", ("train", f"compile_{key}"), value) for key, value in options.items())
         return

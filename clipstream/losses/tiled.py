@@ -307,5 +307,5 @@ class LogSums:
 
 
 def _none_on_cpu(flags: torch.Tensor) -> bool:
-    """Whether no flag is set, as far as that is known without waiting for a device."""
-    return flags.device.type == "cpu" and not bool(flags.any())
+    """Whether no flag is set, as far as that is known without waiting for a device or breaking a compiled graph."""
+    return not torch.compiler.is_compiling() and flags.device.type == "cpu" and not bool(flags.any())

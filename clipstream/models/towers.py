@@ -113,7 +113,7 @@ class Towers(nn.Module):
         self.context_length: int = int(text_cfg.get("context_length", 77))
         self.vocab_size: int = int(self.clip.vocab_size)
         for name in ("mean", "std"):
-            self.register_buffer(name, torch.tensor(preprocess[name]).view(1, 3, 1, 1), persistent=False)
+            self.register_buffer(name, torch.tensor(preprocess[name]).view(1, 3, 1, 1).clone(), persistent=False)
         self.stored: dict[Tower, StoredTower] = {}
         self.text_buckets = text_buckets
         self.channels_last = channels_last

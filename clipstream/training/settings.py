@@ -14,7 +14,7 @@ from clipstream.training.early_stop import METRIC_BY, By, EarlyStopSettings, Met
 
 # true and false: YAML's reading of `on` and `off`
 Compiled = Annotated[
-    Literal["off", "blocks", "towers"],
+    Literal["off", "blocks", "towers", "step"],
     BeforeValidator(lambda value: ("blocks" if value else "off") if isinstance(value, bool) else value),
 ]
 
@@ -53,8 +53,8 @@ class TrainSettings(Section):
     )
     compile: Compiled = Field(
         "off",
-        description="torch.compile each repeated block of the towers (blocks), in one compilation for equal blocks, or "
-        "each tower as a whole (towers), or nothing (off)",
+        description="torch.compile each repeated block of the towers (blocks), in one compilation for equal blocks, "
+        "each tower as a whole (towers), the whole forward pass of a step (step), or nothing (off)",
     )
     compile_backend: str = Field("inductor", description="backend of torch.compile")
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = Field(
@@ -98,7 +98,7 @@ class TrainSettings(Section):
         if self.micro_batch_size == "auto" and (kept == "auto" or kept > 1):
             text = "auto finds the largest micro-batch whose activations fit, which leaves no memory for those of more"
             yield "kept_micro_batches", f"{text}: leave one of the two out"
-        if self.parallel == "fsdp" and self.compile == "towers":
+        if self.parallel == "fsdp" and self.compile in ("towers", "step"):
             yield "compile", "fsdp gathers parameters block by block, outside of compiled code: give blocks"
         if self.compile_mode is not None and self.compile_backend != "inductor":
             yield "compile_mode", "modes are those of the backend inductor: leave one of the two out"

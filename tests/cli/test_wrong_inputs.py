@@ -153,7 +153,7 @@ TABLE = [
     ("--batch-size=x", "--batch-size: expected a whole number, at least 1, not 'x'"),
     ("--train.compile=9", "--train.compile"),
     ("--torchcompile=9", "--torchcompile: expected true or false, not '9'"),
-    ("--torchcompile --torchcompile-strategy=graph", "'graph' is not one of off, blocks, towers"),
+    ("--torchcompile --torchcompile-strategy=graph", "'graph' is not one of off, blocks, towers, step"),
     ("--train.compile-backend=eager", "nothing is compiled: give --torchcompile as well"),
     ("--torchcompile --torchcompile-mode=max", "'max' is not one of default, reduce-overhead"),
     (

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from torch._dynamo.utils import clear_compilation_metrics
+from torch._dynamo.utils import clear_compilation_metrics, counters
 
 from clipstream.errors import SettingsError
 from clipstream.models.execution import compile as module
@@ -28,6 +28,7 @@ RESNET = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 8}
 def no_compiled_code() -> Iterator[None]:
     torch._dynamo.reset()
     clear_compilation_metrics()
+    counters.clear()
     yield
     torch._dynamo.reset()
 
@@ -50,7 +51,7 @@ def gradients(towers: Towers, lengths: tuple[int, ...] = LENGTHS) -> dict[str, t
     pixels, ids = inputs(lengths)
     towers.zero_grad(set_to_none=True)
     features = towers(pixels, ids, towers.text_lengths(ids))
-    (features.image * features.text).sum().backward()
+    (features.logit_scale * features.image * features.text).sum().backward()
     return {name: p.grad for name, p in towers.named_parameters() if p.grad is not None}
 
 
@@ -65,11 +66,8 @@ def check(towers: Towers, truth: dict[str, torch.Tensor]) -> None:
 def test_gradients_and_names_are_those_of_eager_towers(
     parts: Literal["blocks", "towers"], policy: str, tmp_path: Path
 ) -> None:
-    from torch._dynamo.utils import counters
-
     towers = make(tmp_path, {**VIT, "layers": 3}, grad_checkpointing=policy).double().train()
     truth, names = gradients(towers), list(towers.state_dict())
-    counters.clear()
     compilation = compile_towers(towers, parts, "aot_eager" if policy == "matmuls" else "eager")
     check(towers, truth)
     assert list(towers.state_dict()) == names
@@ -77,6 +75,35 @@ def test_gradients_and_names_are_those_of_eager_towers(
     assert not counters["graph_break"]
     check(towers, truth)
     assert compilation.graphs == 3
+
+
+@pytest.mark.parametrize("policy", ["off", "all"])
+def test_a_step_is_one_graph_with_padded_texts_and_few_with_buckets(policy: str, tmp_path: Path) -> None:
+    for buckets, graphs in (("off", 1), ("auto", 3)):
+        towers = make(tmp_path, grad_checkpointing=policy, text_buckets=buckets).double().train()
+        truth, names = gradients(towers), list(towers.state_dict())
+        compilation = compile_towers(towers, "step", "aot_eager")
+        for _ in range(2):
+            check(towers, truth)
+        assert compilation.graphs == graphs, "pictures and texts together; else pictures, and two buckets"
+        assert not counters["graph_break"]
+        assert list(towers.state_dict()) == names
+        check(copy.deepcopy(towers), truth)
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("frozen", ["image", "text"])
+def test_a_step_with_a_frozen_tower_in_its_own_precision(frozen: Literal["image", "text"], tmp_path: Path) -> None:
+    for buckets in ("off", "auto"):
+        towers = make(tmp_path, text_buckets=buckets, **{f"lock_{frozen}": True}).train()
+        towers.set_precision(frozen, "bf16")
+        truth = gradients(towers)
+        compilation = compile_towers(towers, "step", "eager")
+        found = gradients(towers)
+        assert compilation.graphs and found.keys() == truth.keys()
+        for name, gradient in truth.items():  # equal up to the rounding of bfloat16
+            torch.testing.assert_close(found[name], gradient, rtol=0, atol=0.02 * float(gradient.abs().max()), msg=name)
+        torch._dynamo.reset()
 
 
 def test_batch_norm_is_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

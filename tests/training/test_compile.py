@@ -33,6 +33,8 @@ CASES: list[Case] = [
     ("blocks", "ddp", "auto", None, 1, "off"),
     ("blocks", "ddp", "auto", 3, 1, "all"),
     ("towers", "ddp", 2, 3, 2, "all"),
+    ("step", "ddp", "auto", 3, 1, "off"),
+    ("step", "ddp", "off", None, 1, "off"),
 ]
 SHARDED: list[Case] = [("blocks", "fsdp", 2, None, 1, "off"), ("blocks", "fsdp", 1, 3, 1, "all")]
 
@@ -79,7 +81,7 @@ def model(tmp_path: Path) -> str:
     return write(tmp_path, {**VIT, "layers": 2}, text_cfg={**TEXT, "context_length": TOKENS, "vocab_size": 64})
 
 
-@pytest.mark.parametrize(("kind", "cases"), [("clip", [*CASES, *SHARDED]), ("siglip", CASES[1:2])])
+@pytest.mark.parametrize(("kind", "cases"), [("clip", [*CASES, *SHARDED]), ("siglip", [CASES[1], CASES[3]])])
 def test_compilation_changes_no_gradient_on_ranks(kind: str, cases: list[Case], model: str) -> None:
     ((truth, _),) = gradients(World(), model, kind, [("off", "ddp", "off", None, 1, "off")])
     for results in run_ranks(2, gradients, model, kind, cases):
@@ -91,10 +93,11 @@ def test_compilation_changes_no_gradient_on_ranks(kind: str, cases: list[Case], 
 @pytest.mark.parametrize("frozen", ["image", "text"])
 def test_compiled_locked_towers(frozen: str, model: str) -> None:
     lock = {f"lock_{frozen}": True}
-    cases: list[Case] = [(parts, "ddp", "off", 4, 1, "off") for parts in ("off", "blocks")]
-    (truth, _), (found, graphs) = gradients(World(), model, "clip", cases, **lock)
-    assert graphs
-    check(found, truth)
+    cases: list[Case] = [(parts, "ddp", "off", 4, 1, "off") for parts in ("off", "blocks", "step")]
+    (truth, _), *others = gradients(World(), model, "clip", cases, **lock)
+    for found, graphs in others:
+        assert graphs
+        check(found, truth)
 
 
 def log_of(place: Path, name: str) -> str:

@@ -1,8 +1,9 @@
-"""Compilation of the towers by torch.compile: of each repeated block, or of each tower's blocks as one graph.
+"""Compilation of the towers by torch.compile: of each repeated block, of each tower's blocks as one graph, or of the
+whole forward pass of a step.
 
-The `forward` of a module is replaced on the instance by its compiled form, so that names in state dicts stay, hooks
-(FSDP's, which gather parameters) run around it, and a deep copy runs its own weights. Modules of one class share the
-compiled function: equal blocks are one compilation. Shapes are static; text buckets have few sizes for it
+The method of a module is replaced on the instance by its compiled form, so that names in state dicts stay, hooks
+(FSDP's, which gather parameters) run around `forward`, and a deep copy runs its own weights. Modules of one class share
+the compiled function: equal blocks are one compilation. Shapes are static; text buckets have few sizes for it
 (`TextBuckets.portions`). Compiled random operations draw the numbers of eager ones, in both passes of gradient caching.
 
 What the backend cannot compile runs as torch captured it, and what torch cannot capture runs as it was written: with a
@@ -29,7 +30,7 @@ from clipstream.models.execution.blocks import blocks
 from clipstream.utils.logs import logger
 from clipstream.utils.words import counted, shortened
 
-Parts = Literal["blocks", "towers"]
+Parts = Literal["blocks", "towers", "step"]
 Graph = Callable[..., Any]
 Compiler = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Graph]
 
@@ -145,6 +146,9 @@ def compile_towers(
     process is $TORCHINDUCTOR_CACHE_DIR, to `cache`: inductor and its worker processes read it at each compilation.
 
     Args:
+        parts: 'blocks', each repeated block; 'towers', each tower without what is around its blocks; 'step', the pass
+            from pixels and token ids to normalised features as one graph, or, with text buckets, from pixels to image
+            features as one, and of the text tower as with 'towers', whose buckets differ from step to step.
         backend: of torch.compile.
         mode: of inductor: 'default', 'reduce-overhead', 'max-autotune' or 'max-autotune-no-cudagraphs'.
         cache: folder in which inductor and Triton keep compiled code, unless the environment names another one
@@ -158,24 +162,16 @@ def compile_towers(
         _keep_in(cache)
     clear_compilation_metrics()
     compilation = Compilation(_compiler(backend, mode), backend, _breaks=Counter(counters["graph_break"]))
-    found: list[nn.Module] = []
-    for kind, tower in _towers(towers.clip):
-        own = blocks(tower) if parts == "blocks" else [tower]
-        found += own
-        if not own:
-            name = f"{type(tower).__name__} ({kind} tower)"
-            logger.warning(f"train.compile: {name} has no repeated blocks and runs eagerly; `towers` compiles it whole")
-    if not found:
-        raise SettingsError("train.compile: no tower has repeated blocks: give towers, or off")
+    found = _targets(towers, parts)
     if towers.text_buckets is not None:
         towers.text_buckets = replace(towers.text_buckets, portions=PORTIONS)
     functions: dict[Any, _Function] = {}
-    for module in found:
-        own_forward = vars(module).get("forward")  # of activation checkpointing
-        eager = type(module).forward if own_forward is None else own_forward.__func__
+    for module, name in found:
+        replaced = vars(module).get(name)  # by activation checkpointing
+        eager = getattr(type(module), name) if replaced is None else replaced.__func__
         if eager not in functions:
             functions[eager] = _Function(eager, compilation)
-        module.forward = MethodType(functions[eager], module)
+        setattr(module, name, MethodType(functions[eager], module))
     return compilation
 
 
@@ -222,11 +218,31 @@ def _keep_in(cache: Path) -> None:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
 
 
-def _towers(clip: Any) -> list[tuple[str, nn.Module]]:
+def _targets(towers: Any, parts: Parts) -> list[tuple[nn.Module, str]]:
+    """The modules that are compiled, each with the name of its method. Raises SettingsError: there is none."""
+    kinds = _towers(towers.clip)
+    if parts == "step" and (towers.text_buckets is None or "text" not in kinds):
+        return [(towers, "forward")]
+    found: list[tuple[nn.Module, str]] = []
+    for kind, tower in kinds.items():
+        if parts == "step" and kind == "image":
+            found.append((towers, "encode_image"))
+            continue
+        own = blocks(tower) if parts == "blocks" else [tower]
+        if not own:
+            name = f"{type(tower).__name__} ({kind} tower)"
+            logger.warning(f"train.compile: {name} has no repeated blocks and runs eagerly; `towers` compiles it whole")
+        found += [(module, "forward") for module in own]
+    if not found:
+        raise SettingsError("train.compile: no tower has repeated blocks: give towers, or off")
+    return found
+
+
+def _towers(clip: Any) -> dict[str, nn.Module]:
     """The image tower, and the text tower without its embeddings, those that are not stored."""
     text = getattr(clip, "text", clip)
-    found = [("image", getattr(clip, "visual", None)), ("text", getattr(text, "transformer", None))]
-    return [(kind, module) for kind, module in found if isinstance(module, nn.Module)]
+    found = {"image": getattr(clip, "visual", None), "text": getattr(text, "transformer", None)}
+    return {kind: module for kind, module in found.items() if isinstance(module, nn.Module)}
 
 
 def _compiler(backend: str, mode: str | None) -> Compiler:
