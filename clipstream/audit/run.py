@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from rich.console import Console
-
 from clipstream.checkpoint import store
 from clipstream.checkpoint.state import read_meta
 from clipstream.config.settings import Settings, require_equal, resolve
@@ -24,6 +22,7 @@ from clipstream.tools.precision_audit import audit_step, scale_history, syntheti
 from clipstream.tools.resume import carried_over
 from clipstream.train.run import build_loader, build_model, build_step, build_teacher, load_checkpoint, with_workers
 from clipstream.training.state import TrainState
+from clipstream.utils.console import ResultConsole
 
 
 def audit(settings: Settings, own: Mapping[str, str], world: World, watch: FailureWatch) -> None:
@@ -47,10 +46,7 @@ def audit(settings: Settings, own: Mapping[str, str], world: World, watch: Failu
     step.unlock(done)
     result = audit_step(step, batch, history=[] if run is None else scale_history(run))
     if world.is_main:
-        console = Console(highlight=False, emoji=False)
-        if not console.is_terminal:
-            console.width = 120
-        show_audit(result, console, int(own.get("--rows", ROWS)))
+        show_audit(result, ResultConsole(120), int(own.get("--rows", ROWS)))
         if "--json" in own:
             try:
                 write_audit(result, Path(own["--json"]))

@@ -27,6 +27,7 @@ from clipstream.models.pretrained import preflight
 from clipstream.report.sinks import json_line
 from clipstream.report.terminal import duration, milliseconds, percent
 from clipstream.utils import atomic_write
+from clipstream.utils.console import ResultConsole
 from clipstream.utils.logs import set_level
 from clipstream.utils.processes import cores
 from clipstream.utils.words import counted
@@ -115,9 +116,7 @@ def bench(argv: Sequence[str]) -> int:
     tokenizer = build_tokenizer(
         settings.tokenizer, towers.open_clip_tokenizer(), towers.context_length, cache_dir=settings.model.cache_dir
     )
-    console = Console(markup=False, highlight=False, emoji=False)
-    if not console.is_terminal:
-        console.width = 120
+    console = ResultConsole(120, markup=False)
     found = []
     for count in counts:
         console.print(f"{counted(count, 'worker')} …")

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from clipstream.bench.rungs import BASELINE, CHOSEN, Changes, Rung, nested
 from clipstream.config.config_sources import to_yaml
 from clipstream.report.terminal import duration
+from clipstream.utils.console import ResultConsole
 from clipstream.utils.logs import logger
 
 GIB = 1 << 30
@@ -166,9 +166,7 @@ def settings_to_use(rows: Sequence[Row], chosen: Changes) -> str:
 
 def show(rows: Sequence[Row], chosen: Changes, loss_steps: int) -> None:
     """Print the tables and the settings to use."""
-    console = Console(markup=False, highlight=False, emoji=False)
-    if not console.is_terminal:
-        console.width = 150
+    console = ResultConsole(150, markup=False)
     for table in tables(rows, loss_steps):
         console.print(table)
     console.print(settings_to_use(rows, chosen), end="", soft_wrap=True)

@@ -30,13 +30,14 @@ from clipstream.data.tar import SCATTERED
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.data.transport.transfer import ShardError
 from clipstream.errors import DataError, Dropped
+from clipstream.utils.console import ResultConsole
 from clipstream.utils.escape import MESSAGE, printable
 
 T = TypeVar("T")
 SHARDS_READ = 10  # of a large data set, spread over it
 ROWS = 25
 CELL = 400  # characters of a table's cell
-OFF_TERMINAL = 160  # columns; without a terminal rich wraps at 80, also the text that scripts search for
+OFF_TERMINAL = 160  # columns where there is no terminal
 
 
 @dataclass
@@ -218,9 +219,7 @@ def check(source: SourceSettings, given: str, samples: int) -> None:
         DataError: no sample is usable; the message names flags that change that, if there are any.
     """
     view = look(source, samples)
-    console = Console(markup=False, highlight=False, emoji=False)
-    if not console.is_terminal:
-        console = Console(markup=False, highlight=False, emoji=False, width=OFF_TERMINAL)
+    console = ResultConsole(OFF_TERMINAL, markup=False)
     show(view, console)
     if note := view.profile.dots_in_keys():
         console.print(f"note: {note}", soft_wrap=True)

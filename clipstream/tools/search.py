@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from clipstream.data.decode.images import EvalTransform
@@ -30,6 +29,7 @@ from clipstream.features.manifest import IMAGE, MODEL, TEXT
 from clipstream.features.store import FeatureStore
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
+from clipstream.utils.console import ResultConsole
 from clipstream.utils.escape import printable
 
 SHOWN = 25  # rows of a table
@@ -73,7 +73,7 @@ def neighbours(options: argparse.Namespace) -> None:
             first = printable(title, CELL) if rank == 1 else ""
             label, text = printable(name.label, CELL), printable(caption, CELL)
             table.add_row(first, str(rank), f"{score:.4f}", label, text)
-    _console().print(table)
+    ResultConsole(160, markup=False).print(table)
     if options.out:
         start, end = (("query", pa.string()), ("rank", pa.int32()), ("score", pa.float32())), ("caption", pa.string())
         with TableWriter(Path(options.out), pa.schema([*start, *SAMPLE, end])) as writer:
@@ -103,7 +103,7 @@ def duplicates(options: argparse.Namespace) -> None:
         more = " …" if size_of[root] > 4 else ""
         table.add_row(f"{size_of[root]:,}", labels[0], ", ".join(labels[1:]) + more)
     if len(groups):
-        _console().print(table)
+        ResultConsole(160, markup=False).print(table)
     dropped = len(rows) - len(first)
     print(
         f"{len(rows):,} samples: {len(groups):,} groups of a cosine of {options.threshold:g} or more; "
@@ -145,7 +145,7 @@ def clusters(options: argparse.Namespace) -> None:
             caption = next(iter(names[row].captions), "")
             labels.append(printable(f"{names[row].label}: {caption}" if caption else names[row].label, CELL))
         table.add_row(str(number), f"{size:,}", f"{size / len(rows):.2%}", "\n".join(labels))
-    _console().print(table)
+    ResultConsole(160, markup=False).print(table)
     print(f"mean cosine with the centroid {found.means[-1]:.4f} after {len(found.means) - 1} iterations")
     if options.out:
         schema = [*SAMPLE, ("choice", pa.int32()), ("cluster", pa.int32()), ("score", pa.float32())]
@@ -191,7 +191,7 @@ def scores(options: argparse.Namespace) -> None:
     table = _table("Cosines", "quantile", "pairs", "best caption of each sample")
     for share in QUANTILES:
         table.add_row(f"{share:g}", *(f"{np.quantile(of, share):.4f}" for of in (every, of_samples)))
-    _console().print(table)
+    ResultConsole(160, markup=False).print(table)
     print(f"{len(every):,} pairs of {len(of_samples):,} samples, mean {every.mean(dtype=np.float64):.4f}")
     least = options.min_score
     if options.top_fraction is not None:
@@ -317,12 +317,6 @@ def _device(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise SettingsError(f"--device {name}: {str(error).splitlines()[0]}") from error
-
-
-def _console() -> Console:
-    console = Console(markup=False, highlight=False, emoji=False)
-    # Without a terminal rich wraps at 80 columns, also the text that scripts search for.
-    return console if console.is_terminal else Console(markup=False, highlight=False, emoji=False, width=160)
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -1,0 +1,32 @@
+"""The console on which commands print their results."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from rich.console import Console
+
+
+class ResultConsole(Console):
+    """A console on standard output, of a fixed width where that is no terminal: rich would wrap at 80 columns, also the
+    text that scripts search for. Where its reader has gone (`| head`), further text is dropped, and the command goes
+    on to its own exit code.
+
+    Args:
+        width: columns where there is no terminal.
+        options: of rich's Console.
+    """
+
+    def __init__(self, width: int, **options: Any) -> None:
+        super().__init__(highlight=False, emoji=False, **options)
+        if not self.is_terminal:
+            self.width = width
+
+    def on_broken_pipe(self) -> None:
+        """See rich's Console, whose own method ends the program."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # for what is still buffered
+        os.close(nowhere)
