@@ -27,7 +27,7 @@ from clipstream.utils import early_signals
 from clipstream.utils.early_signals import INTERRUPTED
 from clipstream.utils.escape import printable, printable_lines
 from clipstream.utils.file_limit import many_files
-from clipstream.utils.logs import on_terminal, set_level
+from clipstream.utils.logs import drop_output, on_terminal, set_level
 
 VERBS = {
     "train": "train a model, evaluate it, save it",
@@ -92,6 +92,9 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
         argv: that command line; by default the process's.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the program that started this one (`>&-`)
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):  # file names may be unprintable
         sys.stdout.reconfigure(errors="backslashreplace")
     world = World()
@@ -110,8 +113,7 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
     except KeyboardInterrupt:
         said, code = "interrupted", INTERRUPTED
     except BrokenPipeError:
-        # The reader (`| head`) has gone; discard what is still buffered for stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output(sys.stdout)  # the reader (`| head`) has gone
         code = 0
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:

@@ -24,7 +24,7 @@ from clipstream.report.sinks import RunInfo
 from clipstream.training.early_stop import EarlyStop
 from clipstream.training.optim import build_optimizer, build_schedule
 from clipstream.utils import atomic_write, early_signals
-from clipstream.utils.logs import announce, logger
+from clipstream.utils.logs import announce, logger, lossy_output
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +72,7 @@ def train_rank(settings: Settings, world: World, watch: FailureWatch) -> Path:
         with signals:
             early_signals.expect(early_signals.INTERRUPTED, "interrupted")
             settings = resolve(settings, world)
+            watch.held.enter_context(lossy_output())  # nobody has to look on while a run trains
             if world.is_main:  # the folder is locked until the process ends
                 watch.held.enter_context(occupied(settings.run_folder))
                 atomic_write.require_space(settings.run_folder, FREE_SPACE)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
 from rich.console import Console
+
+from clipstream.utils.logs import drop_output
 
 
 class ResultConsole(Console):
@@ -27,6 +28,4 @@ class ResultConsole(Console):
     def on_broken_pipe(self) -> None:
         """See rich's Console, whose own method ends the program."""
         self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # for what is still buffered
-        os.close(nowhere)
+        drop_output(sys.stdout)

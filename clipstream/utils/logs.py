@@ -8,10 +8,12 @@ process that only imports the package has no handler: a notebook shows no progre
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TextIO
 
 logger = logging.getLogger("clipstream")
@@ -75,6 +77,61 @@ def on_terminal(rank: int | None = None) -> Iterator[None]:
         handler.setLevel(shown)
         if not found:
             logger.removeHandler(handler)
+
+
+def drop_output(stream: TextIO) -> None:
+    """Let what is buffered for a stream, and all that follows, go nowhere; its reader has gone."""
+    with suppress(OSError, ValueError):  # no file, as in a notebook
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+class LossyStream:
+    """A text stream that warns and loses text where it cannot be written: the reader of a pipe has gone, a terminal was
+    closed, a disk is full.
+
+    Args:
+        name: of the stream, for the warning.
+    """
+
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self._stream: Any = stream
+        self._name, self._broken = name, False
+
+    def write(self, text: str) -> int:
+        """Write the text, if that is possible."""
+        self._try(partial(self._stream.write, text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream, if that is possible."""
+        self._try(self._stream.flush)
+
+    def _try(self, function: Callable[[], object]) -> None:
+        if self._broken:
+            return
+        try:
+            function()
+        except OSError as error:
+            self._broken = True  # first: the warning may come here as well
+            drop_output(self._stream)
+            logger.warning(f"{self._name} cannot be written ({error.strerror}): the run goes on without it")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def lossy_output() -> Iterator[None]:
+    """A context in which standard output and standard error are `LossyStream`s."""
+    before = sys.stdout, sys.stderr
+    streams: Any = LossyStream(before[0], "standard output"), LossyStream(before[1], "standard error")
+    sys.stdout, sys.stderr = streams
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
 
 
 class Tee:

@@ -178,6 +178,25 @@ def test_a_full_disk_loses_the_log_and_not_the_run(tmp_path: Path, capsys: pytes
     assert capsys.readouterr() == ("still said\n", "")
 
 
+def test_a_run_goes_on_where_nobody_reads_its_output(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, pipe)
+        assert main(flags(place, "unread", "--workers", "0", steps=2)) == 0
+        assert sys.stdout is pipe
+    log = (place / "runs/unread" / LOG_FILE).read_text()
+    assert "WARNING | standard output cannot be written (Broken pipe)" in log and "step 2/2" in log
+    assert (place / "runs/unread/checkpoints/step_00000002").is_dir()
+
+
+def test_a_command_runs_that_is_started_without_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["--help"]) == 0
+
+
 def test_the_lock_is_held_until_the_end_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     watch = FailureWatch(World())
     watch.held.enter_context(occupied(tmp_path))
