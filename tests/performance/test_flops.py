@@ -88,9 +88,9 @@ def test_counting_a_batch_takes_less_than_a_hundredth_of_a_step(flops: ModelFlop
     batch = replace(make_batch(0), ids=torch.zeros(1024, 77, dtype=torch.int32), keys=("k",) * 1024)
     one, times = Throughput(flops), []
     for _ in range(20):
-        began = time.perf_counter()
+        began = time.thread_time()
         one.add(batch)
-        times.append(time.perf_counter() - began)
+        times.append(time.thread_time() - began)
     assert min(times) < 0.003
 
 

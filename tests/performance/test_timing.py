@@ -186,7 +186,7 @@ def test_measuring_costs_less_than_a_hundredth_of_a_step() -> None:
     timer, usage, costs = StepTimer("cpu"), Usage("cpu"), []
     with timer.active():
         for _ in range(20):
-            began = time.process_time()
+            began = time.thread_time()
             for _ in range(10):
                 for _ in range(15):
                     begin(DATA)
@@ -195,5 +195,5 @@ def test_measuring_costs_less_than_a_hundredth_of_a_step() -> None:
                 timer.end_step()
             over_ranks([usage.read()])
             timer.take()
-            costs.append((time.process_time() - began) / 10)
+            costs.append((time.thread_time() - began) / 10)
     assert min(costs) < 0.003, f"{min(costs):.2e} s a step"
