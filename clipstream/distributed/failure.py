@@ -32,6 +32,7 @@ from clipstream.utils.escape import printable_lines
 POLL = 0.2  # s between two looks into the store
 GRACE = 2.0  # s for the main thread to end by itself (and to close its files) once a cause is known
 SILENCE = 2.0  # s without a heartbeat after which a rank counts as dead, once a connection broke
+LONG_SILENCE = 8.0  # the same where several ranks are silent, some of which may only be slow
 PATIENCE = 15.0  # s at most that a rank waits for the others to read the cause
 
 _CAUSE, _NOTED, _DONE, _STOP = "clipstream/cause", "clipstream/noted", "clipstream/done", "clipstream/stop"
@@ -225,7 +226,7 @@ class FailureWatch:
     def _publish(self, cause: Cause, error: BaseException) -> Cause:
         """Put the cause into the store unless there is one; return the one that is there then.
 
-        A broken connection is no cause itself: either a rank is dead, or one publishes its cause within SILENCE.
+        A broken connection is no cause itself: either a rank is dead, or one publishes its cause meanwhile.
         """
         from torch.distributed import DistBackendError, DistNetworkError
 
@@ -235,18 +236,23 @@ class FailureWatch:
         broken = broken or (isinstance(error, RuntimeError) and any(word in str(error) for word in words))
         try:
             if broken:
-                others = [rank for rank in range(self.world.size) if rank != self.world.rank]
-                before = [self._store.add(_BEAT.format(rank), 0) for rank in others]
-                limit = time.monotonic() + SILENCE
-                while time.monotonic() < limit and not self._store.check([_CAUSE]):
-                    time.sleep(POLL)
-                silent = [r for r, b in zip(others, before, strict=True) if self._store.add(_BEAT.format(r), 0) == b]
+                silent = self._silent_ranks()
                 message = f"the connection to another rank broke: {_first_line(str(error))}"
                 cause = Cause.of_dead(silent) if silent else replace(cause, code=1, message=message)
             text = json.dumps(asdict(cause))
             return Cause.from_json(self._store.compare_set(_CAUSE, "", text) or text)
         except RuntimeError:
             return self._lost_store() if broken else cause
+
+    def _silent_ranks(self) -> list[int]:
+        """The ranks that beat no more. Looks are counted, as time also passes while this process is suspended."""
+        silent = {r: self._store.add(_BEAT.format(r), 0) for r in range(self.world.size) if r != self.world.rank}
+        for look in range(1, round(LONG_SILENCE / POLL) + 1):
+            time.sleep(POLL)
+            silent = {rank: beats for rank, beats in silent.items() if self._store.add(_BEAT.format(rank), 0) == beats}
+            if self._store.check([_CAUSE]) or (look * POLL >= SILENCE and len(silent) <= 1):
+                break
+        return list(silent)
 
     def _lost_store(self) -> Cause:
         """The cause if the store's host is gone (rank 0, or the launcher's agent): no rank can be reached."""

@@ -79,7 +79,7 @@ class StopSignals:
             if error is None or number != signal.SIGTERM:
                 signal.signal(number, handler)
 
-    def name(self, seconds: float = 2.0) -> str:
+    def name(self, seconds: float = 10.0) -> str:
         """The name of the signal, for messages; waits for it, as ranks agree on a stop before its name arrives."""
         if self.received is None:
             self._announced.wait(seconds)

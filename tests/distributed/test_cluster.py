@@ -21,6 +21,7 @@ from clipstream.distributed.launch import announce_waiting
 from clipstream.distributed.world import World
 from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings, LossSettings
+from tests.support.forks import wait_until
 from tests.support.pictures import make_shards
 from tests.support.ranks import ROOT, TIMEOUT, command_runs, end_ranks, reserved_port
 from tests.support.runs import MODEL, flags, lines, same_weights, train_on, wait_for_step, weights
@@ -106,10 +107,18 @@ def test_a_signal_to_one_of_four_ranks_stops_all_and_two_go_on(place: Path, name
 
 def test_who_is_waited_for_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clipstream.distributed.launch.SILENT", 0.01)
-    for rank in (0, 1):
-        with announce_waiting(World(rank=rank, size=4, address="node1:5")):
-            time.sleep(0.5)
-    assert capsys.readouterr().err == "rank 0 waits for 3 other ranks at node1:5\n"
+    said = ""
+
+    def told() -> bool:
+        nonlocal said
+        said += capsys.readouterr().err
+        return said.endswith("\n")
+
+    with announce_waiting(World(rank=1, size=4, address="node1:5")):
+        time.sleep(0.1)  # another rank would say it now
+        with announce_waiting(World(rank=0, size=4, address="node1:5")):
+            wait_until(told)
+    assert said + capsys.readouterr().err == "rank 0 waits for 3 other ranks at node1:5\n"
 
 
 def torchrun(argv: list[str], *launcher: str, ranks: int = 2, **env: str) -> subprocess.Popen[bytes]:

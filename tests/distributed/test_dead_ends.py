@@ -1,4 +1,7 @@
-"""Unusable data, or a killed worker, ends a run on two ranks soon, with exit code 3 and the reason."""
+"""Unusable data, or a killed worker, ends a run on two ranks at once, with exit code 3 and the reason.
+
+The runs have no time limits of their own, so that they end because what is wrong is noticed and passed on.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,13 @@ from typing import Any
 import pytest
 
 from clipstream.distributed.world import World
+from tests.support.forks import wait_until
 from tests.support.pictures import make_shards
 from tests.support.ranks import end_ranks
-from tests.support.runs import MODEL, flags, train_on
+from tests.support.runs import MODEL, NO_LIMITS, flags, train_on
 from tests.support.tars import write_tar
 
 RANKS = 2
-IN_TIME = 20.0  # s more than a run of one step takes
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +39,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "cut" / name).write_bytes(Path(path).read_bytes()[:700])
     (folder / "model.json").write_text(json.dumps(MODEL))
     return folder
-
-
-@pytest.fixture(scope="module")
-def healthy(place: Path) -> float:
-    """Seconds that a run of one step takes, of which most are imports."""
-    end_ranks(RANKS, train_on, flags(place, "warm", steps=1))
-    began = time.monotonic()
-    assert [end.code for end in end_ranks(RANKS, train_on, flags(place, "healthy", steps=1))] == [0] * RANKS
-    return time.monotonic() - began
 
 
 def nobody(sample: Mapping[str, Any]) -> None:
@@ -76,13 +69,13 @@ KINDS: dict[str, tuple[list[str], list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_usable_ends_all_ranks_in_time(place: Path, healthy: float, kind: str) -> None:
+def test_nothing_usable_ends_all_ranks(place: Path, kind: str) -> None:
     folders, more, words = KINDS[kind]
     name = kind.replace(" ", "-").replace("'", "").replace(",", "")
-    argv = flags(place, name, "--train-data", f"{place}/${{SHARDS}}/{{00000..00003}}.tar", *more, steps=1000)
-    began = time.monotonic()
+    argv = flags(
+        place, name, "--train-data", f"{place}/${{SHARDS}}/{{00000..00003}}.tar", *more, *NO_LIMITS, steps=1000
+    )
     ends = end_ranks(RANKS, train_where, argv, folders)
-    assert time.monotonic() - began < healthy + IN_TIME
     assert [end.code for end in ends] == [3] * RANKS, ends
     for word in words:
         assert word in ends[0].stderr, ends[0].stderr
@@ -93,10 +86,9 @@ def train_and_lose_a_worker(world: World, argv: list[str], metrics: str, killed:
     """A rank's run; rank 1's second data worker is killed after some steps."""
 
     def kill() -> None:
-        while not (Path(metrics).exists() and '"step": 3,' in Path(metrics).read_text()):
-            time.sleep(0.02)
-        worker = sorted(multiprocessing.active_children(), key=lambda child: child.pid or 0)[1]
-        Path(killed).write_text(f"{worker.pid} {time.time()}")
+        wait_until(lambda: Path(metrics).exists() and '"step": 3,' in Path(metrics).read_text())
+        worker = sorted(multiprocessing.active_children(), key=lambda child: child.name)[1]  # their numbers
+        Path(killed).write_text(str(worker.pid))
         os.kill(worker.pid or 0, signal.SIGKILL)
 
     if world.rank == 1:
@@ -104,13 +96,12 @@ def train_and_lose_a_worker(world: World, argv: list[str], metrics: str, killed:
     return train_on(world, argv)
 
 
-def test_a_killed_worker_ends_all_ranks_within_ten_seconds(place: Path, tmp_path: Path) -> None:
+def test_a_killed_worker_ends_all_ranks(place: Path, tmp_path: Path) -> None:
     shards = ["--train-data", f"{place}/pairs/*.tar", "--workers", "2", "--checkpoint.every", "1000000"]
-    argv = flags(place, "killed", *shards, steps=1_000_000)
+    argv = flags(place, "killed", *shards, *NO_LIMITS, steps=1_000_000)
     metrics = str(place / "runs" / "killed" / "metrics.jsonl")
     ends = end_ranks(RANKS, train_and_lose_a_worker, argv, metrics, str(tmp_path / "killed"))
-    pid, when = (tmp_path / "killed").read_text().split()
-    assert time.time() - float(when) < 10
+    pid = (tmp_path / "killed").read_text()
     assert [end.code for end in ends] == [3] * RANKS, ends
     for end in ends:
         assert f"error: rank 1: data worker 1 (pid {pid}) was killed by SIGKILL" in end.stderr, end.stderr

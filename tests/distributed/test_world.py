@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 
 import pytest
@@ -16,7 +17,7 @@ from torch.distributed import HashStore, TCPStore
 
 from clipstream.distributed.world import FIRST_PORT, PORTS, TRIED, World, answers, first_node, meet, step_store
 from clipstream.errors import SettingsError
-from tests.support.ranks import end_ranks, reserved_port
+from tests.support.ranks import TIMEOUT, end_ranks, reserved_port
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 # As srun sets them: 5 tasks on three nodes.
@@ -117,7 +118,7 @@ def test_ranks_meet_in_a_store_that_holds_what_was_left_there() -> None:
 
         def come(rank: int, size: int = size, late: int = late) -> str:
             time.sleep(0.2 * (rank == late) + 0.01 * rank)
-            return meet(store, rank, size, timedelta(seconds=60))
+            return meet(store, rank, size, timedelta(seconds=TIMEOUT))
 
         with ThreadPoolExecutor(size) as pool:
             found = list(pool.map(come, range(size)))
@@ -148,7 +149,7 @@ def test_ranks_that_do_not_come_together_are_told(address: str) -> None:
 def task_of_a_step(world: World, address: str, step: str) -> int:
     """A task that knows its step and where its ports begin."""
     world = World(world.rank, world.size, world.local_rank, world.local_size, address=address, step=step)
-    world.start(timedelta(seconds=120))
+    world.start(timedelta(seconds=TIMEOUT))
     total = world.all_reduce_sum(torch.ones(1))
     world.stop()
     return int(total)
@@ -158,7 +159,7 @@ def test_the_tasks_of_a_step_meet_where_their_first_ports_are_taken() -> None:
     """By a program that says nothing, and by another job's rank 0, whose store is no place for these tasks."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        other = step_store(address, "17.0.0", 0, timedelta(seconds=60))
+        other = step_store(address, "17.0.0", 0, timedelta(seconds=TIMEOUT))
         ends = end_ranks(3, task_of_a_step, address, "4711.0.0")
         assert [end.code for end in ends] == [3] * 3, ends
         assert not other.check(["clipstream/number/1"])
@@ -177,14 +178,22 @@ def test_ports_that_do_not_answer_do_not_multiply_the_timeout(monkeypatch: pytes
     assert list(answers("10.0.0.1", range(1, 9), 0.01)) == [] and tried == [1]
 
 
-def test_a_step_without_a_free_port_is_told() -> None:
-    with ExitStack() as stack:
-        first = stack.enter_context(socket.create_server(("", 0))).getsockname()[1]
-        for port in range(first + 1, first + TRIED):
-            with suppress(OSError):
+@contextmanager
+def taken_ports(count: int) -> Iterator[int]:
+    """The first of so many ports in a row that stay taken; a port of another program may become free."""
+    for _ in range(100):
+        with ExitStack() as stack, suppress(OSError):
+            first = stack.enter_context(socket.create_server(("", 0))).getsockname()[1]
+            for port in range(first + 1, first + count):
                 stack.enter_context(socket.create_server(("", port)))
-        with pytest.raises(SettingsError, match=f"none of the ports {first} to {first + TRIED - 1} is free"):
-            World(rank=0, size=2, address=f"127.0.0.1:{first}", step="1.0.0").start(timedelta(seconds=2))
+            yield first
+            return
+    pytest.fail(f"there are no {count} free ports in a row")
+
+
+def test_a_step_without_a_free_port_is_told() -> None:
+    with taken_ports(TRIED) as first, pytest.raises(SettingsError, match=f"none of the ports {first} to .* is free"):
+        World(rank=0, size=2, address=f"127.0.0.1:{first}", step="1.0.0").start(timedelta(seconds=2))
     with pytest.raises(SettingsError, match="rank 0 listens on none of the ports"):
         World(rank=1, size=2, address=f"127.0.0.1:{first}", step="1.0.0").start(timedelta(seconds=0.2))
 

@@ -26,6 +26,12 @@ def close_loaders() -> None:
         OPEN.pop().close()
 
 
+def is_filled(stream: Loader) -> bool:
+    """Whether the workers have made all batches that they were asked for."""
+    stream._receive_all(timeout=0.0)
+    return all(worker.filled_last >= worker.asked_last for worker in stream._workers)
+
+
 def data(shards: Any, **changes: Any) -> DataSettings:
     values = {
         "global_batch_size": 12,

@@ -14,6 +14,7 @@ import struct
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 STALL = 1.2  # s; longer than a client of these tests waits
@@ -57,14 +58,14 @@ class Unruly:
 
     Attributes:
         files: by path; any other path is 404.
-        stalled_at: time.monotonic() when a body last stopped to come.
+        on_stall: called when a body stops to come.
     """
 
     def __init__(self, stall: float = STALL) -> None:
         self.stall = stall
         self.ended = threading.Event()
         self.files: dict[str, FaultyFile] = {}
-        self.stalled_at = 0.0
+        self.on_stall: Callable[[], object] = lambda: None
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"site": self}))
         self.server.daemon_threads = True
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
@@ -176,7 +177,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self.wfile.write(body)
             self.wfile.flush()
             if kind == "stall":
-                self.site.stalled_at = time.monotonic()
+                self.site.on_stall()
                 self.site.ended.wait(self.site.stall)
             elif kind == "reset":
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

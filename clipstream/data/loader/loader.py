@@ -312,16 +312,19 @@ class Loader:
             return [part]
         self._refill()
         began, warn_after = time.monotonic(), WAIT_WARNING
+        now = began
         while not self._receive_all(timeout=POLL):
             if self.interrupt():
                 raise Interrupted
             owing = [worker for worker in self._workers if worker.asked_last >= step > worker.filled_last]
-            if any(worker.quiet(began) > self.plan.stall_timeout for worker in owing):
+            # `now` is of before the last messages: the time until they are looked at is not the workers'.
+            if any(worker.quiet(began, now) > self.plan.stall_timeout for worker in owing):
                 raise self._stalled(step, self._doing())
-            waited = time.monotonic() - began
+            waited = now - began
             if owing and waited > warn_after:
                 warn_after *= 2
                 self._tell_waiting(step, waited)
+            now = time.monotonic()
         return self._parts.pop(step)
 
     def _tell_waiting(self, step: int, waited: float) -> None:

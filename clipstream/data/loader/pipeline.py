@@ -163,7 +163,7 @@ class Pipeline:
     # for stored features: augmented views of a picture, 0 for evaluation's pixels; None in training and evaluation
     image_views: int | None = None
     _begun: int = 0  # traces
-    _reported: float = field(default_factory=time.monotonic)
+    _reported: float = field(default_factory=lambda: time.monotonic())
     _captions: Counter[str] = field(default_factory=Counter)  # by source, captions that were counted
     _reasons: dict[int, str] = field(default_factory=dict)  # slot -> why a sample for it was dropped, in this batch
 

@@ -18,7 +18,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -73,10 +72,10 @@ class Worker:
         self.connection.close()
         end(self.process, PATIENCE)
 
-    def quiet(self, since: float) -> float:
-        """Seconds, from `since` on, in which the worker neither used a sample nor received bytes of a shard."""
+    def quiet(self, since: float, now: float) -> float:
+        """Seconds from `since` to `now` in which the worker neither used a sample nor received bytes of a shard."""
         doing, age = self.stopwatch.doing()
-        quiet = time.monotonic() - max(since, self.useful_at)
+        quiet = now - max(since, self.useful_at)
         return min(quiet, age) if doing.startswith(OPEN) else quiet
 
     def killed(self) -> str:

@@ -18,7 +18,8 @@ from clipstream.data.loader.loader import Loader
 from clipstream.data.order.lanes import DataState
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
-from tests.support.loaders import IMAGE, data, digest
+from tests.support.forks import wait_until
+from tests.support.loaders import IMAGE, data, digest, is_filled
 from tests.support.pictures import ByteTokenizer, make_shards
 
 SECONDS = 0.03  # that a copy takes
@@ -90,7 +91,8 @@ def test_batches_are_the_same_when_they_are_copied_ahead(
     with loader(settings) as stream:
         for step in range(12):
             batch = next(stream)
-            time.sleep(SECONDS * (step % 3))  # a step; workers go on meanwhile
+            wait_until(lambda: is_filled(stream))
+            time.sleep(SECONDS * (step % 3))  # a step that may be shorter than the copy
             copies.copies[step].join()
             found.append(digest([batch]))
         state = DataState.merge([stream.state()])
