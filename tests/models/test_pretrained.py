@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -56,17 +55,15 @@ def test_loads_by_tag_and_by_repository_with_sockets_blocked(cache: Path, tmp_pa
 
 
 PREFLIGHT = """
-import sys, time
+import sys
 from clipstream.errors import SettingsError
 from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings
-start = time.monotonic()
 try:
     preflight(ModelSettings(name="ViT-B-16-SigLIP", pretrained="webli"))
 except SettingsError as error:
     print(error)
 assert "torch" not in sys.modules
-print("seconds", time.monotonic() - start)
 """
 
 
@@ -77,20 +74,25 @@ def test_missing_files_are_told_before_torch_is_imported(tmp_path: Path) -> None
     assert f"hf download timm/ViT-B-16-SigLIP {files}\n" in out
 
 
-def test_a_hub_that_does_not_answer_costs_seconds(tmp_path: Path) -> None:
+def test_a_hub_that_does_not_answer_is_asked_once(tmp_path: Path) -> None:
+    """And not for longer than a time limit, else this would not end."""
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         deaf.listen()
+        deaf.setblocking(False)
         out = python(PREFLIGHT, HF_ENDPOINT=f"http://127.0.0.1:{deaf.getsockname()[1]}", HF_HUB_CACHE=str(tmp_path))
+        deaf.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            deaf.accept()
     assert "repository: timm/ViT-B-16-SigLIP" in out
-    assert float(out.split()[-1]) < 15
 
 
-def test_preflight_is_quick_where_nothing_is_to_be_fetched(cache: Path, tmp_path: Path) -> None:
+def test_preflight_asks_nobody_where_nothing_is_to_be_fetched(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = ModelSettings(name=str(hubtree.write_named_config(tmp_path)), pretrained="webli", cache_dir=str(cache))
-    start = time.monotonic()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **more: pytest.fail(f"{given[0]} is asked"))
     preflight(settings)
-    assert time.monotonic() - start < 60
     assert needs(ModelSettings(name="ViT-B-32")) == []
 
 

@@ -8,8 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +27,13 @@ from clipstream.tools.watch import WatchedRun, fault
 from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState
 from tests.support.evaluating import tiny_towers
-from tests.support.forks import ROOT
+from tests.support.forks import ROOT, wait_until
 from tests.support.pictures import make_shards
 from tests.support.ranks import TIMEOUT, end_ranks
 from tests.support.runs import MODEL, flags, lines, start
 from tests.support.savers import damage, fill, names, small_disk
 
 END = {"step": 6, "end": {"total_steps": 6}}
-
-
-def wait_until(true: Callable[[], bool], process: subprocess.Popen[bytes] | None = None) -> None:
-    limit = time.monotonic() + TIMEOUT
-    while not true():
-        assert time.monotonic() < limit
-        assert process is None or process.poll() is None, process.communicate()
-        time.sleep(0.05)
 
 
 def follower(folder: Path, *more: str) -> subprocess.Popen[bytes]:
@@ -103,6 +93,8 @@ def test_beside_a_training_process(tmp_path: Path) -> None:
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
     folder = tmp_path / "runs" / "live"
     watch = follower(folder)
+    assert watch.stdout is not None
+    first = watch.stdout.readline()
     evals = ["--val-data", f"{tmp_path}/val/*.tar", "--evals.val.every", "4", "--checkpoint.keep-last", "99"]
     (process,) = start(flags(tmp_path, "live", *evals, "--checkpoint.every", "4", steps=22))
     said, error = watch.communicate(timeout=TIMEOUT)
@@ -116,7 +108,7 @@ def test_beside_a_training_process(tmp_path: Path) -> None:
         assert one["checkpoint"] == f"step_{one['step']:08d}" and one["run"] == "live"
     traced = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
     assert [one["weights"] for one in traced] == [one["weights"] for one in figures(folder)]
-    assert b"waiting for the first checkpoint" in said and b"eval val at step 22:" in said and b"has ended" in said
+    assert b"waiting for the first checkpoint" in first and b"eval val at step 22:" in said and b"has ended" in said
     assert names(folder / "watch") == [
         ".lock", "evaluations.csv", "evaluations.jsonl", "pictures", "report.html"
     ]  # fmt: skip

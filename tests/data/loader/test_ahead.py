@@ -6,7 +6,6 @@ import functools
 import http.server
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,10 @@ from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.data.transport.transfer import GIB
 from clipstream.distributed.world import World
 from clipstream.errors import DataError
+from tests.support.forks import wait_until
 from tests.support.loaders import IMAGE, data, digest, digests, loader
 from tests.support.pictures import ByteTokenizer
-from tests.support.ranks import TIMEOUT, command_runs
+from tests.support.ranks import command_ends, command_runs
 
 
 class Folder(http.server.SimpleHTTPRequestHandler):
@@ -76,10 +76,7 @@ def test_remote_shards_are_fetched_before_they_are_needed(
     with loader(data([urls[i] for i in kept], **changes)) as stream:
         folder = stream.plan.store.folder
         found = [digest([next(stream)])]
-        end = time.monotonic() + TIMEOUT
-        while len(asked) < 2:
-            assert time.monotonic() < end, "the next group is not fetched while this one lasts"
-            time.sleep(0.02)
+        wait_until(lambda: len(asked) >= 2)  # the next group is fetched while this one lasts
         found += [digest([next(stream)]) for _ in range(59)]
         assert len(list(folder.glob("*.tar"))) <= 2, "a shard goes with its last lane"
     assert found == expected
@@ -97,18 +94,13 @@ def test_a_command_that_fetches_ahead_ends_with_who_wants_it(shards: list[str], 
         "workers": workers,
         "cache": str(tmp_path / "cache"),
     }
+    others = set(threading.enumerate())
     with loader(data([slow, f"{slow}; true"], sampling={"mode": "epoch"}, **changes)) as stream:
         next(stream)
-        end = time.monotonic() + TIMEOUT
-        while not command_runs(seconds):
-            assert time.monotonic() < end, "nothing is fetched ahead"
-            time.sleep(0.05)
-    end = time.monotonic() + TIMEOUT
-    while command_runs(seconds):
-        assert time.monotonic() < end, "the command outlives who wants it"
-        time.sleep(0.05)
+        wait_until(lambda: command_runs(seconds))  # else nothing is fetched ahead
+    command_ends(seconds)
     assert not list(tmp_path.glob("cache/*.failed")), "another run that waits for the shard must not take it for broken"
-    assert all("_run" not in repr(thread) for thread in threading.enumerate())
+    wait_until(lambda: all("_run" not in repr(thread) for thread in set(threading.enumerate()) - others))
 
 
 def test_what_gave_no_sample_is_not_kept(shards: list[str], tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_workers_that_cannot_all_be_started_are_told_and_none_is_left(shards: li
             loader(data(shards, workers=24, lanes=24, global_batch_size=24))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert set(multiprocessing.active_children()) == before
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_workers_end_by_themselves(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import tarfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,11 @@ from clipstream.data.tar import ShardIndex, scan
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.errors import SettingsError
 from clipstream.index import main
+from tests.support.forks import ROOT, wait_until
 from tests.support.indexed_sampling import indexed
 from tests.support.loaders import digests
 from tests.support.pictures import make_shards
-from tests.support.ranks import ROOT, TIMEOUT, command_runs
+from tests.support.ranks import command_ends, command_runs
 from tests.support.sites import Site
 from tests.support.tars import tar_bytes, write_tar
 
@@ -145,15 +145,10 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.Captur
     seconds = f"3600.{os.getpid()}"
     command = [sys.executable, "-m", "clipstream.index", *spec, f"pipe:sleep {seconds}", "--workers", "2"]
     process = subprocess.Popen(command, cwd=ROOT)
-    end = time.monotonic() + TIMEOUT
-    while len(indexes(tmp_path / "i")) < 5 or not command_runs(seconds):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: len(indexes(tmp_path / "i")) == 5 and command_runs(seconds))
     process.send_signal(signal.SIGKILL)
     process.wait()
-    while command_runs(seconds):
-        assert time.monotonic() < end, "the command outlives its indexer"
-        time.sleep(0.05)
+    command_ends(seconds)
     assert main([*spec, "--workers=1"]) == 0 and "5 of 5 shards, 15 samples; 0 indexes made" in capsys.readouterr().out
 
 
