@@ -49,6 +49,9 @@ bench-train: .venv/.installed-dev
 	mkdir -p build
 	$(BIN)/python -m clipstream.bench train --model configs/models/small.json --batch-size 128 --against open_clip \
 		--csv build/train.csv --plot build/train.svg --yaml build/train.yaml
+	$(BIN)/python -m clipstream.bench train --model configs/models/small-vit.json --batch-size 64 --against open_clip \
+		--rungs fused,buckets,checkpointing,micro-batch,patch-dropout \
+		--csv build/train-vit.csv --plot build/train-vit.svg --yaml build/train-vit.yaml
 
 # Stores of features: speed, memory and accuracy of a store, the verb beside a bare loop of its tower, and training from a
 # store beside training with the tower live.
