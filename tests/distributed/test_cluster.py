@@ -81,6 +81,12 @@ def stopping(at: int = -1, signal: str | None = None, seconds: float = 0.0, hold
     return ["--loss", json.dumps(told)]
 
 
+def held(file: Path) -> list[str]:
+    """As `stopping`; the run takes its time until the file is removed, so that it is not over before it is ended."""
+    file.touch()
+    return stopping(seconds=1.0, hold=str(file))
+
+
 def same_run(place: Path, one: str, other: str, rel: float | None = None) -> None:
     """Their lines, and without a tolerance their last weights, are the same."""
     assert len(lines(place, one)) == len(lines(place, other))
@@ -161,13 +167,15 @@ def gone(mark: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_torchrun_starts_again_when_a_rank_is_killed(place: Path, killed: int) -> None:
-    name, argv = f"restarted-{killed}", [*stopping(), "--resume", "auto"]
+    name, hold = f"restarted-{killed}", place / f"hold-{killed}"
     if not (place / "runs/undisturbed").exists():
-        ends = end_ranks(2, train_on, flags(place, "undisturbed", *argv, steps=30))
+        ends = end_ranks(2, train_on, flags(place, "undisturbed", *stopping(), steps=30))
         assert [end.code for end in ends] == [0, 0]
+    argv = [*held(hold), "--resume", "auto"]
     launcher = torchrun(flags(place, name, *argv, steps=30), "--standalone", "--max-restarts", "2")
     wait_for_step(place, name, 5, launcher)
     os.kill(rank_of(launcher, killed), signal.SIGKILL)
+    hold.unlink()
     _, error = launcher.communicate(timeout=TIMEOUT)
     assert launcher.returncode == 0, error.decode()
     starts = lines(place, name, "start")
@@ -204,10 +212,12 @@ def test_a_signal_to_torchrun_saves_and_does_not_start_again(
 
 @pytest.mark.slow
 def test_a_rank_that_is_signalled_itself_is_started_again(place: Path) -> None:
-    name, argv = "itself", [*stopping(), "--resume", "auto", "--checkpoint.every", "1000"]
+    name, hold = "itself", place / "hold-itself"
+    argv = [*held(hold), "--resume", "auto", "--checkpoint.every", "1000"]
     launcher = torchrun(flags(place, name, *argv, steps=20), "--standalone", "--max-restarts", "1")
     wait_for_step(place, name, 3, launcher)
     os.kill(rank_of(launcher, 1), signal.SIGUSR1)
+    hold.unlink()
     _, error = launcher.communicate(timeout=TIMEOUT)
     assert launcher.returncode == 0, error.decode()
     assert re.search(r"stopped by .*, step \d+ is saved", error.decode())
@@ -270,7 +280,7 @@ def job(place: Path, tmp_path: Path) -> Iterator[Callable[[str], subprocess.Pope
         },
         "model": {"name": f"{place}/model.json"},
         "train": {"steps": 40},
-        "loss": {"type": "tests.distributed.test_cluster:Stopping", "seconds": 0.3},
+        "loss": {"type": "tests.distributed.test_cluster:Stopping", "seconds": 1.0, "hold": f"{tmp_path}/hold"},
         "checkpoint": {"every": 1000},
         "log": {"every": 1, "tensorboard": False},
     }  # fmt: skip
@@ -301,6 +311,7 @@ def test_the_pages_job_is_put_back_into_the_queue_and_goes_on(
     if "torchrun" in launcher:  # one node with two ranks
         text = text.replace("--nproc-per-node 8", "--nproc-per-node 2").replace(":29500", f":{port}")
         text = text.replace("srun torchrun", "TASKS=1 srun torchrun")
+    (tmp_path / "hold").touch()
     first = job(text)
     wait_for_step(tmp_path, "mine", 3, first)
     if "B:USR1" in text:
@@ -313,6 +324,7 @@ def test_the_pages_job_is_put_back_into_the_queue_and_goes_on(
                 continue
             if str(tmp_path).encode() in told and b"SLURM_PROCID=" in told:
                 os.kill(int(process.name), signal.SIGUSR1)
+    (tmp_path / "hold").unlink()
     _, error = first.communicate(timeout=TIMEOUT)
     assert (tmp_path / "requeued").read_text() == "requeue 4711\n", error.decode()
     assert first.returncode == (75 if "B:USR1" not in text else 128 + signal.SIGUSR1)
