@@ -15,6 +15,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.execution.feature_cache import ENTRY, FeatureCache
 from clipstream.models.stored import TOWERS, Tower
+from clipstream.performance.timing import StepTimer
 from clipstream.utils.logs import logger
 from tests.support.model_files import build, write
 from tests.support.ranks import run_ranks
@@ -110,3 +111,15 @@ def test_more_memory_than_there_is_is_refused(tmp_path: Path) -> None:
     towers.lock_image()
     with pytest.raises(SettingsError, match=r"model\.image\.cache_gib: 1e\+09 GiB cannot be allocated .*give less"):
         FeatureCache(towers, "image", 1e9, World(), nullcontext)
+
+
+@pytest.mark.parametrize("tower", TOWERS)
+def test_passes_for_the_cache_are_forward_passes_of_the_tower(tower: Tower, tmp_path: Path) -> None:
+    cache, _ = cache_of(write(tmp_path), tower, 100, World())
+    timer, batch = StepTimer("cpu"), batch_of([0, 1])
+    for known in (False, True):
+        with timer.active():
+            cache(batch)
+            timer.end_step()
+        parts, _ = timer.take()
+        assert (f"{tower}_forward" in parts) == (not known)

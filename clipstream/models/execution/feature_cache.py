@@ -21,6 +21,8 @@ from clipstream.errors import SettingsError
 from clipstream.models.settings import ModelSettings, TowerSettings
 from clipstream.models.stored import TOWERS, Tower
 from clipstream.models.towers import Towers
+from clipstream.performance.parts import IMAGE_FORWARD, TEXT_FORWARD
+from clipstream.performance.timing import timed
 from clipstream.utils.logs import logger
 
 ENTRY = 256  # bytes of a row in the table of keys, about
@@ -97,7 +99,7 @@ class FeatureCache:
         for start in range(0, len(new), size):
             some = new[start : start + size]
             rows = inputs if len(some) == len(inputs) else inputs[torch.tensor(some).to(inputs.device)]
-            with self.context():
+            with self.context(), timed(IMAGE_FORWARD if self.tower == "image" else TEXT_FORWARD):
                 if self.tower == "image":
                     found.append(self.towers.encode_image(rows))
                 else:
