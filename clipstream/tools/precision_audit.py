@@ -198,6 +198,7 @@ def preserved(step: TrainStep) -> Iterator[None]:
     inner = {key: copy.deepcopy(value) for key, value in vars(scaler).items() if key != "_per_optimizer_states"}
     updates = 0 if step.averages is None else step.averages.updates
     # With `auto`, the audited step searches for them, and the first step of training as it would without an audit.
+    caches, step.caches = step.caches, ()  # a locked tower is audited as well, and its features are not kept
     searched = {key: value for key, value in vars(step.gradcache).items() if key in ("size", "kept", "tried_for")}
     try:
         with same_randomness(step.world.device):
@@ -219,6 +220,7 @@ def preserved(step: TrainStep) -> Iterator[None]:
         if step.averages is not None:
             step.averages.updates = updates
         vars(step.gradcache).update(searched)
+        step.caches = caches
 
 
 def _copy(value: Any) -> Any:

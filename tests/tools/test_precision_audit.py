@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.losses.contrastive import build_loss
 from clipstream.losses.settings import ClipLossSettings
+from clipstream.models.execution.feature_cache import FeatureCache
 from clipstream.models.towers import Features
 from clipstream.performance.precision.audit import Audit, ScaleRecord
 from clipstream.performance.precision.gradients import GradientGroup
@@ -275,6 +277,18 @@ def test_the_search_of_auto_begins_anew_after_an_audit(tmp_path: Path) -> None:
     assert (cache.size, cache.kept, cache.tried_for) == (None, 1, 0)
     step(make_batch(step.towers), lr=0.0)
     assert (cache.size, cache.tried_for) == (2, N)
+
+
+def test_a_tower_whose_features_are_cached_is_audited(tmp_path: Path) -> None:
+    towers = build(write(tmp_path), lock_image=True).train()
+    cache = FeatureCache(towers, "image", 0.001, World(), nullcontext)
+    optimizer = torch.optim.AdamW([p for p in towers.parameters() if p.requires_grad], lr=1e-3)
+    step = TrainStep(
+        towers, build_loss(ClipLossSettings(), "clip"), optimizer, World(), precision="bf16", caches=[cache]
+    )
+    audit = run(step)
+    assert any(share.module.startswith("visual.") for share in audit.modules)
+    assert len(cache) == 0 and step.caches == [cache]
 
 
 def test_gradients_are_compared_with_the_limits_of_fp16() -> None:
