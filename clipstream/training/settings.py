@@ -90,7 +90,7 @@ class TrainSettings(Section):
             text = "fsdp does not find micro_batch_size by itself, as its ranks wait for each other: name it"
             yield "parallel", text
         kept = self.kept_micro_batches
-        if kept == "auto" and self.micro_batch_size is None:
+        if kept != type(self).model_fields["kept_micro_batches"].default and self.micro_batch_size is None:
             yield "kept_micro_batches", "there are no micro-batches: give --train.micro-batch-size as well"
         if kept == "auto" and self.parallel == "fsdp":
             text = "fsdp does not find it by itself, as its ranks wait for each other: give a number"
