@@ -76,9 +76,9 @@ def part_of(pixels: torch.Tensor, ids: torch.Tensor, start: int, size: int) -> B
     return Batch(pixels[rows], ids[rows], torch.ones(size), ("",) * size, torch.zeros(size), step=0, global_size=size)
 
 
-def step_of(towers: Towers, parts: Parts | None = None, lr: float = 1e-6) -> TrainStep:
+def step_of(towers: Towers, parts: Parts | None = None, lr: float = 1e-6, backend: str = "inductor") -> TrainStep:
     """A training step with AdamW on this process."""
-    compilation = None if parts is None else compile_towers(towers, parts)
+    compilation = None if parts is None else compile_towers(towers, parts, backend)
     optimizer = torch.optim.AdamW(towers.parameters(), lr=lr, betas=(0.9, 0.98), eps=1e-6, fused=True)
     return TrainStep(
         towers, SoftmaxLoss(ClipLossSettings()), optimizer, World(), clip_norm=1.0, compilation=compilation
@@ -107,6 +107,8 @@ def main() -> None:
     parser.add_argument("--curve-batch", type=int, default=64)
     parser.add_argument("--parts", nargs="+", default=["step", "loss", "curve"])
     parser.add_argument("--compile", nargs="*", default=["blocks", "towers", "step"])
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--loss-samples", nargs="+", type=int, default=[256, 1024, 2048])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     plain = build(options.model, **PLAIN)
@@ -120,20 +122,22 @@ def main() -> None:
         steps["buckets"] = step_of(build(options.model, "auto", channels_last="off"))
         steps["buckets, channels-last"] = step_of(build(options.model, **FAST))
         for parts in options.compile:
-            steps[f"the same, compile {parts}"] = step = step_of(build(options.model, **FAST), parts)
+            steps[f"the same, compile {parts}"] = step = step_of(
+                build(options.model, **FAST), parts, backend=options.backend
+            )
             began = time.perf_counter()
             step(batch, 1e-6)
             assert step.compilation is not None
             print(f"first step, compile {parts}: {time.perf_counter() - began:.1f} s, {step.compilation.graphs} graphs")
         cases: Cases = {name: partial(step, batch, 1e-6) for name, step in steps.items()}
         compare(f"step, {options.batch} samples", cases, options.rounds)
-    for n in (256, 1024, 2048) if "loss" in options.parts else ():
+    for n in options.loss_samples if "loss" in options.parts else ():
         images, texts = (torch.nn.functional.normalize(torch.randn(n, 512), dim=-1) for _ in range(2))
         pairs = tiled.Pairs(
             images, texts, torch.tensor(10.0), None, torch.ones(n), Ring.of(n, World(), torch.device("cpu"))
         )
         eager = partial(tiled.softmax, pairs, gradients=True)
-        compiled = partial(torch.compile(tiled.softmax, dynamic=False), pairs, gradients=True)
+        compiled = partial(torch.compile(tiled.softmax, dynamic=False, backend=options.backend), pairs, gradients=True)
         began = time.perf_counter()
         compiled()
         print(f"first compiled loss: {time.perf_counter() - began:.1f} s")
