@@ -197,8 +197,8 @@ def preserved(step: TrainStep) -> Iterator[None]:
     ]
     inner = {key: copy.deepcopy(value) for key, value in vars(scaler).items() if key != "_per_optimizer_states"}
     updates = 0 if step.averages is None else step.averages.updates
-    # With `auto`, the audited step searches for them, and the first step of training as it would without an audit.
     caches, step.caches = step.caches, ()  # a locked tower is audited as well, and its features are not kept
+    # With `auto`, the audited step searches for them, and the first step of training as it would without an audit.
     searched = {key: value for key, value in vars(step.gradcache).items() if key in ("size", "kept", "tried_for")}
     try:
         with same_randomness(step.world.device):

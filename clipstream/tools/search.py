@@ -73,7 +73,7 @@ def neighbours(options: argparse.Namespace) -> None:
             first = printable(title, CELL) if rank == 1 else ""
             label, text = printable(name.label, CELL), printable(caption, CELL)
             table.add_row(first, str(rank), f"{score:.4f}", label, text)
-    ResultConsole(160, markup=False).print(table)
+    ResultConsole(markup=False).print(table)
     if options.out:
         start, end = (("query", pa.string()), ("rank", pa.int32()), ("score", pa.float32())), ("caption", pa.string())
         with TableWriter(Path(options.out), pa.schema([*start, *SAMPLE, end])) as writer:
@@ -103,7 +103,7 @@ def duplicates(options: argparse.Namespace) -> None:
         more = " …" if size_of[root] > 4 else ""
         table.add_row(f"{size_of[root]:,}", labels[0], ", ".join(labels[1:]) + more)
     if len(groups):
-        ResultConsole(160, markup=False).print(table)
+        ResultConsole(markup=False).print(table)
     dropped = len(rows) - len(first)
     print(
         f"{len(rows):,} samples: {len(groups):,} groups of a cosine of {options.threshold:g} or more; "
@@ -145,7 +145,7 @@ def clusters(options: argparse.Namespace) -> None:
             caption = next(iter(names[row].captions), "")
             labels.append(printable(f"{names[row].label}: {caption}" if caption else names[row].label, CELL))
         table.add_row(str(number), f"{size:,}", f"{size / len(rows):.2%}", "\n".join(labels))
-    ResultConsole(160, markup=False).print(table)
+    ResultConsole(markup=False).print(table)
     print(f"mean cosine with the centroid {found.means[-1]:.4f} after {len(found.means) - 1} iterations")
     if options.out:
         schema = [*SAMPLE, ("choice", pa.int32()), ("cluster", pa.int32()), ("score", pa.float32())]
@@ -191,7 +191,7 @@ def scores(options: argparse.Namespace) -> None:
     table = _table("Cosines", "quantile", "pairs", "best caption of each sample")
     for share in QUANTILES:
         table.add_row(f"{share:g}", *(f"{np.quantile(of, share):.4f}" for of in (every, of_samples)))
-    ResultConsole(160, markup=False).print(table)
+    ResultConsole(markup=False).print(table)
     print(f"{len(every):,} pairs of {len(of_samples):,} samples, mean {every.mean(dtype=np.float64):.4f}")
     least = options.min_score
     if options.top_fraction is not None:

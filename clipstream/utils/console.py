@@ -20,7 +20,7 @@ class ResultConsole(Console):
         options: of rich's Console.
     """
 
-    def __init__(self, width: int, **options: Any) -> None:
+    def __init__(self, width: int = 160, **options: Any) -> None:
         super().__init__(highlight=False, emoji=False, **options)
         if not self.is_terminal:
             self.width = width

@@ -80,6 +80,7 @@ def test_a_pipes_command_ends_with_its_worker(tmp_path: Path) -> None:
     wait_until(lambda: command_runs(mark))
     stream.close()
     command_ends(mark)
+    assert not command_runs(mark)
 
 
 def test_no_worker_outlives_its_loader(shards: list[str]) -> None:
