@@ -137,15 +137,12 @@ class AutoMicroBatch(GradCache):
         top = count - 1 if most is None else min(count - 1, most)
 
         def trial(kept: int) -> bool:
-            """Forward passes of the last chunks, and the backward pass of the first of them, with zero gradients."""
+            """Pass of the last chunks, with zero gradients and the memory that a loss takes."""
             with same_randomness(self.world.device):
-                chunks, _ = cut(batch, count)
-                graphs = [
-                    self._unsummed(*chunk.images_texts(batch), **chunk.options(batch.known))
-                    for chunk in chunks[count - kept :]
-                ]
-                loss_memory = graphs[0].image.new_empty((6, n, graphs[0].image.shape[1]))
-                propagate(graphs[0], detached(graphs[0]))
+                chunk = cut(batch, count, kept)[0][-1]
+                features = self._unsummed(*chunk.images_texts(batch), **chunk.options(batch.known))
+                loss_memory = features.image.new_empty((6, n, features.image.shape[1]))
+                propagate(features, detached(features))
                 del loss_memory
             return True
 

@@ -7,10 +7,11 @@ whose sum over the ranks is that of the whole batch. DDP averages, so the share 
 loss is computed once on all features and gives their gradients; then each chunk passes through the towers again, with
 the same random numbers, to propagate its features' gradients to the weights. The cost is one more forward pass and
 memory for the features, n x 2D. The last `kept` chunks keep their graph from the first pass, so that k chunks cost
-(k - kept) / k of a forward pass; a tower that does not change runs in the first pass alone. Gradients are summed in
-the order of the backward passes: the kept chunks, then the others. If the true lengths of texts are known, the chunks
-are made of the samples sorted by them. Ranks may have different numbers of chunks: gradients are summed over the ranks
-once, in the last backward pass of each. Scale and bias take part in it only, so that they are counted once.
+(k - kept) / k of a forward pass; as their activations are in memory together, they pass together. A tower that does not
+change runs in the first pass alone. Gradients are summed in the order of the backward passes: the kept chunks, then the
+others. If the true lengths of texts are known, the chunks are made of the samples sorted by them. Ranks may have
+different numbers of chunks: gradients are summed over the ranks once, in the last backward pass of each. Scale and bias
+take part in it only, so that they are counted once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +52,7 @@ class GradCache:
     precision: Precision  # of the forward pass
     scaled: Callable[[torch.Tensor], torch.Tensor]  # applied to a share before its backward pass (GradScaler.scale)
     size: int | None = None  # samples per forward pass on this rank; None for all
-    # chunks that keep their graph; one is always computed again, as its backward pass sums over the ranks
+    # chunks that keep their graph, in one pass; one is always computed again, as its backward pass sums over the ranks
     kept: int = 1
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,36 +93,35 @@ class GradCache:
         if count == 1:
             features = last(batch.images, batch.texts, **Chunk(slice(None), n, batch.lengths).options(batch.known))
             return features, partial(propagate, features)
-        chunks, places = cut(batch, count)
-        again = max(count - self.kept, 1)
-        states, parts, graphs = [], [], []
-        for number, chunk in enumerate(chunks):
+        joined = min(self.kept, count - 1)
+        chunks, places = cut(batch, count, joined)
+        kept = chunks.pop() if joined else None
+        states, parts, graph = [], [], []
+        for chunk in chunks:
             states.append(torch_state(device))
-            if number < again:
-                with torch.no_grad():
-                    options = chunk.options(batch.known)
-                    found = self._features(*chunk.images_texts(batch), module=self.towers, **options)
-            else:
-                graphs.append((chunk, self._unsummed(*chunk.images_texts(batch), **chunk.options(batch.known))))
-                found = detached(graphs[-1][1])
+            with torch.no_grad():
+                options = chunk.options(batch.known)
+                found = self._features(*chunk.images_texts(batch), module=self.towers, **options)
             parts.append((found, chunk.size))
+        if kept is not None:
+            graph.append(self._unsummed(*kept.images_texts(batch), **kept.options(batch.known)))
+            parts.append((detached(graph[0]), kept.size))
         images, texts = (torch.cat(rows) for rows in zip(*((p.image[:n], p.text[:n]) for p, n in parts), strict=True))
         if places is not None:
             images, texts = images.index_select(0, places), texts.index_select(0, places)
 
         def backward(leaves: Features) -> None:
             after, known = torch_state(device), self.towers.unchanging().union(batch.known)
-            while graphs:
-                chunk, features = graphs.pop(0)
+            if kept is not None:
                 with no_sync(self.model):
-                    propagate(features, chunk.leaves(leaves), scalars=False)
-            for number, (chunk, state) in enumerate(zip(chunks[:again], states, strict=False)):
+                    propagate(graph.pop(), kept.leaves(leaves), scalars=False)
+            for chunk, state in zip(chunks, states, strict=True):
                 set_torch_state(state, device)
-                rows = chunk.leaves(leaves)
-                forward = last if number == again - 1 else self._unsummed
+                rows, is_last = chunk.leaves(leaves), chunk is chunks[-1]
+                forward = last if is_last else self._unsummed
                 features = forward(*chunk.images_texts(batch, rows, known), **chunk.options(known))
-                with nullcontext() if number == again - 1 else no_sync(self.model):
-                    propagate(features, rows, scalars=number == again - 1)
+                with nullcontext() if is_last else no_sync(self.model):
+                    propagate(features, rows, scalars=is_last)
             set_torch_state(after, device)
 
         return parts[0][0]._replace(image=images, text=texts), backward
@@ -219,14 +220,18 @@ class Chunk:
         return leaves._replace(image=rows[0], text=rows[1])
 
 
-def cut(batch: Batch, count: int) -> tuple[list[Chunk], torch.Tensor | None]:
+def cut(batch: Batch, count: int, kept: int = 0) -> tuple[list[Chunk], torch.Tensor | None]:
     """Chunks of equal size, as a small last one would cost a whole pass; with n < count, some are empty.
 
     If the texts' lengths are known, samples are sorted by them, and the place of each sample among the chunks comes
     with the chunks.
+
+    Args:
+        kept: the last chunks of `count` that are joined into one.
     """
     n = len(batch)
-    bounds = [(n * number // count, n * (number + 1) // count) for number in range(count)]
+    starts = [n * number // count for number in range(count - kept + bool(kept))]
+    bounds = list(pairwise([*starts, n]))
     if batch.lengths is None:
         parts = [slice(start, stop) if stop > start else slice(0, 1) for start, stop in bounds]
         return [Chunk(rows, stop - start, None) for rows, (start, stop) in zip(parts, bounds, strict=True)], None

@@ -165,46 +165,46 @@ class _Holding(torch.autograd.Function):
         return gradients[0], None
 
 
-class FewGraphs(TinyTowers):
-    """Towers whose device holds the graphs of so many passes at once."""
+class SmallMemory(TinyTowers):
+    """Towers whose device holds the graphs of so many samples at once."""
 
-    def __init__(self, graphs: int) -> None:
+    def __init__(self, samples: int) -> None:
         super().__init__()
-        self.graphs, self.alive = graphs, 0
+        self.samples, self.alive = samples, 0
         self.most = 0
 
     def forward(self, pixels: torch.Tensor, ids: torch.Tensor) -> Features:
         features = super().forward(pixels, ids)
         if not torch.is_grad_enabled():
             return features
-        if self.alive == self.graphs:
+        if self.alive + len(pixels) > self.samples:
             raise torch.cuda.OutOfMemoryError("a stand-in: the graphs need more than there is")
-        self.alive += 1
+        self.alive += len(pixels)
         self.most = max(self.most, self.alive)
         token = _Token()
-        weakref.finalize(token, self._freed)
+        weakref.finalize(token, self._freed, len(pixels))
         tokens = [token]
         del token
         return features._replace(image=_Holding.apply(features.image, tokens))  # type: ignore[no-untyped-call]
 
-    def _freed(self) -> None:
-        self.alive -= 1
+    def _freed(self, samples: int) -> None:
+        self.alive -= samples
 
 
-def kept_steps(world: World, graphs: int, then: int) -> list[Any]:
-    """Two steps from the same weights in chunks of a sample, with memory for so many graphs on the last rank, which of
+def kept_steps(world: World, samples: int, then: int) -> list[Any]:
+    """Two steps from the same weights in chunks of a sample, with memory for the graphs of so many on the last rank, which of
     two ranks has three chunks.
     """
     torch.set_num_threads(1)
     last = world.rank == world.size - 1
-    model = FewGraphs(graphs if last else 99).double()
+    model = SmallMemory(samples if last else 99).double()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer, kind = sgd(model), "clip"
     step = TrainStep(model, LOSSES[kind], optimizer, world, precision="fp64", micro_batch_size=1, kept="auto")
     found = []
     for number in range(2):
         if number and last:
-            model.graphs = then
+            model.samples = then
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p.copy_(before[name])
@@ -214,10 +214,10 @@ def kept_steps(world: World, graphs: int, then: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("size", "graphs", "then", "kept"), [(1, 6, 3, (6, 3)), (1, 99, 1, (9, 1)), (2, 2, 1, (6, 1))])
-def test_as_many_micro_batches_are_kept_as_fit(size: int, graphs: int, then: int, kept: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("size", "samples", "then", "kept"), [(1, 6, 3, (6, 3)), (1, 99, 1, (9, 1)), (2, 2, 1, (6, 1))])
+def test_as_many_micro_batches_are_kept_as_fit(size: int, samples: int, then: int, kept: tuple[int, int]) -> None:
     loss, truth = reference("clip", torch.ones(10))
-    for found in run_ranks(size, kept_steps, graphs, then):
+    for found in run_ranks(size, kept_steps, samples, then):
         assert [state for *_, state in found] == [(number, 10) for number in kept]
         for result, gradients, _ in found:
             assert result.loss == pytest.approx(float(loss), abs=1e-10)
@@ -226,11 +226,11 @@ def test_as_many_micro_batches_are_kept_as_fit(size: int, graphs: int, then: int
 
 
 def test_kept_micro_batches_are_those_of_the_checkpoint_and_searched_again_for_a_larger_batch() -> None:
-    model = FewGraphs(3)
+    model = SmallMemory(6)
     step = TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size=2, kept="auto")
     step(make_batch(), lr=0.0)
-    assert step.gradcache.kept == 3 and model.most == 3
-    model.graphs = 4
+    assert step.gradcache.kept == 3 and model.most == 6
+    model.samples = 8
     again = TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size=2, kept="auto")
     again.load_state(step.state())
     again(make_batch(), lr=0.0)
@@ -240,7 +240,7 @@ def test_kept_micro_batches_are_those_of_the_checkpoint_and_searched_again_for_a
 
 
 def test_micro_batches_that_do_not_fit_even_alone_are_an_error() -> None:
-    model = FewGraphs(0)
+    model = SmallMemory(0)
     step = TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size=2, kept="auto")
     with pytest.raises(SettingsError, match="with 2 samples at once and no micro-batch kept"):
         step(make_batch(), lr=1.0)

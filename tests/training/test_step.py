@@ -62,18 +62,19 @@ def test_gradients_are_the_full_batchs(size: int) -> None:
                 torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-10)
 
 
-def test_micro_batches_replay_dropout() -> None:
+@pytest.mark.parametrize(("kept", "sizes"), [(0, [3, 3, 4]), (1, [3, 3, 4]), (2, [3, 7]), (9, [3, 7])])
+def test_micro_batches_replay_dropout(kept: int, sizes: list[int]) -> None:
     model, batch = TinyTowers(dropout=0.5).double(), make_batch()
     assert batch.pixels is not None
     torch.manual_seed(5)
-    parts = [model(p, i) for p, i in zip(batch.pixels.split([3, 3, 4]), batch.ids.split([3, 3, 4]), strict=True)]
+    parts = [model(p, i) for p, i in zip(batch.pixels.split(sizes), batch.ids.split(sizes), strict=True)]
     whole = parts[-1]._replace(image=torch.cat([p.image for p in parts]), text=torch.cat([p.text for p in parts]))
     LOSSES["clip"](whole, batch, World()).backward()  # type: ignore[arg-type]
     truth, drawn = [p.grad for p in model.parameters()], torch.rand(3)
 
     model = TinyTowers(dropout=0.5).double()
     before = [p.detach().clone() for p in model.parameters()]
-    step = TrainStep(model, LOSSES["clip"], sgd(model), World(), precision="fp64", micro_batch_size=4)
+    step = TrainStep(model, LOSSES["clip"], sgd(model), World(), precision="fp64", micro_batch_size=4, kept=kept)
     torch.manual_seed(5)
     step(batch, lr=1.0)
     assert torch.equal(torch.rand(3), drawn)
