@@ -9,7 +9,7 @@ the process beside them; a ratio is the median of the first case by that of anot
     tower       the text tower, forward and backward
     step        a training step with AdamW, and one of open_clip_train on the same tensors where it is installed
     gradcache   a training step at once, and in chunks of which 1, half and all but one keep their graph; with a
-                frozen image tower
+                frozen image tower, also the time of that tower alone
     pass        a bucket of texts in one pass and in several: the cost of a pass in tokens (`PASS_TOKENS`)
 """
 
@@ -37,6 +37,8 @@ from clipstream.models.build import build_towers
 from clipstream.models.execution.text_buckets import STEP, _causal
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
+from clipstream.performance.parts import IMAGE_FORWARD
+from clipstream.performance.timing import StepTimer
 from clipstream.training.optim import OptimSettings
 from clipstream.training.step import TrainStep
 
@@ -99,6 +101,15 @@ def open_clip_step(towers: Towers, batch: Batch, name: str) -> Callable[[], obje
         print(error)
         return None
     return partial(step, step.prepare(batch), lr=1e-6)
+
+
+def image_seconds(case: Callable[[], object]) -> float:
+    """Wall time of the image tower's forward passes in a step, in seconds."""
+    timer = StepTimer("cpu")
+    with timer.active():
+        case()
+        timer.end_step()
+    return timer.take()[0][IMAGE_FORWARD]
 
 
 def split_pass(towers: Towers, ids: torch.Tensor, parts: int) -> None:
@@ -175,6 +186,9 @@ def main() -> None:
             f"{k} chunks, 1 kept": step_of(locked, optimizer, batch, k),
         }
         compare("step, image tower frozen", cases, options.rounds)
+        rounds = [[image_seconds(case) for case in cases.values()] for _ in range(options.rounds)]
+        alone, cut_up = (statistics.median(seconds) for seconds in zip(*rounds, strict=True))
+        print(f"  image tower: {alone:.3f} s at once, {cut_up:.3f} s in chunks, {cut_up / alone:.2f} x the time")
     if "pass" in options.parts and buckets.rule != "padding":
         most = min(8, n)
         cases = {f"{k} x {n // k} texts": partial(split_pass, bucketed, ids, k) for k in (1, most)}

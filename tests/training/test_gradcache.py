@@ -192,8 +192,9 @@ class SmallMemory(TinyTowers):
 
 
 def kept_steps(world: World, samples: int, then: int) -> list[Any]:
-    """Two steps from the same weights in chunks of a sample, with memory for the graphs of so many on the last rank, which of
-    two ranks has three chunks.
+    """Two steps from the same weights in chunks of a sample, of which the last rank holds so many.
+
+    Of two ranks, the last one has three chunks.
     """
     torch.set_num_threads(1)
     last = world.rank == world.size - 1
@@ -214,7 +215,9 @@ def kept_steps(world: World, samples: int, then: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("size", "samples", "then", "kept"), [(1, 6, 3, (6, 3)), (1, 99, 1, (9, 1)), (2, 2, 1, (6, 1))])
+@pytest.mark.parametrize(
+    ("size", "samples", "then", "kept"), [(1, 6, 3, (6, 3)), (1, 99, 1, (9, 1)), (2, 2, 1, (6, 1))]
+)
 def test_as_many_micro_batches_are_kept_as_fit(size: int, samples: int, then: int, kept: tuple[int, int]) -> None:
     loss, truth = reference("clip", torch.ones(10))
     for found in run_ranks(size, kept_steps, samples, then):

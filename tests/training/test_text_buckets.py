@@ -67,7 +67,9 @@ def test_ranks_micro_batches_and_buckets_change_no_gradient(size: int, model: st
 
 @pytest.mark.parametrize("kept", [0, 1, 3])
 @pytest.mark.parametrize("frozen", ["image", "text", None])
-def test_a_frozen_tower_runs_once_and_kept_micro_batches_run_once_together(kept: int, frozen: str | None, model: str) -> None:
+def test_a_frozen_tower_runs_once_and_kept_micro_batches_pass_together(
+    kept: int, frozen: str | None, model: str
+) -> None:
     locks = {} if frozen is None else {f"lock_{frozen}": True}
     (truth,) = gradients(World(), model, [("ddp", "off", None, 1)], **locks)
     towers = build(model, text_buckets=1, **locks).train()
