@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from text_buckets import Cases, build, compare
+from text_buckets import MOST, Cases, build, compare
 
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
@@ -42,7 +42,7 @@ from clipstream.training.step import TrainStep
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp")
 PLAIN = {"buckets": "off", "channels_last": "off"}
-FAST = {"buckets": "auto", "channels_last": "auto"}
+FAST = {"buckets": MOST, "channels_last": "auto"}
 
 
 def read_pairs(
@@ -119,7 +119,7 @@ def main() -> None:
     if "step" in options.parts:
         batch = part_of(pixels, ids, 0, options.batch)
         steps = {"plain": step_of(plain)}
-        steps["buckets"] = step_of(build(options.model, "auto", channels_last="off"))
+        steps["buckets"] = step_of(build(options.model, MOST, channels_last="off"))
         steps["buckets, channels-last"] = step_of(build(options.model, **FAST))
         for parts in options.compile:
             steps[f"the same, compile {parts}"] = step = step_of(

@@ -3,11 +3,11 @@
     python benchmarks/gpu.py 'shards/{00000..00007}.tar' --csv build/gpu.csv --write docs/performance.md  # 8 minutes
     python benchmarks/gpu.py --device cpu --small SHARDS   # the same on tiny models, to try the script
 
-Three rows of each model take turns: batches in memory, batches read from the shards (generated pictures unless given),
-and `open_clip_train`'s step with amp_bf16 on the same tensors. clipstream trains in bf16 with a fused optimizer, text
-buckets where the tower allows them, and compiled blocks. SigLIP has CLIP's tokenizer, which needs no download; its
-token table is larger so, and its arithmetic the same. `--write FILE` puts the table between the markers of that file.
-Models for which no time is left are named.
+Four rows of each model take turns: batches in memory, the same with packed texts and without compilation, batches read
+from the shards (generated pictures unless given), and `open_clip_train`'s step with amp_bf16 on the same tensors.
+clipstream trains in bf16 with a fused optimizer, text buckets where the tower allows them, and compiled blocks. SigLIP
+has CLIP's tokenizer, which needs no download; its token table is larger so, and its arithmetic the same. `--write FILE`
+puts the table between the markers of that file. Models for which no time is left are named.
 
 No figures yet: they were not measured on a GPU.
 """
@@ -71,7 +71,7 @@ def model_file(name: str, folder: Path, small: bool) -> str:
 
 
 def measure(model: Model, shards: str, folder: Path, args: argparse.Namespace) -> list[Row]:
-    """The rows of a model: in memory, open_clip, from shards."""
+    """The rows of a model: in memory, packed, open_clip, from shards."""
     batch = args.batch or (8 if args.small else model.batch)
     cpu = args.device == "cpu"
     flags = [
@@ -84,7 +84,12 @@ def measure(model: Model, shards: str, folder: Path, args: argparse.Namespace) -
         rungs=("shards",), rounds=args.rounds, steps=args.steps, warmup_steps=args.warmup, loss_steps=args.warmup + 1
     )
     ladder = Ladder(load(flags, ranks=1), options, World(device="cpu" if cpu else "cuda:0"))
-    others = [Rung("open_clip", same_loss=False, open_clip=True), Rung("from shards", from_shards=True)]
+    packed = {"model.text_buckets": "packed", "train.compile": "off"}
+    others = [
+        Rung("packed", packed),
+        Rung("open_clip", same_loss=False, open_clip=True),
+        Rung("from shards", from_shards=True),
+    ]
     return ladder.in_turns([Row(Rung("clipstream"), ladder.plain, 1)], others, cumulative=False)
 
 

@@ -1,4 +1,4 @@
-"""Arithmetic on padding: a model with padded texts and with texts in buckets, and gradient caching against one pass.
+"""Arithmetic on padding: a model with padded, bucketed and packed texts, and gradient caching against one pass.
 
     python benchmarks/text_buckets.py DIR/{00000..00003}.tar --caption caption.en   # a few minutes on two cores
 
@@ -42,6 +42,7 @@ from clipstream.performance.timing import StepTimer
 from clipstream.training.optim import OptimSettings
 from clipstream.training.step import TrainStep
 
+MOST = 99  # as many buckets as the cost model finds; `auto` packs texts on the CPU
 Cases = dict[str, Callable[[], object]]
 
 
@@ -150,7 +151,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["tower", "step", "gradcache", "pass"])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    padded, bucketed = build(options.model, "off"), build(options.model, "auto")
+    padded, bucketed, packed = (build(options.model, buckets) for buckets in ("off", MOST, "packed"))
     captions = read_captions(options.shards, options.batch, options.caption)
     ids = padded.open_clip_tokenizer()(captions).int()
     buckets, n = bucketed.text_buckets, len(ids)
@@ -164,12 +165,13 @@ def main() -> None:
     pixels = torch.randint(0, 256, (n, 3, *padded.image.size), dtype=torch.uint8)
     batch = Batch(pixels, ids, torch.ones(n), ("",) * n, torch.zeros(n), step=0, global_size=n)
     if "tower" in options.parts:
-        models = {"padded": padded, "one bucket": build(options.model, 1), f"{len(cut)} buckets (auto)": bucketed}
+        models = {"padded": padded, "one bucket": build(options.model, 1), f"{len(cut)} buckets": bucketed}
+        models["packed (auto)"] = packed
         compare("text tower", {name: partial(tower_pass, model, ids) for name, model in models.items()}, options.rounds)
     if "step" in options.parts:
         theirs = open_clip_step(padded, batch, options.model)
         cases = {} if theirs is None else {"open_clip_train": theirs}
-        models = {"padded": padded, "buckets": bucketed}
+        models = {"padded": padded, "buckets": bucketed, "packed (auto)": packed}
         ours = {name: step_of(model, optimizer_of(model), batch) for name, model in models.items()}
         compare("step", cases | ours, options.rounds)
     if "gradcache" in options.parts and not bucketed.has_batch_norm:
@@ -179,7 +181,7 @@ def main() -> None:
         for kept in sorted({0, 1, k // 2, k - 1}):
             cases[f"{k} chunks, {kept} kept"] = step_of(bucketed, optimizer, batch, k, kept)
         compare("step", cases, options.rounds)
-        locked = build(options.model, "auto", lock_image=True)
+        locked = build(options.model, MOST, lock_image=True)
         optimizer = optimizer_of(locked)
         cases = {
             "at once": step_of(locked, optimizer, batch),

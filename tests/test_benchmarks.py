@@ -64,7 +64,7 @@ def test_text_buckets(tmp_path: Path) -> None:
     shards = sorted(str(path) for path in (folder / "pairs").glob("*.tar"))
     more = ("--batch", "6", "--rounds", "1", "--chunks", "3", "--caption", "caption.en")
     table = output_of("text_buckets", *shards, "--model", str(folder / "model.json"), *more)
-    assert "buckets (auto)" in table and "3 chunks, 2 kept" in table and "a pass costs" in table
+    assert "2 buckets" in table and "packed (auto)" in table and "3 chunks, 2 kept" in table and "a pass costs" in table
 
 
 def test_the_gpus_models(tmp_path: Path) -> None:

@@ -82,7 +82,11 @@ def _compile(settings: Settings, machine: Machine) -> list[Rung]:
 
 def _buckets(settings: Settings, machine: Machine) -> list[Rung]:
     chosen = settings.model.text_buckets
-    return [Rung("buckets", {"model.text_buckets": "auto" if chosen == "off" else chosen}, machine.padded)]
+    packed = {"model.text_buckets": "packed", "train.compile": "off", **_compile_options(TrainSettings())}
+    return [
+        Rung("buckets", {"model.text_buckets": chosen if isinstance(chosen, int) else "auto"}, machine.padded),
+        Rung("packed", packed, machine.padded),
+    ]
 
 
 def _checkpointing(settings: Settings, machine: Machine) -> list[Rung]:

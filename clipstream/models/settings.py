@@ -99,10 +99,11 @@ class ModelSettings(Section):
     patch_dropout: float | None = Field(
         None, ge=0, lt=1, description="share of a ViT's patches dropped in training (FLIP, arXiv:2212.00794)"
     )
-    text_buckets: Literal["auto", "off"] | Annotated[int, Field(ge=1)] = Field(
+    text_buckets: Literal["auto", "off", "packed"] | Annotated[int, Field(ge=1)] = Field(
         "auto",
         description="texts of a pass are sorted by length and run in this many buckets, without the padding behind "
-        "them; auto for as many as are worth their cost, off where the tower attends to padding (SigLIP)",
+        "them; auto for as many as are worth their cost, off where the tower attends to padding (SigLIP); packed for "
+        "all tokens of a pass in one row, in open_clip's own text towers that are not compiled",
     )
     channels_last: Switch = Field(
         "auto",

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from clipstream.errors import SettingsError
 from clipstream.models.execution.blocks import blocks
+from clipstream.models.execution.packed_text import VARLEN
 
 Policy = str | int | float  # 'off', 'all', 'matmuls', every N-th block, or a budget (see `activation_budget`)
 
@@ -35,6 +36,7 @@ _KEPT: list[Any] = [
     _ATEN._scaled_dot_product_efficient_attention.default,
     _ATEN._scaled_dot_product_cudnn_attention.default,
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    *([torch.ops.torch_attn._varlen_attn.default] if VARLEN else []),
 ]
 
 

@@ -154,7 +154,7 @@ def compile_towers(
         cache: folder in which inductor and Triton keep compiled code, unless the environment names another one
             ($TORCHINDUCTOR_CACHE_DIR) or it cannot be written; one in the system's temporary folder unless given.
 
-    Raises SettingsError: there is no such backend, or no tower has repeated blocks.
+    Raises SettingsError: there is no such backend, no tower has repeated blocks, or texts are to be packed.
     """
     from torch._dynamo.utils import clear_compilation_metrics, counters
 
@@ -164,7 +164,12 @@ def compile_towers(
     compilation = Compilation(_compiler(backend, mode), backend, _breaks=Counter(counters["graph_break"]))
     found = _targets(towers, parts)
     if towers.text_buckets is not None:
-        towers.text_buckets = replace(towers.text_buckets, portions=PORTIONS)
+        if towers.text_buckets.packed == "all":
+            raise SettingsError(
+                "model.text_buckets: packed is not compiled, as the number of tokens differs from step to step: give "
+                "auto, which cuts texts into buckets for train.compile, or --train.compile off"
+            )
+        towers.text_buckets = replace(towers.text_buckets, portions=PORTIONS, packed=None)
     functions: dict[Any, _Function] = {}
     for module, name in found:
         replaced = vars(module).get(name)  # by activation checkpointing

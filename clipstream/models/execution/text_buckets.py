@@ -23,6 +23,7 @@ from open_clip.hf_model import ClsLastHiddenStatePooler, ClsPooler, HFTextEncode
 from open_clip.transformer import TextTransformer, text_global_pool
 
 from clipstream.errors import SettingsError
+from clipstream.models.execution.packed_text import ends_of_packed, why_unpackable
 
 STEP = 8  # tokens between the lengths of buckets
 # Fixed cost of one more pass of a tower's blocks, forward and backward, in tokens: reading the weights and adding to
@@ -30,7 +31,7 @@ STEP = 8  # tokens between the lengths of buckets
 # on a GPU. `benchmarks/text_buckets.py` measures the first; the second is an estimate.
 PASS_TOKENS = {"cpu": 64, "cuda": 8192}
 
-Setting = int | Literal["auto", "off"]
+Setting = int | Literal["auto", "off", "packed"]
 Lengths = tuple[int, ...]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -63,6 +64,7 @@ class TextBuckets:
             get a gradient of their whole size in each pass; those of open_clip's are looked up once for all buckets.
         portions: sizes that a bucket can have, in parts of the pass, so that compiled blocks see few shapes; None for
             any number of texts.
+        packed: type of the device on which texts are packed instead of cut into buckets (see `packed_text`), or all.
     """
 
     rule: str
@@ -71,12 +73,13 @@ class TextBuckets:
     exactly: bool = False
     embeddings: float = 1.0
     portions: int | None = None
+    packed: Literal["cpu", "all"] | None = None
 
     @classmethod
     def of(cls, clip: Any, setting: Setting) -> TextBuckets | None:
         """The buckets of the text tower of open_clip's model; None for 'off', and for 'auto' where it is not exact.
 
-        Raises SettingsError: a number of buckets where it is not exact.
+        Raises SettingsError: a number of buckets where it is not exact, or packed texts where the tower takes none.
         """
         if setting == "off":
             return None
@@ -85,13 +88,18 @@ class TextBuckets:
             if setting == "auto":
                 return None
             raise SettingsError(f"model.text_buckets: {reason}: give auto or off")
-        most = None if setting == "auto" else setting
+        packed: Literal["cpu", "all"] | None = None
+        if setting in ("auto", "packed") and (reason := why_unpackable(tower)) is None:
+            packed = "all" if setting == "packed" else "cpu"  # where it was measured to be faster
+        elif setting == "packed":
+            raise SettingsError(f"model.text_buckets: packed is not possible, as {reason}: give auto")
+        most = setting if isinstance(setting, int) else None
         if isinstance(tower, HFTextEncoder):
             total = sum(p.numel() for p in tower.transformer.parameters())
             table = sum(p.numel() for p in tower.transformer.get_input_embeddings().parameters())
             return cls("padding", int(tower.config.pad_token_id), most, embeddings=total / max(total - table, 1))
         rule, eos = _pooling(tower)
-        return cls(rule, eos if rule == "eos" else 0, most)
+        return cls(rule, eos if rule == "eos" else 0, most, packed=packed)
 
     def for_shards(self) -> TextBuckets:
         """The same number of passes on all ranks: one, unless a number is set."""
@@ -103,15 +111,17 @@ class TextBuckets:
         """
         if ids.device.type != "cpu":
             return None
-        if self.rule == "argmax":
-            found = ids.argmax(dim=1) + 1
-        elif self.rule == "eos":
-            found = (ids == self.token).int().argmax(dim=1) + 1
-        else:
+        if self.rule == "padding":
             places = torch.arange(1, ids.shape[1] + 1)
             found = torch.where(ids != self.token, places, 0).amax(dim=1)
             found[found == 0] = ids.shape[1]  # a text of padding alone, whose attention has no definite result
+        else:
+            found = self._ends(ids) + 1
         return tuple(found.tolist())
+
+    def _ends(self, ids: torch.Tensor) -> torch.Tensor:
+        """Place [n] of the token that the feature of each text [n, T] is taken from, by open_clip's pooling."""
+        return ids.argmax(dim=1) if self.rule == "argmax" else (ids == self.token).int().argmax(dim=1)
 
     def plan(self, lengths: Sequence[int], context_length: int, device: str) -> list[Bucket]:
         """The buckets for texts of these lengths, shortest first, at the least cost by `PASS_TOKENS`."""
@@ -150,10 +160,13 @@ class TextBuckets:
         Args:
             lengths: the true length of each text.
         """
-        buckets = self.plan(lengths, ids.shape[1], ids.device.type)
+        tower = getattr(clip, "text", clip)
+        packed = self.packed in ("all", ids.device.type)
+        buckets = [] if packed else self.plan(lengths, ids.shape[1], ids.device.type)
         places = None
-        if len(buckets) > 1:
+        if len(buckets) != 1:
             order = sorted(range(len(lengths)), key=lengths.__getitem__)
+            lengths = tuple(lengths[row] for row in order)
             ids = ids.index_select(0, torch.tensor(order).to(ids.device, non_blocking=True))
             places = torch.empty(len(order), dtype=torch.long)
             places[order] = torch.arange(len(order))
@@ -161,9 +174,12 @@ class TextBuckets:
         for bucket in buckets:
             parts.append(ids[start : start + bucket.rows, : bucket.length])
             start += bucket.rows
-        if self.exactly:  # the further passes take a text whose features nobody uses
+        if self.exactly and buckets:  # the further passes take a text whose features nobody uses
             parts += [parts[0][:1]] * ((self.most or 1) - len(parts))
-        features = _padded(clip, parts) if self.rule == "padding" else _causal(getattr(clip, "text", clip), parts)
+        if packed:
+            features = _projected(tower, ends_of_packed(tower, ids, lengths, self._ends(ids)))
+        else:
+            features = _padded(clip, parts) if self.rule == "padding" else _causal(tower, parts)
         if places is None:
             return features[: len(lengths)]
         return features.index_select(0, places.to(ids.device, non_blocking=True))
@@ -217,7 +233,12 @@ def _causal(tower: Any, parts: list[torch.Tensor]) -> torch.Tensor:
         x = tokens.view(*part.shape, -1) + positions[:length]
         x = tower.transformer(x, attn_mask=tower.attn_mask[:length, :length].contiguous())
         pooled.append(text_global_pool(x, part, pooling, eos_token_id=eos))
-    features = tower.ln_final(torch.cat(pooled))
+    return _projected(tower, torch.cat(pooled))
+
+
+def _projected(tower: Any, pooled: torch.Tensor) -> torch.Tensor:
+    """Features [n, D] from the results [n, width] of a tower's last block."""
+    features = tower.ln_final(pooled)
     projection = tower.text_projection
     if projection is not None:
         features = projection(features) if isinstance(projection, torch.nn.Linear) else features @ projection

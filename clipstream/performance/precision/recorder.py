@@ -52,6 +52,8 @@ PRODUCTS = {
     "_scaled_dot_product_cudnn_attention_backward",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "_varlen_attn",
+    "_varlen_attn_backward",
 }
 TEACHER = "teacher"
 CASTS = ("_to_copy", "copy_", "_foreach_copy_")
