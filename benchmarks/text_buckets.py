@@ -34,7 +34,7 @@ from clipstream.errors import SettingsError
 from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings
 from clipstream.models.build import build_towers
-from clipstream.models.execution.text_buckets import STEP, _causal
+from clipstream.models.execution.text_buckets import STEP, Setting, TextBuckets, _causal
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
 from clipstream.performance.parts import IMAGE_FORWARD
@@ -77,6 +77,17 @@ def tower_pass(towers: Towers, ids: torch.Tensor) -> None:
     """Forward and backward pass of the text tower."""
     towers.zero_grad(set_to_none=True)
     torch.autograd.backward(towers.encode_text(ids).sum())
+
+
+def with_texts(towers: Towers, case: Callable[[], object]) -> Cases:
+    """A case with texts in each way of the same model, whose weights and moments are in memory once."""
+
+    def run(buckets: TextBuckets | None) -> None:
+        towers.text_buckets = buckets
+        case()
+
+    ways: dict[str, Setting] = {"padded": "off", "one bucket": 1, "buckets": MOST, "packed (auto)": "packed"}
+    return {name: partial(run, TextBuckets.of(towers.clip, way)) for name, way in ways.items()}
 
 
 def optimizer_of(towers: Towers) -> torch.optim.Optimizer:
@@ -151,10 +162,10 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["tower", "step", "gradcache", "pass"])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    padded, bucketed, packed = (build(options.model, buckets) for buckets in ("off", MOST, "packed"))
+    towers = build(options.model, MOST)
     captions = read_captions(options.shards, options.batch, options.caption)
-    ids = padded.open_clip_tokenizer()(captions).int()
-    buckets, n = bucketed.text_buckets, len(ids)
+    ids = towers.open_clip_tokenizer()(captions).int()
+    buckets, n = towers.text_buckets, len(ids)
     if buckets is None:
         raise SystemExit(f"{options.model}: its text tower attends to padding")
     lengths = buckets.lengths(ids)
@@ -162,24 +173,22 @@ def main() -> None:
     cut = buckets.plan(lengths, ids.shape[1], "cpu")
     shapes = ", ".join(f"{bucket.rows} x {bucket.length}" for bucket in cut)
     print(f"{n} captions, {sum(lengths) / ids.numel():.1%} of {ids.numel()} tokens are text; buckets: {shapes}")
-    pixels = torch.randint(0, 256, (n, 3, *padded.image.size), dtype=torch.uint8)
+    pixels = torch.randint(0, 256, (n, 3, *towers.image.size), dtype=torch.uint8)
     batch = Batch(pixels, ids, torch.ones(n), ("",) * n, torch.zeros(n), step=0, global_size=n)
     if "tower" in options.parts:
-        models = {"padded": padded, "one bucket": build(options.model, 1), f"{len(cut)} buckets": bucketed}
-        models["packed (auto)"] = packed
-        compare("text tower", {name: partial(tower_pass, model, ids) for name, model in models.items()}, options.rounds)
+        compare("text tower", with_texts(towers, partial(tower_pass, towers, ids)), options.rounds)
     if "step" in options.parts:
-        theirs = open_clip_step(padded, batch, options.model)
+        theirs = open_clip_step(towers, batch, options.model)
         cases = {} if theirs is None else {"open_clip_train": theirs}
-        models = {"padded": padded, "buckets": bucketed, "packed (auto)": packed}
-        ours = {name: step_of(model, optimizer_of(model), batch) for name, model in models.items()}
+        ours = with_texts(towers, step_of(towers, optimizer_of(towers), batch))
         compare("step", cases | ours, options.rounds)
-    if "gradcache" in options.parts and not bucketed.has_batch_norm:
+    towers.text_buckets = buckets
+    if "gradcache" in options.parts and not towers.has_batch_norm:
         k = min(options.chunks, n)
-        optimizer = optimizer_of(bucketed)
-        cases = {"at once": step_of(bucketed, optimizer, batch)}
+        optimizer = optimizer_of(towers)
+        cases = {"at once": step_of(towers, optimizer, batch)}
         for kept in sorted({0, 1, k // 2, k - 1}):
-            cases[f"{k} chunks, {kept} kept"] = step_of(bucketed, optimizer, batch, k, kept)
+            cases[f"{k} chunks, {kept} kept"] = step_of(towers, optimizer, batch, k, kept)
         compare("step", cases, options.rounds)
         locked = build(options.model, MOST, lock_image=True)
         optimizer = optimizer_of(locked)
@@ -193,7 +202,7 @@ def main() -> None:
         print(f"  image tower: {alone:.3f} s at once, {cut_up:.3f} s in chunks, {cut_up / alone:.2f} x the time")
     if "pass" in options.parts and buckets.rule != "padding":
         most = min(8, n)
-        cases = {f"{k} x {n // k} texts": partial(split_pass, bucketed, ids, k) for k in (1, most)}
+        cases = {f"{k} x {n // k} texts": partial(split_pass, towers, ids, k) for k in (1, most)}
         once, split = compare("text tower, 16 tokens a text", cases, options.rounds)
         tokens = n * min(2 * STEP, ids.shape[1])
         print(f"  a pass costs as much as {max(split - once, 0) / (most - 1) / (once / tokens):.0f} tokens")

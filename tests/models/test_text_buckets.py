@@ -86,9 +86,9 @@ texts = st.lists(st.lists(st.integers(3, WORDS), max_size=TOKENS - 2), min_size=
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=12, deadline=None)
-@given(words=texts, most=st.sampled_from([None, 1, 2, 5]), exactly=st.booleans())
+@given(words=texts, most=st.sampled_from([None, 1, 2, 5, "packed"]), exactly=st.booleans())
 def test_features_and_gradients_are_those_of_padded_texts(
-    kind: str, towers: dict[str, Towers], words: list[list[int]], most: int | None, exactly: bool
+    kind: str, towers: dict[str, Towers], words: list[list[int]], most: Any, exactly: bool
 ) -> None:
     model, ids = towers[kind], make_ids(kind, words)
     assert model.text_buckets is not None
@@ -96,7 +96,12 @@ def test_features_and_gradients_are_those_of_padded_texts(
     assert rule == {"roberta": "padding", "bert": "padding", "eos": "eos"}.get(kind, "argmax")
     lengths = model.text_buckets.lengths(ids)
     assert lengths == tuple(len(text) + 2 for text in words)
-    buckets = TextBuckets(rule, token, most, exactly and most is not None, weight)
+    if most == "packed" and rule != "padding":
+        buckets = TextBuckets(rule, token, packed="all")
+        buckets = buckets.for_shards() if exactly else buckets
+    else:
+        most = None if most == "packed" else most
+        buckets = TextBuckets(rule, token, most, exactly and most is not None, weight)
     found, gradients = text_pass(model, ids, buckets)
     truth, padded = text_pass(model, ids, None)
     torch.testing.assert_close(found, truth, rtol=0, atol=1e-10)
@@ -105,10 +110,11 @@ def test_features_and_gradients_are_those_of_padded_texts(
         torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-10)
 
 
-def test_float32_agrees_as_well(tmp_path: Path) -> None:
+@pytest.mark.parametrize("buckets", [TextBuckets("argmax", 0, 3), TextBuckets("argmax", 0, packed="all")])
+def test_float32_agrees_as_well(tmp_path: Path, buckets: TextBuckets) -> None:
     model = build(write(tmp_path, text_cfg=CAUSAL))
     ids = make_ids("clip", [[3] * length for length in (0, 5, 17, 2, 9)])
-    found, gradients = text_pass(model, ids, TextBuckets("argmax", 0, 3))
+    found, gradients = text_pass(model, ids, buckets)
     truth, padded = text_pass(model, ids, None)
     torch.testing.assert_close(found, truth, rtol=0, atol=1e-6)
     for name, gradient in padded.items():
@@ -202,6 +208,8 @@ def test_towers_that_padding_reaches_are_refused(text: dict[str, Any], reason: s
 def test_the_setting(tmp_path: Path) -> None:
     name = write(tmp_path)
     assert build(name, text_buckets="off").text_buckets is None
+    ways = [build(name, text_buckets=setting).text_buckets for setting in ("auto", "packed", 2)]
+    assert [way.packed if way else None for way in ways] == ["cpu", "all", None]
     two = build(name, text_buckets=2).text_buckets
     assert two is not None and (two.most, two.exactly) == (2, False)
     shards = TextBuckets("argmax", 0).for_shards()

@@ -88,9 +88,10 @@ def make_step(
     vision: dict[str, Any] | None = None,
     loss: Any = None,
     ema: bool = False,
+    buckets: int | str = 9,
     **options: Any,
 ) -> TrainStep:
-    towers = build(write(folder, vision), text_buckets="auto")
+    towers = build(write(folder, vision), text_buckets=buckets)
     change(towers.clip)
     prepare(towers.train(), precision)
     optimizer = torch.optim.AdamW(parameter_groups(towers, 0.1), lr=1e-3)
@@ -114,9 +115,10 @@ def found(audit: Audit, severity: str) -> list[tuple[str, str, str]]:
     return [(finding.kind, finding.shown, finding.what) for finding in audit.of(severity)]
 
 
+@pytest.mark.parametrize("buckets", [9, "packed"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "pure_bf16", "fp32"])
-def test_a_clean_vit_has_no_finding(tmp_path: Path, precision: Precision) -> None:
-    audit = run(make_step(tmp_path, precision, ema=True))
+def test_a_clean_vit_has_no_finding(tmp_path: Path, precision: Precision, buckets: int | str) -> None:
+    audit = run(make_step(tmp_path, precision, ema=True, buckets=buckets))
     assert found(audit, "error") == found(audit, "warning") == []
     assert audit.of("meant") and audit.total.bytes > 0 and audit.total.seconds > 0
     weights = [finding for finding in audit.of("meant") if finding.what == "weights"]

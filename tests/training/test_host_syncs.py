@@ -71,13 +71,14 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         yield found
 
 
+@pytest.mark.parametrize("buckets", [9, "packed"])
 @pytest.mark.parametrize("kept", [None, 0, 1, 3])
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_a_step_waits_for_the_device_once(
-    tmp_path: Path, kind: str, kept: int | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: str, kept: int | None, buckets: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = ClipLossSettings() if kind == "clip" else SiglipLossSettings()
-    towers = build(write(tmp_path), loss_type=kind, text_buckets="auto").train()
+    towers = build(write(tmp_path), loss_type=kind, text_buckets=buckets).train()
     optimizer = torch.optim.AdamW(parameter_groups(towers, 0.1), fused=True)
     chunks: dict[str, Any] = {} if kept is None else {"micro_batch_size": 2, "kept": kept}
     step = TrainStep(towers, build_loss(settings, kind), optimizer, World(), clip_norm=1.0, **chunks)

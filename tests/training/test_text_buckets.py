@@ -54,10 +54,12 @@ def model(tmp_path: Path) -> str:
 def test_ranks_micro_batches_and_buckets_change_no_gradient(size: int, model: str) -> None:
     (truth,) = gradients(World(), model, [("ddp", "off", None, 1)])
     cases: list[Case] = [
-        ("ddp", buckets, micro, kept) for buckets in ("auto", 2) for micro, kept in ((None, 1), (2, 0), (2, 2), (3, 9))
+        ("ddp", buckets, micro, kept)
+        for buckets in ("packed", 9, 2)
+        for micro, kept in ((None, 1), (2, 0), (2, 2), (3, 9))
     ]
     if size > 1:
-        cases += [("fsdp", "auto", None, 1), ("fsdp", 2, None, 1), ("fsdp", 3, 2, 1), ("fsdp", "auto", 2, 0)]
+        cases += [("fsdp", "packed", None, 1), ("fsdp", 2, None, 1), ("fsdp", 3, 2, 1), ("fsdp", "packed", 2, 0)]
     for results in run_ranks(size, partial(gradients, grad_checkpointing=size == 2), model, cases):
         for case, found in zip(cases, results, strict=True):
             assert found.keys() == truth.keys()
@@ -65,14 +67,14 @@ def test_ranks_micro_batches_and_buckets_change_no_gradient(size: int, model: st
                 torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-10, msg=f"{case}: {name}")
 
 
-@pytest.mark.parametrize("kept", [0, 1, 3])
+@pytest.mark.parametrize(("kept", "buckets"), [(0, 1), (1, 1), (3, 1), (1, "packed")])
 @pytest.mark.parametrize("frozen", ["image", "text", None])
 def test_a_frozen_tower_runs_once_and_kept_micro_batches_pass_together(
-    kept: int, frozen: str | None, model: str
+    kept: int, buckets: int | str, frozen: str | None, model: str
 ) -> None:
     locks = {} if frozen is None else {f"lock_{frozen}": True}
     (truth,) = gradients(World(), model, [("ddp", "off", None, 1)], **locks)
-    towers = build(model, text_buckets=1, **locks).train()
+    towers = build(model, text_buckets=buckets, **locks).train()
     prepare(towers, "fp64")
     before = {name: p.detach().clone() for name, p in towers.named_parameters()}
     calls: dict[str, list[bool]] = {"image": [], "text": []}

@@ -1,0 +1,213 @@
+"""Packed texts: true tokens only, the arguments of variable-length attention, and what packing goes together with."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import varlen
+
+from clipstream.errors import SettingsError
+from clipstream.models.execution import packed_text
+from clipstream.models.execution.compile import compile_towers
+from clipstream.models.execution.frozen import arithmetic
+from clipstream.models.execution.packed_text import Packing, takes_varlen
+from clipstream.models.towers import Towers
+from clipstream.performance.flops import count_flops
+from tests.support.model_files import TEXT, VIT, build, write
+
+TOKENS = 20
+CAUSAL = {**TEXT, "context_length": TOKENS, "vocab_size": 64, "layers": 3}
+BATCHES = {"mixed": (2, 9, 3, 20, 8, 2, 17), "equal": (5, 5, 5), "single": (7,), "full": (20, 20)}
+
+
+def make_ids(lengths: tuple[int, ...]) -> torch.Tensor:
+    """Texts of these lengths with their end-of-text token."""
+    ids = torch.zeros(len(lengths), TOKENS, dtype=torch.int32)
+    draw = torch.Generator().manual_seed(0)
+    for row, length in zip(ids, lengths, strict=True):
+        row[:length] = torch.randint(1, 60, (length,), generator=draw)
+        row[length - 1] = 63
+    return ids
+
+
+def features(model: Towers, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Features, and the gradients of a weighted sum of them."""
+    model.zero_grad(set_to_none=True)
+    found = model.encode_text(ids)
+    wanted = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)).to(found)
+    torch.autograd.backward((found * wanted).sum())
+    return found.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *,
+    window_size: tuple[int, int],
+) -> torch.Tensor:  # fmt: skip
+    """varlen_attn's result, text by text, from its arguments; torch's documentation says what they must be."""
+    assert cu_q is cu_k and cu_q.dtype == torch.int32 and window_size == (-1, 0)
+    assert all(x.is_contiguous() and x.shape == q.shape and x.dtype == q.dtype for x in (q, k, v))
+    borders = cu_q.tolist()
+    assert borders[0] == 0 and borders[-1] == len(q)
+    assert max_q == max_k == max(stop - start for start, stop in itertools.pairwise(borders))
+    parts = []
+    for start, stop in itertools.pairwise(borders):
+        query, key, value = (x[start:stop].transpose(0, 1) for x in (q, k, v))
+        weights = (query @ key.transpose(1, 2)) / q.shape[-1] ** 0.5
+        later = torch.ones(stop - start, stop - start, dtype=torch.bool).triu(1)
+        parts.append((weights.masked_fill(later, float("-inf")).softmax(-1) @ value).transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("policy", ["off", "all", "matmuls", 2])
+def test_gradients_with_activation_checkpointing(lengths: tuple[int, ...], policy: Any, tmp_path: Path) -> None:
+    name, ids = write(tmp_path, text_cfg=CAUSAL), make_ids(lengths)
+    truth, padded = features(build(name, text_buckets="off").double().train(), ids)
+    model = build(name, text_buckets="packed", grad_checkpointing=policy).double().train()
+    for towers in (model, copy.deepcopy(model)):
+        found, gradients = features(towers, ids)
+        torch.testing.assert_close(found, truth, rtol=0, atol=1e-10)
+        assert gradients.keys() == padded.keys()
+        for key, gradient in padded.items():
+            torch.testing.assert_close(gradients[key], gradient, rtol=0, atol=1e-10, msg=key)
+    assert model.encode_text(ids[:0]).shape == (0, 24)
+
+
+def test_no_padding_enters_the_tower(tmp_path: Path) -> None:
+    model, lengths = build(write(tmp_path, text_cfg=CAUSAL), text_buckets="packed"), BATCHES["mixed"]
+    seen: dict[str, int] = {}
+
+    def count(name: str) -> Any:
+        return lambda module, args, output: seen.update({name: output.numel() // 32})
+
+    text = [
+        (name, module) for name, module in model.clip.named_modules()
+        if name.startswith("transformer.resblocks.") and name.endswith(("ln_1", "ln_2", "c_proj", "out_proj"))
+    ]  # fmt: skip
+    for name, module in [("token_embedding", model.clip.token_embedding), *text]:
+        module.register_forward_hook(count(name))
+    model.clip.ln_final.register_forward_hook(count("ln_final"))
+    model.encode_text(make_ids(lengths))
+    assert len(seen) == 2 + 4 * 3 and seen.pop("ln_final") == len(lengths)
+    assert set(seen.values()) == {sum(lengths)}
+
+
+def test_texts_on_a_device_without_lengths_are_whole(tmp_path: Path) -> None:
+    """Their features are still those at the end-of-text token."""
+    model, ids = build(write(tmp_path, text_cfg=CAUSAL), text_buckets="packed"), make_ids(BATCHES["mixed"])
+    found = model.encode_text(ids, (TOKENS,) * len(ids))
+    torch.testing.assert_close(found, model.encode_text(ids), rtol=0, atol=1e-6)
+
+
+def test_bfloat16_is_that_of_padded_texts(tmp_path: Path) -> None:
+    name, ids = write(tmp_path, text_cfg=CAUSAL), make_ids(BATCHES["mixed"])
+    found = []
+    for setting in ("packed", "off"):
+        with arithmetic("cpu", torch.bfloat16, cast=True):
+            found.append(features(build(name, text_buckets=setting).train(), ids))
+    (packed, gradients), (padded, truth) = found
+    assert packed.dtype == torch.float32
+    torch.testing.assert_close(packed, padded, rtol=0, atol=0.02)
+    for key, gradient in truth.items():
+        torch.testing.assert_close(gradients[key], gradient, rtol=0, atol=0.05 * float(gradient.abs().max()), msg=key)
+
+
+def test_the_arguments_of_variable_length_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = build(write(tmp_path, text_cfg=CAUSAL), text_buckets="packed").double(), make_ids(BATCHES["mixed"])
+    truth, padded = features(model, ids)
+    calls = []
+
+    def called(*args: Any, **options: Any) -> torch.Tensor:
+        calls.append(args[3])
+        return reference(*args, **options)
+
+    monkeypatch.setattr(packed_text, "takes_varlen", lambda q: True)
+    monkeypatch.setattr(varlen, "varlen_attn", called)
+    found, gradients = features(model, ids)
+    torch.testing.assert_close(found, truth, rtol=0, atol=1e-10)
+    for key, gradient in padded.items():
+        torch.testing.assert_close(gradients[key], gradient, rtol=0, atol=1e-10, msg=key)
+    assert len(calls) == 3 and all(borders is calls[0] for borders in calls), "made once for all layers"
+
+
+def test_where_variable_length_attention_runs() -> None:
+    assert not takes_varlen(torch.zeros(3, 2, 16, dtype=torch.bfloat16)), "not on the CPU"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_variable_length_attention_on_a_gpu() -> None:
+    lengths = (1, 3, 3, 20, 77)
+    borders = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int().cuda()
+    draw = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(sum(lengths), 2, 64, generator=draw).cuda().requires_grad_() for _ in range(3)]
+    narrow = [x.detach().bfloat16().requires_grad_() for x in inputs]
+    if not takes_varlen(narrow[0]):
+        pytest.skip("this GPU has no variable-length attention")
+    packing = Packing(lengths, borders)
+    for found, wanted in ((packing.attend(*narrow), packing.attend(*inputs)),):
+        torch.testing.assert_close(found.float(), wanted, rtol=0, atol=0.05)
+        found.float().square().sum().backward()
+        wanted.square().sum().backward()
+    for x, y in zip(narrow, inputs, strict=True):
+        assert x.grad is not None and y.grad is not None
+        torch.testing.assert_close(x.grad.float(), y.grad, rtol=0, atol=0.1)
+
+
+def test_model_flops_are_those_of_buckets(tmp_path: Path) -> None:
+    name = write(tmp_path, text_cfg=CAUSAL)
+    found = [count_flops(build(name, text_buckets=setting)) for setting in ("packed", 9, "off")]
+    first = found[0]
+    assert first is not None
+    for other in found[1:]:
+        assert other is not None and (other.image, other.text) == (first.image, first.text)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ({"no_causal_mask": True, "pool_type": "last"}, "no causal mask"),
+        (
+            {"qk_norm": True},
+            r"packed is not possible, as .* attention layers of its own \(Attention\)",
+        ),
+    ],
+)
+def test_towers_that_take_no_packed_texts(text: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    name = write(tmp_path, text_cfg={**CAUSAL, **text}, custom_text=True)
+    buckets = build(name).text_buckets
+    assert buckets is None or buckets.packed is None
+    with pytest.raises(SettingsError, match=rf"model\.text_buckets: .*{reason}.*: give auto"):
+        build(name, text_buckets="packed")
+
+
+def test_hugging_face_towers_take_no_packed_texts(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertModel
+
+    from tests.support import hubtree
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    BertModel(BertConfig(**sizes, vocab_size=64)).save_pretrained(tmp_path / "base")
+    hubtree.write_tokenizer(tmp_path / "base")
+    here = str(tmp_path / "base")
+    text = {"hf_model_name": here, "hf_tokenizer_name": here, "context_length": TOKENS}
+    name = tmp_path / "hf.json"
+    name.write_text(json.dumps({"embed_dim": 24, "vision_cfg": VIT, "text_cfg": text}))
+    assert build(str(name)).text_buckets is not None
+    with pytest.raises(SettingsError, match="as a Hugging Face text tower takes padded texts: give auto"):
+        build(str(name), text_buckets="packed")
+
+
+def test_compiled_towers_take_buckets_instead(tmp_path: Path) -> None:
+    name = write(tmp_path, text_cfg=CAUSAL)
+    with pytest.raises(SettingsError, match=r"packed is not compiled.*give auto.*or --train\.compile off"):
+        compile_towers(build(name, text_buckets="packed"), "blocks", "eager")
+    auto = build(name).train()
+    compile_towers(auto, "blocks", "eager")
+    assert auto.text_buckets is not None and auto.text_buckets.packed is None
