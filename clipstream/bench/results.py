@@ -161,7 +161,9 @@ def settings_to_use(rows: Sequence[Row], chosen: Changes) -> str:
     gain = None if best is None else best.gain(best.base)
     times = "as fast as the baseline" if gain is None else f"{gain:.2f} times the baseline's samples/s"
     head = f"# {CHOSEN.capitalize()} ({times}), for --config:\n"
-    return head + (to_yaml(nested({key: chosen[key] for key in keys})) if keys else "# no setting was measured\n")
+    return head + (
+        to_yaml(nested({key: chosen[key] for key in keys if key in chosen})) if keys else "# no setting was measured\n"
+    )
 
 
 def show(rows: Sequence[Row], chosen: Changes, loss_steps: int) -> None:

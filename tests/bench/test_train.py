@@ -59,7 +59,16 @@ def test_the_ladder_of_a_small_model(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "tf32" in said and "not run: no GPU" in said and "loss at 3" in said
     ran = {key: row for key, row in rows.items() if row["samples_per_s"]}
     names = {name for _, name in ran}
-    assert {"baseline", "fused", "buckets", "open_clip", "checkpointing all", "micro-batch 4", "shards"} <= names
+    assert {
+        "baseline",
+        "fused",
+        "buckets",
+        "packed",
+        "open_clip",
+        "checkpointing all",
+        "micro-batch 4",
+        "shards",
+    } <= names
     assert {"micro-batch 1", "patch-dropout"} <= names
     base = float(rows["1", "baseline"]["loss"])
     for (_, name), row in ran.items():
@@ -71,7 +80,7 @@ def test_the_ladder_of_a_small_model(tmp_path: Path, capsys: pytest.CaptureFixtu
     # The settings to use are YAML for --config, and are printed.
     assert yaml.read_text() in said
     settings = load(["--config", str(yaml)])
-    assert isinstance(settings.optim.fused, bool) and settings.model.text_buckets in ("auto", "off")  # type: ignore[attr-defined]
+    assert isinstance(settings.optim.fused, bool) and settings.model.text_buckets in ("auto", "off", "packed")  # type: ignore[attr-defined]
     assert (tmp_path / "p.svg").exists() != ("--plot is skipped, as matplotlib is not installed" in told)
 
 
@@ -156,7 +165,7 @@ def test_a_gain_that_changes_the_result_is_flagged_and_not_used(monkeypatch: pyt
     # Patch dropout has another objective: it is listed, and not among the settings to use.
     assert not by_name[2, "patch-dropout"].flagged and "another objective" in by_name[2, "patch-dropout"].note()
     assert "patch_dropout" not in yaml and "fused: true" in yaml and "text_buckets: auto" in yaml
-    assert [table.row_count for table in tables(rows, 20)] == [4, 3]
+    assert [table.row_count for table in tables(rows, 20)] == [5, 3]
 
 
 def test_what_cannot_run_is_left_out_of_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +174,18 @@ def test_what_cannot_run_is_left_out_of_the_chain(monkeypatch: pytest.MonkeyPatc
     by_name = {(row.table, row.rung.name): row for row in rows}
     assert by_name[1, "compile"].note() == "not run: no compiler" and not by_name[1, "compile"].rates
     assert by_name[1, "buckets"].before is by_name[1, "fused"]
-    assert "compile" not in yaml and "text_buckets: 'off'" in yaml  # slower here, although it is a default
+    assert "compile: 'off'" in yaml and "text_buckets: 'off'" in yaml  # slower here, although it is a default
+
+
+@pytest.mark.parametrize("rungs", [("compile", "buckets"), ("buckets",)])
+def test_packed_texts_are_chosen_where_they_are_faster_than_compiled_buckets(
+    rungs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: dict[str, Turn | str] = {"baseline": turn(10), "compile": turn(20), "buckets": turn(30)}
+    for rate, kept, compiled in ((40, "packed", "'off'"), (29, "auto", "blocks")):
+        _, yaml = climbed(found | {"packed": turn(rate)}, monkeypatch, rungs=rungs)
+        assert f"text_buckets: {kept}" in yaml
+        assert (f"compile: {compiled}" in yaml) == ("compile" in rungs or kept == "packed")
 
 
 def test_open_clip_is_not_compared_with_a_run_that_distills(monkeypatch: pytest.MonkeyPatch) -> None:

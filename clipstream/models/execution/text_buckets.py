@@ -1,4 +1,4 @@
-"""Text towers without arithmetic on padding: texts in buckets by length, each bucket only as long as its texts.
+"""Text towers without arithmetic on padding: texts in buckets by length, each only as long as its texts, or packed.
 
 Token ids enter; the features that the tower gives for them at full length leave. Features and gradients are those of
 the padded pass up to rounding, as no token behind a text's true length can reach its feature: in a tower with a causal
@@ -7,7 +7,7 @@ whose attention and pooling leave padding out, the position of the last token th
 
 The texts of a pass are sorted by length and cut into buckets. A bucket's length is a multiple of `STEP` or the context
 length, so that there are few shapes. The cut depends on the lengths alone: it is the same in both passes of gradient
-caching and in a resumed run. Dropout draws other numbers than in the padded pass, from the same distribution.
+caching and in a resumed run. `packed_text` runs them in one row instead. Dropout draws other numbers than in the padded pass, from the same distribution.
 """
 
 from __future__ import annotations
