@@ -102,9 +102,9 @@ class ModelSettings(Section):
     text_buckets: Literal["auto", "off", "packed"] | Annotated[int, Field(ge=1)] = Field(
         "auto",
         description="how texts run without the padding behind them: sorted by length in at most this many buckets; "
-        "packed, all true tokens of a pass in one row, in open_clip's own text towers that are not compiled; auto packs "
-        "on the CPU, takes as many buckets as are worth their cost elsewhere, and is off where the tower attends to "
-        "padding (SigLIP)",
+        "packed, all true tokens of a pass in one row, in open_clip's own text towers that are not compiled; auto "
+        "packs on the CPU, takes as many buckets as are worth their cost elsewhere, and is off where the "
+        "tower attends to padding (SigLIP)",
     )
     channels_last: Switch = Field(
         "auto",

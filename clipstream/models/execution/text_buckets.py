@@ -7,7 +7,8 @@ whose attention and pooling leave padding out, the position of the last token th
 
 The texts of a pass are sorted by length and cut into buckets. A bucket's length is a multiple of `STEP` or the context
 length, so that there are few shapes. The cut depends on the lengths alone: it is the same in both passes of gradient
-caching and in a resumed run. `packed_text` runs them in one row instead. Dropout draws other numbers than in the padded pass, from the same distribution.
+caching and in a resumed run. `packed_text` runs texts in one row instead. Dropout draws other numbers than in the
+padded pass, from the same distribution.
 """
 
 from __future__ import annotations
