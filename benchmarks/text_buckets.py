@@ -34,6 +34,7 @@ from clipstream.errors import SettingsError
 from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings
 from clipstream.models.build import build_towers
+from clipstream.models.execution.packed_text import why_unpackable
 from clipstream.models.execution.text_buckets import STEP, Setting, TextBuckets, _causal
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
@@ -86,7 +87,9 @@ def with_texts(towers: Towers, case: Callable[[], object]) -> Cases:
         towers.text_buckets = buckets
         case()
 
-    ways: dict[str, Setting] = {"padded": "off", "one bucket": 1, "buckets": MOST, "packed (auto)": "packed"}
+    ways: dict[str, Setting] = {"padded": "off", "one bucket": 1, "buckets": MOST}
+    if why_unpackable(getattr(towers.clip, "text", towers.clip)) is None:
+        ways["packed (auto)"] = "packed"
     return {name: partial(run, TextBuckets.of(towers.clip, way)) for name, way in ways.items()}
 
 
