@@ -41,8 +41,8 @@ from clipstream.training.precision import prepare
 from clipstream.training.step import TrainStep
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp")
-PLAIN = {"buckets": "off", "channels_last": "off"}
-FAST = {"buckets": MOST, "channels_last": "auto"}
+PLAIN: dict[str, Any] = {"buckets": "off", "channels_last": "off"}
+FAST: dict[str, Any] = {"buckets": MOST, "channels_last": "auto"}
 
 
 def read_pairs(
