@@ -162,6 +162,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--chunks", type=int, default=8)
+    parser.add_argument("--kept", nargs="+", type=int, help="chunks that keep their graph; 0, 1, half and all but one")
     parser.add_argument("--parts", nargs="+", default=["tower", "step", "gradcache", "pass"])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -185,15 +186,15 @@ def main() -> None:
         cases = {} if theirs is None else {"open_clip_train": theirs}
         ours = with_texts(towers, step_of(towers, optimizer_of(towers), batch))
         compare("step", cases | ours, options.rounds)
-    towers.text_buckets = buckets
+    towers.text_buckets = TextBuckets.of(towers.clip, "auto")
     if "gradcache" in options.parts and not towers.has_batch_norm:
         k = min(options.chunks, n)
         optimizer = optimizer_of(towers)
         cases = {"at once": step_of(towers, optimizer, batch)}
-        for kept in sorted({0, 1, k // 2, k - 1}):
+        for kept in sorted({0, 1, k // 2, k - 1}) if options.kept is None else options.kept:
             cases[f"{k} chunks, {kept} kept"] = step_of(towers, optimizer, batch, k, kept)
         compare("step", cases, options.rounds)
-        locked = build(options.model, MOST, lock_image=True)
+        locked = build(options.model, "auto", lock_image=True)
         optimizer = optimizer_of(locked)
         cases = {
             "at once": step_of(locked, optimizer, batch),
