@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from clipstream.errors import SettingsError
 from clipstream.models.execution import packed_text
 from clipstream.models.execution.compile import compile_towers
 from clipstream.models.execution.frozen import arithmetic
-from clipstream.models.execution.packed_text import Packing, takes_varlen
+from clipstream.models.execution.packed_text import Packing, takes_varlen, why_unpackable
 from clipstream.models.towers import Towers
 from clipstream.performance.flops import count_flops
 from tests.support.model_files import TEXT, VIT, build, write
@@ -78,6 +79,18 @@ def test_gradients_with_activation_checkpointing(lengths: tuple[int, ...], polic
         for key, gradient in padded.items():
             torch.testing.assert_close(gradients[key], gradient, rtol=0, atol=1e-10, msg=key)
     assert model.encode_text(ids[:0]).shape == (0, 24)
+
+
+def test_copies_made_after_a_pass_run_their_own_weights(tmp_path: Path) -> None:
+    model, ids = build(write(tmp_path, text_cfg=CAUSAL)).double(), make_ids(BATCHES["mixed"])
+    wanted = model.encode_text(ids)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    for towers in copies:
+        torch.testing.assert_close(towers.encode_text(ids), wanted, rtol=0, atol=1e-10)
+        torch.testing.assert_close(towers.clip.encode_text(ids, normalize=True), wanted, rtol=0, atol=1e-10)
 
 
 def test_no_padding_enters_the_tower(tmp_path: Path) -> None:
@@ -185,6 +198,13 @@ def test_towers_that_take_no_packed_texts(text: dict[str, Any], reason: str, tmp
     assert buckets is None or buckets.packed is None
     with pytest.raises(SettingsError, match=rf"model\.text_buckets: .*{reason}.*: give auto"):
         build(name, text_buckets="packed")
+
+
+def test_blocks_of_another_layout_are_not_packed(tmp_path: Path) -> None:
+    tower = build(write(tmp_path, text_cfg=CAUSAL)).clip
+    assert why_unpackable(tower) is None
+    tower.transformer.resblocks[1].attn.batch_first = False
+    assert why_unpackable(tower) == "the blocks of this text tower take tokens of shape [length, texts, width]"
 
 
 def test_hugging_face_towers_take_no_packed_texts(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
-from types import MethodType
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -86,6 +85,8 @@ def why_unpackable(tower: Any) -> str | None:
             return f"this text tower has attention layers of its own ({type(attn).__name__})"
         if not attn._qkv_same_embed_dim or attn.bias_k is not None or attn.add_zero_attn or attn.dropout:
             return "the attention of this text tower has dropout, or other keys than those of its tokens"
+        if not attn.batch_first:
+            return "the blocks of this text tower take tokens of shape [length, texts, width]"
     return None
 
 
@@ -99,8 +100,8 @@ def ends_of_packed(tower: Any, ids: torch.Tensor, lengths: tuple[int, ...], ends
         ends: [n], the place in each text.
     """
     for block in tower.transformer.resblocks:
-        if "forward" not in vars(block.attn):  # a method, so that a deep copy runs its own weights
-            block.attn.forward = MethodType(_attention, block.attn)
+        if "forward" not in vars(block.attn):  # a partial, which deep copies and pickles bind to their own layer
+            block.attn.forward = partial(_attention, block.attn)
     total, dtype = sum(lengths), tower.transformer.get_cast_dtype()
     counts = torch.tensor(lengths).to(ids.device, non_blocking=True)
     borders = F.pad(counts.cumsum(0), (1, 0))
