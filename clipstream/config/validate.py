@@ -37,7 +37,8 @@ def validate_run(settings: Settings, world: World) -> None:
     Raises SettingsError: with one line for each mistake.
     """
     parts = _length(settings), _batches(settings, world), _shards(settings), _evals(settings), _distill(settings)
-    _conclude(settings, world, *parts, _features(settings), _checkpoints(settings), _folders(settings, world))
+    rest = _features(settings), _compilation(settings), _checkpoints(settings), _folders(settings, world)
+    _conclude(settings, world, *parts, *rest)
 
 
 def validate_evals(settings: Settings, *, shown: bool) -> None:
@@ -218,6 +219,13 @@ def _evals(settings: Settings, *, shown: bool = True) -> Problems:
             yield ("evals", name, "prompts"), text
         if isinstance(evaluator, LabelledSettings):
             yield from ((("evals", name, key), text) for key, text in unreadable(evaluator).items())
+
+
+def _compilation(settings: Settings) -> Problems:
+    """Packed texts in towers that are compiled."""
+    if settings.model.text_buckets == "packed" and settings.train.compile != "off":
+        text = "packed texts are not compiled, as their number of tokens differs from step to step: give auto, which "
+        yield ("model", "text_buckets"), text + "takes buckets under train.compile, or --train.compile off"
 
 
 def _checkpoints(settings: Settings) -> Problems:

@@ -272,6 +272,10 @@ def test_yaml_merge_keys(tmp_path: Path) -> None:
             [*BASE, "--data.sources.train.caption={type: json, path: [a, b], weights: [1]}"],
             "--data.sources.train.caption: data.sources.train.caption.weights: 1 weights for 2 paths",
         ),
+        (
+            [*BASE, "--model.text-buckets=packed", "--torchcompile"],
+            "packed texts are not compiled, as their number of tokens differs from step to step: give auto",
+        ),
     ],
 )
 def test_contradictions(argv: list[str], message: str) -> None:
