@@ -138,6 +138,8 @@ class Ladder:
         for rung in rungs:
             changes = {**before.changes, **rung.changes}
             row = Row(rung, changes, start[0].table, before=before, base=start[0], reason=rung.reason)
+            if cumulative and row.reason is None and self._packs_twice(before.changes, rung):
+                row.reason = "model.text_buckets: auto packs texts here, too"
             rows.append(row)
             self._turn(row, 0)
             if cumulative and row.reason is None:
@@ -149,6 +151,12 @@ class Ladder:
 
     def _rungs(self, names: Iterable[str]) -> list[Rung]:
         return [rung for name in names for rung in self._made.get(name, ())]
+
+    def _packs_twice(self, before: Changes, rung: Rung) -> bool:
+        """Whether a rung packs texts that the settings before it pack."""
+        settings = with_changes(self.settings, before)
+        auto = self.turns.packs and settings.model.text_buckets == "auto" and settings.train.compile == "off"
+        return auto and rung.changes.get("model.text_buckets") == "packed"
 
     def _turn(self, row: Row, number: int) -> None:
         """One turn of a row, unless it cannot run; the first has the steps after which losses are compared."""

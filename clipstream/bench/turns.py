@@ -84,6 +84,7 @@ class Turns:
     Attributes:
         batches: this rank's first batches, on its device, with the true lengths of their texts.
         padded: why texts cannot be cut by length; None if they can.
+        packs: whether `model.text_buckets: auto` packs texts here, in towers that are not compiled.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Turns:
         teacher = build_teacher(settings, world)
         known = None if "text" in towers.stored else TextBuckets.of(towers.clip, "auto")
         self.padded = None if known is not None else _why_padded(towers)
+        self.packs = known is not None and known.packed == torch.device(world.device).type
         self.batches: list[Batch] = []
         with build_loader(settings, world, towers, tokenizer, None, teacher, stored) as loader:
             for batch in itertools.islice(loader, count):

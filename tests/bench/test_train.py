@@ -59,16 +59,8 @@ def test_the_ladder_of_a_small_model(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "tf32" in said and "not run: no GPU" in said and "loss at 3" in said
     ran = {key: row for key, row in rows.items() if row["samples_per_s"]}
     names = {name for _, name in ran}
-    assert {
-        "baseline",
-        "fused",
-        "buckets",
-        "packed",
-        "open_clip",
-        "checkpointing all",
-        "micro-batch 4",
-        "shards",
-    } <= names
+    assert {"baseline", "fused", "buckets", "open_clip", "checkpointing all", "micro-batch 4", "shards"} <= names
+    assert rows["1", "packed"]["note"] == "not run: model.text_buckets: auto packs texts here, too"
     assert {"micro-batch 1", "patch-dropout"} <= names
     base = float(rows["1", "baseline"]["loss"])
     for (_, name), row in ran.items():
@@ -134,7 +126,7 @@ def climbed(
 
     def start(self: Turns, *args: object, **kwargs: object) -> None:
         self.batches = [Batch8([0] * 8)] * 20  # type: ignore[list-item]
-        self.padded = None
+        self.padded, self.packs = None, True
 
     monkeypatch.setattr(Turns, "__init__", start)
     monkeypatch.setattr(Turns, "take", take)
@@ -174,18 +166,23 @@ def test_what_cannot_run_is_left_out_of_the_chain(monkeypatch: pytest.MonkeyPatc
     by_name = {(row.table, row.rung.name): row for row in rows}
     assert by_name[1, "compile"].note() == "not run: no compiler" and not by_name[1, "compile"].rates
     assert by_name[1, "buckets"].before is by_name[1, "fused"]
-    assert "compile: 'off'" in yaml and "text_buckets: 'off'" in yaml  # slower here, although it is a default
+    assert "compile" not in yaml and "text_buckets: 'off'" in yaml  # slower here, although it is a default
 
 
-@pytest.mark.parametrize("rungs", [("compile", "buckets"), ("buckets",)])
-def test_packed_texts_are_chosen_where_they_are_faster_than_compiled_buckets(
-    rungs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_texts_are_chosen_where_they_are_faster_than_compiled_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, Turn | str] = {"baseline": turn(10), "compile": turn(20), "buckets": turn(30)}
     for rate, kept, compiled in ((40, "packed", "'off'"), (29, "auto", "blocks")):
-        _, yaml = climbed(found | {"packed": turn(rate)}, monkeypatch, rungs=rungs)
-        assert f"text_buckets: {kept}" in yaml
-        assert (f"compile: {compiled}" in yaml) == ("compile" in rungs or kept == "packed")
+        rows, yaml = climbed(found | {"packed": turn(rate)}, monkeypatch, rungs=("compile", "buckets"))
+        assert f"text_buckets: {kept}" in yaml and f"compile: {compiled}" in yaml
+        assert next(row for row in rows if row.rung.name == "packed").rates
+
+
+def test_packed_texts_are_not_measured_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, Turn | str] = {"baseline": turn(10), "buckets": turn(30), "packed": turn(40)}
+    for buckets, runs in (("auto", False), ("2", True)):
+        rows, yaml = climbed(found, monkeypatch, "--model.text-buckets", buckets, rungs=("buckets",))
+        assert bool(next(row for row in rows if row.rung.name == "packed").rates) == runs
+        assert f"text_buckets: {'packed' if runs else 'auto'}" in yaml and ("compile:" in yaml) == runs
 
 
 def test_open_clip_is_not_compared_with_a_run_that_distills(monkeypatch: pytest.MonkeyPatch) -> None:
