@@ -164,10 +164,10 @@ def test_variable_length_attention_on_a_gpu() -> None:
     if not takes_varlen(narrow[0]):
         pytest.skip("this GPU has no variable-length attention")
     packing = Packing(lengths, borders)
-    for found, wanted in ((packing.attend(*narrow), packing.attend(*inputs)),):
-        torch.testing.assert_close(found.float(), wanted, rtol=0, atol=0.05)
-        found.float().square().sum().backward()
-        wanted.square().sum().backward()
+    found, wanted = packing.attend(*narrow), packing.attend(*inputs)
+    torch.testing.assert_close(found.float(), wanted, rtol=0, atol=0.05)
+    found.float().square().sum().backward()
+    wanted.square().sum().backward()
     for x, y in zip(narrow, inputs, strict=True):
         assert x.grad is not None and y.grad is not None
         torch.testing.assert_close(x.grad.float(), y.grad, rtol=0, atol=0.1)
