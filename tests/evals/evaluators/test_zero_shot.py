@@ -104,7 +104,7 @@ def encoded(world: World, folder: str) -> tuple[list[int], list[dict[str, float]
     def count(_: Any, given: tuple[torch.Tensor, ...]) -> None:
         counts[-1] += len(given[0])
 
-    handle = towers.clip.transformer.register_forward_pre_hook(count)
+    handle = towers.clip.ln_final.register_forward_pre_hook(count)
     context = EvalContext(towers, ByteTokenizer(), world)
     runner = EvalRunner({"one": settings_of(folder), "two": settings_of(folder)}, context, lambda record: None)
     records, weight = [], towers.clip.token_embedding.weight
