@@ -7,9 +7,9 @@ whose sum over the ranks is that of the whole batch. DDP averages, so the share 
 loss is computed once on all features and gives their gradients; then each chunk passes through the towers again, with
 the same random numbers, to propagate its features' gradients to the weights. The cost is one more forward pass and
 memory for the features, n x 2D. The last `kept` chunks keep their graph from the first pass, so that k chunks cost
-(k - kept) / k of a forward pass; as their activations are in memory together, they pass together. A tower that does not
-change runs in the first pass alone. Gradients are summed in the order of the backward passes: the kept chunks, then the
-others. If the true lengths of texts are known, the chunks are made of the samples sorted by them. Ranks may have
+(k - kept) / k of a forward pass; as there is memory for so many, all chunks pass in groups of `kept`. A tower that does
+not change runs in the first pass alone. Gradients are summed in the order of the backward passes: the kept chunks, then
+the others. If the true lengths of texts are known, the chunks are made of the samples sorted by them. Ranks may have
 different numbers of chunks: gradients are summed over the ranks once, in the last backward pass of each. Scale and bias
 take part in it only, so that they are counted once.
 """
@@ -52,7 +52,8 @@ class GradCache:
     precision: Precision  # of the forward pass
     scaled: Callable[[torch.Tensor], torch.Tensor]  # applied to a share before its backward pass (GradScaler.scale)
     size: int | None = None  # samples per forward pass on this rank; None for all
-    # chunks that keep their graph, in one pass; one is always computed again, as its backward pass sums over the ranks
+    # chunks that pass together, of which the last ones keep their graph; with 0, none keeps it. One chunk at least is
+    # computed again, as its backward pass sums over the ranks
     kept: int = 1
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,7 +95,7 @@ class GradCache:
             features = last(batch.images, batch.texts, **Chunk(slice(None), n, batch.lengths).options(batch.known))
             return features, partial(propagate, features)
         joined = min(self.kept, count - 1)
-        chunks, places = cut(batch, count, joined)
+        chunks, places = cut(batch, count, max(joined, 1))
         kept = chunks.pop() if joined else None
         states, parts, graph = [], [], []
         for chunk in chunks:
@@ -220,18 +221,18 @@ class Chunk:
         return leaves._replace(image=rows[0], text=rows[1])
 
 
-def cut(batch: Batch, count: int, kept: int = 0) -> tuple[list[Chunk], torch.Tensor | None]:
+def cut(batch: Batch, count: int, together: int = 1) -> tuple[list[Chunk], torch.Tensor | None]:
     """Chunks of equal size, as a small last one would cost a whole pass; with n < count, some are empty.
 
     If the texts' lengths are known, samples are sorted by them, and the place of each sample among the chunks comes
     with the chunks.
 
     Args:
-        kept: the last chunks of `count` that are joined into one.
+        together: how many of the `count` chunks are joined into one; the first of the joined ones may have fewer.
     """
     n = len(batch)
-    starts = [n * number // count for number in range(count - kept + bool(kept))]
-    bounds = list(pairwise([*starts, n]))
+    firsts = sorted({max(number, 0) for number in range(count - together, -together, -together)})
+    bounds = list(pairwise([*(n * number // count for number in firsts), n]))
     if batch.lengths is None:
         parts = [slice(start, stop) if stop > start else slice(0, 1) for start, stop in bounds]
         return [Chunk(rows, stop - start, None) for rows, (start, stop) in zip(parts, bounds, strict=True)], None

@@ -62,8 +62,11 @@ def test_gradients_are_the_full_batchs(size: int) -> None:
                 torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize(("kept", "sizes"), [(0, [3, 3, 4]), (1, [3, 3, 4]), (2, [3, 7]), (9, [3, 7])])
-def test_micro_batches_replay_dropout(kept: int, sizes: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("size", "kept", "sizes"),
+    [(4, 0, [3, 3, 4]), (4, 1, [3, 3, 4]), (4, 2, [3, 7]), (4, 9, [3, 7]), (2, 2, [2, 4, 4]), (1, 4, [2, 4, 4])],
+)
+def test_micro_batches_replay_dropout(size: int, kept: int, sizes: list[int]) -> None:
     model, batch = TinyTowers(dropout=0.5).double(), make_batch()
     assert batch.pixels is not None
     torch.manual_seed(5)
@@ -74,7 +77,7 @@ def test_micro_batches_replay_dropout(kept: int, sizes: list[int]) -> None:
 
     model = TinyTowers(dropout=0.5).double()
     before = [p.detach().clone() for p in model.parameters()]
-    step = TrainStep(model, LOSSES["clip"], sgd(model), World(), precision="fp64", micro_batch_size=4, kept=kept)
+    step = TrainStep(model, LOSSES["clip"], sgd(model), World(), precision="fp64", micro_batch_size=size, kept=kept)
     torch.manual_seed(5)
     step(batch, lr=1.0)
     assert torch.equal(torch.rand(3), drawn)

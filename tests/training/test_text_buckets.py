@@ -67,9 +67,9 @@ def test_ranks_micro_batches_and_buckets_change_no_gradient(size: int, model: st
                 torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-10, msg=f"{case}: {name}")
 
 
-@pytest.mark.parametrize(("kept", "buckets"), [(0, 1), (1, 1), (3, 1), (1, "packed")])
+@pytest.mark.parametrize(("kept", "buckets"), [(0, 1), (1, 1), (2, 1), (3, 1), (1, "packed")])
 @pytest.mark.parametrize("frozen", ["image", "text", None])
-def test_a_frozen_tower_runs_once_and_kept_micro_batches_pass_together(
+def test_a_frozen_tower_runs_once_and_micro_batches_pass_as_many_together_as_are_kept(
     kept: int, buckets: int | str, frozen: str | None, model: str
 ) -> None:
     locks = {} if frozen is None else {f"lock_{frozen}": True}
@@ -86,9 +86,20 @@ def test_a_frozen_tower_runs_once_and_kept_micro_batches_pass_together(
     for name, p in towers.named_parameters():
         torch.testing.assert_close(before[name] - p.detach(), truth[name], rtol=0, atol=1e-10)
     for tower, seen in calls.items():
-        first, joined = 5 - kept, min(kept, 1)
+        first, joined = -(-(5 - kept) // max(kept, 1)), min(kept, 1)
         graphs = [False] * (first + joined) if tower == frozen else [False] * first + [True] * (joined + first)
         assert seen == graphs, tower
+
+
+@pytest.mark.parametrize("frozen", ["image", "text"])
+def test_a_frozen_tower_changes_no_gradient_on_ranks(frozen: str, model: str) -> None:
+    locks = {f"lock_{frozen}": True}
+    (truth,) = gradients(World(), model, [("ddp", "off", None, 1)], **locks)
+    cases: list[Case] = [("ddp", 2, 1, 1), ("fsdp", 2, 1, 2), ("fsdp", "packed", 2, 0)]
+    for results in run_ranks(3, partial(gradients, **locks), model, cases):
+        for case, found in zip(cases, results, strict=True):
+            for name, gradient in truth.items():
+                torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-10, msg=f"{case}: {name}")
 
 
 def test_the_step_counts_lengths_on_the_host(model: str) -> None:
