@@ -231,7 +231,7 @@ def cut(batch: Batch, count: int, together: int = 1) -> tuple[list[Chunk], torch
         together: how many of the `count` chunks are joined into one; the first of the joined ones may have fewer.
     """
     n = len(batch)
-    firsts = sorted({max(number, 0) for number in range(count - together, -together, -together)})
+    firsts = [0, *range(count % together or together, count, together)]
     bounds = list(pairwise([*(n * number // count for number in firsts), n]))
     if batch.lengths is None:
         parts = [slice(start, stop) if stop > start else slice(0, 1) for start, stop in bounds]

@@ -45,6 +45,15 @@ def gradients(world: World, model: str, cases: list[Case], **settings: Any) -> l
     return found
 
 
+def check_on_ranks(size: int, model: str, cases: list[Case], truth: dict[str, torch.Tensor], **settings: Any) -> None:
+    """Check that every rank has the true gradients in each case."""
+    for results in run_ranks(size, partial(gradients, **settings), model, cases):
+        for case, found in zip(cases, results, strict=True):
+            assert found.keys() == truth.keys()
+            for name, gradient in truth.items():
+                torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-10, msg=f"{case}: {name}")
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     return write(tmp_path, text_cfg={**TEXT, "context_length": TOKENS, "vocab_size": 64})
@@ -60,11 +69,7 @@ def test_ranks_micro_batches_and_buckets_change_no_gradient(size: int, model: st
     ]
     if size > 1:
         cases += [("fsdp", "packed", None, 1), ("fsdp", 2, None, 1), ("fsdp", 3, 2, 1), ("fsdp", "packed", 2, 0)]
-    for results in run_ranks(size, partial(gradients, grad_checkpointing=size == 2), model, cases):
-        for case, found in zip(cases, results, strict=True):
-            assert found.keys() == truth.keys()
-            for name, gradient in truth.items():
-                torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-10, msg=f"{case}: {name}")
+    check_on_ranks(size, model, cases, truth, grad_checkpointing=size == 2)
 
 
 @pytest.mark.parametrize(("kept", "buckets"), [(0, 1), (1, 1), (2, 1), (3, 1), (1, "packed")])
@@ -96,10 +101,7 @@ def test_a_frozen_tower_changes_no_gradient_on_ranks(frozen: str, model: str) ->
     locks = {f"lock_{frozen}": True}
     (truth,) = gradients(World(), model, [("ddp", "off", None, 1)], **locks)
     cases: list[Case] = [("ddp", 2, 1, 1), ("fsdp", 2, 1, 2), ("fsdp", "packed", 2, 0)]
-    for results in run_ranks(3, partial(gradients, **locks), model, cases):
-        for case, found in zip(cases, results, strict=True):
-            for name, gradient in truth.items():
-                torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-10, msg=f"{case}: {name}")
+    check_on_ranks(3, model, cases, truth, **locks)
 
 
 def test_the_step_counts_lengths_on_the_host(model: str) -> None:
