@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from timm.layers import to_2tuple
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -18,6 +21,7 @@ from clipstream.errors import SettingsError
 from clipstream.models.execution.activation_budget import Held, chosen, fit_budgets
 from clipstream.models.settings import ModelSettings
 from clipstream.models.stored import TOWERS, Tower
+from clipstream.training.precision import autocast
 from tests.support import hubtree
 from tests.support.model_files import VIT, build, write
 
@@ -43,13 +47,15 @@ class Made(TorchDispatchMode):
         return sum(size for reference, size in self.storages.values() if not reference.expired())
 
 
-def _step(towers: Any) -> tuple[dict[str, torch.Tensor], int]:
-    """Gradients of one pass with random numbers, and the memory that it holds before the backward pass."""
+def _step(towers: Any, context: Callable[[], Any] = nullcontext) -> tuple[dict[str, torch.Tensor], int]:
+    """Gradients of one pass with random numbers, and the memory that it holds before the backward pass, which runs
+    outside of the pass's context.
+    """
     torch.manual_seed(3)
     size = to_2tuple(towers.clip.visual.image_size)
     pixels, ids = torch.rand(4, 3, *size), torch.randint(4, 60, (4, 12))
     torch.manual_seed(5)
-    with Made() as made:
+    with Made() as made, context():
         features = towers(pixels, ids)
     held = made.alive()
     (features.image @ features.text.T).square().sum().backward()
@@ -72,6 +78,22 @@ def test_gradients_are_equal_and_memory_falls_with_the_policy(tmp_path: Path, vi
         assert all(torch.equal(gradients[policy][key], wanted) for key, wanted in gradients["off"].items()), policy
     assert memory["off"] > memory["matmuls"] > memory["all"]
     assert memory["off"] > memory[2] > memory["all"]
+
+
+@pytest.mark.parametrize("vision", [VIT, TIMM], ids=["vit", "timm"])
+@pytest.mark.parametrize("context", ["bf16", "flash"])
+def test_the_recomputation_runs_as_its_pass(tmp_path: Path, context: str, vision: dict[str, Any]) -> None:
+    flash, bf16 = partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION), partial(autocast, "cpu", "bf16")
+    entered = flash if context == "flash" else bf16
+    name = write(tmp_path, vision)
+    wanted, held = _step(build(name, text_buckets="off").train(), entered)
+    for policy in ("all", "matmuls", 0.4):
+        settings = ModelSettings.model_validate({"name": name, "grad_checkpointing": policy})
+        towers = build(name, grad_checkpointing=policy, text_buckets="off").train()
+        fit_budgets(towers, settings, 4, entered)
+        found, less = _step(towers, entered)
+        assert less < held
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted), policy
 
 
 def test_a_hugging_face_tower_recomputes_with_its_dropout(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """Activation checkpointing by policy: blocks of the towers that recompute their activations in the backward pass.
 
 One mechanism for the towers of open_clip, timm and Hugging Face: the `forward` of a block is replaced on the instance,
-so that names in state dicts stay, and FSDP gathers the block's parameters around it. Random states are restored for the
-recomputation, so gradients are those without it. Blocks in evaluation mode and passes without gradients are as before.
+so that names in state dicts stay, and FSDP gathers the block's parameters around it. The recomputation has the random
+states, autocast and attention backends of its pass, so gradients are those without it. Blocks in evaluation mode and
+passes without gradients are as before.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.backends import cuda
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from clipstream.errors import SettingsError
@@ -24,6 +27,13 @@ from clipstream.models.execution.packed_text import VARLEN
 Policy = str | int | float  # 'off', 'all', 'matmuls', every N-th block, or a budget (see `activation_budget`)
 
 _suspended = False  # within `suspended`; a plain variable, since older torch.compile does not capture a ContextVar
+# The backends of attention, on CPUs as well, and whether a context leaves them enabled.
+_BACKENDS: dict[SDPBackend, Callable[[], bool]] = {
+    SDPBackend.MATH: cuda.math_sdp_enabled,
+    SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled,
+    SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled,
+}
 _ATEN = torch.ops.aten
 # Results that `matmuls` keeps: matrix products, convolutions and attention.
 _KEPT: list[Any] = [
@@ -96,4 +106,12 @@ def _checkpointed(block: nn.Module, options: dict[str, Any], args: tuple[Any, ..
     forward = partial(type(block).forward, block)  # which torch.compile can capture, unlike a method made here
     if not (block.training and torch.is_grad_enabled()) or _suspended:
         return forward(*args, **kwargs)
+    if not torch.compiler.is_compiling():  # a compiled recomputation repeats the kernels that were traced
+        # torch restores random states and autocast. Without the backends, other tensors would be saved.
+        forward = partial(_attending, [backend for backend, on in _BACKENDS.items() if on()], forward)
     return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+
+def _attending(backends: list[SDPBackend], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with sdpa_kernel(backends):
+        return forward(*args, **kwargs)
