@@ -156,8 +156,8 @@ ALIASES = (
     _alias("--dataset-type", f"{_TRAIN}.shards", "NAME", "synthetic needs no --train-data; webdataset, csv, auto: the "
            "name of a file tells its type", dataset_type_sets),
     _alias("--train-data", f"{_TRAIN}.shards", "SHARDS", "shards to train on: the source named train"),
-    _alias("--train-data-upsampling-factors", f"{_TRAIN}.weight", "F::F", "a factor for each part of --train-data "
-           "between '::', which then is a source of its own, with the weight factor x samples", together=True),
+    _alias("--train-data-upsampling-factors", f"{_TRAIN}.upsampling_factors", "F::F", "one for each part of "
+           "--train-data between '::': how often a shard of the part is drawn, relative to the others"),
     _alias("--val-data", "evals.val.data.shards", "SHARDS", "shards to evaluate on, by retrieval unless "
            "evals.val.type is set"),
     _alias("--image-key", f"{_TRAIN}.image_key", "SUFFIXES", "suffixes of the image member, separated by ';'"),

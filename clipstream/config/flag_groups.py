@@ -8,7 +8,6 @@ for a flag that has no effect beside the others.
 from __future__ import annotations
 
 import ast
-import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -17,7 +16,6 @@ from clipstream.config.flag_aliases import CAPTION, IMAGENETS
 from clipstream.config.plugins import is_plugin
 from clipstream.config.section import Path
 from clipstream.data.json_path import step_of
-from clipstream.data.shard_url import parts_of
 
 Given = Mapping[str, str]
 Found = Iterator[tuple[str, Path, Any]]
@@ -276,31 +274,3 @@ def sink_sets(given: Given, notices: list[str]) -> Found:
             notices.append(f"{shown}: has no effect without --report-to wandb")
         elif text is not None:
             yield from ((shown, ("log", "sinks", name, key), text) for name in used)
-
-
-def upsampled(shards: str, factors: str) -> list[tuple[str, float]]:
-    """The parts of --train-data, separated by '::', and the weight of each: its factor times its number of samples.
-
-    In open_clip a shard is drawn with its part's factor, so that a part's share is proportional to both. Numbers of
-    shards stand for numbers of samples where these are not known for all parts (from sizes.json, __len__, an index).
-
-    Raises:
-        SettingsError: a part's shards cannot be listed.
-    """
-    from clipstream.data.settings import SourceSettings
-    from clipstream.data.sources.protocol import SourceContext
-    from clipstream.data.sources.registry import Source
-
-    flag, parts = "--train-data-upsampling-factors", parts_of(shards)
-    try:
-        numbers = [float(word) for word in factors.split("::")]
-    except ValueError:
-        raise ValueError(f"{flag}: expected numbers separated by '::', not {factors!r}") from None
-    if len(numbers) != len(parts):
-        raise ValueError(f"{flag}: {len(numbers)} factors for {len(parts)} parts of --train-data, separated by '::'")
-    if not all(number > 0 and math.isfinite(number) for number in numbers):
-        raise ValueError(f"{flag}: the factors must be above 0")
-    sources = [Source(SourceSettings(shards=part), SourceContext(key="--train-data")) for part in parts]
-    samples = [source.samples for source in sources]
-    counts = [n or 0 for n in samples] if all(samples) else [len(source.names) for source in sources]
-    return [(part, number * count) for part, number, count in zip(parts, numbers, counts, strict=True)]

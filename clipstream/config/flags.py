@@ -21,7 +21,6 @@ from clipstream.config.flag_groups import (
     optimizer_sets,
     schedule_sets,
     sink_sets,
-    upsampled,
     with_defaults,
     without_idle,
     zero_shot_sets,
@@ -129,8 +128,6 @@ def flag_tree(
             path, found = ("evals", "val", "data", key), train.at((*SOURCE, key))
             if found is not None and not any(one.at(path) for one in (*files, tree)):
                 tree.put(path, found)
-    if (factors := aliased.get("--train-data-upsampling-factors")) is not None:
-        _split_source(tree, aliased.get("--train-data"), factors, problems)
     used = [flag for flag in READING if flag in aliased]
     if used and not trains:  # flags of the training source describe --val-data
         if "--val-data" not in aliased:
@@ -156,27 +153,6 @@ def _with_defaults(
         for one, text in full.items()
         if one in aliased or not any(tree.at(tuple(key.split("."))) for key in BY_FLAG[one].keys)
     }
-
-
-def _split_source(tree: Node, shards: str | None, factors: str, problems: list[str]) -> None:
-    """Replace the training source by one for each part of its shards, with the part's weight."""
-    flag, source = "--train-data-upsampling-factors", tree.at(SOURCE)
-    if shards is None or source is None:
-        problems.append(f"{flag}: the factors of which shards? Give --train-data 'A::B' as well")
-        return
-    try:
-        parts = upsampled(shards, factors)
-    except (ValueError, SettingsError) as error:
-        problems.append(str(error))
-        return
-    for number, (part, weight) in enumerate(parts, 1):
-        own = {
-            **source.value,
-            "shards": Node(part, "--train-data", "--train-data", part),
-            "weight": Node.of(weight, flag),
-        }
-        name = SOURCE[-1] if number == 1 else f"{SOURCE[-1]}_{number}"
-        tree.put((*SOURCE[:-1], name), Node(own, "--train-data"))
 
 
 def _alias_nodes(

@@ -75,13 +75,15 @@ def order_plan(settings: DataSettings, sources: Sequence[Source], seed: int) -> 
             for i, source in enumerate(sources)
         ]  # fmt: skip
         return OrderPlan(epochs, exact, epochs)
-    orders = [source_order(settings, seed, i, len(source.names)) for i, source in enumerate(sources)]
+    orders = [source_order(settings, seed, i, len(source.names), source.factors) for i, source in enumerate(sources)]
     weights = tuple(settings.sources[name].weight for name in sorted(settings.sources))
     batches = tuple(zip(settings.batch_changes, settings.batch_sizes, strict=True))
     return OrderPlan(SourceMix(seed, weights, lanes, batches), orders)
 
 
-def source_order(settings: DataSettings, seed: int, source: int, shards: int) -> SourceOrder:
+def source_order(
+    settings: DataSettings, seed: int, source: int, shards: int, factors: tuple[float, ...] | None = None
+) -> SourceOrder:
     """The order of source number `source` with so many shards, in the modes `resampled` and `epoch`.
 
     Args:
@@ -91,7 +93,7 @@ def source_order(settings: DataSettings, seed: int, source: int, shards: int) ->
     assert isinstance(settings.lanes, int), "resolve the settings first"
     return SourceOrder(
         seed, source, shards, settings.lanes, sampling.mode, shuffle.open_shards, shuffle.window,
-        sampling.shards == "split", sampling.replacement,
+        sampling.shards == "split", sampling.replacement, factors,
     )  # fmt: skip
 
 
@@ -148,6 +150,8 @@ def fingerprint_of(settings: DataSettings, seed: int, tokenizer: Tokenizer, sour
         named = digest_of(stable_names(source.names))
         order[f"data.sources.{name}.shards"] = f"{len(source.names)}, named {named}{held}"
         order[f"data.sources.{name}.weight"] = settings.sources[name].weight
+        if source.factors is not None:
+            order[f"data.sources.{name}.upsampling_factors"] = settings.sources[name].upsampling_factors
     found: Fingerprint = json.loads(json.dumps(order))
     return found
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
-from clipstream.config.plugins import load_function
+from clipstream.config.plugins import is_plugin, load_function
 from clipstream.config.section import PathText, PluginSection, Section
 from clipstream.data.json_path import parse_path
 from clipstream.data.shard_url import parts_of, redact, table_format
@@ -155,6 +155,11 @@ class SourceSettings(PluginSection):
         "toy:SPLIT (toy data); synthetic: (speed tests)"
     )
     weight: float = Field(1.0, gt=0, description="share of the samples, relative to the other sources' weights")
+    upsampling_factors: list[float] | None = Field(
+        None,
+        description="one for each part of shards (between '::', or of the list): how often a shard of the part is "
+        "drawn in the mode resampled, relative to the others",
+    )
     image_key: str = Field(
         "jpg;jpeg;png;webp;gif;avif;bmp;tif;tiff;image;filepath;image_path;file_name",
         min_length=1,
@@ -212,8 +217,30 @@ class SourceSettings(PluginSection):
         is_csv = _which_are_csv(value.get("shards"), value.get("type", AUTO))
         return {**value, "caption": {"type": "text", "key": CSV_CAPTION}} if is_csv and all(is_csv.values()) else value
 
+    @property
+    def parts(self) -> list[str]:
+        """The parts of `shards`, with their braces and globs; the items for a `module:Name`."""
+        if is_plugin(self.type):
+            return [self.shards] if isinstance(self.shards, str) else self.shards
+        return parts_of(self.shards)
+
+    @field_validator("upsampling_factors", mode="before")
+    @classmethod
+    def _between_colons(cls, value: object) -> object:
+        if not isinstance(value, str | int | float):
+            return value
+        try:
+            return [float(word) for word in str(value).split("::")]
+        except ValueError:
+            raise ValueError(f"expected numbers separated by '::', not {value!r}") from None
+
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """CSVs beside other shards, where no column or member is named."""
+        """Factors for other parts than there are; CSVs beside other shards, where no column or member is named."""
+        if (factors := self.upsampling_factors) is not None and len(factors) != len(self.parts):
+            text = f"{len(factors)} factors for {len(self.parts)} parts of shards, separated by '::': give one for each"
+            yield "upsampling_factors", text
+        elif factors is not None and min(factors) <= 0:
+            yield "upsampling_factors", "the factors must be above 0: leave a part out in place of a factor of 0"
         is_csv = _which_are_csv(self.shards, self.type)
         if "caption" not in self.model_fields_set and len(set(is_csv.values())) > 1:
             table, other = (next(name for name, csv in is_csv.items() if csv is kind) for kind in (True, False))
@@ -458,6 +485,14 @@ class DataSettings(Section):
         """Keys of the cache's limit and of batches that change their size."""
         if self.cache_gib is not None and self.cache is None:
             yield "cache_gib", "the limit of which folder? Give --data.cache FOLDER as well"
+        sampling = self.sampling
+        if sampling.mode != "resampled" or sampling.shards == "split" or not sampling.replacement:
+            for name in (name for name, source in self.sources.items() if source.upsampling_factors is not None):
+                text = (
+                    "shards are drawn by factors only in the mode resampled, shared and with replacement: set "
+                    "data.sampling so, or make each part a source with its own weight"
+                )
+                yield f"sources.{name}.upsampling_factors", text
         if not self.augment.enabled and self.decoder != type(self).model_fields["decoder"].default:
             yield (
                 "decoder",

@@ -44,9 +44,11 @@ class EvalSettings(PluginSection):
     )
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Keys of the same interval."""
+        """Keys of the same interval, and of the order of samples."""
         if self.every_epochs is not None and self.every != type(self).model_fields["every"].default:
             yield "every", "every and every_epochs are both given: keep the one that is meant"
+        if self.data is not None and self.data.upsampling_factors is not None:
+            yield "data.upsampling_factors", "an evaluation reads each sample once: leave it out"
 
 
 class PromptedSettings(EvalSettings):

@@ -54,7 +54,7 @@ class ContrastiveLoss(Protocol):
     Attributes:
         max_logit_scale: upper limit of exp(logit_scale), applied after every step; None for no limit. A loss may also
             have `min_logit_scale`, the lower limit, and `parts`, this rank's shares of the losses that the last call
-            added up, by name, which the training line shows.
+            added up, by name, which the training line shows, and `factors`, the weights of those whose weight is not 1.
     """
 
     max_logit_scale: float | None

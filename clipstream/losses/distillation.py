@@ -15,14 +15,19 @@ over rows and columns.
 |---|---|---|
 | `logits` | cross entropy | open_clip's DistillClipLoss, at `contrastive` 1 and `weight` 1 |
 | `affinity` | divergence | MobileCLIP (arXiv:2311.17049, L_Distill), at `contrastive` 1 - lambda and `weight` lambda |
-| `relational` | twice the divergence | CLIP-KD (arXiv:2307.12732, CRD): rows and columns summed, not averaged |
+| `relational` | divergence | CLIP-KD (arXiv:2307.12732, CRD), at `weight` 1: `ckd_loss` of its code |
 
 `logits` and `affinity` have the same gradients. The student's logits have its learned scale, which then takes part in
 the gradient, or 1 / `temperature`; the teacher's its own scale, or 1 / `teacher_temperature`. The bias of a sigmoid
 model has no effect on a softmax.
 
-**L_features** is sum_i w_i / W (|x_i - u_i|^2 + |y_i - v_i|^2) of the student's x, y and the teacher's u, v (CLIP-KD,
-FD). The widths have to be equal: there is no trained projection.
+**L_features** is sum_i w_i / (W D) (|x_i - u_i|^2 + |y_i - v_i|^2) of the student's x, y and the teacher's u, v of D
+numbers (CLIP-KD, FD, at `features` 2000: `fd_loss` of its code). The widths have to be equal: there is no trained
+projection.
+
+The scales are those of CLIP-KD's code (winycg/CLIP-KD, src/open_clip/loss.py), so that its scripts' weights carry over.
+The paper's formulas differ by constants: L_CRD = KL_rows + KL_columns is twice `ckd_loss`, and L_FD, the mean of the
+squared distances themselves, is D times `fd_loss`.
 
 Samples of weight 0 are absent. Sums are float32 or, if the features are, float64.
 """
@@ -61,6 +66,7 @@ class DistilledLoss:
     Attributes:
         parts: this rank's share of each loss of the last call, without its weight: `contrastive`, the `type` of the
             relational loss, `features`.
+        factors: the weight of each of them.
 
     Raises SettingsError, when it is called: a width that the loss of features cannot compare.
     """
@@ -77,6 +83,11 @@ class DistilledLoss:
         self._base, self._settings, self._scales = base, settings, dict(scales)
         self._add_features = add_features
         self.parts: dict[str, torch.Tensor] = {}
+        self.factors = {
+            "contrastive": settings.contrastive,
+            settings.type: settings.weight,
+            "features": settings.features,
+        }
 
     def __call__(self, features: Features, batch: Batch, world: World) -> torch.Tensor:
         """See ContrastiveLoss."""
@@ -98,8 +109,7 @@ class DistilledLoss:
                     found["features"].append(_distance(name, features, teacher, weights, ring))
         parts = {name: torch.stack(shares).mean() for name, shares in found.items()}
         self.parts = {name: part.detach() for name, part in parts.items()}
-        factors = {"contrastive": settings.contrastive, settings.type: settings.weight, "features": settings.features}
-        return torch.stack([factors[name] * part for name, part in parts.items()]).sum()
+        return torch.stack([self.factors[name] * part for name, part in parts.items()]).sum()
 
     def _relational(
         self, features: Features, teacher: list[torch.Tensor], scale: float, weights: torch.Tensor, ring: Ring
@@ -118,7 +128,7 @@ class DistilledLoss:
             found = affinity(student, other, divergence=settings.type != "logits", gradients=gradients)
             return found if settings.temperature is None else found._replace(scale=torch.zeros_like(learned))
 
-        return with_gradients(features, compute) * (2 if settings.type == "relational" else 1)
+        return with_gradients(features, compute)
 
 
 def _unit(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -140,4 +150,4 @@ def _distance(
     weights = weights.to(dtype)
     shares = weights[ring.own] / weights.sum().clamp_min(torch.finfo(dtype).tiny)
     squares = (features.image.to(dtype) - teacher[0]).square() + (features.text.to(dtype) - teacher[1]).square()
-    return (shares * squares.sum(dim=1)).sum()
+    return (shares * squares.mean(dim=1)).sum()

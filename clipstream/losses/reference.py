@@ -64,6 +64,6 @@ def relational_loss(
 def feature_loss(
     images: torch.Tensor, texts: torch.Tensor, teacher: tuple[torch.Tensor, torch.Tensor], weights: torch.Tensor
 ) -> torch.Tensor:
-    """Squared distances of features [B, D] of images and texts to a teacher's (CLIP-KD, arXiv:2307.12732, FD)."""
-    squares = (images - teacher[0]).square().sum(dim=1) + (texts - teacher[1]).square().sum(dim=1)
+    """Mean squared differences of features [B, D] of images and texts from a teacher's (CLIP-KD's fd_loss)."""
+    squares = (images - teacher[0]).square().mean(dim=1) + (texts - teacher[1]).square().mean(dim=1)
     return (weights / weights.sum() * squares).sum()

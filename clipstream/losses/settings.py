@@ -72,7 +72,7 @@ class DistillSettings(Section):
 
     A live teacher is named by `model`; the features of stored ones are read from data.teacher_features. The loss is
     `contrastive` times the contrastive loss, `weight` times the relational loss that `type` names, and `features` times
-    the squared distance of the features; each is the mean over the teachers.
+    the mean squared difference of the features; each is the mean over the teachers.
     """
 
     model: PathText | None = Field(
@@ -84,12 +84,14 @@ class DistillSettings(Section):
     type: Literal["logits", "affinity", "relational"] = Field(
         "logits",
         description="relational loss between the softmax of the teacher's and the student's logits: logits (cross "
-        "entropy, open_clip), affinity (divergence, mean of rows and columns, MobileCLIP), relational (divergence, sum "
-        "of rows and columns, CLIP-KD's CRD)",
+        "entropy, open_clip), affinity (divergence, mean of rows and columns, MobileCLIP), relational (the same: "
+        "CLIP-KD's CRD)",
     )
     weight: float = Field(1.0, ge=0, description="of the relational loss; 0 for none")
     features: float = Field(
-        0.0, ge=0, description="weight of the squared distance of features (CLIP-KD's FD), of equal width; 0 for none"
+        0.0,
+        ge=0,
+        description="weight of the mean squared difference of features of equal width (CLIP-KD's FD: 2000); 0 for none",
     )
     contrastive: float = Field(1.0, ge=0, description="weight of the contrastive loss; 0 for none")
     temperature: float | None = Field(

@@ -26,7 +26,9 @@ def print_summary(
     """
     data, optim, stop, distill = settings.data, settings.optim, settings.train.early_stop, settings.distill
     for name, source in open_sources(settings).items():
-        announce(f"source   {name}: {source.summary()}, weight {data.sources[name].weight:g}")
+        factors = "::".join(f"{factor:g}" for factor in data.sources[name].upsampling_factors or ())
+        drawn = f", shards drawn {factors}" if factors else ""
+        announce(f"source   {name}: {source.summary()}, weight {data.sources[name].weight:g}{drawn}")
     if settings.epochs is not None:
         announce(f"epoch    {settings.epochs.summary()}")
     trained = sum(parameter.numel() for parameter in towers.parameters() if parameter.requires_grad)

@@ -45,9 +45,11 @@ from clipstream.training.parallel import (
 )
 from clipstream.training.precision import Precision
 from clipstream.training.state import StepState
+from clipstream.utils.logs import logger
 
 SMALLEST_SCALE = 2.0**-10  # of fp16: gradients that are not finite at this scale never will be
 
+DOMINATES = 100.0  # times the other terms of the loss: a weight that was meant for another scale
 CACHED_AT_ONCE = 64  # samples of a pass for the cache, where no size of micro-batches is known
 
 
@@ -118,6 +120,7 @@ class TrainStep:
         self.scaler = torch.amp.GradScaler(torch.device(world.device).type, enabled=precision == "fp16")
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._statistics = batch_statistics(model)
+        self._compared = not world.is_main  # whether the terms of the loss were compared
         self._set_locks(0)
         parts = (model, wrap(model, world), loss, world, precision, self.scaler.scale)
         self.gradcache: GradCache
@@ -178,6 +181,10 @@ class TrainStep:
         figures = torch.cat([totals, torch.stack([norm.double(), scale.double()])])
         loss, *of_parts, grad_norm, logit_scale = figures.tolist()
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        if finite and not self._compared:
+            self._compared = True
+            factors = getattr(self.gradcache.loss, "factors", {})
+            self._compare({name: factors.get(name, 1.0) * part for name, part in zip(parts, of_parts, strict=True)})
         can_scale_down = self.scaler.is_enabled() and self.scaler.get_scale() > SMALLEST_SCALE
         overflow = not finite and math.isfinite(loss) and can_scale_down
         skipped = not finite and not overflow
@@ -216,6 +223,19 @@ class TrainStep:
             skipped=skipped,
             parts=dict(zip(parts, of_parts, strict=True)),
         )
+
+    @staticmethod
+    def _compare(terms: dict[str, float]) -> None:
+        """Warn where one term of the loss leaves the others without effect."""
+        (largest, name), *others = sorted(((abs(term), name) for name, term in terms.items()), reverse=True) or [
+            (0, "")
+        ]
+        if others and 0 < DOMINATES * others[0][0] < largest:
+            rest = ", ".join(f"{other} {term:.3g}" for term, other in others)
+            logger.warning(
+                f"the loss: its term {name} is {largest:.3g} in the first step, over {DOMINATES:g} times the others "
+                f"({rest}), which have little effect beside it: check the weights of the terms"
+            )
 
     def _set_locks(self, step: int) -> bool:
         """Lock and unlock the towers for a run of `step` steps; whether anything changed."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,6 @@ from clipstream.config.settings import Settings, load
 from clipstream.data.settings import JsonCaption, TextCaption
 from clipstream.errors import SettingsError
 from clipstream.training.optim import AdamW, Timm
-from tests.support.pictures import make_shards
 
 ROOT = Path(__file__).parents[2]
 
@@ -188,28 +186,15 @@ def test_captions_by_open_clips_flags() -> None:
         assert said.lower() in error_of("--train-data=a.tar", *words.split()).lower()
 
 
-def test_upsampling_factors_make_a_source_of_each_part(tmp_path: Path) -> None:
-    """A source's share is proportional to its factor and its samples, as where each shard is drawn by its factor."""
-    for name, sizes in (("a", [6, 4]), ("b", [5])):
-        made = [Path(path) for path in make_shards(tmp_path / name, sizes)]
-        (tmp_path / name / "sizes.json").write_text(
-            json.dumps({path.name: n for path, n in zip(made, sizes, strict=True)})
-        )
-        if name == "a":
-            (tmp_path / "pattern").write_text(f"{made[0].parent}/{{{','.join(path.name for path in made)}}}")
-    data = f"{(tmp_path / 'pattern').read_text()}::{made[0]}"
-    argv = ["--train-data", data, "--train-data-upsampling-factors", "1::3", "--caption-json=en", "--val-data=v.tar"]
-    sources = load(argv).data.sources
-    assert {name: (source.shards, source.weight) for name, source in sources.items()} == {
-        "train": (data.split("::")[0], 10.0),
-        "train_2": (str(made[0]), 15.0),
-    }
-    assert {source.caption.model_dump()["path"] for source in sources.values()} == {"en"}
-    unknown = load(["--train-data=x/{0..2}.tar::y.tar", "--train-data-upsampling-factors=2::1"]).data.sources
-    assert [source.weight for source in unknown.values()] == [6.0, 1.0]  # shards stand for samples
-    for factors, said in (("1", "1 factors for 2 parts"), ("1::x", "expected numbers"), ("1::0", "above 0")):
-        assert said in error_of("--train-data=x.tar::y.tar", f"--train-data-upsampling-factors={factors}")
-    assert "Give --train-data" in error_of("--train-data-upsampling-factors=1::2")
+def test_upsampling_factors_belong_to_the_parts_of_the_source() -> None:
+    data, factors = "--train-data=x/{0..2}.tar::y.tar", "--train-data-upsampling-factors"
+    (source,) = load([data, f"{factors}=2::1", "--caption-json=en"]).data.sources.values()
+    assert (source.parts, source.upsampling_factors, source.weight) == (["x/{0..2}.tar", "y.tar"], [2.0, 1.0], 1.0)
+    for text, said in (("1", "1 factors for 2 parts"), ("1::x", "expected numbers"), ("1::0", "above 0")):
+        assert said in error_of(data, f"{factors}={text}")
+    for flags in (["--dataset-resampled", "false"], ["--data.sampling.shards=split"], ["--data.sampling.mode=indexed"]):
+        assert "only in the mode resampled" in error_of(data, f"{factors}=1::2", *flags)
+    assert "shards" in error_of(f"{factors}=1::2")
 
 
 def test_trackers() -> None:

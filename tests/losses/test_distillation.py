@@ -99,11 +99,10 @@ def wanted_of(
     for name, its_scale in scales.items():
         teacher = inputs[f"{name}.image"], inputs[f"{name}.text"]
         theirs = its_scale if chosen.teacher_temperature is None else 1 / chosen.teacher_temperature
-        factor = 2 if chosen.type == "relational" else 1
         found = relational_loss(
             own * cosines, theirs * teacher[0] @ teacher[1].T, weights, divergence=chosen.type != "logits"
         )
-        total = total + chosen.weight * factor * found / len(scales)
+        total = total + chosen.weight * found / len(scales)
         if chosen.features:
             total = total + chosen.features * feature_loss(image, text, teacher, weights) / len(scales)
     total.backward()  # type: ignore[no-untyped-call]
@@ -191,6 +190,24 @@ def test_equals_open_clip() -> None:
     sum(theirs).backward()
     wanted = {"loss": sum(theirs).detach(), "image": image.grad, "text": text.grad, "scale": scale.grad}
     assert_equal(found, wanted, atol=1e-12)
+
+
+@pytest.mark.parametrize("weights", [{"type": "relational", "features": 2000.0}, {"features": 2000.0, "weight": 0.0}])
+def test_weights_of_clip_kd_carry_over(weights: dict[str, Any]) -> None:
+    """`task + 1 ckd + 2000 fd`, written as KDClipLoss of winycg/CLIP-KD computes it on one process."""
+    inputs = make_inputs(12)
+    found = loss_and_gradients(make_loss(scales={"small": 20.0}, **weights), inputs, torch.ones(12))
+    image, text, scale = (inputs[name].clone().requires_grad_() for name in LEAVES[:3])
+    t_image, t_text = inputs["small.image"], inputs["small.text"]
+    student, teacher, own = scale * image @ text.T, 20.0 * t_image @ t_text.T, torch.arange(12)
+    pairs = ((student, teacher), (student.T, teacher.T))
+    task = sum(F.cross_entropy(s, own) for s, _ in pairs) / 2
+    ckd = sum(F.kl_div(s.log_softmax(1), t.softmax(1), reduction="batchmean") for s, t in pairs) / 2
+    fd = F.mse_loss(image, t_image) + F.mse_loss(text, t_text)
+    total = task + (ckd if weights.get("weight", 1) else 0) + 2000 * fd
+    total.backward()
+    wanted = {"loss": total.detach(), "image": image.grad, "text": text.grad, "scale": scale.grad}
+    assert_equal(found, wanted, atol=1e-9)
 
 
 def test_a_student_equal_to_its_teacher_has_no_divergence() -> None:

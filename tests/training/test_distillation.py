@@ -96,13 +96,23 @@ def test_the_chunks_of_a_teacher_give_the_same_features(place: Path) -> None:
 
 
 def test_a_student_learns_from_a_teacher_of_other_pictures_and_tokens(place: Path) -> None:
-    more = ("--distill.type", "affinity", "--distill.features", "1", "--distill.teacher-temperature", "0.02")
+    more = ("--distill.type", "affinity", "--distill.features", "16", "--distill.teacher-temperature", "0.02")
     assert main(distilled(place, "other", *more, "--lr", "1e-2", "--warmup", "0", steps=16)) == 0
     found = lines(place, "other")
     for key in ("loss", "loss_affinity", "loss_features"):
         assert sum(line[key] for line in found[-4:]) < 0.7 * sum(line[key] for line in found[:4]), key
-    assert all(line["loss"] == pytest.approx(line["loss_affinity"] + line["loss_features"]) for line in found)
+    assert all(line["loss"] == pytest.approx(line["loss_affinity"] + 16 * line["loss_features"]) for line in found)
     assert set(weights(place, "other", 16)) == set(load_file(place / "alike" / "open_clip_model.safetensors"))
+
+
+@pytest.mark.parametrize(("weight", "told"), [("200", 0), ("2000", 1)])
+def test_a_term_that_outweighs_the_others_is_told(
+    place: Path, weight: str, told: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("--distill.contrastive", "1", "--distill.type", "relational", "--distill.features", weight)
+    argv = [*flags(place, f"weight_{weight}", "--distill-model", f"local-dir:{place}/alike", *more, steps=2)]
+    assert main(argv) == 0
+    assert capsys.readouterr().err.count("its term features") == told
 
 
 def test_the_teacher_itself_has_nothing_to_learn(place: Path) -> None:

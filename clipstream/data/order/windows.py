@@ -96,11 +96,15 @@ class SourceOrder(Order):
     # whether each family of lanes has fixed shards; there are as many families as shards then, at most L
     split: bool = False
     replacement: bool = True  # whether `resampled` may draw a shard again before the lane has seen all
+    factors: tuple[float, ...] | None = None  # by shard, how often `resampled` draws it; None: equally often
 
     def group(self, lane: int, group: int) -> list[int]:
         own = self._shards_of(lane)
         if self.mode == "resampled" and self.replacement:
             rng = SampleRNG(mix(self.seed, 1, self.source, lane, group))
+            if self._bounds is not None:  # also twice in a group, or two shards would always come equally often
+                points = [rng.uniform() * self._bounds[-1] for _ in range(self.group_size)]
+                return [int(i) for i in np.searchsorted(self._bounds[:-1], points, "right")]
             drawn: list[int] = []
             while len(drawn) < min(self.group_size, len(own)):  # without replacement: a window has no sample twice
                 shard = own[rng.integer(len(own))]
@@ -154,6 +158,11 @@ class SourceOrder(Order):
         """Number of shards that so many neighbouring lanes have open together, at most."""
         readers = -(-lanes * self.families // self.lanes) if self.mode == "epoch" else lanes
         return min(self.shards, readers * self.group_size)
+
+    @cached_property
+    def _bounds(self) -> np.ndarray[Any, np.dtype[np.float64]] | None:
+        """The factors of the shards laid end to end."""
+        return None if self.factors is None else np.cumsum(self.factors)
 
     def _family(self, lane: int) -> int:
         return lane * self.families // self.lanes

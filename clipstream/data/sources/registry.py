@@ -106,6 +106,7 @@ class Source:
         types: shard -> its type.
         samples: how many samples they hold; None if that takes opening them.
         counts: samples of each shard in the order of `names`, set by `count_samples`.
+        factors: how often each shard is drawn, in proportion; None for equally often.
         empty: number of a shard without samples -> its fault, set by `count_samples`.
 
     Raises:
@@ -116,21 +117,30 @@ class Source:
     def __init__(self, settings: SourceSettings, context: SourceContext | None = None) -> None:
         self.settings, self.context = settings, context or SourceContext()
         self._is_plugin = ":" in settings.type
-        listed = list(entries(settings.shards, settings.type))
+        factors = settings.upsampling_factors
+        parts = [settings.shards] if factors is None else settings.parts
+        listed = [
+            (*found, factor)
+            for part, factor in zip(parts, factors or [1.0], strict=True)
+            for found in entries(part, settings.type)
+        ]
         made: dict[str, SourceType] = {}
-        for name in dict.fromkeys(name for name, _ in listed):
-            own = settings.model_copy(update={"shards": [entry for other, entry in listed if other == name]})
+        for name in dict.fromkeys(name for name, _, _ in listed):
+            own = settings.model_copy(update={"shards": [entry for other, entry, _ in listed if other == name]})
             made[name] = self._call(source_type(name), own, self.context)
         self.names: list[str] = []
+        each: list[float] = []
         self.types: dict[str, SourceType] = {}
-        for name, entry in listed:
+        for name, entry, factor in listed:
             shards = self._call(self._list, made[name], entry)
             self.names += shards
+            each += [factor] * len(shards)
             self.types.update(dict.fromkeys(shards, made[name]))
         self._parts = [(kind, [name for name in self.names if self.types[name] is kind]) for kind in made.values()]
         totals = [self._call(kind.total_samples, names) for kind, names in self._parts]
         self.samples = None if None in totals else sum(total or 0 for total in totals)
         self.counts: list[int] | None = None
+        self.factors = None if factors is None else tuple(each)
         self.empty: dict[int, str] = {}
 
     def _call(self, function: Callable[..., Result], *args: object) -> Result:

@@ -65,9 +65,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     }
 
 
-def sources(shards: dict[str, list[str]], weights: Sequence[float] = (1,)) -> dict[str, Any]:
+def sources(shards: dict[str, list[str]], weights: Sequence[float] = (1,), **more: Any) -> dict[str, Any]:
     return {
-        name: {"shards": shards[name], "caption": CAPTIONS, "weight": weight}
+        name: {"shards": shards[name], "caption": CAPTIONS, "weight": weight, **more.get(name, {})}
         for name, weight in zip(shards, weights, strict=False)
     }
 
@@ -112,6 +112,7 @@ def counts(one: Loader) -> dict[str, Any]:
 
 MODES: dict[str, dict[str, Any]] = {
     "resampled": {},
+    "factors": {"a": {"upsampling_factors": [1, 4, 2, 0.5]}},
     "without replacement": {"sampling": {"replacement": False}},
     "split": {"sampling": {"shards": "split"}},
     "schedule": {"batch_schedule": [(4, 20), (9, 7)], "lanes": 7},
@@ -137,7 +138,8 @@ def store(shards: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory
 def test_batches_positions_and_counts_are_those_of_pictures(
     shards: dict[str, list[str]], store: str, mode: str, weights: tuple[float, ...], ranks: int
 ) -> None:
-    settings = data([], sources=sources(shards, weights), **MODES[mode])
+    more = dict(MODES[mode])
+    settings = data([], sources=sources(shards, weights, a=more.pop("a", {})), **more)
     opened = StoredData.open(image=store)
     for rank in range(ranks):
         live, found = loader(settings, rank, ranks), stored(settings, opened, rank, ranks)
