@@ -1,0 +1,101 @@
+"""What a file is by its first bytes, for messages on content that was not expected.
+
+The first 512 bytes enter; the name of a kind (`kind`), or words with what to do about it (`describe`), leave.
+"""
+
+from __future__ import annotations
+
+import re
+
+HEAD = 512  # bytes that are looked at, at most
+PICTURES = ("JPEG", "PNG", "GIF", "WebP", "TIFF", "BMP", "AVIF")  # that are decoded
+TEXTS = ("utf16", "sep", "JSON", "shards", "CSV")  # what a table of text may be
+_TEXT = rb"(?i)(?:\xef\xbb\xbf)?\s*"
+_XML = _TEXT + rb"(?:<\?xml[^>]*>\s*)?(?:<!--.*?-->\s*)*"
+_ZIP = rb"PK\x03\x04.{26}"  # and the name of the first file in it
+_NAME = rb"[\w \"'.#/-]+"  # of a column
+_COCO = rb'"(?:image_id|file_name|sentids|coco_url|contributor|date_captured|licenses|annotations)"\s*:'
+_UNPACK = "unpack it and use what it holds"
+_TABLE = "a table's name ends in .csv, .tsv, .jsonl, .json, .parquet or .arrow: rename it"
+_TO_JPEG = "picture, which is not decoded: convert it to JPEG or PNG"
+
+# Kind, pattern at the start of the file, what it is and what to do. The first that matches counts.
+_KINDS = [
+    (name, re.compile(pattern, re.DOTALL), words)
+    for name, pattern, words in (
+        ("JPEG", rb"\xff\xd8\xff", "a JPEG picture"),
+        ("PNG", rb"\x89PNG\r\n\x1a\n", "a PNG picture"),
+        ("GIF", rb"GIF8", "a GIF picture"),
+        ("WebP", rb"RIFF.{4}WEBP", "a WebP picture"),
+        ("TIFF", rb"II[*+]\0|MM\0[*+]", "a TIFF picture"),
+        ("BMP", rb"BM.{4}\0{4}", "a BMP picture"),
+        ("AVIF", rb".{4}ftypavi[fs]", "an AVIF picture"),
+        ("HEIC", rb".{4}ftyp(?:hei|hev|mif1|msf1)", f"a HEIC {_TO_JPEG}"),
+        ("JXL", rb"\xff\x0a|\0\0\0\x0cJXL ", f"a JPEG XL {_TO_JPEG}"),
+        ("JPEG2000", rb"\0\0\0\x0cjP  |\xff\x4f\xff\x51", f"a JPEG 2000 {_TO_JPEG}"),
+        ("PSD", rb"8BPS", f"a Photoshop {_TO_JPEG}"),
+        ("video", rb".{4}ftyp|\x1aE\xdf\xa3|RIFF.{4}AVI ", "a video"),
+        ("tar", rb".{257}ustar", "a tar archive"),
+        ("lfs", _TEXT + rb"version https://(?:git-lfs|hawser)",
+         "a Git LFS pointer in place of the file: get the file by 'git lfs pull'"),
+        ("HTML", _XML + rb"<(?:!doctype html|html|head|body|title|script)\b",
+         "an HTML page in place of the file, of a login, an error or a viewer: check the URL (on Hugging Face it has "
+         "/resolve/, not /blob/), and whether it needs a token"),
+        ("SVG", _XML + rb"(?:<!doctype[^>]*>\s*)?<svg\b", "an SVG drawing: render it to PNG"),
+        ("error", _XML + rb"<(?:\w+:)?error\b|" + rb'\s*\{\s*"(?:error|message|detail|code|status)\w*"\s*:',
+         "a server's error message in place of the file: check the URL and the credentials"),
+        ("XML", _TEXT + rb"<\?xml\b", "XML"),
+        ("npz", _ZIP + rb"[^/\0]{1,200}\.npy", "a NumPy archive (.npz)"),
+        ("torch", _ZIP + rb"[^\0]{1,200}/(?:data\.pkl|\.format_version)", "a file of torch.save"),
+        ("office", _ZIP + rb"(?:\[Content_Types\]|_rels/|xl/|docProps|mimetype)",
+         "an Office document: export the table as CSV in UTF-8"),
+        ("zip", rb"PK(?:\x03\x04|\x05\x06|\x07\x08)", f"a zip archive: {_UNPACK}"),
+        ("gzip", rb"\x1f\x8b", f"compressed by gzip: {_UNPACK}"),
+        ("zstd", rb"\x28\xb5\x2f\xfd", f"compressed by zstd: {_UNPACK}"),
+        ("bzip2", rb"BZh[1-9](?:1AY&SY|\x17rE8P\x90)", f"compressed by bzip2: {_UNPACK}"),
+        ("xz", rb"\xfd7zXZ\0", f"compressed by xz: {_UNPACK}"),
+        ("lz4", rb"\x04\x22\x4d\x18", f"compressed by lz4: {_UNPACK}"),
+        ("7z", rb"7z\xbc\xaf\x27\x1c", f"a 7z archive: {_UNPACK}"),
+        ("rar", rb"Rar!\x1a\x07", f"a RAR archive: {_UNPACK}"),
+        ("Parquet", rb"PAR[1E]", f"a Parquet table; {_TABLE}"),
+        ("Arrow", rb"ARROW1|FEA1|\xff{4}..\0\0[\x08-\x20]\0\0\0", f"an Arrow table; {_TABLE}"),
+        ("npy", rb"\x93NUMPY", "a NumPy array (.npy)"),
+        ("HDF5", rb"\x89HDF\r\n\x1a\n", "an HDF5 file: convert it to tars, or to files and a table with their paths"),
+        ("SQLite", rb"SQLite format 3\0", "an SQLite database: export the table as CSV"),
+        ("LMDB", rb".{16}\xde\xc0\xef\xbe", "an LMDB database: convert it to tars"),
+        ("PDF", rb"%PDF-", "a PDF document"),
+        ("safetensors", rb".{4}\0{4}\{\s*\"", "weights in safetensors"),
+        ("TFRecord", rb".{4}\0{4}.{4}(?:\x0a[\x80-\xff]*[\0-\x7f]){2}", "a TFRecord file: convert it to tars"),
+        ("RecordIO", rb"\x0a\x23\xd7\xce", "an MXNet RecordIO file: convert it to tars"),
+        ("pickle", rb"\x80[\x02-\x05][\x8a\x95\]})(cX]", "a pickle, which is not loaded as it may run code"),
+        ("AppleDouble", rb"\0\x05\x16[\0\x07]\0", "what macOS keeps beside a file (AppleDouble): leave it out"),
+        ("utf16", rb"\xff\xfe(?!\0\0)|\xfe\xff|(?:[\t\r\n -~]\0){4}|(?:\0[\t\r\n -~]){4}",
+         "text in UTF-16: save it in UTF-8"),
+        ("sep", _TEXT + rb"\"?sep=.\"?\s*?\n", f"a CSV with Excel's line 'sep='; {_TABLE}"),
+        ("wids", _TEXT + rb"\{.*\"(?:wids_version|shardlist)\"\s*:", "an index of wids: name the shards themselves"),
+        ("COCO", _TEXT + rb'\{\s*"(?:images|annotations|info|licenses|categories|dataset)"\s*:\s*[\[{].*' + _COCO,
+         "one JSON object for all pictures and captions, as COCO has it: write a row for each caption, e.g. a CSV with "
+         "the columns filepath and title (docs/data.md has the lines of Python)"),
+        ("base64", rb"(?:data:[\w/+.-]*;base64,)?(?:/9j/[\w+/-]{12}|iVBORw0KGgo|R0lGODlh|UklGR[\w+/-]{6}XRUJQ)",
+         "a picture as base64 text"),
+        ("repr", rb"(?:\{'\w+': )?b['\"](?:\\x|GIF8|RIFF|BM)", "bytes written as text by Python: write Parquet"),
+        ("JSON", _TEXT + rb'(?:\[\s*)?\{\s*"', f"JSON; {_TABLE}"),
+        ("shards", rb"\S+\.(?:tar|tgz|tar\.gz)\s*?\n", "a list of shards: name the shards themselves, joined by ::"),
+        ("CSV", _TEXT + rb"(?=[^\n]*(?:image|file|path|url|caption|title|text))" + _NAME + rb"(?:[,;\t|]" + _NAME
+         + rb")+\r?\n",
+         f"a table as CSV or TSV; {_TABLE}"),
+    )
+]  # fmt: skip
+
+
+def kind(head: bytes) -> str | None:
+    """The kind of a file that begins with these bytes, e.g. 'JPEG', 'lfs' or 'gzip'; None if it is not known."""
+    return next((name for name, pattern, _ in _KINDS if pattern.match(head[:HEAD])), None)
+
+
+def describe(head: bytes) -> str | None:
+    """What a file that begins with these bytes is, in words, and what to do about it; None if it is not known."""
+    for name, pattern, words in _KINDS:
+        if pattern.match(head[:HEAD]):
+            return f"{words}. It reads {head[:120]!r}" if name == "error" else words
+    return None

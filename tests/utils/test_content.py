@@ -1,0 +1,131 @@
+"""What a file is by its first bytes: real files of each kind, written by the libraries that people use."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import pickle
+import sqlite3
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from pyarrow import parquet
+from safetensors.torch import save
+
+from clipstream.utils.content import HEAD, PICTURES, TEXTS, describe, kind
+
+TABLE = pa.table({"image": [b"x"], "caption": ["a cat"]})
+
+
+def written(write: Callable[[io.BytesIO], object]) -> bytes:
+    sink = io.BytesIO()
+    write(sink)
+    return sink.getvalue()
+
+
+def stream(file: io.BytesIO) -> None:
+    with pa.ipc.new_stream(file, TABLE.schema) as writer:
+        writer.write_table(TABLE)
+
+
+def arrow(file: io.BytesIO) -> None:
+    with pa.ipc.new_file(file, TABLE.schema) as writer:
+        writer.write_table(TABLE)
+
+
+def zipped(name: str) -> bytes:
+    def write(file: io.BytesIO) -> None:
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr(name, "x")
+
+    return written(write)
+
+
+def archive(file: io.BytesIO) -> None:
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        tar.addfile(tarfile.TarInfo("a.jpg"))
+
+
+def picture(format: str) -> bytes:
+    return written(lambda file: Image.new("RGB", (40, 30)).save(file, format))
+
+
+COCO = {"info": {"year": 2017}, "images": [{"id": 1, "file_name": "1.jpg"}], "annotations": []}
+KARPATHY = {"images": [{"sentids": [0, 1], "filename": "1.jpg"}], "dataset": "flickr30k"}
+
+
+def samples() -> Iterator[tuple[str | None, bytes]]:
+    yield from ((format, picture(format)) for format in ("JPEG", "PNG", "GIF", "WebP", "TIFF", "BMP"))
+    yield from (("tar", written(archive)), ("gzip", gzip.compress(b"x")), ("bzip2", bz2.compress(b"x")))
+    yield from (("xz", lzma.compress(b"x")), ("zip", zipped("images/1.jpg")), ("office", zipped("xl/workbook.xml")))
+    yield "bzip2", bz2.compress(b"")
+    yield "zstd", pa.Codec("zstd").compress(b"x" * 99, asbytes=True)
+    yield "lfs", b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n"
+    for page in (b"<!DOCTYPE html><html>404", b"\n<!-- x -->\n<HTML lang='en'>", b"<?xml version='1.0'?><!doctype html>"):
+        yield "HTML", page
+    for page in (
+        b"<?xml version='1.0' encoding='UTF-8'?>\n<Error><Code>NoSuchKey</Code>",
+        b"\xef\xbb\xbf<?xml version='1.0'?><Error><Code>BlobNotFound</Code>",
+        b'{"error":"Repository not found"}',
+    ):
+        yield "error", page
+    yield "SVG", b"<?xml version='1.0'?>\n<svg xmlns='x'>"
+    yield from (("7z", b"7z\xbc\xaf\x27\x1c\0\4"), ("rar", b"Rar!\x1a\x07\1\0"), ("PDF", b"%PDF-1.4"))
+    yield "HEIC", b"\0\0\0\x18ftypheic\0\0\0\0"
+    yield "Parquet", written(lambda file: parquet.write_table(TABLE, file))
+    yield from (("Arrow", written(arrow)), ("Arrow", written(stream)))
+    yield "npy", written(lambda file: np.save(file, np.zeros(3)))
+    yield "npz", written(lambda file: np.savez(file, a=np.zeros(3)))
+    yield "npz", written(lambda file: np.savez_compressed(file, a=np.zeros(3)))
+    yield "HDF5", b"\x89HDF\r\n\x1a\n\0"
+    yield "torch", written(lambda file: torch.save({"a": torch.zeros(3)}, file))
+    yield "pickle", written(lambda file: torch.save({"a": 1}, file, _use_new_zipfile_serialization=False))
+    yield from (("pickle", pickle.dumps([1, {"a": 2}], protocol)) for protocol in (2, 3, 4, 5))
+    yield "safetensors", save({"a": torch.zeros(3)})
+    # tf.train.Example with one feature, framed: length, its CRC, the data, their CRC
+    yield "TFRecord", b"\x19\0\0\0\0\0\0\0\xd5\x11\x9f\x41\x0a\x17\x0a\x15\x0a\x05image\x12\x0c\x0a\x0a0123456789"
+    yield from (("utf16", "filepath\ttitle".encode(code)) for code in ("utf-16", "utf-16-le", "utf-16-be"))
+    yield from (("sep", b"sep=;\r\nfilepath;title\r\n"), ("sep", b'\xef\xbb\xbf"sep=,"\n'))
+    yield "wids", json.dumps({"__kind__": "wids-shard-index-v1", "wids_version": 1, "shardlist": []}).encode()
+    yield from (("COCO", json.dumps(COCO, indent=1).encode()), ("COCO", json.dumps(KARPATHY).encode()))
+    yield "JSON", b'{"file_name": "1.jpg", "text": "a cat"}\n{"file_name": "2.jpg", "text": "a dog"}\n'
+    yield "JSON", b'[\n {"image": "1.jpg"}]'
+    yield from (("base64", b"/9j/4AAQSkZJRgABAQ=="), ("base64", b"data:image/png;base64,iVBORw0KGgoAAAA"))
+    yield "repr", b"{'bytes': b'\\xff\\xd8\\xff"
+    yield from (("shards", b"/data/00000.tar\n/data/00001.tar\n"), ("CSV", b"image,caption\n1.jpg,a cat\n"))
+    yield from ((None, data) for data in (b"", b"\0" * 512, b"Entry not found", b"a cat, a dog", b"i/3.jpg", b"\x93x"))
+
+
+@pytest.mark.parametrize(("name", "data"), [*samples()])
+def test_kinds_by_their_first_bytes(name: str | None, data: bytes) -> None:
+    assert kind(data) == kind(data[:HEAD]) == name
+    assert (describe(data) is None) == (name is None)
+
+
+def test_sqlite(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "a.db") as base:
+        base.execute("create table t (x)")
+    base.close()
+    assert kind((tmp_path / "a.db").read_bytes()) == "SQLite"
+
+
+def test_pictures_and_texts_are_kinds() -> None:
+    names = {name for name, _ in samples()}
+    assert {*PICTURES} - {"AVIF"} <= names and {*TEXTS} <= names
+
+
+@given(st.binary(max_size=600))
+def test_any_bytes_are_answered(data: bytes) -> None:
+    assert (kind(data) is None) == (describe(data) is None)
