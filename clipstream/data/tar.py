@@ -1,7 +1,7 @@
 """Reading of tar files: a local file enters; its samples, the bytes of their members and the file's fault leave.
 
 The checksum and size of every header and the end-of-archive blocks are verified, so that a shard cut at any byte is
-noticed, unlike by `tarfile` and webdataset. The formats are ustar, PAX and GNU tar (POSIX.1-2017, pax, "ustar
+noticed, unlike by `tarfile` and webdataset. A hard link is read as the member that it names. The formats are ustar, PAX and GNU tar (POSIX.1-2017, pax, "ustar
 Interchange Format"; GNU tar manual, "Basic Tar Format").
 
 Files are read by pread, not mmap: a file that shrinks or a failing disk then raises an error instead of killing the
@@ -10,6 +10,7 @@ worker.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -21,6 +22,7 @@ from typing import NamedTuple, overload
 from zlib import adler32
 
 from clipstream.errors import Dropped
+from clipstream.utils.content import describe
 from clipstream.utils.escape import printable
 
 BLOCK = 512
@@ -33,6 +35,7 @@ _SPACES = b" " * 8  # in place of the checksum field when the checksum is comput
 BEHIND_ALL = "\0.end"  # the name of a fault behind all members: its key is that of no sample
 MAX_EXTRA = 1 << 20  # bytes of a PAX or long-name header; a larger one is damage
 TOGETHER = 1 << 13  # a sample of at most so many bytes is read at once, a larger one member by member
+LINK = 1 << 63  # in place of the size of a link whose data are not in the tar; its offset is that of the header
 SCATTERED = "scattered_sample"
 UNPACKING = "mkdir out && tar -xf SHARD.tar -C out && "  # commands for users, of GNU tar
 PACKING = r"tar -cf NEW.tar --sort=name --transform='s,^\./,,' -C out ."
@@ -76,8 +79,8 @@ def scan(path: str | Path) -> ShardIndex:
     """Read the headers of a local tar and group its members into samples as webdataset does.
 
     The key of a member is its path up to the first dot of the base name, its suffix the rest in lower case; consecutive
-    members with the same key are a sample. Directories, links, webdataset's `__…__` members and names that start with a
-    dot are skipped. Samples before a fault are kept, except a last one that may lack members.
+    members with the same key are a sample. Directories, webdataset's `__…__` members and names that start with a dot
+    are skipped. Samples before a fault are kept, except a last one that may lack members.
 
     Raises:
         OSError: the file cannot be opened or read.
@@ -157,11 +160,12 @@ def _scan(fd: int) -> ShardIndex:
     return ShardIndex(samples, fault)
 
 
-def _members(fd: int) -> Iterator[tuple[str, int, int]]:
-    """(name, offset, size) of each regular file; raises _Broken at the first fault."""
+def _members(fd: int, links: bool = True) -> Iterator[tuple[str, int, int]]:
+    """(name, offset, size) of each regular file and, with `links`, of each link; raises _Broken at the first fault."""
     length = os.fstat(fd).st_size
     position = 0
-    long_name = None
+    long_name = long_link = None
+    spans: dict[str, tuple[int, int]] | None = None  # of all regular files by name, from the first hard link on
     pax: dict[bytes, bytes] = {}
     shared_pax: dict[bytes, bytes] = {}
     held, begin, headers = b"", 0, 0  # bytes of the file, their offset, and the number of headers so far
@@ -195,6 +199,7 @@ def _members(fd: int) -> Iterator[tuple[str, int, int]]:
                 if not fields[b"size"].isdigit():
                     raise _Broken("bad_header", f"the header at byte {position:,} has no readable size")
                 size = int(fields[b"size"])
+            long_link = _text(fields[b"linkpath"]) if b"linkpath" in fields else long_link
             if any(field.startswith(b"GNU.sparse") for field in fields):
                 raise _Broken("unsupported_member", f"{name} is a sparse file; write the shard without them", name)
         # Links, devices and directories have no data, whatever their size field holds.
@@ -205,12 +210,23 @@ def _members(fd: int) -> Iterator[tuple[str, int, int]]:
         if kind in b"0\0007":
             if not name.endswith("/"):
                 yield name, start, size
-        elif kind in b"LxgX":
+        elif kind in b"12":
+            target, own = (os.path.normpath(path).lstrip("/") for path in (long_link or _text(header[157:257]), name))
+            if links and target != own:  # a file that was given twice is a link to itself
+                found = (position, LINK)
+                if kind == ord("1"):
+                    spans = _spans(fd) if spans is None else spans
+                    earlier = spans.get(target, found)
+                    found = spans[own] = earlier if earlier[0] < position else found
+                yield name, *found
+        elif kind in b"LKxgX":
             if size > MAX_EXTRA:
                 raise _Broken("bad_header", f"the extended header at byte {position:,} claims {size:,} bytes")
             extra = os.pread(fd, size, start)
             if kind in b"L":
                 long_name = _text(extra)
+            elif kind in b"K":
+                long_link = _text(extra)
             elif kind in b"g":
                 shared_pax |= _pax(extra, position)
             else:
@@ -219,8 +235,7 @@ def _members(fd: int) -> Iterator[tuple[str, int, int]]:
             continue
         elif kind in b"S":
             raise _Broken("unsupported_member", f"{name} is a sparse file; write the shard without them", name)
-        if kind not in b"K":
-            long_name, pax = None, {}
+        long_name, long_link, pax = None, None, {}
         position = end
     if os.pread(fd, BLOCK, position + BLOCK) != ZERO:
         raise _Broken("missing_end", f"only one zero block at byte {position:,}, where two end an archive", BEHIND_ALL)
@@ -231,6 +246,15 @@ def _members(fd: int) -> Iterator[tuple[str, int, int]]:
         at = position + 2 * BLOCK + start
         detail = f"a second archive begins at byte {at:,} and is not read; join shards with tar -A, not with cat"
         raise _Broken("trailing_archive", detail, BEHIND_ALL)
+
+
+def _spans(fd: int) -> dict[str, tuple[int, int]]:
+    """Offset and size of each regular file by its name, up to the first fault."""
+    spans: dict[str, tuple[int, int]] = {}
+    with contextlib.suppress(_Broken):
+        for name, offset, size in _members(fd, links=False):
+            spans.setdefault(os.path.normpath(name).lstrip("/"), (offset, size))
+    return spans
 
 
 def _truncated(name: str, end: int, length: int) -> _Broken:
@@ -244,7 +268,7 @@ def _checked_size(header: bytes, position: int, length: int) -> int:
         if length == 0:
             raise _Broken("empty", "the file has no bytes")
         if position == 0:
-            raise _Broken("not_a_tar", f"the file has only {length} bytes")
+            raise _Broken("not_a_tar", _content(header) or f"the file has only {length} bytes: {header[:60]!r}")
         if not header:
             raise _Broken("missing_end", f"the file ends at byte {length:,} without the end-of-archive blocks")
         raise _Broken("truncated_header", f"the file ends at byte {length:,}, inside a header")
@@ -258,7 +282,7 @@ def _checked_size(header: bytes, position: int, length: int) -> int:
         right = False
     if not right:
         if position == 0:
-            raise _Broken("not_a_tar", f"it begins with {header[:8]!r}, which is no tar header")
+            raise _Broken("not_a_tar", _content(header) or f"it begins with {header[:60]!r}, which is no tar header")
         raise _Broken("bad_checksum", f"the header at byte {position:,} does not agree with its checksum")
     try:
         size = int(header[124:135], 8)
@@ -272,6 +296,10 @@ def _checked_size(header: bytes, position: int, length: int) -> int:
     if size < 0:
         raise _Broken("bad_header", f"the header at byte {position:,} has no readable size")
     return size
+
+
+def _content(head: bytes) -> str:
+    return f"it is {what}" if (what := describe(head)) and not what.startswith("a tar") else ""
 
 
 def _name(header: bytes) -> str:
@@ -319,7 +347,8 @@ class Shard:
         """The bytes of a sample's members by suffix: all, or those of `suffixes` (lower case) that it has.
 
         Raises:
-            Dropped: `unreadable_member`: the file became shorter, or the disk fails.
+            Dropped: `unreadable_member`: the file became shorter, or the disk fails; `symbolic_link`, `broken_link`: a
+                member is a link whose data are not in the tar.
         """
         found: Mapping[str, tuple[int, int]] = ref.members
         if suffixes is not None:
@@ -336,7 +365,7 @@ class Shard:
         return {suffix: block[offset - start : offset - start + size] for suffix, (offset, size) in found.items()}
 
     def look(self, ref: SampleRef) -> dict[str, bytes]:
-        return self.load(ref)
+        return self.load(ref, [suffix for suffix, (_, size) in ref.members.items() if size < LINK])
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -345,6 +374,14 @@ class Shard:
             self._fd = -1
 
     def _read(self, key: str, offset: int, size: int) -> bytes:
+        if size >= LINK:
+            header = os.pread(self._fd, BLOCK, offset)
+            detail = f"{self.path}: {key}: {_name(header)} is a {{}} link to {_text(header[157:257])}, {{}}"
+            if header[156] == ord("2"):
+                advice = "which no tar contains: pack the files themselves by tar -h (--dereference)"
+                raise Dropped("symbolic_link", detail.format("symbolic", advice))
+            advice = "which is no member before it: pack the files themselves by tar --hard-dereference"
+            raise Dropped("broken_link", detail.format("hard", advice))
         try:
             data = os.pread(self._fd, size, offset)
             # One pread gives 2 GiB at most.

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 from PIL import ExifTags, Image
 
 from clipstream.data.decode.images import eight_bits, opened, orientation_of
-from clipstream.data.tar import ShardIndex
+from clipstream.data.tar import LINK, ShardIndex
 
 Format = Literal["keep", "jpg", "webp", "png"]
 _NAMES = {"jpg": "JPEG", "webp": "WEBP", "png": "PNG"}
@@ -132,14 +132,16 @@ def rewrite(
     pictures: dict[int, tuple[str, str]] = {}  # offset of the data -> suffix before and after
     for _, members in index.samples:
         suffix = next((key for key in image_keys if key in members), None)
-        if suffix is None:
+        if suffix is None or members[suffix][1] >= LINK:
             continue
         renamed = recipe.suffix(suffix)
         left = (members.keys() - {suffix}) | {renamed}
         # Under its new suffix it must still be the one that training reads; else it keeps its format.
         clash = renamed in members or next((key for key in image_keys if key in left), None) != renamed
-        pictures[members[suffix][0]] = suffix, suffix if renamed != suffix and clash else renamed
+        new = suffix if renamed != suffix and clash else renamed
+        pictures.setdefault(members[suffix][0], (suffix, new))  # not that of a later hard link
     done: Counter[str] = Counter()
+    names: dict[str, str] = {}  # of pictures whose suffix changes, which hard links may name
     with (
         open(source, "rb") as file,
         tarfile.open(source, "r:", errors="surrogateescape") as before,
@@ -151,6 +153,9 @@ def rewrite(
             file.seek(member.offset_data)
             if member.offset_data not in pictures:
                 has_data = member.isreg() or member.type not in tarfile.SUPPORTED_TYPES
+                if member.linkname in names:
+                    member.linkname = names[member.linkname]
+                    member.pax_headers = {**member.pax_headers, "linkpath": member.linkname}
                 after.addfile(member, file if has_data else None)
                 continue
             suffix, renamed = pictures[member.offset_data]
@@ -163,7 +168,7 @@ def rewrite(
             changed.pax_headers = {
                 key: value for key, value in member.pax_headers.items() if key not in ("path", "size")
             }
-            if what in ("resized", "reencoded") and renamed != suffix:
-                changed.name = member.name[: len(member.name) - len(suffix)] + renamed
+            if what in ("resized", "reencoded") and renamed != suffix and member.name.lower().endswith(f".{suffix}"):
+                changed.name = names[member.name] = member.name[: len(member.name) - len(suffix)] + renamed
             after.addfile(changed, io.BytesIO(data))
     return done

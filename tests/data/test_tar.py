@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import random
+import re
+import subprocess
 import tarfile
 import tracemalloc
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clipstream.data.sources import indexes
 from clipstream.data.tar import SampleRef, SampleTable, Shard, ShardIndex, scan
 from clipstream.errors import Dropped
 from tests.support.tars import tar_bytes, write_tar
@@ -127,7 +130,7 @@ def test_what_is_no_sample_is_passed_over(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for name, kind in [("d", "5"), ("__meta__.json", "0"), ("d/._1.jpg", "0"), ("README", "0"), ("d/1.jpg", "0"),
-                           ("d/1.txt", "2"), ("d/1.", "0"), ("d/2.", "0"), ("d/1x", "0"),
+                           ("d/1.jpg", "1"), ("d/1.", "0"), ("d/2.", "0"), ("d/1x", "0"),
                            ("d/1.seg.PNG", "0")]:  # fmt: skip
             member = tarfile.TarInfo(name)
             member.type, member.size, member.linkname = kind.encode(), 3 if kind == "0" else 0, "d/1.jpg"
@@ -135,6 +138,70 @@ def test_what_is_no_sample_is_passed_over(tmp_path: Path) -> None:
     index, loaded = scan_bytes(tmp_path, buffer.getvalue())
     assert index.fault is None
     assert loaded == {"d/1": {"jpg": b"abc", "seg.png": b"abc"}}
+
+
+LINKS = {  # name of a member -> its bytes, or the kind of a link and what it names
+    "./0.jpg": ("2", "../0.jpg"), "./blobs/abc": b"blob", "./a.jpg": b"first", "./a.txt": b"A",
+    "./b.jpg": ("1", "./a.jpg"), "./b.txt": ("1", "a.txt"),
+    "./c.jpg": ("1", "./b.jpg"), "./c.txt": ("1", "./blobs/abc"),
+    "./d.jpg": ("2", "./a.jpg"), "./d.txt": b"D",
+    "./e.jpg": ("1", "./f.jpg"), "./e.txt": b"E",
+    "./f.jpg": b"later", "./f.txt": ("1", "./none.txt"),
+    f"./{LONG}g.jpg": b"long", f"./{LONG}h.jpg": ("1", f"./{LONG}g.jpg"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_hard_links_are_read_and_others_named(tmp_path: Path, format: int) -> None:
+    path = tmp_path / "x.tar"
+    with tarfile.open(path, "w", format=format) as tar:
+        for name, value in LINKS.items():
+            member = tarfile.TarInfo(name)
+            if isinstance(value, bytes):
+                member.size = len(value)
+            else:
+                member.type, member.linkname = value[0].encode(), value[1]
+            tar.addfile(member, io.BytesIO(value) if isinstance(value, bytes) else None)
+    shard = Shard(path)
+    assert shard.index.fault is None
+    refs = {ref.key.removeprefix("./"): ref for ref in shard.index.samples}
+    assert shard.load(refs["a"]) == shard.load(refs["b"]) == {"jpg": b"first", "txt": b"A"}
+    assert shard.load(refs["c"]) == {"jpg": b"first", "txt": b"blob"}
+    assert shard.load(refs[f"{LONG}h"]) == {"jpg": b"long"}
+    for key, suffix, reason, words in (
+        ("d", "jpg", "symbolic_link", r"d\.jpg is a symbolic link to \./a\.jpg,.* tar -h"),
+        ("e", "jpg", "broken_link", r"e\.jpg is a hard link to \./f\.jpg, which is no member before it"),
+        ("f", "txt", "broken_link", r"hard link to \./none\.txt"),
+    ):
+        with pytest.raises(Dropped, match=words) as dropped:
+            shard.load(refs[key], [suffix])
+        assert dropped.value.reason == reason
+        assert list(shard.look(refs[key])) == list(refs[key].members.keys() - {suffix})
+    indexes.write(tmp_path / "x.index", shard.index, indexes.identity_of(path))
+    assert indexes.read(tmp_path / "x.index")[1] == shard.index
+
+
+def test_a_file_given_to_tar_twice_is_one_member(tmp_path: Path) -> None:
+    for name in ("a.jpg", "a.txt", "b.jpg"):
+        (tmp_path / name).write_text(name)
+    subprocess.run(["tar", "-cf", "x.tar", "a.jpg", "a.jpg", "a.txt", "b.jpg", "a.txt"], cwd=tmp_path, check=True)
+    assert [(ref.key, *ref.members) for ref in scan(tmp_path / "x.tar").samples] == [("a", "jpg", "txt"), ("b", "jpg")]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "Git LFS pointer.*git lfs pull"),
+        (b"<!DOCTYPE html>" + b" " * 999, "HTML page"),
+        (b"Entry not found", "15 bytes: b'Entry not found'"),
+        (b"BZh91AY&SY" + bytes(999), "bzip2"),
+        (b"PK\3\4" + bytes(999), "zip archive"),
+    ],
+)
+def test_what_is_no_tar_is_named(tmp_path: Path, data: bytes, words: str) -> None:
+    (tmp_path / "x.tar").write_bytes(data)
+    fault = scan(tmp_path / "x.tar").fault
+    assert fault is not None and fault.reason == "not_a_tar" and re.search(words, fault.detail)
 
 
 def test_sizes_in_base_256(tmp_path: Path) -> None:

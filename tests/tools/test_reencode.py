@@ -204,6 +204,7 @@ def test_other_members_of_a_tar_stay(tmp_path: Path) -> None:
             ("folder", tarfile.DIRTYPE, b""), ("__meta__.json", tarfile.REGTYPE, b"{}"),
             ("folder/0.jpg", tarfile.REGTYPE, data), ("link", tarfile.SYMTYPE, b""),
             (f"{'folder/' * 40}0.jpg", tarfile.REGTYPE, data), ("folder/.hidden", tarfile.REGTYPE, b"x"),
+            ("folder/1.jpeg", tarfile.LNKTYPE, b""),
         ]:  # fmt: skip
             member = tarfile.TarInfo(name)
             member.type, member.size, member.mtime, member.linkname = kind, len(body), 7, "folder/0.jpg"
@@ -215,7 +216,9 @@ def test_other_members_of_a_tar_stay(tmp_path: Path) -> None:
             file = new.extractfile(other) if other.isreg() else None
             if file is not None and other.name.endswith(".webp"):
                 assert read(file.read()).size == (96, 64)
-    assert [ref.key for ref in scan(target).samples] == ["folder/0", f"{'folder/' * 40}0"]
+    shard = Shard(target)
+    assert [ref.key for ref in shard.index.samples] == ["folder/0", f"{'folder/' * 40}0", "folder/1"]
+    assert [*shard.load(shard.index.samples[0]).values()] == [*shard.load(shard.index.samples[2]).values()]
 
 
 def test_a_suffix_follows_its_format_unless_that_hides_the_picture(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from clipstream.data.decode.captions import RawSample, split_keys
 from clipstream.data.json_path import Each, Steps, filter_of, parse_path, step_of
 from clipstream.data.settings import CaptionSettings, JsonCaption, TextCaption
 from clipstream.data.tar import PACKING, UNPACKING
+from clipstream.utils import content
 from clipstream.utils.escape import printable
 
 MAX_FIELDS = 500  # a JSON member whose names are ids would otherwise fill the memory
@@ -41,8 +42,6 @@ NOT_CAPTIONS = (
 )
 # One word that is a code of a language, has digits or signs, or is very long: an id, a hash, a path, a URL.
 _CODE = re.compile(r"[a-z]{2}(-[A-Za-z]{2,4})?|(?=.*[\d_=/\\@:])[!-~]+|[!-~]{25,}")
-# Signatures of JPEG, PNG, GIF, TIFF, WebP and BMP.
-_IMAGE = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8|II\*\0|MM\0\*|RIFF.{4}WEBP|BM.{4}\0\0\0\0", re.DOTALL)
 _WORD = re.compile(r"[^\W\d_]{2,}")
 NO_TEXT = "no member and no JSON field holds text that looks like a caption"
 _UNDOTTED = r"s,\.\([^./]*\.\),_\1,g"  # of neighbouring dots every second one: twice
@@ -120,7 +119,7 @@ class Profile:
             if suffix in self.suffixes or len(self.suffixes) < MAX_SUFFIXES:
                 self.suffixes[suffix] += 1
             head = bytes(data[:512])
-            if _IMAGE.match(head):
+            if content.kind(head) in content.PICTURES:
                 self.images[suffix] += 1
             elif suffix.rpartition(".")[2] == "json":
                 self._add_json(suffix, bytes(data))

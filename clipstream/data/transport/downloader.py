@@ -26,11 +26,11 @@ from clipstream.data.transport.http import fetch_http, http_info
 from clipstream.data.transport.pipe import run_pipe
 from clipstream.data.transport.transfer import CHUNK, GIB, FileInfo, Monitor, ShardError, unreadable
 from clipstream.errors import ClipstreamError
+from clipstream.utils import content
 
 MOST = 64 * GIB  # default limit of a shard's bytes
 KEPT_FREE = GIB  # bytes that a transfer leaves free on its file system; 1/20 of it if that is less
 PADDING = 1 << 20  # bytes of zeros that may form an empty tar: tars are padded to blocks of 10 KiB and more
-MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
 @dataclass
@@ -175,7 +175,7 @@ def compression_of(file: Path | bytes) -> str | None:
     if isinstance(file, Path):
         with open(file, "rb") as opened:
             file = opened.read(4)
-    return next((name for magic, name in MAGIC.items() if file.startswith(magic)), None)
+    return found if (found := content.kind(file)) in ("gzip", "zstd") else None
 
 
 def _open_zstd(packed: Path) -> Any:

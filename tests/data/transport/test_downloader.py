@@ -82,7 +82,7 @@ def test_a_command_that_writes_no_tar_ends_at_its_first_bytes(tmp_path: Path) ->
     """A command that is held then stands for one that goes on for ever: how much that writes depends on the machine."""
     mark = f"3605.{os.getpid()}"
     error, _ = ended(ShardCache(str(tmp_path)), f"pipe:yes clipstream | head -c 20000; sleep {mark}")
-    assert error.reason == "not_a_tar" and "it begins with b'clipstre'" in str(error)
+    assert error.reason == "not_a_tar" and "it begins with b'clipstream" in str(error)
     command_ends(mark)
 
 
