@@ -1,8 +1,8 @@
 """Reading of tar files: a local file enters; its samples, the bytes of their members and the file's fault leave.
 
 The checksum and size of every header and the end-of-archive blocks are verified, so that a shard cut at any byte is
-noticed, unlike by `tarfile` and webdataset. A hard link is read as the member that it names. The formats are ustar, PAX and GNU tar (POSIX.1-2017, pax, "ustar
-Interchange Format"; GNU tar manual, "Basic Tar Format").
+noticed, unlike by `tarfile` and webdataset. The formats are ustar, PAX and GNU tar (POSIX.1-2017, pax, "ustar
+Interchange Format"; GNU tar manual, "Basic Tar Format"). A hard link is read as the earlier member that it names.
 
 Files are read by pread, not mmap: a file that shrinks or a failing disk then raises an error instead of killing the
 worker.
