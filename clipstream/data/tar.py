@@ -237,6 +237,11 @@ def _members(fd: int, links: bool = True) -> Iterator[tuple[str, int, int]]:
             raise _Broken("unsupported_member", f"{name} is a sparse file; write the shard without them", name)
         long_name, long_link, pax = None, None, {}
         position = end
+    _check_end(fd, position)
+
+
+def _check_end(fd: int, position: int) -> None:
+    """Check what follows the first block of zeros, at `position`. Raises _Broken."""
     if os.pread(fd, BLOCK, position + BLOCK) != ZERO:
         raise _Broken("missing_end", f"only one zero block at byte {position:,}, where two end an archive", BEHIND_ALL)
     # Only zeros may follow, up to the end of the last record.
