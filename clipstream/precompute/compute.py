@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from clipstream.data.batch import Batch
-from clipstream.data.loader.loader import FilledPart
-from clipstream.data.loader.pipeline import BatchPart
+from clipstream.data.loader.pipeline import BatchPart, FilledPart
 from clipstream.data.order.lanes import Cursor
 from clipstream.data.order.rng import mix
 from clipstream.errors import DataError

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from clipstream.data.order.lanes import DataState
 from clipstream.training.early_stop import EarlyStopState
 
-SourceHealth = dict[str, int | dict[str, int | str]]  # as clipstream.data.loader.health.Health.summary
+SourceHealth = dict[str, int | str | dict[str, int | str]]  # as clipstream.data.loader.health.merge_counts
 
 
 @dataclass

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 from clipstream.data.batch import Batch
+from clipstream.data.loader.health import merge_counts, without_sets
 from clipstream.data.loader.stage_timing import StageTimes, merged
 from clipstream.data.order.lanes import DataState
 from clipstream.distributed.run_record import end_record
@@ -160,6 +161,7 @@ class Trainer:
                 self.throughput.add(batch)
             result = self.train_step(batch, lr)
             self._timer.end_step()
+            self.loader.mark_trained()
             self.step += 1
             self._profile(begins=False)
             self.samples += result.n
@@ -239,7 +241,7 @@ class Trainer:
             return batch
         errors = self.world.gather_objects(None if error is None else (type(error), str(error)))
         rank, (kind, text) = next((rank, one) for rank, one in enumerate(errors) if one is not None)
-        self._write_dropped()
+        self._write_dropped(ahead=True)
         # Weights that may be broken must not replace good ones.
         if self.step and self._saved_step != self.step and not self.rollback.state.nonfinite:
             try:
@@ -316,15 +318,18 @@ class Trainer:
 
     def _write_health(self) -> None:
         self._health_step = self.step
-        self._write({"step": self.step, "health": self._health()})
+        self._write({"step": self.step, "health": without_sets(self._health())})
 
     def _health(self) -> dict[str, SourceHealth]:
         """Data counters of all ranks since the run began, before a resume included. Collective."""
-        return dict(_sum_counts([*self._health_before, *self.world.gather_objects(self.loader.health.summary())]))
+        return merge_counts([*self._health_before, *self.world.gather_objects(self.loader.trained.counts())])
 
-    def _write_dropped(self) -> None:
-        """Write the samples that any rank dropped since the last call. Collective."""
-        gathered = self.world.gather_objects(self.loader.health.take_dropped())
+    def _write_dropped(self, *, ahead: bool = False) -> None:
+        """Write the samples that any rank dropped since the last call, also those of later batches if the run ends
+        with them. Collective.
+        """
+        dropped = self.loader.trained.take_dropped() + (self.loader.health.take_dropped() if ahead else [])
+        gathered = self.world.gather_objects(dropped)
         if dropped := [sample._asdict() for part in gathered for sample in part]:
             self._write({"step": self.step, "quarantine": dropped})
 
@@ -394,13 +399,3 @@ class _Clock:
             yield
         finally:
             self._began += time.perf_counter() - began
-
-
-def _sum_counts(trees: list[Any]) -> Any:
-    """Sum nested dictionaries of numbers leaf by leaf; of strings, the first is kept. Keys may be missing."""
-    if isinstance(trees[0], str):
-        return trees[0]
-    if not isinstance(trees[0], dict):
-        return sum(trees)
-    keys = dict.fromkeys(key for tree in trees for key in tree)
-    return {key: _sum_counts([tree[key] for tree in trees if key in tree]) for key in keys}

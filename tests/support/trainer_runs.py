@@ -43,13 +43,16 @@ class Health:
         """By source."""
         return {"train": {"used": self.used, "dropped": self.dropped}}
 
+    counts = summary
+
 
 class Batches:
     """A rank's stream of batches; every one takes 10 ms."""
 
     def __init__(self, world: World, start: int = 0, end: int = 1000, kill_at: int = -1) -> None:
         self.world, self.step, self.end, self.kill_at = world, start, end, kill_at
-        self.wait_seconds, self.health = 0.0, Health()
+        self.wait_seconds, self.health, self.trained = 0.0, Health(), Health()
+        self.given = 0
 
     def __next__(self) -> Batch:
         if self.step == self.end:
@@ -60,8 +63,12 @@ class Batches:
         self.wait_seconds += 0.01
         batch = make_batch(self.step, self.world.rank, self.world.size)
         self.step += 1
-        self.health.used += len(batch)
+        self.given = len(batch)
         return batch
+
+    def mark_trained(self) -> None:
+        """Count the last batch."""
+        self.trained.used += self.given
 
     def state(self) -> DataState:
         """Position."""

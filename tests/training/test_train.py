@@ -192,6 +192,10 @@ def test_a_killed_run_goes_on_with_the_same_bits(place: Path, ranks: int) -> Non
     assert [end.code for end in end_ranks(ranks, train_on, resumed)] == [0] * ranks
     assert lines(place, cut) == lines(place, whole)
     assert same_weights(weights(place, cut, steps), weights(place, whole, steps))
+    last = Path("checkpoints", f"step_{steps:08d}", "state.json")
+    cut_state, whole_state = (json.loads((place / "runs" / name / last).read_text()) for name in (cut, whole))
+    assert cut_state == whole_state
+    assert cut_state["train"]["health"]["train"]["used"] == cut_state["train"]["samples"]
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from clipstream.data.loader.batch_buffers import BatchBuffer, BufferRing, device
 from clipstream.data.loader.health import Health
 from clipstream.data.loader.lane_windows import LaneWindows, Positions
 from clipstream.data.loader.loader import POLL, WAIT_WARNING, Loader, LoaderPlan
-from clipstream.data.loader.pipeline import INTERIM_DROPS, WorkerReport
+from clipstream.data.loader.pipeline import INTERIM_DROPS, FilledPart, WorkerReport
 from clipstream.data.loader.stage_timing import IDLE, ORDER, Stopwatch
 from clipstream.data.loader.stored import StoredKeys, StoredSamples
 from clipstream.data.order.lanes import Cursor, LaneState, Numbers
@@ -42,19 +42,16 @@ class _Closed(BaseException):
 
 
 @dataclass
-class DrawnBatch(WorkerReport):
+class DrawnBatch(FilledPart):
     """A batch in its buffer."""
 
-    step: int
     sources: Numbers  # of the slots, int64 [n]; -1 for padding
     numbers: Numbers  # of the samples, int64 [n], see StoredSamples
     lanes: range  # of the rank
     drawn: Numbers  # by lane, slots filled or left empty after this batch
     positions: list[Positions]  # by source, after this batch
-    ended = False
 
     def lane_states(self) -> dict[int, LaneState]:
-        """Lane number -> position after this batch."""
         cursors = zip(*(positions.cursors() for positions in self.positions), strict=True)
         states = map(LaneState, self.drawn.tolist(), map(list, cursors))
         return dict(zip(self.lanes, states, strict=True))

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from pathlib import PurePath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from clipstream.data.decode.key_lists import NOT_KEPT
 from clipstream.data.decode.sample_profile import Profile
@@ -87,7 +90,8 @@ class SourceHealth:
     read: int = 0  # number of samples read from shards
     used: int = 0  # number of samples in batches
     dropped: Counter[str] = field(default_factory=Counter)  # number of samples by reason
-    examples: dict[str, str] = field(default_factory=dict)  # reason -> 'shard/key: detail' of the first dropped sample
+    # reason -> 'shard/key: detail' of a dropped sample: the first by name, whoever dropped it and when
+    examples: dict[str, str] = field(default_factory=dict)
     shards: set[int] = field(default_factory=set)  # numbers of the shards that were tried
     faults: dict[str, str] = field(default_factory=dict)  # shard (without credentials) -> its error
     unopened: set[int] = field(default_factory=set)  # numbers of the shards in `faults` without a usable sample
@@ -99,10 +103,11 @@ class SourceHealth:
     captions: Captions = field(default_factory=Captions)  # of the first samples used in training
 
     def drop(self, sample: DroppedSample) -> None:
-        """Count a dropped sample, and keep the first of each reason as an example."""
+        """Count a dropped sample, and keep one of each reason as an example."""
         where = printable(f"{PurePath(sample.shard).name}/{sample.key}", 200)
         self.dropped[sample.reason] += 1
-        self.examples.setdefault(sample.reason, f"{where}: {sample.detail}" if sample.detail else where)
+        text = f"{where}: {sample.detail}" if sample.detail else where
+        self.examples[sample.reason] = min(text, self.examples.get(sample.reason, text))
         if sample.reason != NOT_KEPT and len(self.listed) < LISTED:
             self.listed.append(sample)
 
@@ -122,7 +127,7 @@ class SourceHealth:
         self.used += delta.used
         self.dropped.update(delta.dropped)
         for reason, example in delta.examples.items():
-            self.examples.setdefault(reason, example)
+            self.examples[reason] = min(example, self.examples.get(reason, example))
         self.shards |= delta.shards
         self.faults.update(delta.faults)
         self.unopened |= delta.unopened
@@ -166,23 +171,68 @@ class Health:
         self.sources = {name: SourceHealth() for name in self.sources}
         return delta
 
-    def summary(self) -> dict[str, dict[str, object]]:
+    def summary(self) -> dict[str, dict[str, Any]]:
         """Counts for metrics: {source: {read, used, dropped: {reason: n}, examples: {reason: text}, shards,
         shard_faults, fault_reasons: {reason: n}}}, and the remainders of exact epochs.
+        """
+        return without_sets(merge_counts([self.counts()]))
+
+    def counts(self) -> dict[str, dict[str, Any]]:
+        """What `merge_counts` takes: counts, and the sets of shards that were tried (as bits, in hexadecimal) and of
+        broken ones, with the reason.
         """
         return {
             name: {
                 "read": h.read,
                 "used": h.used,
-                "dropped": dict(sorted(h.dropped.items())),
-                "examples": dict(sorted(h.examples.items())),
-                "shards": len(h.shards),
-                "shard_faults": len(h.faults),
-                "fault_reasons": dict(sorted(Counter(fault.partition(":")[0] for fault in h.faults.values()).items())),
+                "dropped": dict(h.dropped),
+                "examples": dict(h.examples),
+                "tried": _hex_of(h.shards),
+                "faults": {url: fault.partition(":")[0] for url, fault in h.faults.items()},
                 **h.remainder,
             }
             for name, h in self.sources.items()
         }
+
+
+def merge_counts(parts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The counts of all ranks, or of a run before and after it was resumed, by source.
+
+    A shard that several parts tried counts once. Those of a checkpoint of 0.1.0, which has no sets, are not counted.
+    """
+    merged: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        found: dict[str, Any] = {}
+        given = [part[name] for part in parts if name in part]
+        for key in dict.fromkeys(key for one in given for key in one):
+            values = [one[key] for one in given if key in one]
+            if key == "tried":
+                found[key] = f"{reduce(or_, (int(value, 16) for value in values)):x}"
+            elif isinstance(values[0], dict):
+                tables = defaultdict(list)
+                for word, value in (item for one in values for item in one.items()):
+                    tables[word].append(value)
+                combine = {"examples": min, "faults": min}.get(key, sum)
+                found[key] = {word: combine(tables[word]) for word in sorted(tables)}
+            else:
+                found[key] = sum(values)
+        if "tried" in found:
+            found["shards"], found["shard_faults"] = int(found["tried"], 16).bit_count(), len(found["faults"])
+            found["fault_reasons"] = dict(sorted(Counter(found["faults"].values()).items()))
+        merged[name] = found
+    return merged
+
+
+def without_sets(counts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The counts alone."""
+    return {name: {key: n for key, n in one.items() if key not in ("tried", "faults")} for name, one in counts.items()}
+
+
+def _hex_of(numbers: Collection[int]) -> str:
+    bits = bytearray(max(numbers, default=0) // 8 + 1)
+    for number in numbers:
+        bits[number // 8] |= 1 << number % 8
+    return f"{int.from_bytes(bits, 'little'):x}"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import wait
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,12 +26,12 @@ from clipstream.data.batch import Batch, ImageSpec
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.loader.batch_buffers import BufferRing, BufferShape, device_prefetch_for
 from clipstream.data.loader.health import FIRST_SAMPLES, Budget, Health
-from clipstream.data.loader.pipeline import BatchPart, Lane, Pipeline, Reader, WorkerReport
+from clipstream.data.loader.pipeline import BatchPart, FilledPart, Lane, Pipeline, Reader, WorkerReport
 from clipstream.data.loader.sampler import LaneSampler, OpenShards
 from clipstream.data.loader.stage_timing import IDLE, StageIntervals, StageTimes, Stopwatch
 from clipstream.data.loader.stored import BatchRows, StoredData, StoredSamples
 from clipstream.data.loader.workers import Worker
-from clipstream.data.order.lanes import DataState, Fingerprint, LaneSlots, LaneState, Mix
+from clipstream.data.order.lanes import DataState, Fingerprint, LaneSlots, Mix
 from clipstream.data.sources.registry import Source
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.errors import ClipstreamError, DataError, Interrupted
@@ -143,23 +143,14 @@ class LoaderPlan:
         self.store.close()
 
 
-class FilledPart(Protocol):
-    """A part of a batch that was handed out."""
-
-    ended: bool  # whether all of its lanes have ended
-
-    def lane_states(self) -> dict[int, LaneState]:
-        """Lane number -> position after the batch."""
-        ...
-
-
 class Loader:
     """Iterator over a rank's batches; a context manager that ends its workers.
 
     On the CPU a batch's tensors are copies, or with `plan.views` views of a buffer, valid until the next batch.
 
     Attributes:
-        health: counts of this rank since the start.
+        health: counts of this rank since the start, with those of batches that are filled ahead.
+        trained: the same of the batches that `mark_trained` was called for, as checkpoints keep them.
         wait_seconds: total time that the caller waited for batches.
         parts: what the workers reported of the batch that was handed out last.
         interrupt: called while a batch is waited for; if it returns True, `Interrupted` is raised, and only `state` and
@@ -171,7 +162,8 @@ class Loader:
 
     def __init__(self, plan: LoaderPlan) -> None:
         self.plan = plan
-        self.health = Health(plan.names)
+        self.health, self.trained = Health(plan.names), Health(plan.names)
+        self._early: dict[int, Health] = {}  # by worker, counts of the batch that it is filling
         self.wait_seconds = 0.0
         self.interrupt: Callable[[], bool] = lambda: False
         self._times = StageTimes()  # since the last `take_times`
@@ -190,6 +182,8 @@ class Loader:
         self._pipeline: Pipeline | None = None
         if plan.found is not None:
             self._merge(plan.found)
+            self.trained.merge(plan.found)
+            self.health.take_dropped()  # which `trained` lists
         self._start()
 
     def _start(self) -> None:
@@ -232,15 +226,29 @@ class Loader:
         if self.plan.ends and all(part.ended for part in parts):
             raise StopIteration
         self.parts = parts
-        if self.plan.remainder is not None:
-            for name, counts in self.plan.remainder(self._step - self.plan.start.restarted_at).items():
-                self.health.sources[name].remainder.update(counts)
+        for name, counts in self._remainder(self._step).items():
+            self.health.sources[name].remainder.update(counts)
         self._step += 1
         with timed(COPY):
             batch = self._prefetch.finish(batch)
         if self._prefetch.ahead:
             self._copy_ahead()
         return batch
+
+    def mark_trained(self) -> None:
+        """Add the batch that was handed out last to `trained`, as the caller has trained on it."""
+        for part in self.parts:
+            self.trained.merge(part.health)
+        for name, counts in self._remainder(self._step - 1).items():
+            self.trained.sources[name].remainder.update(counts)
+        waiting = [*self._early.values(), *(part.health for parts in self._parts.values() for part in parts)]
+        waiting += [part.health for part in self._ahead[0]] if self._ahead is not None else []
+        for name, source in self.health.sources.items():
+            source.listed = [one for health in waiting for one in health.sources[name].listed]
+
+    def _remainder(self, step: int) -> dict[str, dict[str, int]]:
+        """By source, the remainder of the exact epoch that ends with a batch; {} if none does, and on other ranks."""
+        return {} if self.plan.remainder is None else self.plan.remainder(step - self.plan.start.restarted_at)
 
     def state(self) -> DataState:
         """Position after the last batch that was handed out, with this rank's lanes."""
@@ -390,7 +398,7 @@ class Loader:
                     self._parts.setdefault(message.step, []).append(message)
                 if isinstance(message, BatchPart) or any(source.used for source in message.health.sources.values()):
                     worker.useful_at = time.monotonic()
-                self._merge_and_check(message)
+                self._merge_and_check(message, number)
             timeout = 0.0
         return len(self._parts.get(self._step, ())) == len(self._workers)
 
@@ -403,12 +411,19 @@ class Loader:
                     logger.error(f"{what}; the run ends at its next batch")
                     return
 
-    def _merge_and_check(self, report: WorkerReport) -> None:
+    def _merge_and_check(self, report: WorkerReport, worker: int = 0) -> None:
         self._intervals.append(report.intervals)
         self._uncounted += len(report.intervals.numbers)
         if self._uncounted >= MAX_UNCOUNTED:
             self._count()
         self._merge(report.health)
+        early = self._early.pop(worker, Health(self.plan.names))
+        for name, source in early.sources.items():
+            source.merge(report.health.sources[name])
+        if isinstance(report, FilledPart):
+            report.health = early
+        else:
+            self._early[worker] = early
         self._warn_of_captions(FIRST_SAMPLES)
         self.plan.budget.check(self.health)
 

@@ -131,18 +131,27 @@ class Candidates:
 
 
 @dataclass
-class BatchPart(WorkerReport):
-    """What a worker reports when its part of a batch is filled."""
+class FilledPart(WorkerReport):
+    """What is reported when a part of a batch is filled; the loader makes `health` the counts of the whole part."""
 
     step: int  # number of the batch
-    # slot -> 'SHARD/KEY' of its sample, '' for padding; without the slots of lanes that have ended
-    keys: dict[int, str]
-    lanes: dict[int, LaneState]  # lane number -> position after this batch
-    ended: bool  # whether all lanes have ended (evaluation)
-    candidates: Candidates | None = None  # for stored features
+    ended: bool = field(default=False, kw_only=True)  # whether all lanes have ended (evaluation)
 
     def lane_states(self) -> dict[int, LaneState]:
         """Lane number -> position after this batch."""
+        raise NotImplementedError
+
+
+@dataclass
+class BatchPart(FilledPart):
+    """The part of a worker."""
+
+    # slot -> 'SHARD/KEY' of its sample, '' for padding; without the slots of lanes that have ended
+    keys: dict[int, str]
+    lanes: dict[int, LaneState]  # lane number -> position after this batch
+    candidates: Candidates | None = None  # for stored features
+
+    def lane_states(self) -> dict[int, LaneState]:
         return self.lanes
 
 
@@ -203,7 +212,7 @@ class Pipeline:
         ended = not keys and any(mine for _, mine in wanted)
         self._reported = time.monotonic()
         self.stopwatch.begin(HAND_OVER)
-        return BatchPart(self.health.take(), self.stopwatch.take(), step, keys, lanes, ended, every)
+        return BatchPart(self.health.take(), self.stopwatch.take(), step, keys, lanes, every, ended=ended)
 
     def report_early(self, source: str) -> None:
         """Report now if much of a source is bad, or if the last report was long ago."""

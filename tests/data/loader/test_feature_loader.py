@@ -7,6 +7,7 @@ import pickle
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from clipstream.data.build import training_loader
 from clipstream.data.decode.train_transform import TrainTransform
 from clipstream.data.loader.batch_buffers import HostBatches
 from clipstream.data.loader.features import FeatureLoader
+from clipstream.data.loader.health import merge_counts
 from clipstream.data.loader.loader import Loader
 from clipstream.data.loader.stored import StoredData
 from clipstream.data.order.lanes import DataState
@@ -460,3 +462,61 @@ def test_a_gpu_gets_the_same_features(shards: dict[str, list[str]], store: str) 
             assert all(tensor.is_cuda for tensor in batch.tensors())
             torch.cuda._sleep(10_000_000)  # the step is still running when the next batch is asked for
             assert_same(next(plain), batch.to("cpu"))
+
+
+def table(folder: Path) -> str:
+    """A CSV of 60 pictures, some of which are missing or have no caption."""
+    folder.mkdir()
+    rows = ["filepath,title"]
+    for number in range(60):
+        rows.append(f"{number}.jpg,{'' if number % 9 == 4 else f'text {number}'}")
+        if number % 7:
+            (folder / f"{number}.jpg").write_bytes(picture(number))
+    (folder / "rows.csv").write_text("\n".join(rows))
+    return str(folder / "rows.csv")
+
+
+Trained = tuple[dict[str, Any], DataState, int]
+
+
+@pytest.mark.parametrize("mode", ["resampled", "pad"])
+@pytest.mark.parametrize("kind", ["tar", "table", "stored"])
+def test_counts_are_those_of_batches_that_were_trained_on(
+    shards: dict[str, list[str]], store: str, tmp_path: Path, kind: str, mode: str
+) -> None:
+    """Also after a run was resumed, with more workers or ranks: what was filled ahead counts when it is trained on."""
+    given = sources(shards, (1, 2))
+    if kind == "table":
+        given = {"a": {"shards": table(tmp_path / "table")}}
+    elif kind == "tar" and mode == "resampled":
+        (tmp_path / "broken.tar").write_bytes(Path(shards["a"][0]).read_bytes()[:20_000])
+        (tmp_path / "no.tar").write_bytes(b"no tar")
+        given["a"]["shards"] = [*shards["a"], str(tmp_path / "broken.tar"), str(tmp_path / "no.tar")]
+
+    def train(steps: int, ranks: int, workers: int, before: Trained | None = None) -> Trained:
+        settings = data([], sources=given, workers=workers, max_shard_failures=0.5, **MODES[mode])
+        make = partial(stored, settings, store) if kind == "stored" else partial(loader, settings)
+        running = [make(rank, ranks, None if before is None else before[1]) for rank in range(ranks)]
+        used = 0
+        for _ in range(steps):
+            for one in running:
+                used += int(next(one).weights.sum())
+                one.mark_trained()
+        state = DataState.merge([one.state() for one in running])
+        for one in running:
+            next(one)  # it is not trained on, as where a run is stopped
+        counts = merge_counts([*([before[0]] if before else []), *(one.trained.counts() for one in running)])
+        for one in running:
+            one.close()
+        return json.loads(json.dumps(counts)), state, used + (before[2] if before else 0)
+
+    whole, _, used = train(23, 1, 0)
+    assert sum(one["used"] for one in whole.values()) == used
+    assert all(one["read"] == one["used"] + sum(one["dropped"].values()) for one in whole.values())
+    for layouts in [(1, 2), (1, 2), (1, 2)], [(2, 0), (1, 3), (3, 1)]:
+        run = None
+        for steps, (ranks, workers) in zip((4, 5, 14), layouts, strict=True):
+            run = train(steps, ranks, workers, run)
+        assert run is not None and run[2] == used
+        for name, one in whole.items():
+            assert run[0][name] == one, (name, layouts)
