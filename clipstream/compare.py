@@ -9,7 +9,7 @@ from pathlib import Path
 
 from clipstream.cli.main import run_main
 from clipstream.config.error_messages import enumerate_words
-from clipstream.config.section import with_home
+from clipstream.config.section import own_path, with_home
 from clipstream.errors import SettingsError
 from clipstream.report.html_report import write_comparison
 from clipstream.report.run_reader import read_run
@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("runs", nargs="+", type=with_home, metavar="RUN", help="folder of a run (LOGS/NAME)")
     parser.add_argument(
-        "--out", type=with_home, default="compare.html", metavar="FILE", help="the HTML file (compare.html)"
+        "--out", type=own_path, default="compare.html", metavar="FILE", help="the HTML file (compare.html)"
     )
     return parser
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from clipstream.cli.main import run_main
-from clipstream.config.section import with_home
+from clipstream.config.section import own_path, with_home
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
         "have none.",
     )
     features.add_argument("store", type=with_home, metavar="STORE", help="folder or URL of the store")
-    features.add_argument("out", type=with_home, metavar="OUT", help="folder to write into")
+    features.add_argument("out", type=own_path, metavar="OUT", help="folder to write into")
     features.add_argument("--format", choices=("parquet", "npy"), default="parquet", help="of the files (parquet)")
     features.add_argument(
         "--part", nargs="+", metavar="PART", help="image, text, or a teacher's NAME.image or NAME.text (all of them)"
@@ -39,9 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     features.add_argument("--captions", action="store_true", help="also write the captions")
     features.add_argument("--rows", type=int, metavar="N", help="rows of a Parquet file, about (all of a source)")
-    features.add_argument(
-        "--cache", type=with_home, metavar="FOLDER", help="keeps what is downloaded of a remote store"
-    )
+    features.add_argument("--cache", type=own_path, metavar="FOLDER", help="keeps what is downloaded of a remote store")
     return parser
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from clipstream.cli.main import run_main
-from clipstream.config.section import with_home
+from clipstream.config.section import own_path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
         "shards", nargs="+", metavar="SHARDS", help="tars: braces, '::', globs, pipe:, http(s):, s3:, …"
     )
     parser.add_argument(
-        "--into", type=with_home, metavar="FOLDER", help="folder for the indexes (beside the shards, if they are local)"
+        "--into", type=own_path, metavar="FOLDER", help="folder for the indexes (beside the shards, if they are local)"
     )
     parser.add_argument("--workers", type=int, metavar="N", help="processes (one a core)")
     parser.add_argument("--again", action="store_true", help="also shards that have an index")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from clipstream.cli.main import run_main
-from clipstream.config.section import with_home
+from clipstream.config.section import own_path, with_home
 
 _OUT = "file for the result: .parquet, .csv, .json, .jsonl, or .txt (lines SHARD/KEY)"
 
@@ -27,9 +27,9 @@ def build_parser() -> argparse.ArgumentParser:
     topics = parser.add_subparsers(dest="topic", required=True, metavar="TOPIC")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("store", type=with_home, metavar="STORE", help="folder or URL of the store")
-    common.add_argument("--out", type=with_home, metavar="FILE", help=_OUT)
+    common.add_argument("--out", type=own_path, metavar="FILE", help=_OUT)
     common.add_argument("--device", default="auto", help="cpu, cuda, … (auto: a GPU if there is one)")
-    common.add_argument("--cache", type=with_home, metavar="FOLDER", help="keeps what is downloaded of a remote store")
+    common.add_argument("--cache", type=own_path, metavar="FOLDER", help="keeps what is downloaded of a remote store")
     part = argparse.ArgumentParser(add_help=False)
     part.add_argument("--part", default="image", help="image, text, or a teacher's NAME.image or NAME.text (image)")
     _neighbours(topics.add_parser("neighbours", parents=[common, part], help="the rows nearest to a query"))
@@ -63,6 +63,7 @@ def _neighbours(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--index",
         default="exact",
+        type=_index,
         metavar="exact|faiss[:FACTORY]",
         help="faiss: an index of FAISS, as faiss:IVF1024,PQ64, made once and kept in STORE/faiss; its recall against "
         "the exact search is printed (exact)",
@@ -94,8 +95,21 @@ def _scores(parser: argparse.ArgumentParser) -> None:
         "--top-fraction the samples that are kept, those whose best caption scores high enough."
     )
     limit = parser.add_mutually_exclusive_group()
-    limit.add_argument("--min-score", type=float, metavar="COSINE", help="keep samples that score at least this")
+    limit.add_argument("--min-score", type=_cosine, metavar="COSINE", help="keep samples that score at least this")
     limit.add_argument("--top-fraction", type=float, metavar="SHARE", help="keep this share of the samples, 0 to 1")
+
+
+def _index(text: str) -> str:
+    if text not in ("exact", "faiss") and not text.startswith("faiss:"):
+        raise argparse.ArgumentTypeError(f"expected exact, faiss or faiss:FACTORY, not {text!r}")
+    return text
+
+
+def _cosine(text: str) -> float:
+    value = float(text)
+    if not -1 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"a cosine is from -1 to 1, not {text}")
+    return value
 
 
 def _positive(text: str) -> int:

@@ -26,6 +26,7 @@ from pydantic_core import InitErrorDetails
 from typing_extensions import Self
 
 from clipstream.config.plugins import load_plugin
+from clipstream.errors import SettingsError
 
 PACKAGE = FilePath(__file__).parents[1]
 Path = tuple[str | int, ...]
@@ -41,6 +42,13 @@ def with_home(text: str) -> str:
         raise ValueError("no path has a null character")
     match = re.match(r"(?:[\w-]+:)?(?=~)", text)
     return text if match is None else match[0] + os.path.expanduser(text[match.end() :])
+
+
+def own_path(text: str) -> str:
+    """A path that is written to, as `with_home`. Raises SettingsError: it is a URL."""
+    if re.match(r"[a-zA-Z][\w+.-]+://", text):
+        raise SettingsError(f"{text} is a URL, and files are written to this machine's disk: name a path, and copy it")
+    return with_home(text)
 
 
 def with_shipped(text: str) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from clipstream.errors import DataError
@@ -149,7 +150,9 @@ def parse_header(raw: bytes, shown: object) -> Header:
         layout = {name: (_DTYPES[item["dtype"]], tuple(item["shape"])) for name, item in values.items()}
         same = _header(meta, layout) == raw
         header = Header(meta, layout, raw)
-        same = same and CRC in meta and header.id.shard_samples >= 0
+        same = same and CRC in meta and 0 <= header.id.shard_samples < 1 << 32
+        sizes = [size for _, shape in layout.values() for size in shape or ("",)]
+        same = same and all(type(size) is int and 0 <= size < 1 << 40 for size in sizes)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedChunk.at(shown, f"is damaged (its header cannot be read: {error})") from error
     if not same:
@@ -253,10 +256,52 @@ def strings(tensors: Mapping[str, torch.Tensor], name: str) -> list[str]:
     return [str(data[a:b], "utf-8", "surrogatepass") for a, b in zip([0, *ends[:-1]], ends, strict=False)]
 
 
+def string(tensors: Mapping[str, torch.Tensor], name: str, number: int) -> str:
+    """One of `strings`."""
+    ends = tensors[f"{name}_ends"]
+    start = int(ends[number - 1]) if number else 0
+    return str(tensors[f"{name}s"][start : int(ends[number])].numpy().tobytes(), "utf-8", "surrogatepass")
+
+
+def find_key(tensors: Mapping[str, torch.Tensor], key: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The samples int64 [n] of a chunk of the part `texts` that have a key; makes no object of each sample."""
+    wanted = np.frombuffer(key.encode("utf-8", "surrogatepass"), np.uint8)
+    lengths = np.diff(tensors["key_ends"].numpy(), prepend=0)
+    likely = np.flatnonzero(lengths == len(wanted))
+    starts = (tensors["key_ends"].numpy() - lengths)[likely, None]
+    found: np.ndarray[Any, np.dtype[np.int64]] = likely[
+        (tensors["keys"].numpy()[starts + np.arange(len(wanted))] == wanted).all(axis=1)
+    ]
+    return found
+
+
 def captions_of(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """The captions of each sample of a chunk of the part `texts`."""
     texts = iter(strings(tensors, "text"))
     return [[next(texts) for _ in range(count)] for count in tensors["counts"].tolist()]
+
+
+def check_texts(tensors: Mapping[str, torch.Tensor], shown: object, samples: int, captions: int) -> None:
+    """Check that a chunk of the part `texts` has the keys and reasons of so many samples, and so many captions.
+
+    Raises DamagedChunk.
+    """
+    try:
+        counts = tensors["counts"].numpy()
+        same = counts.shape == (samples,) and (counts >= 0).all() and counts.sum() == captions
+        for name, count in (("key", samples), ("text", captions), ("reason", samples)):
+            ends, data = tensors[f"{name}_ends"].numpy(), tensors[f"{name}s"]
+            same = same and ends.shape == (count,) and data.dtype == torch.uint8 and data.ndim == 1
+            steps = np.diff(ends, prepend=0, append=len(data))
+            same = same and bool((steps >= 0).all()) and steps[-1] == 0
+            if same:
+                data.numpy().tobytes().decode("utf-8", "surrogatepass")
+                starts = data.numpy()[ends[ends < len(data)]]
+                same = not (starts >> 6 == 2).any()  # no text begins within a character
+    except (KeyError, TypeError, ValueError) as error:  # a tensor is missing, or a text is not UTF-8
+        raise DamagedChunk.at(shown, f"is damaged ({error})") from error
+    if not same:
+        raise DamagedChunk.at(shown, f"is damaged (it does not have the texts of {samples:,} samples)")
 
 
 def expect(

@@ -13,19 +13,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
-from urllib.parse import quote
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
 
 from clipstream.errors import SettingsError
-from clipstream.features.codec import DTYPES, row_bytes
+from clipstream.features.codec import DTYPES, ID_DTYPES, row_bytes
+from clipstream.utils.escape import file_name
 
 VERSION = 1
 STORE, DRAFT, MODEL = "store.json", "draft.json", "model"
+CRC = "crc32"  # key in the file: checksum of all other values
 SAMPLES, TEXTS, IDS, IMAGE, TEXT = "samples", "texts", "ids", "image", "text"
 CHUNK_ROWS = 8192  # default samples of a chunk
 ROWS_MULTIPLE = 4096  # of chunk_rows: rows of any width then fill whole pages
@@ -33,18 +37,27 @@ RERUN = "run the same `clipstream precompute` command again, which makes only wh
 
 Kind = Literal["mapped", "tar"]
 RowsPer = Literal["sample", "view", "caption"]
+# The types of the classes below are the schema of the files that are read back. InstanceOf: a shard's name may hold
+# bytes that are not UTF-8, which pydantic's `str` refuses.
+Text = InstanceOf[str]
+Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
+Few = Annotated[int, Field(strict=True, ge=0, lt=1 << 16)]
+Positive = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Flag = Annotated[bool, Field(strict=True)]
+_CLOSED = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True)
 class PartInfo:
     """A part with rows of features or token ids."""
 
-    width: int  # features, or token ids, of a row
-    dtype: str  # a key of codec.DTYPES
+    __pydantic_config__ = _CLOSED
+    width: Annotated[int, Field(strict=True, ge=1, lt=1 << 24)]  # features, or token ids, of a row
+    dtype: Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
     rows_per: RowsPer
-    fingerprint: dict[str, object] = field(default_factory=dict)  # of what made the rows
-    logit_scale: float | None = None  # of a teacher
-    zstd: bool = False
+    fingerprint: dict[Text, object] = field(default_factory=dict)  # of what made the rows
+    logit_scale: Positive | None = None  # of a teacher
+    zstd: Flag = False
 
     @property
     def row_bytes(self) -> int:
@@ -56,12 +69,13 @@ class PartInfo:
 class ShardInfo:
     """A shard of a source; without its counts in a draft."""
 
-    name: str
-    samples: int = 0  # dropped ones included
-    keys: str = ""  # digest of the samples' keys, as `keys_digest` gives it
-    captions: tuple[int, ...] = ()  # caption rows of each chunk
-    reason: str = ""  # why the shard could not be opened, and has no samples
-    size: int = 0  # of the tar in bytes
+    __pydantic_config__ = _CLOSED
+    name: Text
+    samples: Count = 0  # dropped ones included
+    keys: Text = ""  # digest of the samples' keys, as `keys_digest` gives it
+    captions: tuple[Count, ...] = ()  # caption rows of each chunk
+    reason: Text = ""  # why the shard could not be opened, and has no samples
+    size: Annotated[int, Field(strict=True, ge=0)] = 0  # of the tar in bytes
 
     def chunks(self, chunk_rows: int) -> int:
         """Number of chunks of each part."""
@@ -72,32 +86,25 @@ class ShardInfo:
 class SourceInfo:
     """A source: its shards in order, and how its captions and pictures were read."""
 
+    __pydantic_config__ = _CLOSED
     shards: tuple[ShardInfo, ...]
-    weights: tuple[float, ...] | None = None  # of the caption paths, as in the caption setting
-    settings: dict[str, object] = field(default_factory=dict)  # those that captions and pictures depend on
-    paths: int = 1  # caption paths
+    weights: tuple[Positive, ...] | None = None  # of the caption paths, as in the caption setting
+    settings: dict[Text, object] = field(default_factory=dict)  # those that captions and pictures depend on
+    paths: Few = 1  # caption paths
 
 
 @dataclass(frozen=True)
 class Manifest:
     """Content of store.json."""
 
+    __pydantic_config__ = _CLOSED
     kind: Kind
-    sources: dict[str, SourceInfo]
-    parts: dict[str, PartInfo]  # parts with rows; `samples` and `texts` are in every store
-    chunk_rows: int = CHUNK_ROWS
-    views: int = 0  # augmented views of each picture, K; 0: the picture as evaluations preprocess it
-    complete: bool = False
-    version: int = VERSION
-
-    def __post_init__(self) -> None:
-        if self.chunk_rows < 1 or self.chunk_rows % ROWS_MULTIPLE:
-            raise SettingsError(
-                f"a feature store's chunk rows are a multiple of {ROWS_MULTIPLE}, not {self.chunk_rows}"
-            )
-        for name, part in self.parts.items():
-            if part.dtype not in DTYPES:
-                raise SettingsError(f"part {name} has dtype {part.dtype!r}, which is none of {', '.join(DTYPES)}")
+    sources: dict[Text, SourceInfo]
+    parts: dict[Text, PartInfo]  # parts with rows; `samples` and `texts` are in every store
+    chunk_rows: Annotated[int, Field(strict=True, ge=1, lt=1 << 32, multiple_of=ROWS_MULTIPLE)] = CHUNK_ROWS
+    views: Few = 0  # augmented views of each picture, K; 0: the picture as evaluations preprocess it
+    complete: Flag = False
+    version: Annotated[int, Field(strict=True)] = VERSION
 
     def rows_of(self, part: str) -> int:
         """Rows of a sample in a part that has a fixed number: K or 1."""
@@ -129,7 +136,7 @@ class Manifest:
     def tar_path(self, source: str, shard: int) -> str:
         """Path of a shard's tar below the store."""
         suffix = ".zst" if any(part.zstd for part in self.parts.values()) else ""
-        return f"{quote(source, safe='')}/{shard:05d}.tar{suffix}"
+        return f"{file_name(source)}/{shard:05d}.tar{suffix}"
 
     def origin(self, part: str, source: str) -> str:
         """Digest of what made a part of a source, 16 hexadecimal digits: chunks of other features have another one."""
@@ -158,23 +165,42 @@ class Manifest:
                 "the clipstream that wrote it, or precompute the features again into another folder"
             )
         try:
-            sources = {name: _source(source) for name, source in values["sources"].items()}
-            parts = {name: PartInfo(**part) for name, part in values["parts"].items()}
-            return cls(**{**values, "sources": sources, "parts": parts})
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            sum_ = values.pop(CRC, None) if isinstance(values, dict) else None
+            found = _schema().validate_python(values)
+            found._check()
+            if found.complete and sum_ not in (None, _checksum(values)):
+                raise ValueError("its content has changed since")
+            return found
+        except (ValueError, RecursionError) as error:
             detail = " ".join(str(error).split())
+            if isinstance(error, ValidationError):
+                first = error.errors(include_url=False, include_input=False)[0]
+                detail = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
             raise SettingsError(f"{path} is not what clipstream wrote ({detail}): {RERUN}") from error
+
+    def _check(self) -> None:
+        """Raise ValueError: values contradict each other."""
+        for name, part in self.parts.items():
+            if name in (SAMPLES, TEXTS) or (name == IDS) != (part.dtype in ID_DTYPES):
+                raise ValueError(f"part {name!r} cannot have dtype {part.dtype}")
+        for name, source in self.sources.items():
+            if source.weights is not None and len(source.weights) != source.paths:
+                raise ValueError(f"source {name!r} has {len(source.weights)} weights of {source.paths} caption paths")
+            for shard in source.shards:
+                if len(shard.captions) != (chunks := shard.chunks(self.chunk_rows)):
+                    raise ValueError(f"shard {shard.name!r} has captions of {len(shard.captions)} of {chunks} chunks")
 
     def to_bytes(self) -> bytes:
         """The content of the file."""
-        return json.dumps(self.to_json(), separators=(",", ":")).encode()
+        values = json.loads(json.dumps(self.to_json()))  # keys are texts then, as they are when they are read
+        return json.dumps({**values, CRC: _checksum(values)}, separators=(",", ":")).encode()
 
     @classmethod
     def read(cls, path: Path, shown: str = "") -> Manifest:
         """The manifest in a file. Raises OSError, SettingsError."""
         try:
             values = json.loads(path.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SettingsError(f"{shown or path} is not what clipstream wrote ({error}): {RERUN}") from error
         return cls.from_json(values, shown or str(path))
 
@@ -187,15 +213,18 @@ class Manifest:
         return replace(self, sources=sources, complete=False)
 
 
-def _source(values: dict[str, Any]) -> SourceInfo:
-    shards = tuple(ShardInfo(**{**shard, "captions": tuple(shard["captions"])}) for shard in values["shards"])
-    weights = None if values["weights"] is None else tuple(values["weights"])
-    return SourceInfo(**{**values, "shards": shards, "weights": weights})
+@cache
+def _schema() -> TypeAdapter[Manifest]:
+    return TypeAdapter(Manifest)
+
+
+def _checksum(values: Mapping[str, object]) -> str:
+    return f"{zlib.crc32(json.dumps(values, sort_keys=True).encode()):08x}"
 
 
 def part_folder(part: str, source: str) -> str:
     """Folder of a part's chunks of a source, below the store."""
-    return f"{quote(part, safe='')}/{quote(source, safe='')}"
+    return f"{file_name(part)}/{file_name(source)}"
 
 
 def sample_dtype(views: int, paths: int) -> np.dtype[np.void]:

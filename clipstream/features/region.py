@@ -21,6 +21,7 @@ from clipstream.errors import DataError
 from clipstream.utils.atomic_write import BLOCK
 
 _MAP_FIXED = 0x10  # on Linux and macOS; Python's mmap has no name for it
+_IN_MODIFY = 2
 _FAILED = ctypes.c_void_p(-1).value
 _RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -46,6 +47,8 @@ class Region:
         self._slot_bytes = slot_bytes
         self._mapped = slot_bytes % page == 0 and BLOCK % page == 0
         self._size = max(slots * slot_bytes, page)
+        if self._size >= 1 << 47:  # ctypes would cut it off
+            raise DataError(f"feature store: {self._size:,} bytes are more than a process has addresses for")
         access = 0 if self._mapped else mmap.PROT_READ | mmap.PROT_WRITE
         self._address = _map(None, self._size, access, _RESERVED, -1, 0)
         weakref.finalize(self, _libc.munmap, self._address, self._size).atexit = False  # threads may still read
@@ -74,6 +77,33 @@ class Region:
         access = 0 if self._mapped else mmap.PROT_READ | mmap.PROT_WRITE
         with contextlib.suppress(DataError):  # what stays mapped is mapped over later
             _map(address, self._slot_bytes, access, _RESERVED | _MAP_FIXED, -1, 0)
+
+
+class Changes:
+    """Counts the changes of files in folders of this machine, by Linux's inotify; where that is missing, none."""
+
+    def __init__(self) -> None:
+        self._handle = self._count = -1
+        os.register_at_fork(after_in_child=self._forget)  # events that a child reads would be lost to its parent
+
+    def _forget(self) -> None:
+        if self._handle >= 0:
+            os.close(self._handle)
+        self._handle = -1
+
+    def watch(self, folder: str | os.PathLike[str]) -> None:
+        """Count changes of this folder's files too, from now on and in this process."""
+        if hasattr(_libc, "inotify_init1"):
+            if self._handle < 0:
+                self._handle = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+            _libc.inotify_add_watch(self._handle, os.fsencode(folder), _IN_MODIFY)
+
+    def count(self) -> int:
+        """A number that grows with each change."""
+        with contextlib.suppress(OSError):  # there is nothing to read
+            while self._handle >= 0 and os.read(self._handle, 1 << 16):
+                self._count += 1
+        return self._count
 
 
 def _map(address: int | None, size: int, access: int, flags: int, handle: int, offset: int) -> int:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.data.transport.transfer import ShardError
 from clipstream.errors import DataError, SettingsError, did_you_mean
 from clipstream.features import chunks, tar_store
-from clipstream.features.chunks import DamagedChunk
+from clipstream.features.chunks import DamagedChunk, Header
 from clipstream.features.codec import DTYPES, decode_rows, stored_width
 from clipstream.features.manifest import (
     DRAFT,
@@ -37,7 +38,7 @@ from clipstream.features.manifest import (
     part_folder,
     sample_dtype,
 )
-from clipstream.features.region import Region
+from clipstream.features.region import Changes, Region
 from clipstream.utils.atomic_write import BLOCK
 
 AHEAD = 1024  # rows whose beginnings are read before they are copied
@@ -51,8 +52,11 @@ PASSING = (
     "http_429",
     "http_503",
 )  # of ShardError
+WATCHED = 1.0  # s between two looks at the files of the chunks that are held; changes on this machine are seen at once
+Version = tuple[int, int, int]  # of a file: inode, bytes, time of the last change
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+_changes = Changes()
 
 
 class FeatureStore:
@@ -69,7 +73,7 @@ class FeatureStore:
         self._root = None if self._url.path is None else Path(self._url.path)
         self._cache = ShardCache(cache) if isinstance(cache, str) else cache
         self._lock = threading.Lock()
-        self.verified: set[str] = set()  # chunks whose CRC this process has checked
+        self.verified: dict[str, Version] = {}  # chunks whose CRC this process has checked
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], cache: str | ShardCache | None = None) -> FeatureStore:
@@ -136,18 +140,27 @@ class FeatureStore:
         """Path or URL of a file of the store, for messages."""
         return f"{self.shown.rstrip('/')}/{relative}"
 
-    def local(self, relative: str) -> Path:
+    def local(self, relative: str, most: int | None = None) -> Path:
         """A file of the store as a local file, uncompressed; to be given back by `release`.
 
-        Raises DataError: it is missing, or cannot be downloaded or unpacked.
+        Args:
+            most: bytes that it may have; None for the limit of shards.
+
+        Raises DataError: it is missing, too large, or cannot be downloaded or unpacked.
         """
         if self._root is not None and not relative.endswith(".zst"):
             return self._root / relative
         try:
-            return self.cache().local(self.name_of(relative), tar=".tar" in relative)
+            return self.cache().local(self.name_of(relative), tar=".tar" in relative, most=most)
         except ShardError as error:
+            if error.reason == "too_large" and most is not None:
+                raise DamagedChunk.at(self.shown_file(relative), f"has more than its {most:,} bytes") from error
             advice = "run again once it can be read" if error.reason in PASSING else RERUN
             raise DataError(f"feature store: {self.shown_file(relative)}: {error}: {advice}") from error
+
+    def owns(self, path: Path) -> bool:
+        """Whether a file is the store's own, and not a copy."""
+        return self._root is not None and self._root in path.parents
 
     def release(self, relative: str) -> None:
         """Give back a file that `local` gave, or a tar that `unpacked` gave."""
@@ -271,6 +284,8 @@ class StoredSource:
         self._tables = {part: _Table(self, part) for part in (SAMPLES, *self.parts)}
         self._held: dict[int, int] = {}
         self._files: dict[int, list[str]] = {}  # what to release, by shard
+        self._mapped: dict[tuple[str, int, int], tuple[Path, str, int]] = {}  # chunk -> file, its name, offset in it
+        self._looked, self._seen = 0.0, -1
         self._lock = threading.Lock()
 
     def samples_of(self, shard: int) -> int:
@@ -314,6 +329,7 @@ class StoredSource:
 
     def sample_rows(self, numbers: Numbers) -> np.ndarray[Any, np.dtype[np.void]]:
         """The rows of samples as a structured array [n] of type `manifest.sample_dtype`."""
+        self._check_changes()
         found: np.ndarray[Any, np.dtype[np.void]] = self._tables[SAMPLES].take(numbers).view(self._dtype).reshape(-1)
         return found
 
@@ -332,8 +348,11 @@ class StoredSource:
         Args:
             out: contiguous tensor [n, W] of the stored type on the CPU, which is filled and returned.
 
-        Raises IndexError: a row is of no shard that is held.
+        Raises:
+            IndexError: a row is of no shard that is held.
+            DataError: the file of a chunk that is held was damaged meanwhile.
         """
+        self._check_changes()
         info = self.store.manifest.parts[part]
         if out is None:
             out = torch.empty((len(rows), stored_width(info.width, info.dtype)), dtype=DTYPES[info.dtype])
@@ -356,6 +375,27 @@ class StoredSource:
         """The captions of each sample, in the order of its caption rows."""
         return [own for texts in self._texts(shard) for own in chunks.captions_of(texts)]
 
+    def find(self, shard: int, keys: Sequence[str]) -> Numbers:
+        """The samples of a shard that have one of these keys, int64 [n]."""
+        found = [chunks.find_key(texts, key) + chunk * self._chunk_rows
+                 for chunk, texts in enumerate(self._texts(shard)) for key in keys]  # fmt: skip
+        return np.sort(np.concatenate([*found, np.empty(0, np.int64)]))
+
+    def texts_of(self, shard: int, samples: Iterable[int]) -> dict[int, tuple[str, list[str]]]:
+        """Key and captions of some samples of a shard."""
+        by_chunk: dict[int, list[int]] = {}
+        for sample in samples:
+            by_chunk.setdefault(sample // self._chunk_rows, []).append(sample)
+        found = {}
+        for chunk, texts in enumerate(self._texts(shard)):
+            for sample in by_chunk.get(chunk, ()):
+                number = sample - chunk * self._chunk_rows
+                first = int(texts["counts"][:number].sum())
+                own = range(first, first + int(texts["counts"][number]))
+                captions = [chunks.string(texts, "text", i) for i in own]
+                found[sample] = chunks.string(texts, "key", number), captions
+        return found
+
     def reasons(self, shard: int) -> list[str]:
         """Why each sample was dropped; '' for those in use."""
         return [reason for texts in self._texts(shard) for reason in chunks.strings(texts, "reason")]
@@ -377,11 +417,17 @@ class StoredSource:
 
     def _map(self, shard: int) -> None:
         files = self._files[shard] = []
-        for part, chunk, handle, shown, offset in self._open(shard, list(self._tables), files):
-            self._show(part, shard, chunk, handle, shown, offset)
+        for part, chunk, path, handle, shown, offset in self._open(shard, list(self._tables), files):
+            if self.store.owns(path):
+                _changes.watch(path.parent)
+            header, rows = self._verify(part, shard, chunk, handle, shown, offset)
+            self._tables[part].map(int(self._first[shard]) + chunk, handle, offset + len(header.raw), rows)
+            self._mapped[part, shard, chunk] = path, shown, offset
 
-    def _open(self, shard: int, parts: Sequence[str], files: list[str]) -> Iterator[tuple[str, int, int, str, int]]:
-        """(part, chunk, descriptor, name in messages, offset) of each chunk of a shard.
+    def _open(
+        self, shard: int, parts: Sequence[str], files: list[str]
+    ) -> Iterator[tuple[str, int, Path, int, str, int]]:
+        """(part, chunk, file, descriptor, name in messages, offset) of each chunk of a shard.
 
         Args:
             files: gets the names to release.
@@ -396,38 +442,64 @@ class StoredSource:
                     for chunk in range(count):
                         if (part, chunk) not in offsets:
                             raise DamagedChunk.at(unpacked.shown, f"has no chunk {chunk} of part {part}")
-                        yield part, chunk, handle, unpacked.shown, offsets[part, chunk]
+                        yield part, chunk, unpacked.path, handle, unpacked.shown, offsets[part, chunk]
             return
         for part in parts:
             for chunk in range(count):
                 relative = manifest.chunk_path(part, self.name, shard, chunk)
                 shown = self.store.shown_file(relative)
-                path = self.store.local(relative)
+                rows = None if part == TEXTS else _rows(manifest, part, self.name, shard, chunk)
+                most = None if rows is None else chunks.MOST_HEADER + rows * manifest.row_bytes(part, self.name)
+                path = self.store.local(relative, most)
                 files.append(relative)
                 with _opened(path, shown) as handle:
-                    yield part, chunk, handle, shown, 0
+                    yield part, chunk, path, handle, shown, 0
 
-    def _show(self, part: str, shard: int, chunk: int, handle: int, shown: str, offset: int) -> None:
-        """Map a chunk's rows, verified once per process."""
+    def _verify(self, part: str, shard: int, chunk: int, handle: int, shown: str, offset: int) -> tuple[Header, int]:
+        """Header and rows of a chunk, whose content is verified once per process and version of its file."""
         name = f"{part}/{self.name}/{shard}/{chunk}"
         manifest, verified = self.store.manifest, self.store.verified
-        check = chunks.read_header if name in verified else chunks.verify
         try:
-            header = check(handle, shown, offset)
-            size = os.fstat(handle).st_size - offset - len(header.raw)
+            stat = os.fstat(handle)
+            version = _version(stat)
+            known = verified.get(name) == version
+            header = (chunks.read_header if known else chunks.verify)(handle, shown, offset)
         except OSError as error:
             raise DataError(f"feature store: {shown} cannot be read: {error.strerror}") from error
-        rows = _rows(manifest, part, self.name, shard, chunk)
+        rows, row_bytes = _rows(manifest, part, self.name, shard, chunk), self._tables[part].row_bytes
         chunks.expect(header, shown, manifest, part, self.name, shard, chunk, rows)
-        table = self._tables[part]
-        if header.body_bytes != rows * table.row_bytes or size < header.body_bytes:
-            raise DamagedChunk.at(shown, f"does not have {rows:,} rows of {table.row_bytes} bytes")
-        table.map(int(self._first[shard]) + chunk, handle, offset + len(header.raw), rows)
-        verified.add(name)
+        if header.body_bytes != rows * row_bytes or stat.st_size - offset - len(header.raw) < header.body_bytes:
+            raise DamagedChunk.at(shown, f"does not have {rows:,} rows of {row_bytes} bytes")
+        if part == SAMPLES and not known:
+            body = chunks.read_tensors(handle, header, offset)[chunks.ROWS].numpy().tobytes()
+            found = np.frombuffer(body, self._dtype)
+            counts = found["counts"].sum(axis=1, dtype=np.int64)
+            captions = self.shards[shard].captions[chunk]
+            starts = counts.cumsum() - counts
+            odd = (found["used"] > 1).any() or (found["counts"] < 0).any() or (found["start"] != starts).any()
+            if odd or counts.sum() != captions:
+                raise DamagedChunk.at(shown, f"is damaged (its samples do not have {captions:,} captions)")
+        verified[name] = version
+        return header, rows
+
+    def _check_changes(self) -> None:
+        """Verify the held chunks whose files were changed in place. Raises DataError: one is damaged now."""
+        count, now = _changes.count(), time.monotonic()
+        if count == self._seen and now - self._looked < WATCHED:
+            return
+        for (part, shard, chunk), (path, shown, offset) in list(self._mapped.items()):
+            known = self.store.verified[f"{part}/{self.name}/{shard}/{chunk}"]
+            with contextlib.suppress(FileNotFoundError):  # removed or replaced: what is mapped stays
+                version = _version(os.stat(path))
+                if version != known and version[0] == known[0]:
+                    with _opened(path, shown) as handle:
+                        self._verify(part, shard, chunk, handle, shown, offset)
+        self._seen, self._looked = count, now
 
     def _unmap(self, shard: int) -> None:
         for chunk in range(int(self._first[shard]), int(self._first[shard + 1])):
-            for table in self._tables.values():
+            for part, table in self._tables.items():
+                self._mapped.pop((part, shard, chunk - int(self._first[shard])), None)
                 table.unmap(chunk)
         for name in self._files.pop(shard, ()):
             self.store.release(name)
@@ -436,13 +508,19 @@ class StoredSource:
         """The tensors of the part `texts`, verified, chunk by chunk."""
         files: list[str] = []
         try:
-            for part, chunk, handle, shown, offset in self._open(shard, [TEXTS], files):
-                header = chunks.verify(handle, shown, offset)
-                chunks.expect(header, shown, self.store.manifest, part, self.name, shard, chunk, None)
-                yield chunks.read_tensors(handle, header, offset)
+            for part, chunk, _, handle, shown, offset in self._open(shard, [TEXTS], files):
+                header, manifest, info = chunks.verify(handle, shown, offset), self.store.manifest, self.shards[shard]
+                chunks.expect(header, shown, manifest, part, self.name, shard, chunk, None)
+                tensors = chunks.read_tensors(handle, header, offset)
+                chunks.check_texts(tensors, shown, manifest.chunk_samples(info.samples, chunk), info.captions[chunk])
+                yield tensors
         finally:
             for name in files:
                 self.store.release(name)
+
+
+def _version(stat: os.stat_result) -> Version:
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 
 from clipstream.data.shard_url import ShardURL
-from clipstream.data.transport.downloader import Fetcher
+from clipstream.data.transport.downloader import MOST, Fetcher
 from clipstream.data.transport.transfer import Monitor, ShardError
 from clipstream.errors import DataError, SettingsError
 from clipstream.features import chunks, tar_store
@@ -28,6 +29,7 @@ from clipstream.features.chunks import ORIGIN, ROWS, ChunkID, DamagedChunk, Head
 from clipstream.features.codec import DTYPES, FEATURE_DTYPES, is_finite, stored_width
 from clipstream.features.manifest import (
     DRAFT,
+    MODEL,
     RERUN,
     SAMPLES,
     STORE,
@@ -42,9 +44,12 @@ from clipstream.features.manifest import (
 )
 from clipstream.features.tar_store import KEYS
 from clipstream.utils import atomic_write
+from clipstream.utils.escape import file_name, printable
 
 REASON = "reason"  # metadata of the chunk of a shard that could not be opened
 LOCK = ".lock"
+CONFIG = "open_clip_config.json"  # in MODEL
+LEFT = re.compile(r"\d{5,}(-\d{4,}\.safetensors|\.tar)(\.zst)?(\.[0-9a-f]{8})?\.tmp")
 
 
 class StoreWriter:
@@ -75,12 +80,12 @@ class StoreWriter:
                     if self.path.exists() and not self.path.is_dir():
                         raise SettingsError(f"{self.path} is a file: name a folder for the feature store")
                     self.path.mkdir(parents=True, exist_ok=True)
+                    self._check_folder()
                     self._lock_store()
-                    for left in self.path.rglob("*.tmp"):  # of killed processes
-                        left.unlink(missing_ok=True)
                 found = self._existing()
                 self.manifest = (draft if found is None else _merged(found, draft, self.path)).without_counts()
                 if rank == 0:
+                    self._remove_drafts()
                     atomic_write.replace(self.path / DRAFT, self.manifest.to_bytes())
         except BaseException:
             self.close()
@@ -247,6 +252,25 @@ class StoreWriter:
             os.close(self._lock)
             self._lock = -1
 
+    def _check_folder(self) -> None:
+        """Raise SettingsError: the folder is not empty and holds no store."""
+        names = set(os.listdir(self.path))
+        own = {LOCK, f"{DRAFT}.tmp", "lost+found", *([MODEL] if (self.path / MODEL / CONFIG).exists() else [])}
+        if not names & {STORE, DRAFT} and (others := names - own):
+            raise SettingsError(
+                f"{self.path} is not empty and holds no feature store (it has {printable(min(others))}): name a new "
+                "folder for the store, or remove what is in this one"
+            )
+
+    def _remove_drafts(self) -> None:
+        """Remove what killed processes left: files with the names of this store's files and `.tmp`."""
+        sources, parts = self.manifest.sources, (SAMPLES, TEXTS, *self.manifest.parts)
+        folders = [self.path, *(self.path / file_name(source) for source in sources)]
+        folders += [self.path / part_folder(part, source) for source in sources for part in parts]
+        for path in (path for folder in folders for path in folder.glob("*.tmp")):
+            if LEFT.fullmatch(path.name) if path.parent != self.path else path.name in (f"{STORE}.tmp", f"{DRAFT}.tmp"):
+                path.unlink(missing_ok=True)
+
     def _lock_store(self) -> None:
         self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -279,7 +303,7 @@ class StoreWriter:
         if not path.exists():
             return None
         try:
-            header = self._headers.get(path) or self._read_header(path)
+            header = self._headers.get(path) or self._read_header(path, part, source, shard, chunk)
             chunks.expect(header, path, self.manifest, part, source, shard, chunk, None)
             if shard_samples not in (None, header.id.shard_samples):
                 raise DamagedChunk.at(path, "is of a shard with another number of samples")
@@ -290,9 +314,14 @@ class StoreWriter:
         self._headers[path] = header
         return header
 
-    def _read_header(self, path: Path) -> Header:
+    def _read_header(self, path: Path, part: str, source: str, shard: int, chunk: int) -> Header:
         if path.suffix == ".zst":
-            with self._plain(path) as plain:
+            rows = self.manifest.chunk_rows * self.manifest.rows_of(part)
+            if self.manifest.per_caption(part):
+                texts = self._header(TEXTS, source, shard, chunk)
+                rows = 0 if texts is None else texts.layout["text_ends"][1][0]
+            most = chunks.MOST_HEADER + rows * self.manifest.row_bytes(part, source)
+            with self._plain(path, most) as plain:
                 return chunks.verify_file(plain, path)
         return chunks.verify_file(path) if self._verify else chunks.header_of(path)
 
@@ -430,15 +459,15 @@ class StoreWriter:
             self._tars[target] = tar_store.read_meta(stream, target)
 
     @contextlib.contextmanager
-    def _plain(self, path: Path) -> Iterator[Path]:
-        """A file of the store, uncompressed. Raises DamagedChunk."""
+    def _plain(self, path: Path, most: int = MOST) -> Iterator[Path]:
+        """A file of the store, uncompressed, of at most so many bytes. Raises DamagedChunk."""
         if path.suffix != ".zst":
             yield path
             return
         with _temporary(path) as plain:
             with self._full_disk(path):
                 try:
-                    Fetcher().unpack(ShardURL(str(path)), path, plain, Monitor(), tar=False)
+                    Fetcher(most=most).unpack(ShardURL(str(path)), path, plain, Monitor(), tar=False)
                 except ShardError as error:
                     raise DamagedChunk.at(path, f"is damaged ({error})") from error
             yield plain

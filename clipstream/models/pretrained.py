@@ -101,17 +101,28 @@ def preflight(
         raise hub.explain(missing, settings.cache_dir, _label(settings), reason)
 
 
-def preflight_teacher(settings: ModelSettings, *, ask: bool = True) -> None:
-    """`preflight` of a live teacher, which needs weights.
+def preflight_teacher(
+    settings: ModelSettings,
+    where: str = "distill.model: the teacher",
+    advice: str = "give --distill-pretrained as well",
+    *,
+    fresh: bool = False,
+    ask: bool = True,
+) -> None:
+    """`preflight` of a teacher, which needs weights.
+
+    Args:
+        where, advice: the beginning of an error, and what to do where weights are missing.
+        fresh: whether it may lack weights.
 
     Raises SettingsError: as `preflight`, or the teacher has no weights.
     """
     try:
-        if _weights(settings).fresh:
-            raise SettingsError(f"{settings.name} has no weights: give --distill-pretrained as well")
+        if not fresh and _weights(settings).fresh:
+            raise SettingsError(f"{settings.name} has no weights: {advice}")
         preflight(settings, ask=ask)
     except SettingsError as error:
-        raise SettingsError(f"distill.model: the teacher: {error}") from error
+        raise SettingsError(f"{where}: {error}") from error
 
 
 def fetch(settings: ModelSettings, tokenizer: TokenizerChoice | None, world: World) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -442,6 +443,9 @@ class Towers(nn.Module):
         for name, content in self.description().items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
+            shutil.copymode(
+                folder / name, folder / WEIGHT_FILES[0]
+            )  # safetensors makes it readable for its owner alone
 
     def description(self) -> dict[str, bytes]:
         """The files of `save_pretrained` besides the weights, by name: configuration and tokenizer."""

@@ -15,13 +15,13 @@ from typing import Any
 from clipstream.cli.main import run_main, show_help
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.flags import own_flags
-from clipstream.config.section import with_home
+from clipstream.config.section import own_path
 from clipstream.config.settings import Settings, load
 from clipstream.config.validate import validate_sources
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses.settings import chosen_loss_type
-from clipstream.models.pretrained import preflight
+from clipstream.models.pretrained import preflight, preflight_teacher
 from clipstream.models.settings import ModelSettings
 from clipstream.precompute.options import STORED_DTYPES, StoreOptions
 from clipstream.utils.logs import set_level
@@ -37,6 +37,7 @@ OWN_FLAGS = {
     "--dtype": f"of the stored features: {', '.join(STORED_DTYPES)}; float16 unless given",
     "--store": "mapped (files for this machine's disk, the default) or tar (shards beside the originals)",
     "--zstd": "true compresses the files with zstd",
+    "--random-weights": "true takes a teacher without pretrained weights, for tests",
     "--chunk-rows": f"samples of a file, a multiple of {ROWS_MULTIPLE}; {CHUNK_ROWS} unless given",
 }
 
@@ -56,10 +57,8 @@ def _main(argv: list[str]) -> int:
     if options.towers:
         preflight(settings.model, settings.tokenizer, loss_type=chosen_loss_type(settings.loss), ask=ask)
     for name, model in teachers.items():
-        try:
-            preflight(model, ask=ask)
-        except SettingsError as error:
-            raise SettingsError(f"--teacher {name}: {error}") from error
+        advice = f"give {name}={model.name},PRETRAINED; --random-weights takes it as it is, for tests"
+        preflight_teacher(model, f"--teacher {name}", advice, fresh=options.random_weights, ask=ask)
     from clipstream.distributed.launch import run_ranks
     from clipstream.precompute.run import precompute
 
@@ -71,8 +70,9 @@ def arguments(argv: Sequence[str]) -> tuple[Settings, StoreOptions, dict[str, Mo
     if not argv or not argv[0] or argv[0].startswith("-"):
         raise SettingsError("name the store first: python -m clipstream.precompute STORE --towers image --train-data …")
     following = [*argv[2:], "--"]
-    bare = [word == "--zstd" and after.startswith("--") for word, after in zip(argv[1:], following, strict=True)]
-    tokens = ["--zstd=true" if alone else word for word, alone in zip(argv[1:], bare, strict=True)]
+    pairs = zip(argv[1:], following, strict=True)
+    bare = ("--zstd", "--random-weights")
+    tokens = [f"{word}=true" if word in bare and after.startswith("--") else word for word, after in pairs]
     own, flags = own_flags(tokens, OWN_FLAGS, many=("--teacher",))
     settings = load(flags, ranks=1)  # --batch-size is that of a forward pass, whatever the number of ranks
     set_level(settings.log.level)
@@ -104,13 +104,14 @@ def arguments(argv: Sequence[str]) -> tuple[Settings, StoreOptions, dict[str, Mo
     chosen: dict[str, Any] = {"": (), "image": ("image",), "text": ("text",), "both": ("image", "text")}
     kind: Any = _choice(own, "--store", ("mapped", "tar"), "mapped")
     options = StoreOptions(
-        folder=Path(with_home(argv[0])).absolute(),
+        folder=Path(own_path(argv[0])).absolute(),
         towers=chosen[towers],
         views=_number(own, "--views", 0, 0),
         dtype=_choice(own, "--dtype", STORED_DTYPES, "float16"),
         kind=kind,
         zstd=_choice(own, "--zstd", ("true", "false"), "false") == "true",
         chunk_rows=chunk_rows,
+        random_weights=_choice(own, "--random-weights", ("true", "false"), "false") == "true",
         batch_size=min(micro if isinstance(micro, int) else settings.data.global_batch_size, chunk_rows),
     )
     return settings, options, teachers

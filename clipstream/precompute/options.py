@@ -20,4 +20,5 @@ class StoreOptions:
     kind: Literal["mapped", "tar"]
     zstd: bool  # whether files are compressed
     chunk_rows: int  # samples of a chunk
+    random_weights: bool  # whether a teacher may have no pretrained weights
     batch_size: int  # pictures, or texts, of a forward pass

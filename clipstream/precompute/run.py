@@ -230,7 +230,7 @@ def _save_model(towers: Towers, folder: Path, manifest: Manifest) -> None:
     """
     for part in TOWERS:
         own = weights_digest(tower_state(towers, part).items())
-        if part in manifest.parts and manifest.parts[part].fingerprint["weights"] != own:
+        if part in manifest.parts and manifest.parts[part].fingerprint.get("weights") != own:
             raise SettingsError(
                 f"the {part} features in {folder.parent} are of a model with other weights: compute these features "
                 "into another store"

@@ -52,6 +52,8 @@ def neighbours(options: argparse.Namespace) -> None:
     if options.index == "exact":
         found = exact.search(rows, queries, options.k, device=device)
     else:
+        if "://" in store.shown:
+            raise SettingsError(f"--index: an index is kept beside the features: copy {store.shown} to this machine")
         path = Path(store.path) / "faiss" / f"{options.part}.{re.sub(r'[^A-Za-z0-9,]+', '_', options.index)}.index"
         factory = options.index.partition(":")[2]
         index = faiss_index.open_index(rows, factory, path, rows.identity())

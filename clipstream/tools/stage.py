@@ -27,7 +27,7 @@ from clipstream.checkpoint.run_lock import held
 from clipstream.config.config_sources import to_yaml
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.flags import own_flags, split
-from clipstream.config.section import Tree, with_home
+from clipstream.config.section import Tree, own_path
 from clipstream.config.settings import Settings, load
 from clipstream.data.decode.captions import split_keys
 from clipstream.data.settings import SourceSettings
@@ -129,7 +129,7 @@ def arguments(argv: Sequence[str]) -> Asked:
     """Parse the command line. Raises SettingsError: a flag or a setting is wrong."""
     if not argv or not argv[0] or argv[0].startswith("-"):
         raise SettingsError("name the folder first: python -m clipstream.stage FOLDER --train-data SHARDS")
-    folder = Path(os.path.abspath(with_home(argv[0])))
+    folder = Path(os.path.abspath(own_path(argv[0])))
     inside = str(folder / "0.tar")
     try:
         plain = expand(inside) == [inside]

@@ -1,4 +1,4 @@
-"""Makes untrusted text safe to print: keys, captions, file names, JSON fields, messages of plug-ins.
+"""Makes untrusted text safe to print, or to name a file: keys, captions, file names, JSON fields, plug-ins' messages.
 
 Such text may contain escape sequences that move the cursor, set the terminal's title or hide a link, and Unicode's
 directional controls, which reorder the characters of a line.
@@ -7,6 +7,7 @@ directional controls, which reorder the characters of a line.
 from __future__ import annotations
 
 import re
+from urllib.parse import quote
 
 # C0 and C1 controls, invisible and directional characters, line and paragraph separators, halves of characters. The
 # joiners U+200C and U+200D are left, as emoji and several scripts are written with them.
@@ -32,6 +33,12 @@ def printable_lines(text: object, most: int = MESSAGE) -> str:
 
 
 _UNSAFE_IN_LINES = re.compile(r"(?![\n\t])" + _UNSAFE.pattern)
+
+
+def file_name(text: str) -> str:
+    """A name as that of one file or folder: different for different names, and never '.', '..' or a path."""
+    name = quote(text, safe="", errors="surrogateescape")
+    return name if name.strip(".") else name.replace(".", "%2E") or "%"
 
 
 def _cut(text: str, most: int, unsafe: re.Pattern[str]) -> str:

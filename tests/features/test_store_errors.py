@@ -235,7 +235,7 @@ def test_a_full_disk_loses_nothing(content: Content, made: Path, tmp_path: Path)
         if name == ".lock":
             continue
         path = tmp_path / "store" / name
-        path.unlink()
+        path.rename(path.with_name("draft.json") if name == "store.json" else tmp_path / "away")
         with StoreWriter(tmp_path / "store", content.draft()) as writer:  # it removes what killed processes left
             path.with_name(f"{path.name}.tmp").symlink_to("/dev/full")
             with pytest.raises(

@@ -122,6 +122,10 @@ def test_a_store_holds_what_the_towers_give(place: Path, tmp_path: Path, capsys:
     with torch.no_grad():
         texts = towers.encode_text(ids.long())
     assert torch.allclose(decode_rows(source.gather("text", captions)), texts, atol=1e-6)
+    modes = {
+        path.stat().st_mode & 0o777 for path in (tmp_path / "s").rglob("*") if path.suffix in (".json", ".safetensors")
+    }
+    assert len(modes) == 1, "whoever can read the store can read its model"
     same = build(f"local-dir:{tmp_path}/s/model")
     assert torch.equal(same.clip.visual.conv1.weight, towers.clip.visual.conv1.weight)
 
@@ -185,7 +189,7 @@ def test_teachers_have_their_own_pictures_and_tokenizer(
     assert main(argv(place, store, "--towers", "image")) == 0
     before = files(store)
     # A teacher is added to a complete store, whose chunks stay as they are.
-    assert main(argv(place, store, "--teacher", f"big={tmp_path}/hf.json")) == 0
+    assert main(argv(place, store, "--teacher", f"big={tmp_path}/hf.json", "--random-weights")) == 0
     after = files(store)
     assert all(after[name] == data for name, data in before.items() if name != "store.json")
     source, towers = opened(store), build(str(tmp_path / "hf.json"))
@@ -199,6 +203,8 @@ def test_teachers_have_their_own_pictures_and_tokenizer(
     info = FeatureStore.open(store).manifest.parts["big.text"]
     assert info.logit_scale == pytest.approx(float(towers.scalars()[0].detach()))
 
+    assert main(argv(place, store, "--teacher", f"big={tmp_path}/hf.json")) == SettingsError.exit_code
+    assert "--teacher big: " in (said := capsys.readouterr().err) and "has no weights: give big=" in said
     for wrong, said in (("big", "NAME=MODEL"), ("image=ViT-B-32", "every store"), ("big=ViT-B-31", "--teacher big: ")):
         assert main(argv(place, store, "--teacher", wrong)) == SettingsError.exit_code
         assert said in capsys.readouterr().err
@@ -409,6 +415,8 @@ def test_wrong_flags(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     ):
         assert main(argv(place, tmp_path / "s", *more)) == SettingsError.exit_code
         assert said in capsys.readouterr().err
+    assert main(["http://host/s", *argv(place, tmp_path)[1:]]) == SettingsError.exit_code
+    assert "http://host/s is a URL" in capsys.readouterr().err
     assert main(["--towers", "image"]) == SettingsError.exit_code
     assert "name the store first" in capsys.readouterr().err
     assert main(["s", "--towers", "image"]) == SettingsError.exit_code

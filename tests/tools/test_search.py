@@ -176,6 +176,9 @@ def test_scores_and_what_is_kept(folder: Path, capsys: pytest.CaptureFixture[str
         (["duplicates", "--part", "text"], "near-duplicates are pictures"),
         (["clusters", "--k", "100"], "100 clusters of 11 rows"),
         (["scores", "--top-fraction", "0"], "is a share"),
+        (["scores", "--min-score", "nan"], "a cosine is from -1 to 1, not nan"),
+        (["neighbours", "--query-key", "k1", "--index", "faisss"], "expected exact, faiss or faiss:FACTORY"),
+        (["neighbours", "--query-key", "k1", "--out", "s3://a/b.csv"], "s3://a/b.csv is a URL"),
         (["nonsense"], "invalid choice"),
     ],
 )

@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clipstream.data.shard_url import ShardURL, redact
@@ -127,20 +127,22 @@ class ShardCache:
         self._threads = threading.Lock()
         self._pid = os.getpid()
 
-    def local(self, name: str, *, tar: bool = True) -> Path:
+    def local(self, name: str, *, tar: bool = True, most: int | None = None) -> Path:
         """The whole shard as a local uncompressed file; for a local tar, its own path.
 
         Args:
             tar: whether the content has to be a tar, so that a download of anything else ends at once.
+            most: bytes that it may have, uncompressed too; None for the limit of shards.
 
         Raises:
             ShardError: the shard is missing, unreachable or incomplete, or no shard.
             SettingsError: the cache's limit is too small.
         """
         url = ShardURL(name)
+        fetcher = self.fetcher if most is None else replace(self.fetcher, most=min(most, self.fetcher.most))
 
         def fetch(part: Path, monitor: Monitor) -> None:
-            self.fetcher.fetch(url, part, monitor, tar=tar)
+            fetcher.fetch(url, part, monitor, tar=tar)
 
         if url.path is None:
             known = self.temporary or name in self._uses  # nothing older to compare with
@@ -157,7 +159,7 @@ class ShardCache:
         return self.get_or_make(
             name,
             f"{path}:{stat.st_mtime_ns}-{stat.st_size}",
-            lambda part, monitor: self.fetcher.unpack(url, path, part, monitor, tar=tar),
+            lambda part, monitor: fetcher.unpack(url, path, part, monitor, tar=tar),
         )
 
     def prefetch(self, name: str) -> bool:

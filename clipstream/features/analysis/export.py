@@ -13,7 +13,6 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +22,7 @@ from clipstream.features.analysis.rows import StoredRows
 from clipstream.features.analysis.tables import TableWriter
 from clipstream.features.store import FeatureStore
 from clipstream.utils import atomic_write
+from clipstream.utils.escape import file_name
 
 FORMATS = ("parquet", "npy")
 DTYPES = ("float16", "float32")
@@ -94,7 +94,7 @@ def _blocks(rows: StoredRows, captions: bool) -> Iterator[tuple[str, dict[str, l
 def _parquet(rows: StoredRows, out: Path, kind: np.dtype[Any], captions: bool, file_rows: int | None) -> Iterator[Path]:
     features_type = pa.list_(pa.from_numpy_dtype(kind), rows.width)
     schema = pa.schema([*_columns(rows, captions).items(), ("features", features_type)])
-    folder = out / quote(rows.part, safe="")
+    folder = out / file_name(rows.part)
     with contextlib.ExitStack() as stack:
         writer: TableWriter | None = None
         before = ""
@@ -104,7 +104,7 @@ def _parquet(rows: StoredRows, out: Path, kind: np.dtype[Any], captions: bool, f
             if writer is None or source != before or full:
                 stack.close()
                 number = number + 1 if source == before else 0
-                path = folder / f"{quote(source, safe='')}-{number:05d}.parquet"
+                path = folder / f"{file_name(source)}-{number:05d}.parquet"
                 writer, before = stack.enter_context(TableWriter(path, schema)), source
                 yield path
             flat = pa.array(features.astype(kind).reshape(-1))
@@ -112,7 +112,7 @@ def _parquet(rows: StoredRows, out: Path, kind: np.dtype[Any], captions: bool, f
 
 
 def _numpy(rows: StoredRows, out: Path, kind: np.dtype[Any], captions: bool, file_rows: int | None) -> Iterator[Path]:
-    path, keys = out / f"{quote(rows.part, safe='')}.npy", out / f"{quote(rows.part, safe='')}.keys.parquet"
+    path, keys = out / f"{file_name(rows.part)}.npy", out / f"{file_name(rows.part)}.keys.parquet"
     draft = path.with_name(f"{path.name}.tmp")
     header = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False}
     try:

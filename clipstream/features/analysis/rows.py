@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from clipstream.errors import SettingsError
+from clipstream.errors import DataError, SettingsError
 from clipstream.features.analysis.search import BLOCK
 from clipstream.features.codec import FEATURE_DTYPES, decode_rows
 from clipstream.features.manifest import IMAGE, TEXT
@@ -77,6 +77,11 @@ class ShardPart(NamedTuple):
                 choices = np.arange(len(samples)) - np.repeat(counts.cumsum() - counts, counts)
                 of = source.caption_rows if manifest.per_caption(self.part) else source.view_rows
                 features = decode_rows(source.gather(self.part, of(samples + base, choices)))
+                if not torch.isfinite(features.sum(dtype=torch.float64)):
+                    raise DataError(
+                        f"feature store: {source.store.shown}: features of part {self.part} of {self.name} are not "
+                        "finite (NaN or infinite): compute them again, into another folder"
+                    )
                 yield StoredBlock(samples, choices, features)
 
     def _counts(self, start: int, stop: int) -> Numbers:
@@ -164,22 +169,33 @@ class StoredRows:
         ]
 
     def names(self, rows: Sequence[int]) -> list[Name]:
-        """What rows belong to; the shards that they are in are read."""
+        """What rows belong to; the texts of the shards that they are in are read."""
         found: dict[int, Name] = {}
-        numbers = np.searchsorted(self.firsts, np.asarray(rows, np.int64), side="right") - 1
+        wanted = np.unique(np.asarray(rows, np.int64))
+        numbers = np.searchsorted(self.firsts, wanted, side="right") - 1
+        texts = self.store.manifest.per_caption(self.part)
         for number in np.unique(numbers).tolist():
-            names, first = self.names_of(number), int(self.firsts[number])
-            found |= {row: names[row - first] for row, of in zip(rows, numbers, strict=True) if of == number}
+            shard, own = self.shards[number], wanted[numbers == number]
+            ends = (shard.rows_of_samples() // self.views).cumsum()
+            samples = np.searchsorted(ends, own - self.firsts[number], side="right")
+            choices = own - self.firsts[number] - np.concatenate([[0], ends])[samples]
+            known = shard.source.texts_of(shard.number, np.unique(samples).tolist())
+            for row, sample, choice in zip(own.tolist(), samples.tolist(), choices.tolist(), strict=True):
+                key, captions = known[sample]
+                captions = [captions[choice]] if texts else captions
+                found[row] = Name(shard.source.name, shard.name, key, choice, captions)
         return [found[row] for row in rows]
 
     def find(self, key: str) -> list[int]:
         """The rows of the samples with this key, given as KEY or as SHARD/KEY."""
-        return [
-            int(self.firsts[number]) + i
-            for number in range(len(self.shards))
-            for i, name in enumerate(self.names_of(number))
-            if key in (name.key, name.label)
-        ]
+        rows: list[int] = []
+        for number, shard in enumerate(self.shards):
+            keys = {key, key.removeprefix(f"{shard.name}/")}
+            if len(samples := shard.source.find(shard.number, sorted(keys))):
+                counts = shard.rows_of_samples() // self.views
+                starts = self.firsts[number] + counts.cumsum() - counts
+                rows += [row for i in samples.tolist() for row in range(starts[i], starts[i] + counts[i])]
+        return rows
 
     def gather(self, rows: Sequence[int]) -> torch.Tensor:
         """Rows of any numbers, float32 [n, D]; all blocks up to the last are read."""
