@@ -221,6 +221,7 @@ def _budget(settings: DataSettings, sources: dict[str, Source]) -> Budget:
         settings.max_sample_failures,
         settings.on_shard_error,
         FIRST_SLOTS if settings.sampling.mode == "indexed" else FIRST_SAMPLES,
+        {name: (one.keep, one.drop) for name, one in settings.sources.items()},
     )
 
 

@@ -443,9 +443,7 @@ class Towers(nn.Module):
         for name, content in self.description().items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
-            shutil.copymode(
-                folder / name, folder / WEIGHT_FILES[0]
-            )  # safetensors makes it readable for its owner alone
+        shutil.copymode(folder / CONFIG_FILE, folder / WEIGHT_FILES[0])  # that of safetensors is its owner's alone
 
     def description(self) -> dict[str, bytes]:
         """The files of `save_pretrained` besides the weights, by name: configuration and tokenizer."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +12,21 @@ import numpy as np
 
 from clipstream.data.settings import SourceSettings
 from clipstream.errors import SettingsError
+from clipstream.utils.content import kind
 
 NOT_KEPT = "not_kept"  # the reason of samples that a list leaves out
 TABLES = (".csv", ".parquet")
+_SHARD = re.compile(r"(?:.*?/)?([^/]+\.(?:tar|tgz|[ct]sv|jsonl?|ndjson|parquet|pq|arrow)(?:\.\w+)?/.+)", re.DOTALL)
+_FULL = re.compile(r"(?:[\w+.-]+:/)?/(?:.*/)?([^/]+/[^/]+)", re.DOTALL)
 
 
 class KeyList:
     """The keys in a file, as 64-bit hashes: 8 bytes each, shared by forked workers.
 
-    A line of a text file is KEY or SHARD/KEY, SHARD being the shard's name without folders. A table (.csv, .parquet)
-    has the column key, and may have shard, and source, whose other rows are ignored. With n keys a sample that is not
-    listed is taken for a listed one with a probability of n / 2^63.
+    A line of a text file is KEY or SHARD/KEY; folders in front of the shard's name are left out, and so are spaces
+    around the line, unless the key has them. A table (.csv, .parquet) has the column key, and may have shard, and
+    source, whose other rows are ignored. Text is UTF-8 or UTF-16. With n keys a sample that is not listed is taken for
+    a listed one with a probability of n / 2^62.
 
     Args:
         path: the file.
@@ -38,7 +44,7 @@ class KeyList:
         if not names:
             raise SettingsError(f"{path}: holds no key of samples of source {source!r}")
         # Python's own hash, with its secret of this process, which forked workers have too.
-        self._hashes = np.unique(np.fromiter(map(hash, names), np.int64, len(names)))
+        self._hashes = np.unique(np.fromiter((hash(form) for name in names for form in _forms(name)), np.int64))
 
     def holds(self, name: str, key: str) -> bool:
         """Whether a sample is listed, by its name 'SHARD/KEY' or by its key."""
@@ -71,12 +77,27 @@ def build_filter(source: str, settings: SourceSettings) -> SampleFilter | None:
     return SampleFilter(source, settings) if settings.keep is not None or settings.drop is not None else None
 
 
-def _of_text(path: Path) -> Sequence[str]:
-    with path.open(encoding="utf-8", errors="surrogateescape") as file:
-        return [line.rstrip("\r\n") for line in file if line.strip()]
+def _forms(line: str) -> Iterator[str]:
+    """What a line may mean: itself, and without what stands around SHARD/KEY."""
+    yield line
+    yield (bare := line.strip())
+    if found := _SHARD.fullmatch(bare) or _FULL.fullmatch(bare):
+        yield found[1]
 
 
-def _of_table(path: Path, source: str) -> Sequence[str]:
+def _text(path: Path) -> str:
+    data = path.read_bytes()
+    utf16 = kind(data) == "utf16"
+    if utf16 and data[:2] not in (b"\xff\xfe", b"\xfe\xff"):
+        return data.decode("utf-16-be" if data[0] == 0 else "utf-16-le")
+    return data.decode("utf-16") if utf16 else data.decode("utf-8-sig", "surrogateescape")
+
+
+def _of_text(path: Path) -> list[str]:
+    return [line for raw in _text(path).split("\n") if (line := raw.rstrip("\r")).strip()]
+
+
+def _of_table(path: Path, source: str) -> list[str]:
     from pyarrow import csv, parquet  # on use, as its import takes long
 
     table: Any
@@ -84,7 +105,8 @@ def _of_table(path: Path, source: str) -> Sequence[str]:
         import pyarrow as pa
 
         texts = csv.ConvertOptions(column_types=dict.fromkeys(("source", "shard", "key"), pa.string()))
-        table = csv.read_csv(path, convert_options=texts)
+        table = csv.read_csv(io.BytesIO(_text(path).encode("utf-8", "surrogateescape")), convert_options=texts)
+        table = table.rename_columns([name.strip() for name in table.column_names])
     else:
         schema = parquet.read_schema(path).names
         table = parquet.read_table(path, columns=[name for name in ("source", "shard", "key") if name in schema])

@@ -246,6 +246,7 @@ class Budget:
     max_sample_failures: float  # share of the read samples, 0 to 1
     on_shard_error: str = "skip"  # 'raise' if the first broken shard ends the run
     first_samples: int = FIRST_SAMPLES  # that may be read without a usable one
+    lists: Mapping[str, tuple[str | None, str | None]] = field(default_factory=dict)  # source -> its keep and drop
 
     def check(self, health: Health) -> None:
         """Raise DataError if a source has no usable sample, or fails more often than the settings allow."""
@@ -273,6 +274,18 @@ class Budget:
                     f"source {name!r}: {h.failed} of {read} samples were dropped, more than "
                     f"--data.max-sample-failures {self.max_sample_failures:g} allows{_drops(h)}"
                 )
+
+    def list_warning(self, name: str, h: SourceHealth) -> str:
+        """The warning on lists of keys that match (nearly) nothing; '' without one."""
+        (keep, drop), left_out = self.lists.get(name, (None, None)), h.dropped[NOT_KEPT]
+        flag = f"--{self.hints[name][2]}"
+        if keep is not None and 1000 * (h.read - left_out) < h.read:
+            said = f"{flag}.keep: only {h.read - left_out:,} of the {h.read:,} samples read so far are in {keep}"
+        elif drop is not None and keep is None and not left_out:
+            said = f"{flag}.drop: none of the {h.read:,} samples read so far is in {drop}"
+        else:
+            return ""
+        return f"{said}: its lines are KEY or SHARD/KEY, as `python -m clipstream.check` shows them"
 
     def nothing_usable(self, name: str, h: SourceHealth) -> str:
         """The message on a source that gave no usable sample, with advice."""

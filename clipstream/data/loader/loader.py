@@ -174,7 +174,7 @@ class Loader:
         self.parts: Sequence[FilledPart] = ()  # the parts of the last batch that was handed out
         self._parts: dict[int, list[BatchPart]] = {}
         self._warnings = 0
-        self._captions_checked: set[str] = set()
+        self._data_checked: set[str] = set()
         self._ahead: tuple[Sequence[Any], Batch] | None = None  # the next batch, while it is copied to the GPU
         self._workers: list[Worker] = []
         self._closed = threading.Event()
@@ -271,7 +271,7 @@ class Loader:
         """End the workers and release the shards."""
         atexit.unregister(self.close)
         self._closed.set()
-        self._warn_of_captions(1)  # for sources that gave too few samples so far
+        self._warn_of_data(1)  # for sources that gave too few samples so far
         for worker in reversed(self._workers):  # later workers inherited the pipes of earlier ones
             worker.stop()
         self._workers = []
@@ -424,7 +424,7 @@ class Loader:
             report.health = early
         else:
             self._early[worker] = early
-        self._warn_of_captions(FIRST_SAMPLES)
+        self._warn_of_data(FIRST_SAMPLES)
         self.plan.budget.check(self.health)
 
     def _merge(self, health: Health) -> None:
@@ -432,13 +432,14 @@ class Loader:
             self._warnings += 1
             logger.warning(line)
 
-    def _warn_of_captions(self, enough: int) -> None:
-        """Warn once of each source, on the first rank, if its first captions are nearly all the same."""
+    def _warn_of_data(self, enough: int) -> None:
+        """Warn once of each source, on the first rank, of nearly constant captions and of lists without a match."""
         for name, health in self.health.sources.items():
-            if name not in self._captions_checked and health.used >= enough:
-                self._captions_checked.add(name)
-                if (text := health.captions.warning()) and 0 in self.plan.slots.lanes:
-                    logger.warning(f"source {name!r}: {text}")
+            if name not in self._data_checked and health.read >= enough:
+                self._data_checked.add(name)
+                for text in health.captions.warning(), self.plan.budget.list_warning(name, health):
+                    if text and 0 in self.plan.slots.lanes:
+                        logger.warning(f"source {name!r}: {text}")
 
     def complaint(self) -> str:
         """Why no sample of this rank was usable, with advice; '' if some were, or none was read."""

@@ -45,6 +45,20 @@ def test_text(tmp_path: Path) -> None:
     assert not keys.holds("1.tar/", "")
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("form", ["{}", "  {}\t", "/data/set/{}", "s3://bucket/set/{}", "./{}", "{}\r"])
+def test_how_people_write_lists(tmp_path: Path, encoding: str, form: str) -> None:
+    path = tmp_path / "keys.txt"
+    path.write_bytes("\n".join(form.format(name) for name in ("0.tar/a/b", "1.tar.gz/c", "2.tar/é x")).encode(encoding))
+    keys = KeyList(str(path), "train")
+    assert keys.holds("0.tar/a/b", "a/b") and keys.holds("1.tar.gz/c", "c") and keys.holds("2.tar/é x", "é x")
+    assert not keys.holds("1.tar/a/b", "a/b") and not keys.holds("0.tar/b", "b")
+    path.write_bytes(f" shard,key \n/x/0.tar,{form.format('k')}\n".replace("\r", "").encode(encoding))
+    path.rename(tmp_path / "keys.csv")
+    if form in ("{}", "{}\r"):
+        assert KeyList(str(tmp_path / "keys.csv"), "train").holds("0.tar/k", "k")
+
+
 def test_both_lists(tmp_path: Path) -> None:
     for name, keys in (("keep", "abc"), ("drop", "cd")):
         (tmp_path / name).write_text("\n".join(keys))
@@ -102,6 +116,29 @@ def test_training_uses_the_samples_that_are_kept(tmp_path: Path, mode: str, work
     assert counts.read - counts.used == sum(counts.dropped.values()) > 2 * counts.used
     assert counts.failed == counts.dropped["undecodable_image"]
     assert {one.reason for one in batches.health.take_dropped()} == {"undecodable_image"}
+
+
+@pytest.mark.parametrize(
+    ("flag", "lines", "said"),
+    [
+        ("drop", "other.tar/k1", "drop: none of the "),
+        ("drop", "k3", ""),
+        ("keep", "0.tar/k7", "keep: only "),
+        ("keep", "\n".join(f"k{i}" for i in range(100)), ""),
+    ],
+)
+def test_lists_that_match_next_to_nothing_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, flag: str, lines: str, said: str
+) -> None:
+    samples = [{"__key__": f"k{i}", "jpg": picture(i, size=8), "txt": f"{i}"} for i in range(1200)]
+    write_tar(tmp_path / "0.tar", samples)
+    (tmp_path / "list").write_text(lines)
+    source = {"shards": str(tmp_path / "0.tar"), flag: str(tmp_path / "list")}
+    with loader(data(source["shards"], sources={"train": source})) as batches:
+        while batches.health.sources["train"].read < 2100:
+            next(batches)
+    warnings = [one.getMessage() for one in caplog.records if "data.sources.train" in one.getMessage()]
+    assert len(warnings) == bool(said) and said in "".join(warnings)
 
 
 def test_a_list_of_other_shards_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
