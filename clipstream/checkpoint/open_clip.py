@@ -10,25 +10,62 @@ and the shapes of all moments are compared with those of the parameters. Groups 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import pydantic
 import torch
+from pydantic import BeforeValidator, with_config
 from torch import nn
+from typing_extensions import TypedDict
 
 from clipstream.errors import SettingsError
+from clipstream.models.pickles import named_tensors, plain, read_object
 from clipstream.models.towers import Towers
-from clipstream.models.weights import finite
+from clipstream.models.weights import finite, of_clip, without_prefix
 from clipstream.training.optim import UNDECAYED
 from clipstream.training.parallel import shard_like
+from clipstream.utils.schema import OBJECTS, Count, checked
 from clipstream.utils.words import shortened
 
 # Parts of names of Hugging Face text towers' tables, which have no weight decay in open_clip's main branch.
 TABLES = ("position_embeddings", "token_type_embeddings", "relative_attention_bias", "embed_positions")
 SHOWN = 300  # characters of a mismatch that a message repeats
+
+
+def _number(value: Any) -> Any:
+    """A value of Python in place of a number of NumPy, or of a tensor with one number."""
+    value = plain(value)
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+_State = dict[str, Annotated[torch.Tensor | float | None, BeforeValidator(plain)]]
+
+
+class _Group(TypedDict):
+    """A group of parameters of an optimizer; its hyperparameters are not read."""
+
+    params: list[int | str]
+
+
+@with_config(OBJECTS)
+class _Optimizer(TypedDict):
+    """state_dict of an optimizer."""
+
+    state: dict[int | str, _State]
+    param_groups: list[_Group]
+
+
+@pydantic.dataclasses.dataclass(config=OBJECTS)
+class _Content:
+    """What is read of a file beside the weights."""
+
+    epoch: Annotated[Count, BeforeValidator(_number)]
+    optimizer: _Optimizer | None
+    scaler: dict[str, Annotated[int | float, BeforeValidator(_number)]] | None
+    global_step: Annotated[Count | None, BeforeValidator(_number)]
 
 
 @dataclass(frozen=True)
@@ -46,7 +83,7 @@ class OpenClipCheckpoint:
     path: Path
     epoch: int
     weights: dict[str, torch.Tensor]
-    optimizer: dict[str, Any] | None
+    optimizer: _Optimizer | None
     scaler: dict[str, int | float]
     step: int | None
 
@@ -57,10 +94,8 @@ class OpenClipCheckpoint:
         Raises SettingsError: it is no checkpoint of open_clip's trainer.
         """
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about the pickle protocol
-                found: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # the unpickler may raise anything for a file that is not a pickle
+            found = read_object(path)
+        except (OSError, ValueError) as error:
             text = f"--resume {path}: no checkpoint of clipstream, nor of open_clip's trainer: {_short(error)}"
             raise SettingsError(text) from error
         if not isinstance(found, dict) or not isinstance(found.get("state_dict"), dict) or "epoch" not in found:
@@ -68,10 +103,16 @@ class OpenClipCheckpoint:
                 f"--resume {path}: there are no epoch and optimizer in it, which a checkpoint of open_clip's trainer "
                 f"has: start a new run from its weights by --pretrained {path}"
             )
-        weights = {_plain(name): tensor for name, tensor in found["state_dict"].items()}
-        step = found.get("global_step")
-        scaler, optimizer = dict(found.get("scaler") or {}), found.get("optimizer")
-        return cls(path, int(found["epoch"]), weights, optimizer, scaler, None if step is None else int(step))
+        try:
+            content = checked(
+                _Content, {key: found.get(key) for key in ("epoch", "optimizer", "scaler", "global_step")}
+            )
+            weights = without_prefix(dict(named_tensors(found["state_dict"])), of_clip, path)
+        except ValueError as error:
+            raise SettingsError(
+                f"--resume {path}: it is not what open_clip's trainer wrote: {_short(error)}"
+            ) from error
+        return cls(path, content.epoch, weights, content.optimizer, content.scaler or {}, content.global_step)
 
     def load(self, towers: Towers, optimizer: torch.optim.Optimizer) -> None:
         """Load weights and moments, on every rank; the optimizer's hyperparameters stay those of the settings.
@@ -80,6 +121,9 @@ class OpenClipCheckpoint:
         """
         try:
             present = towers.clip.state_dict()
+            for name in present.keys() & self.weights.keys():  # before their numbers are read
+                if self.weights[name].shape != present[name].shape:
+                    raise RuntimeError(f"{name} is {[*self.weights[name].shape]}, here {[*present[name].shape]}")
             saved = towers.not_stored(finite(self.weights.items(), self.path))
             towers.clip.load_state_dict({name: shard_like(tensor, present.get(name)) for name, tensor in saved})
         except RuntimeError as error:
@@ -117,17 +161,22 @@ class OpenClipCheckpoint:
         assert self.optimizer is not None
         state, groups = self.optimizer["state"], self.optimizer["param_groups"]
         if any(isinstance(key, str) for key in state):  # of FSDP
-            return {_plain(name): dict(values) for name, values in state.items()}
+            named = without_prefix({str(name): values for name, values in state.items()}, of_clip, self.path)
+            if all(name in self.weights and self._fits(values, name) for name, values in named.items()):
+                return named
         trainable = {
             name.removeprefix("clip.") for name, parameter in towers.named_parameters() if parameter.requires_grad
         }
         own = [name for name in names if name in trainable]
         for layout in self._layouts(own, towers):
             pairs = zip(groups, layout, strict=False)
-            numbered = {n: name for group, part in pairs for n, name in zip(group["params"], part, strict=False)}
+            numbered: dict[int | str, str] = {
+                n: name for group, part in pairs for n, name in zip(group["params"], part, strict=False)
+            }
             sizes = [len(group["params"]) for group in groups] == [len(part) for part in layout]
-            if sizes and all(self._fits(values, numbered[number]) for number, values in state.items()):
-                return {numbered[number]: dict(values) for number, values in state.items()}
+            known = sizes and state.keys() <= numbered.keys()
+            if known and all(self._fits(values, numbered[number]) for number, values in state.items()):
+                return {numbered[number]: values for number, values in state.items()}
         counted = sum(len(group["params"]) for group in groups)
         raise SettingsError(
             f"--resume {self.path}: its optimizer has {counted} parameters in {len(groups)} groups, and this run "
@@ -178,11 +227,6 @@ def _fitted(value: Any, parameter: nn.Parameter) -> Any:
     if not isinstance(value, torch.Tensor):
         return torch.tensor(float(value)) if isinstance(value, (int, float)) else value
     return shard_like(value, parameter).clone() if value.ndim else value.clone()
-
-
-def _plain(name: str) -> str:
-    """A parameter's name without the prefixes of DDP and torch.compile."""
-    return name.removeprefix("module.").removeprefix("_orig_mod.")
 
 
 def _short(error: Exception) -> str:

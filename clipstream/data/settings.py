@@ -523,6 +523,14 @@ class DataSettings(Section):
         sizes = [size for start, size in self.batch_schedule if start <= step]
         return sizes[-1] if sizes else self.global_batch_size
 
+    def samples_before(self, step: int) -> int:
+        """Samples of the global batches before number `step`."""
+        ends = [*self.batch_changes[1:], step]
+        return sum(
+            max(min(end, step) - start, 0) * self.batch_size(start)
+            for start, end in zip(self.batch_changes, ends, strict=True)
+        )
+
     def steps_for(self, samples: int) -> int:
         """Number of steps that train on at least so many samples."""
         changes = self.batch_changes

@@ -47,7 +47,7 @@ class Inert(dict[Any, Any]):
     origin = ""  # MODULE.NAME in the pickle
     state: Any = None
     args: tuple[Any, ...] = ()
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
@@ -164,7 +164,11 @@ def _zipped(path: Path) -> Any:
             begin, length = record(f"data/{key}")
             if not 0 <= numel * dtype.itemsize <= length:
                 raise ValueError(f"record {key} is too short")
-            return torch.frombuffer(memory, dtype=dtype, count=numel, offset=begin) if numel else torch.empty(0)
+            return (
+                torch.frombuffer(memory, dtype=dtype, count=numel, offset=begin)
+                if numel
+                else torch.empty(0, dtype=dtype)
+            )
 
         if f"{folder}byteorder" in archive.namelist() and archive.read(f"{folder}byteorder") != b"little":
             raise ValueError("its numbers are big-endian")
@@ -209,7 +213,7 @@ def plain(value: Any) -> Any:
     try:
         match value.origin.rpartition(".")[2], value.args, value.state:
             case "scalar", (dtype, data), _:
-                shape, fortran = (), False
+                shape, fortran = None, False
             case "_reconstruct", _, (_, shape, dtype, fortran, data):
                 pass
             case _:
@@ -218,11 +222,12 @@ def plain(value: Any) -> Any:
         data = data.encode("latin1") if isinstance(data, str) else bytes(data)
         if code is None:
             raise ValueError(f"of type {dtype.args[0]}")
-        order = dtype.state[1] if dtype.state else "="
-        array = np.frombuffer(data, np.dtype(code[0]).newbyteorder(order)).reshape(shape, order="F" if fortran else "C")
+        order: Any = dtype.state[1] if dtype.state else "="
+        array = np.frombuffer(data, np.dtype(code[0]).newbyteorder(order))
+        array = array.reshape(shape or (), order="F" if fortran else "C")
     except (TypeError, AttributeError, LookupError, ValueError) as error:
         raise ValueError(f"an array of NumPy cannot be read: {error}") from error
-    return torch.from_numpy(array.astype(code[0])) if shape else array.item()
+    return array.item() if shape is None else torch.from_numpy(array.astype(code[0]))
 
 
 def named_tensors(found: Any, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -237,5 +242,7 @@ def named_tensors(found: Any, name: str = "", seen: set[int] | None = None) -> I
         seen.add(id(found))
         for key, value in (found.members() if isinstance(found, Inert) else found).items():
             if not str(key).startswith("optim"):
-                inner = name if key in ("_parameters", "_buffers", "_modules") else f"{name}.{key}" if name else str(key)
+                inner = (
+                    name if key in ("_parameters", "_buffers", "_modules") else f"{name}.{key}" if name else str(key)
+                )
                 yield from named_tensors(value, inner, seen)

@@ -5,12 +5,13 @@ A path enters; tensors by name leave, or a `SettingsError` that names what does 
 
 from __future__ import annotations
 
+import os
 import re
 import sys
-import warnings
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from open_clip.factory import (
@@ -19,14 +20,24 @@ from open_clip.factory import (
     resize_pos_embed,
     resize_text_pos_embed,
 )
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed
 
 from clipstream.errors import SettingsError
-from clipstream.models.pretrained import ModelFiles
+from clipstream.models.model_config import HUB
+from clipstream.models.pickles import named_tensors, read_object
+from clipstream.models.pretrained import CONFIG_FILE, ModelFiles
+from clipstream.utils.logs import logger
 
+T = TypeVar("T")
 SHOWN = 4  # names in a message
+# First parts of the names in open_clip's models.
+CLIP = {"visual", "text", "transformer", "token_embedding", "positional_embedding", "ln_final", "text_projection"}
+CLIP |= {"logit_scale", "logit_bias"}
+# Tensors that files hold beside the weights: three of OpenAI's, a mask, and the count of torch's AveragedModel.
+NOT_WEIGHTS = {"input_resolution", "context_length", "vocab_size", "attn_mask", "n_averaged"}
+# What torch puts into names at any place: compilation, FSDP and checkpointing.
+WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+TRANSFORMERS = re.compile(r"(?:vision|text)_model\..*encoder\.layers\.")  # of its CLIPModel and SiglipModel
 TIMM_POSITIONS = "visual.trunk.pos_embed"
 
 
@@ -47,39 +58,54 @@ def finite(tensors: Iterable[tuple[str, torch.Tensor]], where: Path | None) -> I
         )
 
 
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint's tensors by name, without the prefix of DDP.
+def of_clip(name: str) -> bool:
+    """Whether a model of open_clip has parameters whose names begin as this one does."""
+    return name.partition(".")[0] in CLIP
 
-    Raises SettingsError: the file is not a checkpoint of a model.
+
+def read_weights(path: Path, fits: Callable[[str], bool] = of_clip) -> dict[str, torch.Tensor]:
+    """The tensors in a file by the model's names, wherever in the file they are (see `without_prefix`).
+
+    Args:
+        fits: whether a name may be one of the model's.
+
+    Raises SettingsError: the file is not a checkpoint of a model of open_clip or timm.
     """
     try:
-        found: Any = load_file(path) if path.suffix == ".safetensors" else _unpickled(path)
-    except (SafetensorError, OSError, RuntimeError) as error:
+        found = dict(named_tensors(read_object(path)))
+    except (OSError, ValueError) as error:
         raise SettingsError(f"cannot read weights from {path}: {error}") from error
-    found = found.get("state_dict", found) if isinstance(found, dict) else found
-    if not isinstance(found, dict) or not found or not all(map(torch.is_tensor, found.values())):
+    if not found:
         raise SettingsError(f"{path} is no checkpoint of a model: it does not hold tensors by name")
-    # OpenAI's archives hold three numbers beside the weights.
-    numbers = ("input_resolution", "context_length", "vocab_size")
-    return {name.removeprefix("module."): tensor for name, tensor in found.items() if name not in numbers}
+    if theirs := next((name for name in found if TRANSFORMERS.search(name)), None):
+        kind = "SiglipModel" if any(name.endswith(("logit_bias", "head.probe")) for name in found) else "CLIPModel"
+        raise SettingsError(
+            f"{path} holds the weights of transformers' {kind} (it has {theirs}), whose conversion is not supported "
+            "yet: take the weights of this model for open_clip, by --model NAME --pretrained TAG, or by --model "
+            f"{HUB}ORG/NAME of a repository with {CONFIG_FILE}"
+        )
+    taken = without_prefix(found, fits, path)
+    return {name: tensor for name, tensor in taken.items() if name not in NOT_WEIGHTS}
 
 
-def _unpickled(path: Path) -> Any:
-    """The content of a file of torch.save or TorchScript, read without running code that it names."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the pickle protocol and TorchScript
-            try:
-                return torch.load(path, map_location="cpu", weights_only=True)
-            except RuntimeError:  # OpenAI's own files are TorchScript archives
-                return dict(torch.jit.load(path, map_location="cpu").state_dict())  # type: ignore[no-untyped-call]
-    except (OSError, RuntimeError):
-        raise
-    except Exception as error:  # the unpickler may raise anything for a file that is not a pickle
-        named = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"a pickle that holds {named[1]} besides tensors" if named else "not a file of tensors"
-        text = f"{path} is {what}; nothing in it was run: ask its maker for the weights as .safetensors"
-        raise SettingsError(text) from error
+def without_prefix(found: Mapping[str, T], fits: Callable[[str], bool], path: Path) -> dict[str, T]:
+    """The values by name below the prefix after which most names fit, such as `state_dict.module.`, without this
+    prefix; below the prefix of all if no name fits. Prefixes of weights without averaging go first.
+    """
+    names = {WRAPPERS.sub("", name): name for name in found}
+    fitting, total = Counter[str](), Counter[str]()
+    for name in names:
+        for start in (0, *(dot.end() for dot in re.finditer(r"\.", name))):
+            total[name[:start]] += 1
+            fitting[name[:start]] += fits(name[start:])
+    good = [prefix for prefix, count in fitting.items() if count and 2 * count >= total[prefix]]
+    most = max((fitting[prefix] for prefix in good), default=0)
+    best = sorted((prefix for prefix in good if fitting[prefix] == most), key=lambda prefix: "ema" in prefix.lower())
+    common = os.path.commonprefix(list(names))  # noqa: RUF071 (no paths)
+    prefix = best[0] if best else common[: common.rfind(".") + 1]
+    if left := [name for name in names if not name.startswith(prefix)]:
+        logger.warning(f"{path}: the weights are those below {prefix}; {len(left)} others, as {left[0]}, are left out")
+    return {name.removeprefix(prefix): found[old] for name, old in names.items() if name.startswith(prefix)}
 
 
 def load_weights(clip: Any, state: dict[str, torch.Tensor], source: ModelFiles) -> None:
@@ -122,7 +148,8 @@ def load_image_weights(trunk: Any, path: Path) -> None:
 
     Raises SettingsError: names or shapes differ; names the first of them.
     """
-    own, state = trunk.state_dict(), read_weights(path)
+    own = trunk.state_dict()
+    state = read_weights(path, own.__contains__)
     convert = getattr(sys.modules[type(trunk).__module__], "checkpoint_filter_fn", None)
     if convert is not None and _differences(own, state):
         try:

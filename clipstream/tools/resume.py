@@ -101,7 +101,7 @@ def meta_of(checkpoint: Path, settings: Settings, world: World) -> CheckpointMet
     if world.is_main:
         announce(f"resume   {checkpoint} of open_clip: epoch {theirs.epoch}, step {step}; the data order begins anew")
     train = StepState(scaler=theirs.scaler if settings.train.precision == "fp16" else {})
-    samples = sum(settings.data.batch_size(number) for number in range(step))
+    samples = settings.data.samples_before(step)
     return CheckpointMeta(TrainState(step=step, samples=samples, data=DataState(step=step), train_step=train))
 
 

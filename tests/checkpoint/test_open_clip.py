@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -59,3 +63,33 @@ def test_a_run_goes_on_from_open_clips_epoch(tmp_path: Path, capsys: pytest.Capt
     assert [record["step"] for record in records if "loss" in record] == [5, 6]
     saved = {folder.name for folder in (tmp_path / "logs/on/checkpoints").glob("step_*")}
     assert saved >= {"step_00000004", "step_00000006"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"epoch": np.int64(2), "args": argparse.Namespace(lr=np.float64(1))}, None),
+        ({"epoch": 10**18}, "epoch: Input should be less than"),
+        ({"epoch": -1}, "epoch"),
+        ({"epoch": "two"}, "epoch"),
+        ({"epoch": torch.zeros(3)}, "epoch"),
+        ({"global_step": "x"}, "global_step"),
+        ({"scaler": [1]}, "scaler"),
+        ({"scaler": {"scale": {}}}, "scaler.scale"),
+        ({"optimizer": {"state": {}}}, "optimizer.param_groups"),
+        ({"optimizer": {"state": {0: 1}, "param_groups": []}}, "optimizer.state.0"),
+        ({"optimizer": {"state": {99999: {}}, "param_groups": [{"params": [0]}]}}, "cannot be matched"),
+        (
+            {"optimizer": {"state": {"visual.proj": {"x": torch.ones(3)}}, "param_groups": []}},
+            "cannot be matched",
+        ),
+        ({"state_dict": {"visual.proj": torch.ones(2, 2)}}, r"visual.proj is \[2, 2\], here"),
+    ],
+)
+def test_odd_fields_are_named(changed: dict[str, Any], words: str | None, tmp_path: Path) -> None:
+    name = model_files.write(tmp_path)
+    path, *_ = write_epoch(tmp_path, json.loads(Path(name).read_text()), "3.3.0", **changed)
+    towers = model_files.build(name)
+    optimizer = build_optimizer(towers, AdamW.Settings(lr=1e-3), "ViT-B-32")
+    with nullcontext() if words is None else pytest.raises(SettingsError, match=words):
+        OpenClipCheckpoint.read(path).load(towers, optimizer)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -263,42 +261,6 @@ def test_micro_batches_see_the_same_patches_in_both_passes(tmp_path: Path) -> No
         gradient = truth[name]
         assert gradient is not None
         torch.testing.assert_close(before[name] - p.detach(), gradient, rtol=1e-6, atol=1e-6)
-
-
-TENSORS = {"a": torch.ones(2)}
-
-
-class Attack:
-    """An object whose unpickling runs a command."""
-
-    def __init__(self, command: str) -> None:
-        self.command = command
-
-    def __reduce__(self) -> Any:
-        return os.system, (self.command,)
-
-
-def test_a_checkpoint_of_tensors_and_numbers_is_read(tmp_path: Path) -> None:
-    optimizer = {"state": {}, "param_groups": [{"lr": 0.1}]}
-    torch.save({"state_dict": TENSORS, "epoch": 3, "optimizer": optimizer}, tmp_path / "epoch_3.pt")
-    assert list(read_weights(tmp_path / "epoch_3.pt")) == ["a"]
-
-
-@pytest.mark.parametrize("former", [False, True])
-def test_objects_besides_tensors_are_refused_in_a_sentence(tmp_path: Path, former: bool) -> None:
-    path, mark = tmp_path / "w.pt", tmp_path / "ran"
-    for value, named in (
-        (argparse.Namespace(lr=1), "argparse.Namespace"),
-        (Attack(f"touch '{mark}'"), f"{os.system.__module__}.system"),
-    ):
-        torch.save({"state_dict": TENSORS, "args": value}, path, _use_new_zipfile_serialization=not former)
-        with pytest.raises(SettingsError) as caught:
-            read_weights(path)
-        assert str(caught.value) == (
-            f"{path} is a pickle that holds {named} besides tensors; nothing in it was run: ask its maker for the "
-            "weights as .safetensors"
-        )
-    assert not mark.exists()
 
 
 @pytest.mark.parametrize(
