@@ -1,23 +1,26 @@
 """The base classes of all settings, and the tree of these classes: the class, field or type of value at a path.
 
 A mapping enters `Section`; a frozen, validated object leaves, or a `ValidationError` that names each wrong key. The
-class of a `PluginSection` depends on its key `type`.
+class of a `PluginSection` depends on its key `type`. `checked` validates files that are read back.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path as FilePath
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Field,
     ModelWrapValidatorHandler,
+    TypeAdapter,
     ValidationError,
     model_validator,
 )  # fmt: skip
@@ -27,10 +30,16 @@ from typing_extensions import Self
 
 from clipstream.config.plugins import load_plugin
 from clipstream.errors import SettingsError
+from clipstream.utils.escape import printable
 
 PACKAGE = FilePath(__file__).parents[1]
 Path = tuple[str | int, ...]
 Tree = dict[str, Any]  # settings as YAML has them, not validated
+T = TypeVar("T")
+MOST = 10**15  # steps, samples, bytes
+Count = Annotated[int, Field(ge=0, le=MOST)]
+VALUE_SHOWN = 60  # characters of a wrong value
+OBJECTS = ConfigDict(arbitrary_types_allowed=True)  # of a class with tensors
 
 
 def with_home(text: str) -> str:
@@ -210,3 +219,25 @@ def leaves(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Fiel
             yield key, field
         else:
             yield from leaves(inner, f"{key}.NAME." if inner is entry else f"{key}.")
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def checked(kind: type[T], values: Any) -> T:
+    """The values as `kind`; bytes and text are JSON.
+
+    Raises ValueError: they are not.
+    """
+    try:
+        adapter: Any = _adapter(kind)  # type: ignore[arg-type]
+        found: T = (adapter.validate_json if isinstance(values, str | bytes) else adapter.validate_python)(values)
+        return found
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ValueError(
+            f"{key or 'content'}: {first['msg']}, not {printable(repr(first['input']), VALUE_SHOWN)}"
+        ) from error
