@@ -20,11 +20,12 @@ import numpy as np
 import torch
 
 from clipstream.errors import DataError
-from clipstream.features.manifest import RERUN, Manifest
+from clipstream.features.manifest import RERUN, TEXTS, Manifest
 from clipstream.utils.atomic_write import BLOCK
 
 ROWS = "rows"
 CRC = "crc32"
+KEYS = "keys"  # metadata of a chunk of `texts`: digest of its keys
 ORIGIN = "origin"  # metadata: Manifest.origin of the chunk's part
 MOST_HEADER = 1 << 20  # bytes
 PIECE = 1 << 20  # bytes read at once; they stay in the processor's cache until they are summed
@@ -150,7 +151,10 @@ def parse_header(raw: bytes, shown: object) -> Header:
         layout = {name: (_DTYPES[item["dtype"]], tuple(item["shape"])) for name, item in values.items()}
         same = _header(meta, layout) == raw
         header = Header(meta, layout, raw)
-        same = same and CRC in meta and 0 <= header.id.shard_samples < 1 << 32
+        same = same and CRC in meta and all(isinstance(value, str) for value in meta.values())
+        if header.id.part == TEXTS:
+            _ = layout["text_ends"], meta[KEYS]
+        same = same and 0 <= header.id.shard_samples < 1 << 32
         sizes = [size for _, shape in layout.values() for size in shape or ("",)]
         same = same and all(type(size) is int and 0 <= size < 1 << 40 for size in sizes)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -256,22 +260,13 @@ def strings(tensors: Mapping[str, torch.Tensor], name: str) -> list[str]:
     return [str(data[a:b], "utf-8", "surrogatepass") for a, b in zip([0, *ends[:-1]], ends, strict=False)]
 
 
-def string(tensors: Mapping[str, torch.Tensor], name: str, number: int) -> str:
-    """One of `strings`."""
-    ends = tensors[f"{name}_ends"]
-    start = int(ends[number - 1]) if number else 0
-    return str(tensors[f"{name}s"][start : int(ends[number])].numpy().tobytes(), "utf-8", "surrogatepass")
-
-
 def find_key(tensors: Mapping[str, torch.Tensor], key: str) -> np.ndarray[Any, np.dtype[np.int64]]:
     """The samples int64 [n] of a chunk of the part `texts` that have a key; makes no object of each sample."""
     wanted = np.frombuffer(key.encode("utf-8", "surrogatepass"), np.uint8)
-    lengths = np.diff(tensors["key_ends"].numpy(), prepend=0)
-    likely = np.flatnonzero(lengths == len(wanted))
-    starts = (tensors["key_ends"].numpy() - lengths)[likely, None]
-    found: np.ndarray[Any, np.dtype[np.int64]] = likely[
-        (tensors["keys"].numpy()[starts + np.arange(len(wanted))] == wanted).all(axis=1)
-    ]
+    ends = tensors["key_ends"].numpy()
+    likely = np.flatnonzero(np.diff(ends, prepend=0) == len(wanted))
+    rows = tensors["keys"].numpy()[ends[likely, None] + np.arange(-len(wanted), 0)]
+    found: np.ndarray[Any, np.dtype[np.int64]] = likely[(rows == wanted).all(axis=1)]
     return found
 
 

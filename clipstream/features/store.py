@@ -383,17 +383,11 @@ class StoredSource:
 
     def texts_of(self, shard: int, samples: Iterable[int]) -> dict[int, tuple[str, list[str]]]:
         """Key and captions of some samples of a shard."""
-        by_chunk: dict[int, list[int]] = {}
-        for sample in samples:
-            by_chunk.setdefault(sample // self._chunk_rows, []).append(sample)
-        found = {}
+        found, wanted = {}, list(samples)
         for chunk, texts in enumerate(self._texts(shard)):
-            for sample in by_chunk.get(chunk, ()):
-                number = sample - chunk * self._chunk_rows
-                first = int(texts["counts"][:number].sum())
-                own = range(first, first + int(texts["counts"][number]))
-                captions = [chunks.string(texts, "text", i) for i in own]
-                found[sample] = chunks.string(texts, "key", number), captions
+            if own := [sample for sample in wanted if sample // self._chunk_rows == chunk]:
+                both = list(zip(chunks.strings(texts, "key"), chunks.captions_of(texts), strict=True))
+                found |= {sample: both[sample % self._chunk_rows] for sample in own}
         return found
 
     def reasons(self, shard: int) -> list[str]:

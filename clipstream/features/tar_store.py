@@ -30,13 +30,12 @@ from clipstream.data.tar import Shard
 from clipstream.data.transport.transfer import Monitor
 from clipstream.errors import Dropped
 from clipstream.features import chunks
-from clipstream.features.chunks import CRC, ORIGIN, ROWS, ChunkID, DamagedChunk
+from clipstream.features.chunks import CRC, KEYS, ORIGIN, ROWS, ChunkID, DamagedChunk
 from clipstream.features.codec import DTYPES, stored_width
 from clipstream.features.manifest import SAMPLES, TEXTS, Manifest, chunk_digest, sample_dtype
 from clipstream.utils.atomic_write import BLOCK
 
 META = "__store__.json"
-KEYS = "keys"  # metadata of a chunk of `texts`: digest of its keys
 _USABLE = re.compile(r"(?!__)(?:[^\0\ud800-\udfff]*/)?[^./\0\ud800-\udfff][^./\0\ud800-\udfff]*")
 _NPY = {torch.float32: "<f4", torch.float16: "<f2", torch.bfloat16: "<u2", torch.int8: "|i1"}
 _NPY |= {torch.uint16: "<u2", torch.int32: "<i4"}

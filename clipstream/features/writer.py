@@ -25,7 +25,7 @@ from clipstream.data.transport.downloader import MOST, Fetcher
 from clipstream.data.transport.transfer import Monitor, ShardError
 from clipstream.errors import DataError, SettingsError
 from clipstream.features import chunks, tar_store
-from clipstream.features.chunks import ORIGIN, ROWS, ChunkID, DamagedChunk, Header
+from clipstream.features.chunks import KEYS, ORIGIN, ROWS, ChunkID, DamagedChunk, Header
 from clipstream.features.codec import DTYPES, FEATURE_DTYPES, is_finite, stored_width
 from clipstream.features.manifest import (
     DRAFT,
@@ -42,7 +42,6 @@ from clipstream.features.manifest import (
     part_folder,
     sample_dtype,
 )
-from clipstream.features.tar_store import KEYS
 from clipstream.utils import atomic_write
 from clipstream.utils.escape import file_name, printable
 
