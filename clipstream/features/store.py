@@ -383,7 +383,8 @@ class StoredSource:
 
     def texts_of(self, shard: int, samples: Iterable[int]) -> dict[int, tuple[str, list[str]]]:
         """Key and captions of some samples of a shard."""
-        found, wanted = {}, list(samples)
+        found: dict[int, tuple[str, list[str]]] = {}
+        wanted = list(samples)
         for chunk, texts in enumerate(self._texts(shard)):
             if own := [sample for sample in wanted if sample // self._chunk_rows == chunk]:
                 both = list(zip(chunks.strings(texts, "key"), chunks.captions_of(texts), strict=True))
