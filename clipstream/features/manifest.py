@@ -16,13 +16,13 @@ import json
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, InstanceOf
 
+from clipstream.config.section import checked
 from clipstream.errors import SettingsError
 from clipstream.features.codec import DTYPES, ID_DTYPES, row_bytes
 from clipstream.utils.escape import file_name
@@ -166,16 +166,13 @@ class Manifest:
             )
         try:
             sum_ = values.pop(CRC, None) if isinstance(values, dict) else None
-            found = _schema().validate_python(values)
+            found = checked(cls, values)
             found._check()
             if found.complete and sum_ not in (None, _checksum(values)):
                 raise ValueError("its content has changed since")
             return found
         except (ValueError, RecursionError) as error:
             detail = " ".join(str(error).split())
-            if isinstance(error, ValidationError):
-                first = error.errors(include_url=False, include_input=False)[0]
-                detail = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
             raise SettingsError(f"{path} is not what clipstream wrote ({detail}): {RERUN}") from error
 
     def _check(self) -> None:
@@ -211,11 +208,6 @@ class Manifest:
             for name, source in self.sources.items()
         }
         return replace(self, sources=sources, complete=False)
-
-
-@cache
-def _schema() -> TypeAdapter[Manifest]:
-    return TypeAdapter(Manifest)
 
 
 def _checksum(values: Mapping[str, object]) -> str:

@@ -29,14 +29,9 @@ from clipstream.features.store import FeatureStore
 from clipstream.features.writer import StoreWriter
 from clipstream.utils.atomic_write import BLOCK
 from tests.support.features import PARTS, Content
+from tests.support.json_values import JSON, changed, places
 
 SMALL = Content(sizes={"train": [40, 9, 0]})
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
-    | st.sampled_from([-1, 1, 2, 10**30, 1 << 31, "", "..", "mapped", "tar", "int8", "view", "caption", "\ud800"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=4,
-)  # fmt: skip
 
 
 def use(path: Path) -> list[Any]:
@@ -59,20 +54,6 @@ def use(path: Path) -> list[Any]:
         best = search(rows, rows.gather(some), 3) if some else None
         found.append((some, rows.identity(), rows.names(best.rows.flatten().tolist() if best else [])))
     return [*found, [pair.scores.tolist() for pair in pair_scores(store)], store.manifest.to_json()]
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The paths to all values in a JSON value."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path, *(found for key, one in items for found in places(one, (*path, key)))]
-
-
-def changed(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
-    if not path:
-        return value
-    tree = tree.copy()
-    tree[path[0]] = changed(tree[path[0]], path[1:], value)
-    return tree
 
 
 def one_sentence(error: ClipstreamError) -> None:

@@ -38,7 +38,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import yaml
+from pydantic import InstanceOf
+from typing_extensions import NotRequired, TypedDict
 
+from clipstream.config.section import Count, checked
 from clipstream.data.settings import SourceSettings
 from clipstream.data.shard_url import ShardURL, redact
 from clipstream.data.sources.registry import Source
@@ -79,6 +82,26 @@ class Head(NamedTuple):
     fault: Fault | None  # of the shard
     length: int  # of the rest of the index
     crc32: int  # of the rest
+
+
+class _Fields(TypedDict):
+    """The JSON of the first line."""
+
+    samples: Count
+    size: int | None
+    mtime: int | None
+    version: InstanceOf[str] | None
+    fault: tuple[InstanceOf[str], InstanceOf[str]] | None
+    length: Count
+    crc32: int
+
+
+class _Entry(TypedDict):
+    """An entry of wids' `shardlist`."""
+
+    url: InstanceOf[str]
+    nsamples: Count
+    filesize: NotRequired[int | None]
 
 
 def path_of(name: str, folder: str | None) -> Path | None:
@@ -145,15 +168,20 @@ def read(path: Path) -> tuple[Head, ShardIndex]:
         body = file.read()
     if len(body) != head.length or zlib.crc32(body) != head.crc32:
         raise ValueError("its checksum is wrong")
-    packed = json.loads(zlib.decompress(body))
     samples, expected = SampleTable(), 0
-    for key, kind, *numbers in packed["samples"]:
-        members = {}
-        for i, suffix in enumerate(packed["kinds"][kind]):
-            offset, size = expected + numbers[2 * i], numbers[2 * i + 1]
-            members[suffix] = (offset, size)
-            expected = _next(offset, size)
-        samples.append(key, members)
+    try:
+        packed = json.loads(zlib.decompress(body))
+        for key, kind, *numbers in packed["samples"]:
+            members = {}
+            for i, suffix in enumerate(packed["kinds"][kind]):
+                offset, size = expected + numbers[2 * i], numbers[2 * i + 1]
+                members[suffix] = (offset, size)
+                expected = _next(offset, size)
+            samples.append(key, members)
+    except (zlib.error, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise ValueError(f"it is damaged ({error})") from error
+    if len(samples) != head.samples:
+        raise ValueError(f"it has {len(samples)} samples instead of {head.samples}")
     return head, ShardIndex(samples, head.fault)
 
 
@@ -172,7 +200,7 @@ def _head(line: bytes) -> Head:
     checksum, _, text = line.removeprefix(MAGIC).rstrip(b"\n").partition(b" ")
     if not line.startswith(MAGIC) or not line.endswith(b"\n") or b"%08x" % zlib.crc32(text) != checksum:
         raise ValueError("it is damaged, or no index of this version")
-    fields = json.loads(text)
+    fields = checked(_Fields, json.loads(text))
     fault = None if fields["fault"] is None else Fault(*fields["fault"])
     of = Identity(fields["size"], fields["mtime"], fields["version"])
     return Head(fields["samples"], of, fault, fields["length"], fields["crc32"])
@@ -296,9 +324,9 @@ def _advice(settings: SourceSettings, key: str, unknown: dict[str, str], total: 
 def _read_wids(index: Path) -> Wids | str:
     """The entries of an index of wids, or why it cannot be read."""
     try:
-        shards = json.loads(index.read_bytes())["shardlist"]
-        rows = [(str(one["url"]), int(one["nsamples"]), one.get("filesize")) for one in shards]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        entries = checked(list[_Entry], json.loads(index.read_bytes())["shardlist"])
+        rows = [(one["url"], one["nsamples"], one.get("filesize")) for one in entries]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return f"{index} is no wids index that can be read: {type(error).__name__}: {error}"
     bases = Counter(os.path.basename(url) for url, *_ in rows)
     found = Wids()
@@ -333,20 +361,20 @@ class _NeighbourIndexes:
             return len(data) // 8 - 1
         for root in list(path.parents)[:3]:  # shards may be in folders of the data set
             if (counts := self._energon(root / ".nv-meta")) is not None:
-                count = counts.get(path.relative_to(root).as_posix())
-                if isinstance(count, int):
+                if (count := counts.get(path.relative_to(root).as_posix())) is not None:
                     return count
                 break
         wids = self._wids(path.parent / WIDS)
         return None if isinstance(wids, str) else _wids_count(wids, str(path), size)
 
 
-def _energon_counts(folder: Path) -> dict[str, object] | None:
+def _energon_counts(folder: Path) -> dict[str, int] | None:
     for name in (".info.json", ".info.yaml"):
         with contextlib.suppress(OSError):
             text = (folder / name).read_bytes()
             try:
-                return dict((json.loads(text) if name.endswith(".json") else yaml.safe_load(text))["shard_counts"])
-            except (ValueError, KeyError, TypeError, yaml.YAMLError):
+                values = json.loads(text) if name.endswith(".json") else yaml.safe_load(text)
+                return checked(dict[str, Count], values["shard_counts"])
+            except (ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
                 return None
     return None

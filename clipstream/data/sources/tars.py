@@ -5,11 +5,11 @@ URLs enter; open tars leave, downloaded through the store and read by their side
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from clipstream.config.section import Count, checked
 from clipstream.data.settings import SourceSettings
 from clipstream.data.shard_url import ShardURL
 from clipstream.data.sources import indexes
@@ -57,17 +57,17 @@ class TarSource(SourceType):
             folders.setdefault(path.parent, []).append(path.name)
         for folder, names in folders.items():
             try:
-                sizes = {name: int(count) for name, count in json.loads((folder / SIZES).read_bytes()).items()}
-            except (OSError, ValueError, TypeError, AttributeError):
+                sizes = checked(dict[str, Count], (folder / SIZES).read_bytes())
+            except (OSError, ValueError):
                 sizes = {}
             if all(name in sizes for name in names):
                 total += sum(sizes[name] for name in names)
                 continue
             try:
-                length = int((folder / LENGTH).read_text())
+                length = checked(int, (folder / LENGTH).read_bytes())
             except (OSError, ValueError):
                 return None
-            if sorted(names) != sorted(path.name for path in folder.glob("*.tar")):
+            if length < 0 or sorted(names) != sorted(path.name for path in folder.glob("*.tar")):
                 return None
             total += length
         return total

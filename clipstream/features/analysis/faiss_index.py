@@ -6,6 +6,7 @@ as rows and queries have length 1. The whole index is in memory, while it is mad
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from dataclasses import dataclass
@@ -59,7 +60,10 @@ def open_index(rows: Rows, factory: str, path: Path, identity: dict[str, object]
     factory = factory or default_factory(len(rows))
     about = {"factory": factory, "rows": len(rows), **identity}
     beside = path.with_name(f"{path.name}.json")
-    if path.exists() and beside.exists() and json.loads(beside.read_text(encoding="utf-8")) == about:
+    known: object = None
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        known = json.loads(beside.read_bytes())
+    if path.exists() and known == about:
         try:
             return FaissIndex(_probing(faiss, faiss.read_index(str(path))), factory)
         except RuntimeError as error:

@@ -10,11 +10,15 @@ import struct
 import subprocess
 import sys
 import tarfile
+import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from clipstream.cli.main import main as clipstream
 from clipstream.config.settings import load, with_known_epoch
@@ -22,12 +26,14 @@ from clipstream.data.settings import SourceSettings
 from clipstream.data.sources.indexes import count_samples, identity_of, opened_by, path_of, read, read_head, write
 from clipstream.data.sources.protocol import SourceContext
 from clipstream.data.sources.registry import Source
+from clipstream.data.sources.tars import TarSource
 from clipstream.data.tar import ShardIndex, scan
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.errors import SettingsError
 from clipstream.index import main
 from tests.support.forks import ROOT, wait_until
 from tests.support.indexed_sampling import indexed
+from tests.support.json_values import JSON, changed, places
 from tests.support.loaders import digests
 from tests.support.pictures import make_shards
 from tests.support.ranks import command_ends, command_runs
@@ -113,6 +119,31 @@ def test_damage_and_other_files_are_no_index(tmp_path: Path) -> None:
     place.write_bytes(whole)
     os.utime(shard, (1, 1))
     assert opened_by(shard, None) is None, "the shard is not the one that was indexed"
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_value_in_an_index_is_damage_or_an_index(data: st.DataObject) -> None:
+    """Its checksums are right."""
+    with tempfile.TemporaryDirectory() as folder:
+        tar = Path(folder) / "0.tar"
+        tar.write_bytes(tar_bytes(SAMPLES))
+        path = Path(f"{tar}.index")
+        write(path, scan(tar), identity_of(tar))
+        line, body = path.read_bytes().split(b"\n", 1)
+        head, rest = json.loads(line.split(b" ", 3)[3]), json.loads(zlib.decompress(body))
+        values = changed([head, rest], data.draw(st.sampled_from(places([head, rest])[1:])), data.draw(JSON))
+        body = zlib.compress(json.dumps(values[1]).encode())
+        if values[0] == head:
+            values[0] = {**head, "length": len(body), "crc32": zlib.crc32(body)}
+        text = json.dumps(values[0]).encode()
+        path.write_bytes(b"clipstream-index 1 %08x %s\n" % (zlib.crc32(text), text) + body)
+        index = opened_by(str(tar), None)
+        assert index is None or len(index.samples) == 4
+        assert (found := counts(str(tar))) == [4] or found == [read_head(path).samples]
+        (Path(folder) / "sizes.json").write_text(json.dumps(data.draw(JSON | st.dictionaries(st.just("0.tar"), JSON))))
+        total = TarSource(SourceSettings(shards=str(tar)), SourceContext(ShardCache(None))).total_samples([str(tar)])
+        assert total is None or total >= 0
 
 
 def test_only_what_is_missing_or_stale_is_indexed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
