@@ -6,12 +6,13 @@ its metadata covers the rest of the header and the body.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,40 +188,36 @@ def verify(handle: int, shown: object, offset: int = 0) -> Header:
     return header
 
 
-def verify_file(path: Path, shown: object = "") -> Header:
-    """`verify` for a file with one chunk, which has to end with it. Raises DamagedChunk: also for a missing file."""
+def verify_file(path: Path, shown: object = "", *, crc: bool = True) -> Header:
+    """`verify` for a file with one chunk, which has to end with it. Raises DamagedChunk: also for a missing file.
+
+    Args:
+        crc: whether the CRC-32 is checked.
+    """
     shown = shown or path
-    handle = open_file(path, shown)
-    try:
-        header = verify(handle, shown)
-        if os.fstat(handle).st_size != len(header.raw) + header.body_bytes:
-            raise DamagedChunk.at(shown, "is damaged (bytes follow its end)")
-        return header
-    except OSError as error:
-        raise DamagedChunk.at(shown, f"cannot be read ({error.strerror})") from error
-    finally:
-        os.close(handle)
+    with opened(path, shown) as handle:
+        try:
+            header = (verify if crc else read_header)(handle, shown)
+            size = os.fstat(handle).st_size
+        except OSError as error:
+            raise DamagedChunk.at(shown, f"cannot be read ({error.strerror})") from error
+    if size != len(header.raw) + header.body_bytes:
+        raise DamagedChunk.at(shown, "is damaged (it does not end where its header says)")
+    return header
 
 
-def header_of(path: Path) -> Header:
-    """The header of a chunk file of the right size. Raises DamagedChunk."""
-    handle = open_file(path, path)
-    try:
-        header = read_header(handle, path)
-        if os.fstat(handle).st_size != len(header.raw) + header.body_bytes:
-            raise DamagedChunk.at(path, "is truncated")
-        return header
-    finally:
-        os.close(handle)
-
-
-def open_file(path: Path, shown: object) -> int:
+@contextlib.contextmanager
+def opened(path: Path, shown: object) -> Iterator[int]:
     """A descriptor of a chunk file. Raises DamagedChunk."""
     try:
-        return os.open(path, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY)
     except OSError as error:
         detail = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
         raise DamagedChunk.at(shown, detail) from error
+    try:
+        yield handle
+    finally:
+        os.close(handle)
 
 
 def read_tensors(handle: int, header: Header, offset: int = 0) -> dict[str, torch.Tensor]:

@@ -225,7 +225,10 @@ class FeatureStore:
         manifest, source = self.manifest, self.manifest.sources[name]
         if manifest.kind == "tar":
             for number, shard in enumerate(source.shards):
-                self._check_size(manifest.tar_path(name, number), shard.size if shard.samples else None)
+                path = self._root / manifest.tar_path(name, number)
+                if shard.samples and (found := path.stat().st_size if path.exists() else 0) != shard.size:
+                    detail = f"has {found:,} bytes instead of {shard.size:,}" if found else "is missing"
+                    raise SettingsError(f"feature store: {path} {detail}: {RERUN}")
             return
         for part in (SAMPLES, TEXTS, *manifest.parts):
             sizes: dict[str, int] = {}
@@ -245,18 +248,6 @@ class FeatureStore:
                             f"feature store: {self.shown_file(relative)} has {size:,} bytes, which is not the size of "
                             f"its {rows:,} bytes of rows and a header: {RERUN}"
                         )
-
-    def _check_size(self, relative: str, size: int | None) -> None:
-        if size is None:
-            return
-        try:
-            found = (Path(self.name_of(relative))).stat().st_size
-        except OSError as error:
-            raise SettingsError(f"feature store: {self.shown_file(relative)} is missing: {RERUN}") from error
-        if found != size:
-            raise SettingsError(
-                f"feature store: {self.shown_file(relative)} has {found:,} bytes instead of {size:,}: {RERUN}"
-            )
 
 
 class StoredSource:
@@ -431,7 +422,7 @@ class StoredSource:
         if manifest.kind == "tar" and count:
             unpacked = self.store.unpacked(self.name, shard)
             files.append(f"{manifest.tar_path(self.name, shard)}#chunks")
-            with _opened(unpacked.path, unpacked.shown) as handle:
+            with chunks.opened(unpacked.path, unpacked.shown) as handle:
                 offsets = unpacked.offsets(handle)
                 for part in parts:
                     for chunk in range(count):
@@ -447,7 +438,7 @@ class StoredSource:
                 most = None if rows is None else chunks.MOST_HEADER + rows * manifest.row_bytes(part, self.name)
                 path = self.store.local(relative, most)
                 files.append(relative)
-                with _opened(path, shown) as handle:
+                with chunks.opened(path, shown) as handle:
                     yield part, chunk, path, handle, shown, 0
 
     def _verify(self, part: str, shard: int, chunk: int, handle: int, shown: str, offset: int) -> tuple[Header, int]:
@@ -487,7 +478,7 @@ class StoredSource:
             with contextlib.suppress(FileNotFoundError):  # removed or replaced: what is mapped stays
                 version = _version(os.stat(path))
                 if version != known and version[0] == known[0]:
-                    with _opened(path, shown) as handle:
+                    with chunks.opened(path, shown) as handle:
                         self._verify(part, shard, chunk, handle, shown, offset)
         self._seen, self._looked = count, now
 
@@ -516,15 +507,6 @@ class StoredSource:
 
 def _version(stat: os.stat_result) -> Version:
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
-@contextlib.contextmanager
-def _opened(path: Path, shown: str) -> Iterator[int]:
-    handle = chunks.open_file(path, shown)
-    try:
-        yield handle
-    finally:
-        os.close(handle)
 
 
 class _Table:

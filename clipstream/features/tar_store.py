@@ -50,8 +50,8 @@ def pack(out: Any, manifest: Manifest, source: str, shard: int, samples: int, pa
 
     Raises DamagedChunk, OSError.
     """
-    crcs = {part: [chunks.header_of(path).meta[CRC] for path in found] for part, found in paths.items()}
-    captions = [chunks.header_of(path).layout["text_ends"][1][0] for path in paths[TEXTS]]  # caption rows of each chunk
+    crcs = {part: [chunks.verify_file(path, crc=False).meta[CRC] for path in found] for part, found in paths.items()}
+    captions = [chunks.verify_file(path, crc=False).layout["text_ends"][1][0] for path in paths[TEXTS]]
     parts = {
         name: {"width": part.width, "dtype": part.dtype, "rows_per": part.rows_per}
         for name, part in manifest.parts.items()
@@ -60,7 +60,7 @@ def pack(out: Any, manifest: Manifest, source: str, shard: int, samples: int, pa
     meta = {
         "source": source, "shard": shard, "samples": samples, "chunk_rows": manifest.chunk_rows,
         "views": manifest.views, "paths": manifest.sources[source].paths, "captions": captions,
-        "keys": [chunks.header_of(path).meta[KEYS] for path in paths[TEXTS]], "parts": parts, CRC: crcs,
+        "keys": [chunks.verify_file(path, crc=False).meta[KEYS] for path in paths[TEXTS]], "parts": parts, CRC: crcs,
         ORIGIN: {part: manifest.origin(part, source) for part in paths},
     }  # fmt: skip
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as tar:
@@ -72,11 +72,8 @@ def pack(out: Any, manifest: Manifest, source: str, shard: int, samples: int, pa
 
 
 def _verified(path: Path) -> dict[str, torch.Tensor]:
-    handle = chunks.open_file(path, path)
-    try:
+    with chunks.opened(path, path) as handle:
         return chunks.read_tensors(handle, chunks.verify(handle, path))
-    finally:
-        os.close(handle)
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:

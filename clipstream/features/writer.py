@@ -322,7 +322,7 @@ class StoreWriter:
             most = chunks.MOST_HEADER + rows * self.manifest.row_bytes(part, source)
             with self._plain(path, most) as plain:
                 return chunks.verify_file(plain, path)
-        return chunks.verify_file(path) if self._verify else chunks.header_of(path)
+        return chunks.verify_file(path, crc=self._verify)
 
     def _rows(self, part: str, source: str, rows: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor:
         if part == SAMPLES:
