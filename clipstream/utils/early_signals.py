@@ -19,6 +19,7 @@ INTERRUPTED = 130  # exit code of Ctrl-C, as shells have it
 STOPPED = 75  # exit code of a run that goes on when it is started again
 BEFORE_TRAINING = "stopped by {} before the first step: start the same command again"
 
+_started: str | None = None  # the verb
 _training = False
 _guarded: list[signal.Signals] = []  # empty where the process is not a command of ours
 _code, _line = INTERRUPTED, "interrupted"
@@ -29,8 +30,8 @@ os.register_at_fork(after_in_child=lambda: _listening and signal.set_wakeup_fd(-
 
 def guard() -> None:
     """Let a signal end the process at once: SIGINT, and in training SIGTERM and SIGUSR1."""
-    global _training
-    verb = _verb()
+    global _training, _started
+    verb = _started = _verb()
     if verb is None or _guarded:
         return
     if verb == "train":
@@ -50,9 +51,13 @@ def expect(code: int, line: str = "") -> None:
 
 
 def begin() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt in a verb, so that it can clean up. Training handles signals itself."""
+    """Let Ctrl-C raise KeyboardInterrupt in a verb, so that it can clean up, and SIGTERM SystemExit in those that write
+    files by themselves. Training handles signals itself.
+    """
     if signal.SIGINT in _guarded and not _training:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        if _started in ("bench", "export", "search") and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _stop)
 
 
 def end(code: int) -> None:
@@ -120,6 +125,11 @@ def _verb() -> str | None:
     if sys.argv[:1] == ["-m"] and word.startswith("clipstream."):  # sys.argv while the package is imported
         return word.removeprefix("clipstream.")
     return " ".join(sys.argv[1:2]) if os.path.basename(word) == "clipstream" else None
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    print("stopped by SIGTERM", file=sys.stderr, flush=True)
+    raise SystemExit(128 + number)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -5,6 +5,7 @@ The kind follows from the suffix. A file appears under its name when it is compl
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,7 +47,11 @@ class TableWriter:
                 self._file = csv.CSVWriter(self._draft, schema)
             else:
                 self._file = self._text = self._draft.open("w", encoding="utf-8", errors="backslashreplace")
-        except OSError as error:
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                self._draft.unlink()
+            if not isinstance(error, OSError):
+                raise
             raise SettingsError(f"{path} cannot be written: {error.strerror or error}") from error
 
     def write(self, columns: Mapping[str, Any]) -> None:

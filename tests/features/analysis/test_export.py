@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,8 @@ from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.export import main
 from clipstream.features.analysis.export import export
 from clipstream.features.analysis.tables import TableWriter
+from tests.support.features import Content
+from tests.support.forks import Fork, wait_until
 from tests.support.stored_features import Made, make_store
 
 DTYPES = [("float32", "float32"), ("float16", "float16"), ("bfloat16", "float32"), ("int8", "float32")]
@@ -145,3 +149,15 @@ def test_keys_that_are_not_utf8_are_escaped(tmp_path: Path, suffix: str) -> None
         writer.write({"shard": ["0.tar"], "key": ["a\udcff"], "n": [1]})
     text = str(parquet.read_table(path).to_pylist()) if suffix == ".parquet" else path.read_text()
     assert "udcff" in text
+
+
+def test_sigterm_leaves_no_drafts(tmp_path: Path) -> None:
+    Content(sizes={"train": [40]}).make(tmp_path / "s")
+    out = tmp_path / "out"
+    out.mkdir()
+    os.mkfifo(out / "image.npy.tmp")  # holds the command up
+    process = Fork(["-m", "clipstream.export", "features", str(tmp_path / "s"), str(out), "--format", "npy"])
+    wait_until((out / "image.keys.parquet.tmp").exists, process)
+    process.terminate()
+    assert process.communicate()[1] == b"stopped by SIGTERM\n" and process.returncode == 128 + signal.SIGTERM
+    assert list(out.iterdir()) == []
