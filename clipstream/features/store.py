@@ -12,7 +12,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -372,14 +372,13 @@ class StoredSource:
                  for chunk, texts in enumerate(self._texts(shard)) for key in keys]  # fmt: skip
         return np.sort(np.concatenate([*found, np.empty(0, np.int64)]))
 
-    def texts_of(self, shard: int, samples: Iterable[int]) -> dict[int, tuple[str, list[str]]]:
+    def texts_of(self, shard: int, samples: Numbers) -> dict[int, tuple[str, list[str]]]:
         """Key and captions of some samples of a shard."""
         found: dict[int, tuple[str, list[str]]] = {}
-        wanted = list(samples)
         for chunk, texts in enumerate(self._texts(shard)):
-            if own := [sample for sample in wanted if sample // self._chunk_rows == chunk]:
+            if len(own := samples[samples // self._chunk_rows == chunk]):
                 both = list(zip(chunks.strings(texts, "key"), chunks.captions_of(texts), strict=True))
-                found |= {sample: both[sample % self._chunk_rows] for sample in own}
+                found |= {sample: both[sample % self._chunk_rows] for sample in own.tolist()}
         return found
 
     def reasons(self, shard: int) -> list[str]:

@@ -158,15 +158,7 @@ class StoredRows:
 
     def names_of(self, number: int) -> list[Name]:
         """What the rows of the shard of this number belong to."""
-        shard = self.shards[number]
-        keys, captions = shard.source.keys(shard.number), shard.source.captions(shard.number)
-        counts = shard.rows_of_samples() // self.views
-        texts = self.store.manifest.per_caption(self.part)
-        return [
-            Name(shard.source.name, shard.name, keys[i], choice, [captions[i][choice]] if texts else captions[i])
-            for i in counts.nonzero()[0].tolist()
-            for choice in range(counts[i])
-        ]
+        return self.names(range(int(self.firsts[number]), int(self.firsts[number + 1])))
 
     def names(self, rows: Sequence[int]) -> list[Name]:
         """What rows belong to; the texts of the shards that they are in are read."""
@@ -179,7 +171,7 @@ class StoredRows:
             ends = (shard.rows_of_samples() // self.views).cumsum()
             samples = np.searchsorted(ends, own - self.firsts[number], side="right")
             choices = own - self.firsts[number] - np.concatenate([[0], ends])[samples]
-            known = shard.source.texts_of(shard.number, np.unique(samples).tolist())
+            known = shard.source.texts_of(shard.number, np.unique(samples))
             for row, sample, choice in zip(own.tolist(), samples.tolist(), choices.tolist(), strict=True):
                 key, captions = known[sample]
                 captions = [captions[choice]] if texts else captions
