@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -232,12 +233,12 @@ class FeatureStore:
             return
         for part in (SAMPLES, TEXTS, *manifest.parts):
             sizes: dict[str, int] = {}
-            with contextlib.suppress(FileNotFoundError):  # then all of its chunks are missing
+            with contextlib.suppress(OSError):  # then all of its chunks are missing
                 sizes = {entry.name: entry.stat().st_size for entry in os.scandir(self._root / part_folder(part, name))}
             for number, shard in enumerate(source.shards):
                 for chunk in range(shard.chunks(manifest.chunk_rows)):
                     relative = manifest.chunk_path(part, name, number, chunk)
-                    size = sizes.get(relative.rpartition("/")[2])
+                    size = sizes.pop(relative.rpartition("/")[2], None)
                     if size is None:
                         raise SettingsError(f"feature store: {self.shown_file(relative)} is missing: {RERUN}")
                     if part == TEXTS or manifest.zstd(part):
@@ -248,6 +249,11 @@ class FeatureStore:
                             f"feature store: {self.shown_file(relative)} has {size:,} bytes, which is not the size of "
                             f"its {rows:,} bytes of rows and a header: {RERUN}"
                         )
+            if part == SAMPLES and (
+                others := sorted(other for other in sizes if re.fullmatch(r"[\d-]+\.safetensors", other))
+            ):
+                path = self.shown_file(f"{part_folder(part, name)}/{others[0]}")
+                raise SettingsError(f"feature store: {path} is of no shard that {STORE} lists: {RERUN}")
 
 
 class StoredSource:

@@ -106,14 +106,19 @@ def test_a_manifest_that_is_no_json(tmp_path: Path, content: bytes) -> None:
         FeatureStore.open(tmp_path)
 
 
-@pytest.mark.parametrize(("key", "value"), [("samples", -5), ("samples", 39), ("samples", 50), ("captions", [-1])])
-def test_counts_that_are_not_those_of_the_chunks(made: tuple[Path, list[Any]], key: str, value: Any) -> None:
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [((0, "samples"), -5), ((0, "samples"), 39), ((0, "samples"), 50), ((0, "captions"), [-1]), ((), [])],
+)
+def test_counts_that_are_not_those_of_the_chunks(
+    made: tuple[Path, list[Any]], place: tuple[Any, ...], value: Any
+) -> None:
     path = made[0] / "store.json"
     before = path.read_bytes()
     values = json.loads(before)
     del values["crc32"]
     try:
-        path.write_text(json.dumps(changed(values, ("sources", "train", "shards", 0, key), value)))
+        path.write_text(json.dumps(changed(values, ("sources", "train", "shards", *place), value)))
         with pytest.raises(ClipstreamError):
             use(made[0])
     finally:
