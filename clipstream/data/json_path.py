@@ -8,13 +8,16 @@
 an object. `texts[lang=en]` matches the elements whose field `lang` is `en`; the field is a path of names, and a value
 with `]` is written as a JSON string in double quotes. A backslash escapes `.`, `[`, `=`, `*` and itself. A name matches
 exactly, or else case-insensitively, and may have dots in the data: `a.b` matches the field `a.b` if `a` has no `b`.
+A path leads on into a text that is itself a list or an object, see `structure`.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import re
+import warnings
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -26,6 +29,10 @@ _NAME = re.compile(r"(?:[^.\[\\]|\\.)+", re.DOTALL)
 _FILTER = re.compile(r'\[((?:[^=\[\]\\]|\\.)+)=("(?:[^"\\]|\\.)*"|[^"\]][^\]]*)\]', re.DOTALL)
 _SPECIAL, _BACKSLASHED = re.compile(r"([].*=[\\])"), r"\\\1"
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+_STRUCTURED = re.compile(r"""\s*(?:array\()?(?:"?\s*[\[{]|\(\s*['"]|b['"])""")
+_STRING = r"""[bu]?(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+_STRINGS = re.compile(rf"[\[(]\s*{_STRING}(?:(?:\s*,\s*|\s+){_STRING})*\s*,?\s*[\])]", re.DOTALL)
+MAX_LITERAL = 1 << 16  # characters of a text in Python's notation that are looked into
 
 
 class Each(NamedTuple):
@@ -91,10 +98,46 @@ def _malformed(path: str, at: int, why: str) -> ValueError:
     return ValueError(f"the path {printable(path)!r} is malformed at position {at + 1}: {why}")
 
 
+def structure(text: str) -> list[Any] | dict[Any, Any] | None:
+    """The list or object that a text is, in JSON or as Python or NumPy prints it; None for any other text.
+
+    JSON in a JSON string is unwrapped, and bytes as Python prints them are a list of one text.
+    """
+    if not _STRUCTURED.match(text):
+        return None
+    for parse in (json.loads, _printed):
+        try:
+            value = parse(text.strip())
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            continue
+        if isinstance(value, str):
+            return structure(value)
+        if isinstance(value, bytes):
+            return [value.decode(errors="surrogateescape")]
+        return list(value) if isinstance(value, (tuple, set)) else value if isinstance(value, (list, dict)) else None
+    return None
+
+
+def _printed(text: str) -> Any:
+    """A value as Python or NumPy prints it; a list of strings without commas is not joined to one."""
+    if len(text) > MAX_LITERAL:
+        raise ValueError("too long")
+    if text.startswith("array("):
+        text = text[6:].rpartition("]")[0] + "]"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if _STRINGS.fullmatch(text):
+            found = [ast.literal_eval(one) for one in re.findall(_STRING, text, re.DOTALL)]
+            return [one.decode(errors="surrogateescape") if isinstance(one, bytes) else one for one in found]
+        return ast.literal_eval(text)
+
+
 def values_at(value: Any, steps: Sequence[str | Each]) -> list[Any]:
     """All values at a path, in order."""
     if not steps:
         return [value]
+    if isinstance(value, str):
+        value = structure(value)
     step = steps[0]
     if isinstance(step, Each):
         return [found for item in step.of(value) for found in values_at(item, steps[1:])]
@@ -110,7 +153,7 @@ def values_at(value: Any, steps: Sequence[str | Each]) -> list[Any]:
             break
         name = f"{name}.{part}" if end > 1 else part
         lowered = name.lower()
-        same = (inner for other, inner in value.items() if other.lower() == lowered)
+        same = (inner for other, inner in value.items() if str(other).lower() == lowered)
         inner = value[name] if name in value else next(same, ABSENT)
         if inner is not ABSENT and (found := values_at(inner, steps[end:])):
             return found

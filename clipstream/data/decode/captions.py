@@ -6,6 +6,7 @@ member, or on which the user's code raises, becomes `Dropped` with a reason.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -16,9 +17,10 @@ from pydantic_core import from_json
 
 from clipstream.config.plugins import load_function, make_plugin, raised
 from clipstream.data.json_path import ABSENT as ABSENT
-from clipstream.data.json_path import parse_path, values_at
+from clipstream.data.json_path import parse_path, structure, values_at
 from clipstream.data.settings import CaptionSettings, JsonCaption, TextCaption
 from clipstream.errors import Dropped, SettingsError
+from clipstream.utils.escape import printable
 
 if TYPE_CHECKING:
     from clipstream.data.order.rng import SampleRNG, SampleRNGs
@@ -149,23 +151,44 @@ def build_transform(path: str | None) -> SampleTransform | None:
 
 
 class TextField:
-    """The caption is the text of a member: the first present of `members`, UTF-8, stripped."""
+    """The caption is the text of a member: the first present of `members`, UTF-8, stripped.
+
+    Where the text is a list of texts (`json_path.structure`), one is drawn, in evaluation the first.
+    """
 
     def __init__(self, members: tuple[str, ...]) -> None:
         self.members = members
 
     def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
         """The caption. Raises Dropped: `no_caption`, `caption_not_utf8` or `empty_caption`."""
-        return usable_text(text_of(sample, self.members, "no_caption"))
+        texts = self._texts(sample)
+        return usable_text(texts[rng.integer(len(texts))] if rng is not None and len(texts) > 1 else texts[0])
+
+    def every(self, sample: RawSample) -> list[str]:
+        """The texts of a list, else the lines. Raises Dropped as __call__."""
+        texts = self._texts(sample)
+        return texts if len(texts) > 1 else texts[0].splitlines()
+
+    def candidates(self, sample: RawSample) -> list[list[str]]:
+        """See `candidates`."""
+        return [[usable_text(text) for text in self._texts(sample)]]
+
+    def _texts(self, sample: RawSample) -> list[str]:
+        text = text_of(sample, self.members, "no_caption")
+        if (found := structure(text)) is None:
+            return [text]
+        if isinstance(found, list) and (texts := [one for one in found if isinstance(one, str) and one.strip()]):
+            return texts
+        raise Dropped("no_caption", f"{_kind(found)}, not a text: name the text in it by --caption-json")
 
 
 class JsonField:
     """The caption is a string at a path into the JSON member.
 
-    Only strings are captions: a number or a null counts as absent. From a list of strings, and from the strings that a
-    path with `*` or a filter matches, one is drawn (in evaluation, the first). Of several paths the first that has text
-    is used. With weights, training draws one of those that have text; the first of weight 0 is used where no other has
-    text, as in open_clip. The grammar of paths is in `json_path`.
+    Only strings are captions: a number or a null counts as absent. From a list of strings (also one that is written as
+    a text), and from the strings that a path with `*` or a filter matches, one is drawn (in evaluation, the first). Of
+    several paths the first that has text is used. With weights, training draws one of those that have text; the first
+    of weight 0 is used where no other has text, as in open_clip. The grammar of paths is in `json_path`.
     """
 
     def __init__(self, settings: JsonCaption) -> None:
@@ -176,8 +199,8 @@ class JsonField:
         self._weighted = settings.weights is not None
         self._wanted = " or ".join(settings.paths)
         self._json = split_keys(settings.key)
-        self._fallback = split_keys(settings.fallback or "")
-        self.members = self._json + self._fallback
+        self._fallback = TextField(split_keys(settings.fallback or ""))
+        self.members = self._json + self._fallback.members
 
     def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
         """The caption. Raises Dropped: as TextField, `json_invalid` or `json_not_object`."""
@@ -190,7 +213,7 @@ class JsonField:
         except Dropped:
             if not self._falls_back(sample):
                 raise
-        return usable_text(text_of(sample, self._fallback, "no_caption"))
+        return self._fallback(sample, rng)
 
     def every(self, sample: RawSample) -> list[str]:
         """All strings of the first path that has text, else the lines of the fallback. Raises Dropped as __call__."""
@@ -199,7 +222,7 @@ class JsonField:
         except Dropped:
             if not self._falls_back(sample):
                 raise
-        return text_of(sample, self._fallback, "no_caption").splitlines()
+        return self._fallback.every(sample)
 
     def candidates(self, sample: RawSample) -> list[list[str]]:
         """See `candidates`; the text of the fallback counts to the first path."""
@@ -210,22 +233,27 @@ class JsonField:
         except Dropped:
             if not self._falls_back(sample):
                 raise
-            by_path[0] = [usable_text(text_of(sample, self._fallback, "no_caption"))]
+            by_path[:1] = self._fallback.candidates(sample)
         return by_path
 
     def _falls_back(self, sample: RawSample) -> bool:
         """Whether the fallback is present; if not, the error in the JSON member is the better reason."""
-        return bool(self._fallback) and member_of(sample, self._fallback) is not ABSENT
+        return member_of(sample, self._fallback.members) is not ABSENT
 
-    def _texts(self, value: JsonObject, first: bool = False) -> list[tuple[list[str], float, int]]:
+    def _texts(self, value: JsonObject | list[Any], first: bool = False) -> list[tuple[list[str], float, int]]:
         """(texts, weight, number) of each path that training may draw: all that have text, or the first alone."""
         reason = "no_caption"
+        inside: list[Any] | JsonObject | None = None
         found: list[tuple[list[str], float, int]] = []
         for steps, weight, number in self._choices:
             if found and not weight:
                 break
-            items = [x for inner in values_at(value, steps) for x in (inner if isinstance(inner, list) else [inner])]
+            items: list[Any] = []
             usable = []
+            for inner in values_at(value, steps):
+                there = (structure(inner) if isinstance(inner, str) else None) or inner
+                items += there if isinstance(there, list) else [there]
+                inside = there if isinstance(there, (list, dict)) else inside
             for text in items:
                 if isinstance(text, str):
                     try:
@@ -242,7 +270,8 @@ class JsonField:
                 if first or not (self._weighted and weight):
                     break
         if not found:
-            raise Dropped(reason, f"no text at {self._wanted}")
+            more = f", but {_kind(inside)}: lead the path on into it" if inside else ""
+            raise Dropped(reason, f"no text at {self._wanted}{more}")
         return found
 
 
@@ -343,16 +372,25 @@ def text_of(sample: RawSample, suffixes: tuple[str, ...], absent: str) -> str:
         raise Dropped("caption_not_utf8", str(error)) from error
 
 
-def object_of(sample: RawSample, suffixes: tuple[str, ...], absent: str) -> JsonObject:
-    """The object in a JSON member. Raises Dropped, with the reason `absent` if missing."""
+def object_of(sample: RawSample, suffixes: tuple[str, ...], absent: str) -> JsonObject | list[Any]:
+    """The object or list in a JSON member. Raises Dropped, with the reason `absent` if missing."""
     value = member_of(sample, suffixes)
     if value is ABSENT:
         raise Dropped(absent, _missing(suffixes))
-    return json_object(value)
+    parsed = json_value(value)
+    return parsed if isinstance(parsed, list) and parsed else json_object(parsed)
 
 
 def json_object(value: Any) -> JsonObject:
     """The object in a JSON text, which a user's transform may have parsed already. Raises Dropped."""
+    value = json_value(value)
+    if not isinstance(value, dict):
+        raise Dropped("json_not_object", f"{type(value).__name__} instead of an object")
+    return value
+
+
+def json_value(value: Any) -> Any:
+    """The value of a JSON text, which a user's transform may have parsed already. Raises Dropped."""
     if isinstance(value, (str, bytes, bytearray)):
         try:
             try:
@@ -360,10 +398,20 @@ def json_object(value: Any) -> JsonObject:
             except (ValueError, TypeError):  # TypeError: a str with lone surrogates
                 value = json.loads(value)  # accepts more: UTF-16, a byte order mark, lone surrogates
         except (ValueError, RecursionError) as error:
-            raise Dropped("json_invalid", str(error)) from error
-    if not isinstance(value, dict):
-        raise Dropped("json_not_object", f"{type(value).__name__} instead of an object")
-    return value
+            with contextlib.suppress(UnicodeDecodeError):
+                value = value if isinstance(value, str) else value.decode("utf-8-sig")
+            if not isinstance(value, str) or structure(value) is None:
+                raise Dropped("json_invalid", str(error)) from error
+    # A text that holds JSON, or an object as Python prints it.
+    return (structure(value) if isinstance(value, str) else None) or value
+
+
+def _kind(value: list[Any] | JsonObject) -> str:
+    """A list or object in words, with the names of its first fields."""
+    inner = next((item for item in value if isinstance(item, dict)), {}) if isinstance(value, list) else value
+    names = ", ".join(printable(str(name), 40) for name in [*inner][:5])
+    what = "an object" if isinstance(value, dict) else "a list of objects" if inner else "a list"
+    return what + (f" with the fields {names}" if names else "")
 
 
 def _missing(suffixes: tuple[str, ...]) -> str:

@@ -17,7 +17,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, overload
 
 from clipstream.data.decode.captions import json_object, split_keys
 from clipstream.data.decode.sample_profile import SHORT_FLAGS
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 BLOCK = 1000  # most rows of a shard
 BLOCKS = 192  # fewest shards of a source with at least as many rows
-FORM = 1  # of the Arrow files, part of their identity: those of another form are written anew
+FORM = 2  # of the Arrow files, part of their identity: those of another form are written anew
 ROWS = 256  # of a record batch: row r is in batch r // ROWS
 FAULT = "__fault__"  # column of a CSV: the fault of a row whose number of fields is not the header's
 RAW = "__json__"  # column of the unparsed rows of JSON
@@ -46,6 +46,7 @@ LONGEST_FIELD = 1 << 28  # characters of a CSV's field
 MOST_LINES = 100  # of a CSV's row
 CHUNK = 1 << 20  # characters of a JSON list that are read at once
 BETWEEN = re.compile(r"[\s,]*")
+_WORD = re.compile(r"[\w-]+")
 Row = TypeVar("Row")
 MISSING = "missing_picture"  # the reason for a sample whose image file cannot be read
 
@@ -215,39 +216,73 @@ def _csv(path: Path, separator: str | None, quoting: bool) -> Iterator[pa.Record
             yield pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)], schema=schema)
 
 
-def _csv_rows(file: TextIO, separator: str, quoting: bool) -> Iterator[tuple[int, list[str]]]:
-    """(number of its last line, fields) of each row by Python's reader, which would read on behind an open quote.
+def _csv_rows(file: Iterable[str], separator: str, quoting: bool) -> Iterator[tuple[int, list[str]]]:
+    """(number of its last line, fields) of each row.
+
+    A quote that opens a field and is not closed stands for itself in that line alone, if the line or those behind it
+    look like rows: as many fields as the header, and with commas also a path or the like at the same place.
 
     Raises:
         ValueError: a quote stays open to the end, or over very many lines.
     """
-    number = first = quotes = 0  # lines read, lines before the current row, and the row's quotes
-    ended = False
-
-    def unclosed() -> ValueError:
-        return ValueError(
-            f"a quote opens in line {first + 1} and is not closed: close it, or take quotes as they stand by "
-            "the source's setting quoting: false"
-        )
-
-    def lines() -> Iterator[str]:
-        nonlocal number, quotes, ended
-        for line in file:
-            number += 1
-            quotes += line.count('"')
-            if quoting and number - first > MOST_LINES:
-                raise unclosed()
-            yield line
-        ended = True
-
     csv.field_size_limit(LONGEST_FIELD)
-    reader = csv.reader(lines(), delimiter=separator, quoting=csv.QUOTE_MINIMAL if quoting else csv.QUOTE_NONE)
-    for row in reader:
-        # The reader returns a complete row with its last line, before it sees the end of the file.
-        if quoting and ended and quotes % 2:
-            raise unclosed()
-        yield reader.line_num, row
-        first, quotes = number, 0
+    number, width, trusted, told = 0, 0, False, False
+    ahead: list[str] = []  # lines that were read in search of a quote's end
+    rest = iter(file)
+    while line := ahead.pop(0) if ahead else next(rest, ""):
+        number += 1
+        row = plain = _split(line, separator)
+        if quoting and '"' in line:
+            text, used, found = line, 0, _quoted(line, separator)
+            while found is True and used < MOST_LINES - 1:
+                if used == len(ahead) and not (more := next(rest, "")):
+                    break
+                ahead += [more] if used == len(ahead) else []
+                text, used = text + ahead[used], used + 1
+                found = _quoted(text, separator) if '"' in ahead[used - 1] else found
+            are_rows = used > 0 and _are_rows(plain, ahead[:used], separator, width)
+            # A table whose header stands in quotes was written by a program, which closes them.
+            if isinstance(found, list) and (trusted or not are_rows):
+                row, number = found, number + used
+                del ahead[:used]
+            elif used or found is True:
+                if len(plain) != width and not are_rows:
+                    raise ValueError(
+                        f"a quote opens in line {number} and is not closed: close it, or take quotes as they stand by "
+                        "the source's setting quoting: false"
+                    )
+                if not told:
+                    logger.warning(f"quotes that no field ends with are taken as they stand, first in line {number}")
+                told = True
+            elif separator != "\t":
+                row = next(csv.reader([line], delimiter=separator))
+        if not width:
+            width, trusted = len(row), '"' in line
+        yield number, row
+
+
+def _split(line: str, separator: str) -> list[str]:
+    return line.split(separator) if (line := line.rstrip("\r\n")) else []
+
+
+def _quoted(text: str, separator: str) -> list[str] | bool:
+    """The fields of a row in which quotes, doubled or behind a backslash, are syntax; else whether one is open."""
+    for escape in (None, "\\") if '\\"' in text else (None,):
+        try:
+            return next(csv.reader([text], delimiter=separator, doublequote=not escape, escapechar=escape, strict=True))
+        except csv.Error as error:
+            is_open = "unexpected end" in str(error)
+    return is_open
+
+
+def _are_rows(first: list[str], lines: Sequence[str], separator: str, width: int) -> bool:
+    """Whether lines behind an open quote are rows of their own, as its line, whose fields are `first`."""
+    rows = [_split(line, separator) for line in lines if line.strip()]
+    full = [row for row in rows if len(row) == width]
+    if not full or len(full) * 5 < len(rows) * 4:
+        return False
+    shapes = [{_WORD.sub("w", row[i].strip('" ')) for row in (first, *full)} for i in range(min(width, len(first)))]
+    return separator == "\t" or any(len(shape) == 1 and re.search(r"[./]", max(shape)) for shape in shapes)
 
 
 def _json_rows(path: Path) -> Iterator[bytes]:
@@ -297,9 +332,13 @@ def _parquet(path: Path) -> Iterator[pa.RecordBatch]:
 
     # Without Arrow's threads, as workers are forked from this process.
     with parquet.ParquetFile(path, pre_buffer=False) as file:
-        names = _names(file.schema_arrow.names)
+        # Nested dictionaries can be neither decoded nor written.
+        kept = [f.name for f in file.schema_arrow if pa.types.is_dictionary(f.type) or "dictionary<" not in str(f.type)]
+        if left := [name for name in file.schema_arrow.names if name not in kept]:
+            logger.warning(f"left out, as categories inside of lists or structs are not read: {', '.join(left)}")
+        names = _names(kept)
         rest: pa.Table | None = None
-        for batch in file.iter_batches(batch_size=ROWS, use_threads=False):
+        for batch in file.iter_batches(batch_size=ROWS, use_threads=False, columns=kept if left else None):
             # Without dictionaries, which cannot change from batch to batch in an Arrow file.
             arrays = [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns]
             some = pa.table(arrays, names=names)
@@ -312,11 +351,12 @@ def _parquet(path: Path) -> Iterator[pa.RecordBatch]:
 
 
 def _names(header: Sequence[str]) -> list[str]:
-    """Columns by name in lower case, like the members of a tar."""
+    """Columns by name in lower case, like the members of a tar; several of one name are NAME.1, NAME.2, …"""
     names = [name.strip().lower() or f"column_{number}" for number, name in enumerate(header, 1)]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"its header has {', '.join(twice)} more than once")
-    return names
+    named = [f"{x}.{names[:n].count(x) + 1}" if names.count(x) > 1 else x for n, x in enumerate(names)]
+    if len(set(named)) < len(named):
+        raise ValueError("its header has a column more than once")
+    return named
 
 
 def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
@@ -387,7 +427,7 @@ class RowShard(OpenShard):
         """The columns of a row by name; `json` is the whole row.
 
         Raises:
-            Dropped: `row_fields`, `row_invalid`, `json_invalid`, `json_not_object`, `missing_picture`.
+            Dropped: `row_fields`, `json_invalid`, `json_not_object`, `missing_picture`.
         """
         number = int(ref.key)
         batch, row = self._reader.get_batch(number // ROWS), number % ROWS
@@ -400,20 +440,18 @@ class RowShard(OpenShard):
         else:
             for name in self._names:
                 if name in wanted or "json" in wanted or name == FAULT:
-                    try:
-                        values[name] = batch.column(name)[row].as_py()
-                    except Exception as error:  # text that is not UTF-8, a time that Python does not support, …
-                        raise Dropped("row_invalid", f"{name}: {error}") from error
+                    values[name] = _value(batch.column(name)[row])
             if fault := values.pop(FAULT, None):
                 raise Dropped("row_fields", str(fault))
         found = self._picture(values)
         for name, value in values.items():
-            if value is None or name in self._keys or (suffixes is not None and name not in wanted):
+            missing = value is None or value != value  # NaN: what pandas makes of a missing value
+            if missing or name in self._keys or (suffixes is not None and name not in wanted):
                 continue
-            if isinstance(value, str):
-                found[name] = value.encode("utf-8", "surrogatepass")  # half a character is found with the caption
-            else:
-                found[name] = value if isinstance(value, bytes) else json.dumps(value, default=str).encode()
+            if isinstance(value, (bool, int, float, list, dict)):
+                value = json.dumps(value, default=_plain)
+            # Half a character is found with the caption.
+            found[name] = value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
         if "json" in wanted and "json" not in values:
             found["json"] = _whole(values) if raw is None else raw
         return found
@@ -456,9 +494,42 @@ def _object(raw: bytes | None) -> dict[str, object]:
 
 
 def _whole(values: Mapping[str, object]) -> bytes:
-    """The row as a JSON object, without bytes that are not text, such as images."""
-    shown: dict[str, object] = {}
-    for name, value in values.items():
-        with contextlib.suppress(UnicodeDecodeError):
-            shown[name] = value.decode() if isinstance(value, bytes) else value
-    return json.dumps(shown, default=lambda inner: None if isinstance(inner, bytes) else str(inner)).encode()
+    """The row as a JSON object; bytes that are not text, such as images, are null."""
+    return json.dumps(values, default=_plain).encode()
+
+
+def _plain(value: object) -> str | None:
+    """A value that JSON has no type for."""
+    if not isinstance(value, bytes):
+        return str(value)
+    with contextlib.suppress(UnicodeDecodeError):
+        return value.decode()
+    return None
+
+
+def _value(scalar: Any) -> Any:
+    """A value of Arrow for Python: maps as dict; as text what Python has no type for, as bytes what is no UTF-8."""
+    import pyarrow as pa
+
+    if not _holds_map(scalar.type):
+        try:
+            return scalar.as_py()
+        except Exception:  # text that is not UTF-8, nanoseconds, a time out of Python's range, …
+            if hasattr(scalar, "as_buffer"):
+                return scalar.as_buffer().to_pybytes()
+    elif not scalar.is_valid:
+        return None
+    if pa.types.is_struct(scalar.type):
+        return {field.name: _value(scalar[n]) for n, field in enumerate(scalar.type)}
+    if pa.types.is_map(scalar.type):
+        return {str(_value(pair[0])): _value(pair[1]) for pair in scalar.values}
+    if hasattr(scalar, "values"):
+        return [_value(one) for one in scalar.values]
+    with contextlib.suppress(pa.ArrowException):
+        return scalar.cast(pa.string()).as_py()
+    return None
+
+
+@lru_cache(maxsize=256)
+def _holds_map(type: pa.DataType) -> bool:
+    return "map<" in str(type)

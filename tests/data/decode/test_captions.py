@@ -69,8 +69,16 @@ def test_the_first_present_image_is_taken_whatever_its_case() -> None:
         ({"txt": b" \n"}, "dropped: empty_caption"),
         ({"txt": b"\xff\xfe"}, "dropped: caption_not_utf8"),
         ({"json": b"{}"}, "dropped: no_caption"),
+        *(({"txt": text.encode()}, "a cat") for text in (
+            '["a cat", "a cat"]', '[null, " a cat "]', "['a cat', 'a cat']", "['a cat' 'a cat']", "('a cat',)",
+            "array(['a cat',\n 'a cat'], dtype=object)", '"[\\"a cat\\"]"', "b'a cat'",
+        )),
+        *(({"txt": text.encode()}, "dropped: no_caption") for text in (
+            "[]", "[1, 2]", '{"en": "a cat"}', "{'en': 'a cat'}", '[{"en": "a cat"}]', '"{\\"en\\": \\"a cat\\"}"',
+        )),
+        *(({"txt": text.encode()}, text) for text in ("[a cat]", "[1] a cat", '"a" cat', "{", "(a cat)", "b'a")),
     ],
-)
+)  # fmt: skip
 def test_text_captions(members: dict[str, Any], expected: str) -> None:
     assert caption({"type": "text", "key": "Txt"}, raw(**members)) == expected
 
@@ -97,7 +105,16 @@ def test_an_absent_member_is_named() -> None:
         ({"a": {}}, "a.b", "dropped: no_caption"),
         ({"a": " "}, "a", "dropped: empty_caption"),
         ({"a": "half \ud83d"}, "a", "dropped: caption_not_utf8"),
-        (["a"], "0", "dropped: json_not_object"),
+        (["a"], "0", "a"),
+        ([{"caption": "a"}], "*.caption", "a"),
+        ([], "0", "dropped: json_not_object"),
+        ({"a": '{"b": "[\\"c\\"]"}'}, "a.b", "c"),
+        ({"a": "{'b': ['c d']}"}, "A.B", "c d"),
+        ({"a": "['c d' 'c d']"}, "a", "c d"),
+        ({"a": '[{"lang": "de", "t": "ein"}, {"lang": "en", "t": "one"}]'}, "a[lang=en].t", "one"),
+        (json.dumps(json.dumps({"a": "twice"})).encode(), "a", "twice"),
+        (b"{'a': 'of Python'}", "a", "of Python"),
+        ({"a": '{"b": "c"}'}, "a", "dropped: no_caption"),
         (b"{", "a", "dropped: json_invalid"),
         (b'{"a": "\xff"}', "a", "dropped: json_invalid"),
         (b"[" * 100_000, "a", "dropped: json_invalid"),

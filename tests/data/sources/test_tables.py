@@ -209,13 +209,43 @@ def test_categories_and_broken_parquet(tmp_path: Path, rows: Rows) -> None:
         all_of(source(tmp_path / "cut.parquet"))
 
 
-def test_values_that_python_cannot_hold_cost_their_row(tmp_path: Path, rows: Rows) -> None:
+def test_values_that_python_cannot_hold_do_no_harm(tmp_path: Path, rows: Rows) -> None:
     titles = pa.array([b"fine", b"\xff\xfe", b"fine, too"]).view(pa.string())
     times = pa.array([0, 1, 2], pa.int64()).cast(pa.timestamp("ns"))
     table = pa.table({"filepath": [f"pictures/{n}.jpg" for n in range(3)], "title": titles, "when": times})
     parquet.write_table(table, tmp_path / "odd.parquet")
     found, dropped = all_of(source(tmp_path / "odd.parquet"))
-    assert found == {"odd.parquet/0": "fine", "odd.parquet/2": "fine, too"} and dropped == {"row_invalid": 1}
+    assert found == {"odd.parquet/0": "fine", "odd.parquet/2": "fine, too"} and dropped == {"caption_not_utf8": 1}
+    nanoseconds = pa.array([1_700_000_000_123_456_789] * 3, pa.timestamp("ns"))
+    maps = pa.array([[("en", ["a map"])]] * 3, pa.map_(pa.string(), pa.list_(pa.string())))
+    inside = pa.StructArray.from_arrays([maps, nanoseconds], ["texts", "at"])
+    parquet.write_table(table.append_column("at", nanoseconds).append_column("in", inside), tmp_path / "odd.parquet")
+    for path, expected in (("title", found), ("in.texts.en", {f"odd.parquet/{n}": "a map" for n in range(3)})):
+        assert all_of(source(tmp_path / "odd.parquet", caption={"type": "json", "path": path}))[0] == expected
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.csv"])
+@pytest.mark.parametrize(
+    ("quoted", "count"),
+    [
+        ({3: '"red', 20: '"blue'}, 30),  # two that nothing closes in the row
+        ({3: '"red', 20: 'blue"'}, 30),  # the second looks like the end of the first
+        ({9: '"red'}, 30),
+        ({29: '"red'}, 30),
+        ({n: '"red' for n in range(30)}, 30),
+        ({3: '"red" and "blue"', 4: '5" tall', 5: '"', 6: 'a ""', 7: '"a'}, 30),
+        ({3: '"one\nline ""two"""', 9: '"a\n\nb"'}, 30),
+    ],
+)
+def test_stray_quotes_cost_no_row(tmp_path: Path, name: str, quoted: dict[int, str], count: int) -> None:
+    by = "\t" if name == "a.tsv" else ","
+    lines = [f"i/{n}.jpg{by}{quoted.get(n, f'text {n}')}\n" for n in range(30)]
+    (tmp_path / name).write_text(f"filepath{by}title\n{''.join(lines)}")
+    tables.to_arrow(tmp_path / name, name, tmp_path / "a.arrow")
+    rows = pa.ipc.open_file(pa.memory_map(str(tmp_path / "a.arrow"))).read_all()
+    assert rows.column(0).to_pylist() == [f"i/{n}.jpg".encode() for n in range(count)]
+    if "\n" in quoted[min(quoted)]:
+        assert rows.column(1)[3].as_py() == b'one\nline "two"' and rows.column(1)[9].as_py() == b"a\n\nb"
 
 
 def test_quotes_may_be_taken_as_they_stand(tmp_path: Path, rows: Rows) -> None:
@@ -287,10 +317,10 @@ def test_a_folder_of_ones_own(tmp_path: Path, rows: Rows) -> None:
     [
         ("a.csv", "url,title\nx,y\n", "none of its columns holds pictures.*its columns are url, title.*--image-key"),
         ("a.jsonl", '{"url": "x"}\n', "its columns are url: name the picture's"),
-        ("a.csv", "filepath,FILEPATH\nx,y\n", "bad_manifest: .*filepath more than once"),
+        ("a.csv", "filepath,FILEPATH\nx,y\n", "its columns are filepath.1, filepath.2: name the picture's"),
         ("a.csv", "filepath,title\n", "bad_manifest: it holds no row"),
-        ("a.csv", 'filepath,title\na,"b\nc,d\ne,f\n', "a quote opens in line 2 and is not closed"),
-        ("a.csv", 'filepath,title\na,b\nc,"d\n' + "e,f\n" * 500 + 'g,"h"\n', "a quote opens in line 3"),
+        ("a.csv", 'filepath,title\na,"b,x\nc,d\ne,f\n', "a quote opens in line 2 and is not closed"),
+        ("a.csv", 'filepath,title\na,b\nc,"d,x\n' + "e,f\n" * 500 + 'g,"h"\n', "a quote opens in line 3"),
         ("a.json", '{"rows": []}', "its columns are rows"),
         ("a.json", '{\n "rows": []}', "this is one over several lines"),
         ("a.json", '[{"a": 1}, 7]', "a list of objects is read; this one holds '7]'"),
