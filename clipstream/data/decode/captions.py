@@ -167,7 +167,7 @@ class TextField:
     def every(self, sample: RawSample) -> list[str]:
         """The texts of a list, else the lines. Raises Dropped as __call__."""
         texts = self._texts(sample)
-        return texts if len(texts) > 1 else texts[0].splitlines()
+        return texts if len(texts) > 1 else texts[0].splitlines() or texts
 
     def candidates(self, sample: RawSample) -> list[list[str]]:
         """See `candidates`."""

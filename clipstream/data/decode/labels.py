@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from clipstream.data.decode.captions import (
     JsonField,
     RawSample,
+    TextField,
     build_caption,
     member_of,
     object_of,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from clipstream.data.order.rng import SampleRNG
 
 NUMPY = b"\x93NUMPY"  # first bytes of a .npy file
+_NUMBER = re.compile(r"[+-]?\d+(?:\.\d*)?(?:e[+-]?\d+)?")
 NO_CAPTION = -1  # in the ids of missing captions
 
 
@@ -46,20 +49,37 @@ class LabelField:
     def __init__(self, label: str) -> None:
         kind, colon, path = label.partition(":")
         self._path = parse_path(path) if colon and kind.strip().lower() == "json" else None
-        self.members = ("json",) if self._path is not None else split_keys(label)
+        self.of_member = self._path is None
+        self.members = split_keys(label) if self.of_member else ("json",)
 
     def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
-        """The label, stripped. Raises Dropped: `no_label`, `json_invalid`, `json_not_object` or `caption_not_utf8`."""
-        if self._path is None:
-            label = text_of(sample, self.members, "no_label")
-        else:
-            found = value_at(object_of(sample, self.members, "no_label"), self._path)
-            if isinstance(found, list):
-                raise Dropped("no_label", "it is a list: zero_shot takes several labels of a picture by labels: list")
-            label = _name(found)
-        if not label:
-            raise Dropped("no_label", "the label is empty, or neither a whole number nor text")
+        """The label, see `label_text`. Raises Dropped: `no_label`, `json_invalid` or `json_not_object`."""
+        found = self.value(sample)
+        if isinstance(found, list) and len(found) != 1:
+            raise Dropped("no_label", "it is a list: zero_shot takes several labels of a picture by labels: list")
+        if not (label := label_text(found[0] if isinstance(found, list) else found)):
+            raise Dropped("no_label", "the label is missing, or neither a whole number nor text")
         return label
+
+    def value(self, sample: RawSample) -> Any:
+        """What the sample has as label or labels; a list from an array or a JSON list."""
+        if self._path is not None:
+            return value_at(object_of(sample, self.members, "no_label"), self._path)
+        value = member_of(sample, self.members)
+        if isinstance(value, bytes) and value.startswith(NUMPY):
+            try:
+                return np.load(io.BytesIO(value), allow_pickle=False).ravel().tolist()
+            except (ValueError, EOFError) as error:
+                raise Dropped("no_label", f"it is no array that numpy reads: {error}") from error
+        if not isinstance(value, (str, bytes, bytearray, memoryview)) and value is not ABSENT:
+            return value.tolist() if hasattr(value, "tolist") else value  # of a user's transform
+        text = text_of(sample, self.members, "no_label")
+        if text.startswith("[") or (text.startswith('"') and text.endswith('"')):
+            try:
+                return json.loads(text)
+            except ValueError as error:
+                raise Dropped("json_invalid", str(error)) from error
+        return text
 
 
 class LabelsField:
@@ -70,34 +90,19 @@ class LabelsField:
     """
 
     def __init__(self, label: str) -> None:
-        one = LabelField(label)
-        self._path, self.members = one._path, one.members
+        self._one = LabelField(label)
+        self.members = self._one.members
 
     def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
         """The labels, as a JSON list. Raises Dropped: as LabelField."""
-        if self._path is not None:
-            found = value_at(object_of(sample, self.members, "no_label"), self._path)
-        else:
-            value = member_of(sample, self.members)
-            if isinstance(value, bytes) and value.startswith(NUMPY):
-                try:
-                    found = np.load(io.BytesIO(value), allow_pickle=False).ravel().tolist()
-                except (ValueError, EOFError) as error:
-                    raise Dropped("no_label", f"it is no array that numpy reads: {error}") from error
-            elif value is ABSENT:
-                found = ABSENT
-            elif (text := text_of(sample, self.members, "no_label")).startswith("["):
-                try:
-                    found = json.loads(text)
-                except ValueError as error:
-                    raise Dropped("json_invalid", str(error)) from error
-            else:
-                found = [line for line in text.splitlines() if line.strip()]
-        if isinstance(found, (str, int)):
+        found = self._one.value(sample)
+        if isinstance(found, str) and self._one.of_member:
+            found = [line for line in found.splitlines() if line.strip()]
+        if isinstance(found, (str, int, float)):
             found = [found]
         if not isinstance(found, list):
             raise Dropped("no_label", "there is no list of labels")
-        labels = [int(x) if isinstance(x, (bool, float)) and float(x).is_integer() else _name(x) for x in found]
+        labels = [int(x) if isinstance(x, (bool, float)) and float(x).is_integer() else label_text(x) for x in found]
         if "" in labels:
             raise Dropped("no_label", "a label is empty, or neither a whole number nor text")
         return json.dumps(labels)
@@ -115,7 +120,7 @@ class CaptionsField:
 
     def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
         """At least one line, none of them blank. Raises Dropped: as the extractor of one caption."""
-        if isinstance(self._caption, JsonField):
+        if isinstance(self._caption, (JsonField, TextField)):
             texts = [" ".join(text.splitlines()) for text in self._caption.every(sample)]
         else:
             texts = self._caption(sample, None).splitlines()
@@ -125,7 +130,8 @@ class CaptionsField:
 class LabelEncoder:
     """A tokenizer of labels: each becomes the number of its class, ids [n, 1].
 
-    A label is the number of a class, from 0, or its name, ignoring case; if names are numbers, labels are numbers.
+    A label is the number of a class, from 0, or its name, ignoring case; if names are numbers, labels are numbers. What
+    is neither may be another form of a number, see `number_of`.
     """
 
     context_length = 1
@@ -145,6 +151,8 @@ class LabelEncoder:
         if label.isdecimal() and int(label) < len(self._classes):
             return int(label)
         numbers = [] if label.isdecimal() and self._numerals else self._numbers.get(label.casefold(), [])
+        if not numbers and not label.isdecimal() and (number := number_of(label)) is not None:
+            numbers = [number] if 0 <= number < len(self._classes) else []
         if len(numbers) == 1:
             return numbers[0]
         what = f"the name of {len(numbers)} classes" if numbers else "no class"
@@ -170,13 +178,14 @@ class NumberEncoder:
 
     def encode(self, texts: Sequence[str]) -> Ids:
         """Labels to int32 [n, 1]. Raises DataError: a label is no such number."""
-        for text in texts:
-            if not text.isdecimal() or int(text) >= self.vocab_size:
+        numbers = [number_of(text) for text in texts]
+        for text, number in zip(texts, numbers, strict=True):
+            if number is None or not 0 <= number < self.vocab_size:
                 raise DataError(
                     f"label {text!r} is no whole number: give the evaluator's classes, the names in the order of their "
                     "numbers, or set its label to another member (cls) or field (json:PATH)"
                 )
-        return np.array([int(text) for text in texts], dtype=np.int32).reshape(-1, 1)
+        return np.array(numbers, dtype=np.int32).reshape(-1, 1)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The number."""
@@ -203,8 +212,10 @@ class LabelsEncoder:
             labels = json.loads(text)
             if not self._multi_hot:
                 row[[self._one.index(str(label)) for label in labels]] = 1
-            elif len(labels) == self.context_length and all(label in (0, 1, "0", "1") for label in labels):
-                row[:] = [int(label) for label in labels]
+                continue
+            numbers = [number_of(str(label)) for label in labels]
+            if len(labels) == self.context_length and all(number in (0, 1) for number in numbers):
+                row[:] = [int(number == 1) for number in numbers]
             else:
                 raise DataError(
                     f"labels {text[:60]} are no list of a 0 or 1 for each of the {self.context_length} classes: set "
@@ -249,7 +260,25 @@ class CaptionsEncoder:
         return self._tokenizer.decode(ids[: self._tokenizer.context_length])
 
 
-def _name(value: Any) -> str:
-    """A JSON value as a label; '' if it is none. True and false are no labels."""
-    is_label = isinstance(value, (str, int)) and not isinstance(value, bool)
-    return str(value).strip() if is_label else ""
+def label_text(value: Any) -> str:
+    """A value as a label: the text, whole numbers without a fraction, true or false; '' if it is none.
+
+    3, 3.0, "3" and b"3", also of NumPy, are "3"; NaN, which is pandas' missing value, is none.
+    """
+    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, bytes):
+        value = value.decode("utf-8-sig", "replace")
+    if isinstance(value, float):
+        value = int(value) if value.is_integer() else ""
+    label = str(value).strip() if isinstance(value, (str, int)) else ""
+    if printed := re.fullmatch(r"b(['\"])(.*)\1", label):  # bytes as Python prints them
+        label = printed[2].strip()
+    return "" if label.lower() == "nan" else label.lower() if isinstance(value, bool) else label
+
+
+def number_of(label: str) -> int | None:
+    """The whole number that a label is: of 3, 03, 3.0 and 3e0 it is 3, of true 1, of false 0; None if it is none."""
+    label = label.strip().casefold()
+    if _NUMBER.fullmatch(label) and float(label).is_integer():
+        return int(label) if label.isdecimal() else int(float(label))
+    return {"true": 1, "false": 0}.get(label)

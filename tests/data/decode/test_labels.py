@@ -41,7 +41,15 @@ def array(values: Any, dtype: type) -> bytes:
         ("CLS;label", {"label": "tabby cat"}, "tabby cat"),
         ("json:a.class", {"json": b'{"a": {"class": 4}}'}, "4"),
         ("json:a", {"json": b'{"a": "cat"}'}, "cat"),
-        ("json:a", {"json": b'{"a": true}'}, "no_label"),
+        ("json:a", {"json": b'{"a": true}'}, "true"),
+        ("json:a", {"json": b'{"a": [4]}'}, "4"),
+        ("json:a", {"json": b'{"a": NaN}'}, "no_label"),
+        *(
+            ("cls", {"cls": value}, "3")
+            for value in (3, 3.0, "3", b"3", np.int64(3), np.float32(3), b"b'3'", b'"3"', b"[3]")
+        ),
+        ("cls", {"cls": b"nan"}, "no_label"),
+        ("npy", {"npy": array(3, np.int64)}, "3"),
         ("json:a", {"json": b'{"a": 1.5}'}, "no_label"),
         ("json:a", {"json": b"[]"}, "json_not_object"),
         ("json:a", {}, "no_label"),
@@ -105,6 +113,17 @@ def test_numbers_are_labels_without_names() -> None:
         NumberEncoder().encode(["cat"])
 
 
+@pytest.mark.parametrize("form", ["3", "3.0", " 3\n", "03", "3.", "3e0", "3.000000000000000000e+00", "+3"])
+def test_all_forms_of_a_number_are_one_label(form: str) -> None:
+    classes = ["a", "b", "c", "d"]
+    assert LabelEncoder(classes).index(form) == int(NumberEncoder().encode([form])[0, 0]) == 3
+    assert LabelEncoder(["false", "3.0", "x", "y"]).index("3.0") == 1, "a name comes first"
+    assert [LabelEncoder(["fake", "real"]).index(x) for x in ("true", "False")] == [1, 0]
+    for wrong in ("3.5", "4.0", "-1.0", "1e400", "inf"):
+        with pytest.raises(DataError):
+            LabelEncoder(classes).index(wrong)
+
+
 def test_several_labels_become_zeros_and_ones() -> None:
     classes = ["cat", "dog", "eel"]
     lists = LabelsEncoder(classes, multi_hot=False)
@@ -114,7 +133,7 @@ def test_several_labels_become_zeros_and_ones() -> None:
     with pytest.raises(DataError, match="'fox' is no class"):
         lists.encode(['["fox"]'])
     hot = LabelsEncoder(classes, multi_hot=True)
-    assert hot.encode(['["0", "1", "1"]', "[1, 0, 0]"]).tolist() == [[0, 1, 1], [1, 0, 0]]
+    assert hot.encode(['["0", "1.0", "true"]', "[1, 0, 0]"]).tolist() == [[0, 1, 1], [1, 0, 0]]
     for wrong in ("[1, 0]", '["0", "2", "1"]'):
         with pytest.raises(DataError, match="no list of a 0 or 1 for each of the 3 classes"):
             hot.encode([wrong])
