@@ -6,16 +6,24 @@ open_clip's names and templates.
 
 from __future__ import annotations
 
+import csv
+import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from clipstream.data.decode.key_lists import read_text
+from clipstream.data.decode.labels import number_of
+from clipstream.data.json_path import structure
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources.clip_benchmark import MULTILABEL, Benchmark, of_source
 from clipstream.errors import SettingsError, each
 from clipstream.evals.settings import LabelledSettings, ZeroShotSettings
 from clipstream.utils.escape import printable
+from clipstream.utils.logs import logger
 
 if TYPE_CHECKING:
     from clipstream.data.batch import Batch
@@ -25,6 +33,9 @@ if TYPE_CHECKING:
 
 Template = Callable[[str], str]
 Labels = Literal["one", "list", "multi_hot"]
+NAME_COLUMNS = ("name", "class_name", "classname", "class", "label", "text", "template", "prompt", "category", "title")
+NUMBER_COLUMNS = ("id", "index", "idx", "number", "class_id", "class_idx", "class_index", "label_id", "label", "")
+INNER = ("names", "classes", "classnames", "labels", "id2label", "templates")  # fields with the list or map
 OF_OPEN_CLIP = ("imagenet", "openai", "simple")
 
 
@@ -59,7 +70,7 @@ def template_spec(settings: ZeroShotSettings) -> str | list[str]:
 
 
 def class_names(spec: str | Sequence[str]) -> list[str]:
-    """Class names from a list, 'imagenet' (open_clip's names), or a file with one per line.
+    """Class names from a list, 'imagenet' (open_clip's names), or a file, see `text_list`.
 
     Raises SettingsError: no such file, or fewer than 2 names.
     """
@@ -118,7 +129,7 @@ def unreadable(settings: LabelledSettings) -> dict[str, str]:
 
 
 def prompt_templates(spec: str | Sequence[str]) -> list[Template]:
-    """Templates from a list, 'openai', 'simple', 'plain', or a file with one per line.
+    """Templates from a list, 'openai', 'simple', 'plain', or a file, see `text_list`.
 
     Raises SettingsError: no such file, or a template without {c} or {}.
     """
@@ -145,12 +156,97 @@ def has_place(text: str) -> bool:
 
 def _lines(path: str, what: str) -> list[str]:
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(Path(path))
+        text.encode()  # raises for what is not UTF-8
+        return text_list(text, Path(path).suffix.lower())
+    except (OSError, ValueError) as error:
         raise SettingsError(
             f"{what}: cannot read the file {path!r} ({error}); texts themselves are given as a list"
         ) from error
-    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def text_list(text: str, suffix: str = "") -> list[str]:
+    """The texts of a file, in the order of their numbers.
+
+    They are one a line (`0 cat`, `1: dog` and `n02123045 tabby` without what is before the name), a list, a map from
+    numbers or to numbers (JSON, or as Python prints it), or the column of a table with a header.
+
+    Args:
+        text: of the file.
+        suffix: of its name; .json is JSON, .csv and .tsv are tables.
+
+    Raises ValueError: it is of another form, or its numbers are not those from 0 without a gap.
+    """
+    text = text.strip()
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if suffix in (".yaml", ".yml"):
+        raise ValueError("YAML is not read: write one text a line, or JSON")
+    if suffix == ".json" or text.startswith("[") or (text.startswith("{") and not all(map(has_place, lines))):
+        if (found := structure(text)) is None:
+            try:
+                json.loads(text)
+            except ValueError as error:
+                raise ValueError(f"it begins as a list or map of JSON, and is not one: {error}") from None
+            raise ValueError("JSON with a list of texts, or a map from numbers to texts, is read")
+        return _of_json(found)
+    rows = list(csv.reader(lines, delimiter="\t" if "\t" in (lines or [""])[0] else ","))
+    header = [cell.strip().lower() for cell in rows[0]] if rows else []
+    names = [n for n, cell in enumerate(header) if cell in NAME_COLUMNS]
+    if names and (suffix in (".csv", ".tsv") or (len(header) > 1 and any(cell in NUMBER_COLUMNS for cell in header))):
+        number = next((n for n, cell in enumerate(header) if cell in NUMBER_COLUMNS and n != names[0]), None)
+        if any(len(row) != len(header) for row in rows):
+            raise ValueError(f"its header has {len(header)} columns, and a row has another number of them")
+        texts = [row[names[0]].strip() for row in rows[1:]]
+        return texts if number is None else _in_order([row[number] for row in rows[1:]], texts)
+    if suffix in (".csv", ".tsv") and len(header) > 1:
+        raise ValueError(f"none of its columns ({', '.join(header)}) is called {', '.join(NAME_COLUMNS[:3])}")
+    for form in (r"(\d+)\s*[\s:,.)]\s*(.*)", r"(n\d{8})\s+(.*)"):
+        found_lines = [re.fullmatch(form, line) for line in lines]
+        numbered = [(one[1], one[2]) for one in found_lines if one and one[2]]
+        if len(numbered) == len(lines) and (
+            form[1] == "n" or {int(n) - int(numbered[0][0]) for n, _ in numbered} == set(range(len(lines)))
+        ):
+            return [name for _, name in (numbered if form[1] == "n" else sorted(numbered, key=lambda one: int(one[0])))]
+    return lines
+
+
+def _of_json(found: list[Any] | dict[Any, Any]) -> list[str]:
+    """The texts of a list or a map, see `text_list`."""
+    if isinstance(found, dict):
+        inner = [found[key] for key in INNER if isinstance(found.get(key), (list, dict))]
+        if inner:
+            return _of_json(inner[0])
+        keys, values = [str(key) for key in found], list(found.values())
+        if values and all(isinstance(value, int) for value in values):
+            keys, values = [str(value) for value in values], keys
+        found = _in_order(keys, values)
+    elif found and all(isinstance(one, dict) for one in found):
+        names = [next((one[key] for key in NAME_COLUMNS if key in one), None) for one in found]
+        numbers = [next((one[key] for key in NUMBER_COLUMNS if key in one), None) for one in found]
+        found = names if None in numbers else _in_order([str(number) for number in numbers], names)
+    texts = [
+        one[one[0][:1] == "n" and one[0][1:].isdecimal()]
+        if isinstance(one, list) and len(one) == 2 and isinstance(one[0], str)
+        else one
+        for one in found
+    ]
+    if not all(isinstance(one, str) for one in texts):
+        raise ValueError("it holds what is no text: a list of texts, or a map from numbers to texts, is read")
+    return [one.strip() for one in texts]
+
+
+def _in_order(keys: Sequence[str], texts: Sequence[Any]) -> list[Any]:
+    """The texts by their numbers. Raises ValueError: these are not all from 0, without a gap."""
+    by_number = {number_of(key): text for key, text in zip(keys, texts, strict=True)}
+    if set(by_number) != set(range(len(texts))):
+        shown = ", ".join(map(printable, keys[:3]))
+        raise ValueError(f"its {len(texts)} texts are not numbered from 0 to {len(texts) - 1}: {shown}, …")
+    return [by_number[number] for number in range(len(texts))]
+
+
+@lru_cache(maxsize=256)
+def _warn_once(text: str) -> None:
+    logger.warning(text)
 
 
 @dataclass(frozen=True)
@@ -176,6 +272,16 @@ class Labelling:
         if self.classes is None:
             raise SettingsError("classes: missing: the class names: a list, a file with one a line, or imagenet")
         return self.classes
+
+    def warn_of_unseen(self, counts: Sequence[float]) -> None:
+        """Warn once of named classes without a picture, given the number of pictures by class."""
+        unseen = [name for name, count in zip(self.classes or (), counts, strict=False) if not count]
+        if unseen:
+            _warn_once(
+                f"{len(counts):,} class names, and {len(counts) - len(unseen):,} of them are labels of the data: none "
+                f"has {', '.join(repr(printable(name, 60)) for name in unseen[:3])}{', …' if len(unseen) > 3 else ''}. "
+                "If the names are not those of the labels, in the order of their numbers, set the evaluator's classes"
+            )
 
     @property
     def target(self) -> CaptionExtractor:

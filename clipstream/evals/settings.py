@@ -82,7 +82,9 @@ class LabelledSettings(EvalSettings):
         description="members with the class (number or name; npy: an array), or json:PATH into the JSON member",
     )
     classes: PathText | list[str] | None = Field(
-        None, description="class names: a list, a file with one a line, or imagenet; a benchmark: source has its own"
+        None,
+        description="class names: a list, a file (one a line, JSON, or a table), or imagenet; a benchmark: source has "
+        "its own",
     )
 
     @field_validator("label")

@@ -85,7 +85,8 @@ def _forms(line: str) -> Iterator[str]:
         yield found[1]
 
 
-def _text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8 or UTF-16, without a byte order mark."""
     data = path.read_bytes()
     utf16 = kind(data) == "utf16"
     if utf16 and data[:2] not in (b"\xff\xfe", b"\xfe\xff"):
@@ -94,7 +95,7 @@ def _text(path: Path) -> str:
 
 
 def _of_text(path: Path) -> list[str]:
-    return [line for raw in _text(path).split("\n") if (line := raw.rstrip("\r")).strip()]
+    return [line for raw in read_text(path).split("\n") if (line := raw.rstrip("\r")).strip()]
 
 
 def _of_table(path: Path, source: str) -> list[str]:
@@ -105,7 +106,7 @@ def _of_table(path: Path, source: str) -> list[str]:
         import pyarrow as pa
 
         texts = csv.ConvertOptions(column_types=dict.fromkeys(("source", "shard", "key"), pa.string()))
-        table = csv.read_csv(io.BytesIO(_text(path).encode("utf-8", "surrogateescape")), convert_options=texts)
+        table = csv.read_csv(io.BytesIO(read_text(path).encode("utf-8", "surrogateescape")), convert_options=texts)
         table = table.rename_columns([name.strip() for name in table.column_names])
     else:
         schema = parquet.read_schema(path).names

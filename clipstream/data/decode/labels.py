@@ -124,7 +124,7 @@ class CaptionsField:
             texts = [" ".join(text.splitlines()) for text in self._caption.every(sample)]
         else:
             texts = self._caption(sample, None).splitlines()
-        return "\n".join(usable_text(text) for text in texts if text.strip())
+        return "\n".join(usable_text(text) for text in texts if text.strip()) or usable_text("")
 
 
 class LabelEncoder:

@@ -112,9 +112,9 @@ def _text(root: str, name: str) -> str | None:
         raise SettingsError(f"there is no folder {root}")
     try:
         if is_local:
-            return Path(root, name).read_text(encoding="utf-8")
+            return Path(root, name).read_text(encoding="utf-8-sig")
         with closing(ShardCache(None)) as store:
-            return store.local(f"{root}/{name}", tar=False).read_text(encoding="utf-8")
+            return store.local(f"{root}/{name}", tar=False).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         return None
     except ShardError as error:

@@ -87,8 +87,10 @@ class Frozen(ABC):
         train = labelled(context, self.train, self.labelling, self.batch_size, "train")
         test = labelled(context, self.test, self.labelling, self.batch_size)
         classes = count_classes(self.labelling, context.world, train, test)
-        tally = self.tally(train, test, classes, context.world)
-        yield from figures(context.world.all_reduce_sum(tally))
+        tally = context.world.all_reduce_sum(self.tally(train, test, classes, context.world))
+        if context.world.is_main:
+            self.labelling.warn_of_unseen(tally[:, 2].tolist())
+        yield from figures(tally)
         yield "n_train", sum(context.world.gather_objects(len(train.labels)))
 
     @abstractmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from clipstream.data.batch import Batch
 from clipstream.data.settings import SourceSettings
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
-from clipstream.evals.classes import class_names, prompt_templates
+from clipstream.evals.classes import Labelling, class_names, prompt_templates
 from clipstream.evals.context import EvalContext
 from clipstream.evals.evaluators.zero_shot import ZeroShot, text_classifier
 from clipstream.evals.gallery import Kept, show_classes
@@ -171,6 +172,51 @@ def test_class_names(tmp_path: Path) -> None:
         class_names(["one"])
 
 
+NAMES = ["red", "lime, green", "blue"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *((f"{name}.{end}", json.dumps(value, indent=indent)) for end in ("json", "txt") for indent in (None, 2)
+          for name, value in [
+            ("list", NAMES), ("map", {"0": NAMES[0], "1": NAMES[1], "2": NAMES[2]}),
+            ("inverse", {name: n for n, name in reversed(list(enumerate(NAMES)))}),
+            ("index", {str(n): [f"n0000{n}", name] for n, name in enumerate(NAMES)}),
+            ("config", {"model": "x", "id2label": {str(n): name for n, name in enumerate(NAMES)}}),
+            ("rows", [{"id": n, "name": name} for n, name in reversed(list(enumerate(NAMES)))])]),
+        ("printed.txt", repr(NAMES)), ("printed_map.txt", repr(dict(enumerate(NAMES)))),
+        ("lines.txt", "\n".join(NAMES)), ("numbered.txt", "".join(f"{n} {name}\n" for n, name in enumerate(NAMES))),
+        ("colons.txt", "".join(f"{n}: {name}\n" for n, name in enumerate(NAMES))),
+        ("synsets.txt", "".join(f"n{n:08d} {name}\n" for n, name in enumerate(NAMES))),
+        ("table.csv", "id,name\n" + "".join(f'{n},"{NAMES[n]}"\n' for n in (2, 0, 1))),
+        ("table.txt", "id,name\n" + "".join(f'{n},"{name}"\n' for n, name in enumerate(NAMES))),
+        ("table.tsv", "name\tid\n" + "".join(f"{name}\t{n}\n" for n, name in enumerate(NAMES))),
+        ("one.csv", "name\n" + "".join(f'"{name}"\n' for name in NAMES)),
+    ],
+)  # fmt: skip
+def test_class_names_in_any_form(tmp_path: Path, name: str, text: str) -> None:
+    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
+        (tmp_path / name).write_bytes(text.replace("\n", "\r\n").encode(encoding))
+        assert class_names(str(tmp_path / name)) == NAMES
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.json", "[\n 'a',\n lambda c: c\n]", "begins as a list or map of JSON, and is not one"),
+        ("a.txt", '[\n "a",\n "b"\n', "begins as a list or map of JSON"),
+        ("a.json", '{"0": "a", "2": "b"}', "not numbered from 0 to 1"),
+        ("a.json", '{"a": "b"}', "not numbered from 0"), ("a.json", "[1, 2]", "holds what is no text"),
+        ("a.csv", "x,y\n1,2\n", r"none of its columns \(x, y\)"), ("a.yaml", "names: [a, b]", "YAML"),
+    ],
+)  # fmt: skip
+def test_other_forms_of_class_names_are_refused(tmp_path: Path, name: str, text: str, said: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(SettingsError, match=said):
+        class_names(str(tmp_path / name))
+
+
 def say(spec: str | list[str]) -> list[str]:
     return [template("cat") for template in prompt_templates(spec)]
 
@@ -182,8 +228,21 @@ def test_templates(tmp_path: Path) -> None:
     assert say(["a {c}, {c}", "one {}", "{other} {c}"]) == ["a cat, cat", "one cat", "{other} cat"]
     (tmp_path / "t.txt").write_text("my {c}\n\nyour {c}\n")
     assert say(str(tmp_path / "t.txt")) == ["my cat", "your cat"]
+    for text in ("{}\n{c} here\n", '["{}", "{c} here"]', "template\n{}\n{c} here\n"):
+        name = "t.csv" if text[0] == "t" else "t.txt"
+        (tmp_path / name).write_text(text)
+        assert say(str(tmp_path / name)) == ["cat", "cat here"]
     with pytest.raises(SettingsError, match="'a cat'"):
         prompt_templates(["a cat"])
+
+
+def test_classes_without_pictures_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    labelling = Labelling("cls", "one", ["cat", "dog", "eel", "fox"])
+    for counts in ([3, 1, 1, 2], [3, 0, 1, 0], [3, 0, 1, 0]):
+        labelling.warn_of_unseen(counts)
+    assert [record.message[:88] for record in caplog.records] == [
+        "4 class names, and 2 of them are labels of the data: none has 'dog', 'fox'. If the names"
+    ]
 
 
 def test_a_label_outside_the_classes_is_told(pictures: Path) -> None:
