@@ -252,8 +252,8 @@ class FeatureStore:
             if part == SAMPLES and (
                 others := sorted(other for other in sizes if re.fullmatch(r"[\d-]+\.safetensors", other))
             ):
-                path = self.shown_file(f"{part_folder(part, name)}/{others[0]}")
-                raise SettingsError(f"feature store: {path} is of no shard that {STORE} lists: {RERUN}")
+                other = self.shown_file(f"{part_folder(part, name)}/{others[0]}")
+                raise SettingsError(f"feature store: {other} is of no shard that {STORE} lists: {RERUN}")
 
 
 class StoredSource:
