@@ -101,6 +101,28 @@ def test_captions_that_are_all_the_same_are_told_once_in_training(
     assert "--caption-json" in err
 
 
+@pytest.mark.parametrize(
+    ("caption", "said"),
+    [
+        ("{}", "numbers or dates, not texts: 40 of them"), ("2024-01-{}", "numbers or dates"),
+        ("['a {}' ... 'b']", "lists or objects, not texts"), ("5 dogs and {} cats", ""), ("[a {} cat]", ""),
+    ],
+)  # fmt: skip
+def test_captions_that_are_no_texts_are_told_by_check_and_in_training(
+    caption: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    samples = [{"__key__": f"{i:02d}", "jpg": picture(i), "txt": caption.format(i)} for i in range(40)]
+    shards = str(write_tar(tmp_path / "0.tar", samples))
+    assert check([shards]) == 0
+    out = capfd.readouterr().out
+    assert said in out and ("warning" in out) == bool(said) and "--caption-key txt" not in out
+    with loader(data(None, sources={"train": {"shards": shards}})) as batches:
+        for _ in range(10):
+            next(batches)
+    err = capfd.readouterr().err
+    assert said in err and ("warning" in err) == bool(said)
+
+
 def test_the_warning_comes_with_the_first_samples_and_not_where_captions_differ(
     listed: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

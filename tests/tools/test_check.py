@@ -55,6 +55,15 @@ def profile_of(*samples: dict[str, bytes | str]) -> Profile:
         ({"png": PNG, "json": '{"texts": [{"t": "a b"}, {"t": "c"}], "url": "u"}'}, TextCaption(),
          ["--caption-json 'texts.*.t'"]),
         ({"png": PNG, "json": '{"url": "http://x/a.jpg", "status": "ok", "w": 3}'}, TextCaption(), []),
+        ({"png": PNG, "json": '[{"caption": "a red dog"}, {"caption": "a cat"}]'}, TextCaption(),
+         ["--caption-json '*.caption'"]),
+        ({"png": PNG, "json": '["a red dog", "a cat"]'}, TextCaption(), ["--caption-json '*'"]),
+        ({"png": PNG, "json": '{"caption": "{\\"en\\": \\"a red dog\\"}"}'}, TextCaption(),
+         ["--caption-json caption.en"]),
+        ({"png": PNG, "txt": '{"en": "a red dog"}'}, TextCaption(),
+         ["--data.sources.train.caption '{type: json, key: txt, path: en}'"]),
+        ({"png": PNG, "cap": '["a red dog", "a cat"]'}, TextCaption(), ["--caption-key cap"]),
+        ({"png": PNG, "txt": '[{"en": 1}]'}, TextCaption(), []),
     ],
 )  # fmt: skip
 def test_the_flag_that_reads_it(sample: dict[str, bytes | str], caption: CaptionSettings, flags: list[str]) -> None:

@@ -17,10 +17,11 @@ from typing import Any
 
 import yaml
 
-from clipstream.data.decode.captions import RawSample, split_keys
-from clipstream.data.json_path import Each, Steps, filter_of, parse_path, step_of
+from clipstream.data.decode.captions import RawSample, build_caption, split_keys
+from clipstream.data.json_path import filter_of, parse_path, step_of, structure
 from clipstream.data.settings import CaptionSettings, JsonCaption, TextCaption
 from clipstream.data.tar import PACKING, UNPACKING
+from clipstream.errors import Dropped
 from clipstream.utils import content
 from clipstream.utils.escape import printable
 
@@ -32,6 +33,8 @@ DEPTH = 8  # levels of a JSON member that are looked into
 SHORT_FLAGS = "data.sources.train"  # the source that --caption-key and the like set
 EXAMPLE_CHARS = 60
 NAME_CHARS = 200  # of a field that is suggested
+TRIED = 64  # samples on which suggestions are tried, at most
+TRIED_BYTES = 1 << 22  # of their members, pictures apart
 KEPT = 32  # different texts of a field that are kept
 KEPT_CHARS = 120  # of each
 FILTERS = 12  # different values of a field by which the elements of a list are told apart, at most
@@ -108,27 +111,37 @@ class Profile:
         self.images: Counter[str] = Counter()  # the same, of the members whose bytes begin as a picture
         self.texts: dict[str, Field] = {}  # by suffix, the members that are readable text
         self.json_fields: dict[str, Field] = {}  # by path into the member `json`; of another JSON member, `SUFFIX:path`
+        self.tried: list[dict[str, bytes]] = []  # the first samples, without their pictures
 
     def add(self, sample: RawSample) -> None:
         """Count one raw sample, suffix -> bytes; keys with `__` are ignored."""
         self.samples += 1
+        kept: dict[str, bytes] = {}
         for name, data in sample.items():
             if name.startswith("__") or not isinstance(data, (bytes, bytearray, memoryview)):
                 continue
             suffix = name.lower()
             if suffix in self.suffixes or len(self.suffixes) < MAX_SUFFIXES:
                 self.suffixes[suffix] += 1
-            head = bytes(data[:512])
+            head, kept[suffix] = bytes(data[:512]), bytes(data)
             if content.kind(head) in content.PICTURES:
                 self.images[suffix] += 1
+                del kept[suffix]
             elif suffix.rpartition(".")[2] == "json":
                 self._add_json(suffix, bytes(data))
             elif text := _readable(head):
+                inner = structure(bytes(data).decode(errors="ignore"))
+                texts = [one for one in inner if isinstance(one, str)] if isinstance(inner, list) else []
+                if inner and not texts:
+                    self._add_json(suffix, json.dumps(inner, default=str).encode())
+                    continue
                 if suffix not in self.texts and len(self.texts) < MAX_FIELDS:
                     self.texts[suffix] = Field(0, "str", _short(text))
                 if member := self.texts.get(suffix):
                     member.samples += 1
-                    member.add(text)
+                    for one in texts or [text]:
+                        member.add(one)
+        self._keep([kept])
 
     def merge(self, other: Profile) -> None:
         """Add another profile's counts to this one; the first example of each field stays."""
@@ -139,6 +152,26 @@ class Profile:
             _count(self.texts, suffix, member)
         for path, inner in other.json_fields.items():
             _count(self.json_fields, path, inner)
+        self._keep(other.tried)
+
+    def _keep(self, samples: Sequence[dict[str, bytes]]) -> None:
+        """Keep samples to try suggestions on, while there is room."""
+        held = sum(len(data) for sample in self.tried for data in sample.values())
+        for sample in samples[: TRIED - len(self.tried)]:
+            held += sum(map(len, sample.values()))
+            if held <= TRIED_BYTES:
+                self.tried.append(sample)
+
+    def _tried(self, caption: CaptionSettings) -> list[str | None]:
+        """The captions that settings give of the samples kept; None where there is none."""
+        extract = build_caption(caption)
+        found: list[str | None] = []
+        for sample in self.tried:
+            try:
+                found.append(extract({"__key__": "", "__url__": "", **sample}, None))
+            except Dropped:
+                found.append(None)
+        return found
 
     def suggestion(self, image_key: str, caption: CaptionSettings | None, place: str = SHORT_FLAGS) -> list[str]:
         """The flags that would read these samples, best guess first; only those that differ from the settings.
@@ -173,7 +206,7 @@ class Profile:
             lines.append(f"no {caption.key} member has text at {' or '.join(caption.paths)} (--caption-json)")
         elif missing:
             key = caption.key if isinstance(caption, TextCaption) else caption.type
-            lines.append(f"no sample has the caption member {' or '.join(split_keys(key))} (--caption-key)")
+            lines.append(f"no sample has a text in the caption member {' or '.join(split_keys(key))} (--caption-key)")
         if note := self.dots_in_keys():
             lines.append(note)
         if flags := self.suggestion(image_key, caption, place):
@@ -206,12 +239,12 @@ class Profile:
     def captions(self, caption: CaptionSettings, place: str = SHORT_FLAGS) -> list[str]:
         """Flags for every member or field that looks like a caption, likeliest first.
 
-        Ranked by name; fields that repeat the same few texts come last, and those that do not look like language
-        (codes, hashes, URLs, numbers) are left out. If the settings read JSON already, JSON fields named like captions
-        come before text members.
+        Each gives texts of the samples kept, and others than the settings do. Ranked by name; fields that repeat the
+        same few texts come last, and those that do not look like language (codes, hashes, URLs, numbers) are left out.
+        If the settings read JSON already, JSON fields named like captions come before text members.
         """
         text_rank = 15 if isinstance(caption, JsonCaption) else 0
-        ranked: list[tuple[tuple[Any, ...], str]] = []
+        ranked: list[tuple[tuple[Any, ...], str, CaptionSettings]] = []
         dotted = {suffix.rpartition(".")[0] for suffix in self._dotted()}
         for suffix, member in self.texts.items():
             if suffix.rpartition(".")[0] in dotted:  # the text of one picture of several
@@ -227,16 +260,17 @@ class Profile:
                 flag = f"--caption-key {shlex.quote(suffix)}"
                 if place != SHORT_FLAGS:
                     flag = f"--{place}.caption {shlex.quote(f'{{type: text, key: {_scalar(suffix)}}}')}"
-                ranked.append((key, flag))
+                ranked.append((key, flag, TextCaption(key=suffix)))
         for found in self.json_fields.values():
             path = found.path
-            if found.type not in ("str", "list of str") or not _nameable(path) or not found.language:
+            if found.type not in ("str", "list of str") or not _nameable(path or "*") or not found.language:
                 continue
+            path = path or "*"  # a list of texts in itself
             names = [step.lower() for step in parse_path(path) if isinstance(step, str)]
-            if not names or names[-1] in NOT_CAPTIONS:
+            if path != "*" and (not names or names[-1] in NOT_CAPTIONS):
                 continue
             rank = min((CAPTION_NAMES.index(name) + 1 for name in names if name in CAPTION_NAMES), default=20)
-            alternative = (found.type != "str") + (names[-1] not in ("en", *CAPTION_NAMES[:4]))
+            alternative = (found.type != "str") + (names[-1:] not in ([one] for one in ("en", *CAPTION_NAMES[:4])))
             key = (found.is_constant, rank, alternative, -found.language, -found.samples)
             paths = [path, *(self._filtered(found) if found.most > 1 else ())]
             for n, one in enumerate(paths):
@@ -246,8 +280,13 @@ class Profile:
                     member_key = "" if found.member == "json" else f"key: {_scalar(found.member)}, "
                     value = f"{{type: json, {member_key}path: {_scalar(one)}}}"
                     flag = f"--{place}.caption {shlex.quote(value)}"
-                ranked.append(((*key, n), flag))
-        return [flag for _, flag in sorted(ranked)]
+                ranked.append(((*key, n), flag, JsonCaption(path=one, key=found.member)))
+        now = self._tried(caption) if isinstance(caption, (TextCaption, JsonCaption)) else []
+        flags = []
+        for _, flag, settings in sorted(ranked, key=lambda one: one[:2]):
+            if any(texts := self._tried(settings)) and texts != now:
+                flags.append(flag)
+        return flags
 
     def dots_in_keys(self) -> str:
         """A note if the names of pictures have dots before their extension; '' if not."""
@@ -314,49 +353,8 @@ class Profile:
             _count(self.json_fields, _title(suffix, path), inner)
 
     def _caption_found(self, caption: CaptionSettings) -> bool:
-        """Whether any sample has the caption that the settings name."""
-        if isinstance(caption, TextCaption):
-            return any(self.suffixes[suffix] for suffix in split_keys(caption.key))
-        if isinstance(caption, JsonCaption):
-            if caption.fallback and any(self.suffixes[suffix] for suffix in split_keys(caption.fallback)):
-                return True
-            return any(self._has_text(caption.key, path) for path in caption.paths)
-        return True  # a user's own
-
-    def _has_text(self, member: str, path: str) -> bool:
-        """Whether a path may match text in the samples seen, ignoring positions in lists and case.
-
-        A filter's value must have been seen in its field, or may have been, where not all values were kept.
-        """
-        fields = {
-            tuple(_atoms(parse_path(found.path))): found
-            for found in self.json_fields.values()
-            if found.member in split_keys(member) and found.path
-        }
-        steps = parse_path(path)
-        wanted = _atoms(steps)
-        for have, found in fields.items():
-            ends = {"str": [have], "list of str": [have, (*have, "*")]}.get(found.type, [])
-            if not any(_leads(wanted, end) for end in ends):
-                continue
-            for number, step in enumerate(steps):
-                if isinstance(step, Each) and step.field:
-                    field = fields.get((*have[: len(_atoms(steps[: number + 1]))], *_atoms(step.field)))
-                    if field and field.type == "str" and len(field.texts) < KEPT and step.value not in field.texts:
-                        return False
-            return True
-        return False
-
-
-def _atoms(steps: Steps) -> list[str]:
-    """Names in lower case, split at their dots, and `*` for steps that match several values."""
-    return [atom for step in steps for atom in (["*"] if isinstance(step, Each) else step.lower().split("."))]
-
-
-def _leads(wanted: Sequence[str], have: Sequence[str]) -> bool:
-    return len(wanted) == len(have) and all(
-        one in (other, "*") or (other == "*" and one.isdecimal()) for one, other in zip(wanted, have, strict=True)
-    )
+        """Whether any of the samples kept has the caption that the settings name."""
+        return not isinstance(caption, (TextCaption, JsonCaption)) or any(self._tried(caption))
 
 
 def _title(member: str, path: str) -> str:
@@ -373,9 +371,10 @@ def _count(fields: dict[str, Field], name: str, found: Field) -> None:
 def _leaves(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, str, Any]]:
     """(path, kind, value) of all fields of a JSON value; `*` stands for the positions of a list of objects or lists."""
     deep = depth >= DEPTH
+    value = (structure(value) if isinstance(value, str) else None) or value
     if isinstance(value, dict) and not deep:
         for name, inner in value.items():
-            if name:  # no path can name a field with an empty name
+            if name := str(name):  # no path can name a field with an empty name
                 yield from _leaves(inner, f"{path}.{step_of(name)}" if path else step_of(name), depth + 1)
     elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value) and not deep:
         for inner in value:

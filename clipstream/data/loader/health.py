@@ -7,6 +7,7 @@ DataError.
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -32,10 +33,13 @@ FEW_SAMPLES = 20  # too few to tell whether captions are constant
 SHOWN_CAPTION = 60  # characters
 LISTED = 1000  # dropped samples of a source that one report lists; all are counted
 _SHOWN = 5
+_NUMBER = re.compile(r"(?i)[-+.,:/\d\s%tz]*\d[-+.,:/\d\s%tze]*$|(?:true|false|none|null|nan)$")
+# The beginning of a list or an object in JSON, or as Python and NumPy print it.
+_STRUCTURED = re.compile(r"""\s*(?:array\()?(?:"?\[\s*(?:["'{\[\]]|\d+\s*,|\\")|\{\s*["'}\d]|"\{|b['"])""")
 
 
 class Captions:
-    """The captions of a source's first samples, for a warning if they are (nearly) all the same.
+    """The captions of a source's first samples, for a warning if they are (nearly) all the same, or no texts.
 
     Attributes:
         seen: hash of a sample's name -> hash and beginning of its caption.
@@ -57,16 +61,23 @@ class Captions:
                 self.seen.setdefault(key, caption)
 
     def warning(self) -> str:
-        """The warning; '' if captions differ, or there are too few samples to tell."""
+        """The warning on captions that are nearly constant, numbers, lists or objects; '' if few are or were seen."""
         counts, number = Counter(self.seen.values()), len(self.seen)
         if number < FEW_SAMPLES:
             return ""
         (_, text), most = counts.most_common(1)[0]
-        if most * 2 < number and len(counts) > number // 50:
+        found = []
+        if most * 2 >= number or len(counts) <= number // 50:
+            few = f"{most:,} of them " if most * 2 >= number else f"there are {len(counts):,} different ones, {most:,} "
+            found.append(f"nearly constant: {few}are {printable(text)!r}")
+        for what, pattern, least in (("numbers or dates", _NUMBER, 0.5), ("lists or objects", _STRUCTURED, 0.05)):
+            like = [text for _, text in self.seen.values() if pattern.match(text)]
+            if len(like) > least * number:
+                found.append(f"{what}, not texts: {len(like):,} of them are such as {printable(like[0])!r}")
+        if not found:
             return ""
-        few = f"{most:,} of them " if most * 2 >= number else f"there are {len(counts):,} different ones, {most:,} "
         return (
-            f"the captions of {number:,} samples are nearly constant: {few}are {printable(text)!r}. If that is not the "
+            f"the captions of {number:,} samples are {', and '.join(found)}. If that is not the "
             "caption, choose another field by --caption-json, or another member by --caption-key: python -m "
             "clipstream.check shows them. If it is a class, --loss.duplicates mask keeps equal captions from being "
             "negatives of each other"
