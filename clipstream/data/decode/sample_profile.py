@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from clipstream.data.decode.captions import RawSample, build_caption, split_keys
+from clipstream.data.decode.captions import RawSample, build_caption, candidates, split_keys
 from clipstream.data.json_path import filter_of, parse_path, step_of, structure
 from clipstream.data.settings import CaptionSettings, JsonCaption, TextCaption
 from clipstream.data.tar import PACKING, UNPACKING
@@ -162,15 +162,16 @@ class Profile:
             if held <= TRIED_BYTES:
                 self.tried.append(sample)
 
-    def _tried(self, caption: CaptionSettings) -> list[str | None]:
-        """The captions that settings give of the samples kept; None where there is none."""
+    def _tried(self, caption: CaptionSettings) -> list[list[str]]:
+        """The captions that training may draw with these settings, of each sample kept."""
         extract = build_caption(caption)
-        found: list[str | None] = []
+        found: list[list[str]] = []
         for sample in self.tried:
             try:
-                found.append(extract({"__key__": "", "__url__": "", **sample}, None))
+                by_path = candidates(extract, {"__key__": "", "__url__": "", **sample})
+                found.append([text for texts in by_path for text in texts])
             except Dropped:
-                found.append(None)
+                found.append([])
         return found
 
     def suggestion(self, image_key: str, caption: CaptionSettings | None, place: str = SHORT_FLAGS) -> list[str]:
@@ -239,9 +240,10 @@ class Profile:
     def captions(self, caption: CaptionSettings, place: str = SHORT_FLAGS) -> list[str]:
         """Flags for every member or field that looks like a caption, likeliest first.
 
-        Each gives texts of the samples kept, and others than the settings do. Ranked by name; fields that repeat the
-        same few texts come last, and those that do not look like language (codes, hashes, URLs, numbers) are left out.
-        If the settings read JSON already, JSON fields named like captions come before text members.
+        Each gives texts of the samples kept, and others than the settings or another flag do. Ranked by name; fields
+        that repeat the same few texts come last, and those that do not look like language (codes, hashes, URLs,
+        numbers) are left out. If the settings read JSON already, JSON fields named like captions come before text
+        members.
         """
         text_rank = 15 if isinstance(caption, JsonCaption) else 0
         ranked: list[tuple[tuple[Any, ...], str, CaptionSettings]] = []
@@ -281,12 +283,14 @@ class Profile:
                     value = f"{{type: json, {member_key}path: {_scalar(one)}}}"
                     flag = f"--{place}.caption {shlex.quote(value)}"
                 ranked.append(((*key, n), flag, JsonCaption(path=one, key=found.member)))
-        now = self._tried(caption) if isinstance(caption, (TextCaption, JsonCaption)) else []
-        flags = []
+        seen = [self._tried(caption)] if isinstance(caption, (TextCaption, JsonCaption)) else []
+        flags: list[tuple[bool, str]] = []
         for _, flag, settings in sorted(ranked, key=lambda one: one[:2]):
-            if any(texts := self._tried(settings)) and texts != now:
-                flags.append(flag)
-        return flags
+            if any(texts := self._tried(settings)) and texts not in seen:
+                seen.append(texts)
+                firsts = [own[0] for own in texts if own]  # what a dialogue begins with is often the same
+                flags.append((len(firsts) > 2 and len(set(firsts)) == 1, flag))
+        return [flag for _, flag in sorted(flags, key=lambda one: one[0])]
 
     def dots_in_keys(self) -> str:
         """A note if the names of pictures have dots before their extension; '' if not."""
