@@ -198,8 +198,6 @@ def text_list(text: str, suffix: str = "") -> list[str]:
             raise ValueError(f"its header has {len(header)} columns, and a row has another number of them")
         texts = [row[names[0]].strip() for row in rows[1:]]
         return texts if number is None else _in_order([row[number] for row in rows[1:]], texts)
-    if suffix in (".csv", ".tsv") and len(header) > 1:
-        raise ValueError(f"none of its columns ({', '.join(header)}) is called {', '.join(NAME_COLUMNS[:3])}")
     for form in (r"(\d+)\s*[\s:,.)]\s*(.*)", r"(n\d{8})\s+(.*)"):
         found_lines = [re.fullmatch(form, line) for line in lines]
         numbered = [(one[1], one[2]) for one in found_lines if one and one[2]]
@@ -207,7 +205,11 @@ def text_list(text: str, suffix: str = "") -> list[str]:
             form[1] == "n" or {int(n) - int(numbered[0][0]) for n, _ in numbered} == set(range(len(lines)))
         ):
             return [name for _, name in (numbered if form[1] == "n" else sorted(numbered, key=lambda one: int(one[0])))]
-    return lines
+    if suffix not in (".csv", ".tsv"):
+        return lines
+    if len(header) > 1:
+        raise ValueError(f"none of its columns ({', '.join(header)}) is called {', '.join(NAME_COLUMNS[:3])}")
+    return [", ".join(row).strip() for row in rows]
 
 
 def _of_json(found: list[Any] | dict[Any, Any]) -> list[str]:

@@ -63,7 +63,7 @@ def profile_of(*samples: dict[str, bytes | str]) -> Profile:
         ({"png": PNG, "txt": '{"en": "a red dog"}'}, TextCaption(),
          ["--data.sources.train.caption '{type: json, key: txt, path: en}'"]),
         ({"png": PNG, "cap": '["a red dog", "a cat"]'}, TextCaption(), ["--caption-key cap"]),
-        ({"png": PNG, "txt": '[{"en": 1}]'}, TextCaption(), []),
+        ({"png": PNG, "txt": '[{"en": 1}]'}, TextCaption(), []), ({"png": PNG, "ok": "true"}, TextCaption(), []),
     ],
 )  # fmt: skip
 def test_the_flag_that_reads_it(sample: dict[str, bytes | str], caption: CaptionSettings, flags: list[str]) -> None:

@@ -44,7 +44,7 @@ NOT_CAPTIONS = (
     *("sha256", "md5", "hash", "filename", "file", "path", "lang", "language", "locale"),
 )
 # One word that is a code of a language, has digits or signs, or is very long: an id, a hash, a path, a URL.
-_CODE = re.compile(r"[a-z]{2}(-[A-Za-z]{2,4})?|(?=.*[\d_=/\\@:])[!-~]+|[!-~]{25,}")
+_CODE = re.compile(r"(?i:true|false|none|null|nan)|[a-z]{2}(-[A-Za-z]{2,4})?|(?=.*[\d_=/\\@:])[!-~]+|[!-~]{25,}")
 _WORD = re.compile(r"[^\W\d_]{2,}")
 NO_TEXT = "no member and no JSON field holds text that looks like a caption"
 _UNDOTTED = r"s,\.\([^./]*\.\),_\1,g"  # of neighbouring dots every second one: twice

@@ -192,6 +192,8 @@ NAMES = ["red", "lime, green", "blue"]
         ("table.csv", "id,name\n" + "".join(f'{n},"{NAMES[n]}"\n' for n in (2, 0, 1))),
         ("table.txt", "id,name\n" + "".join(f'{n},"{name}"\n' for n, name in enumerate(NAMES))),
         ("table.tsv", "name\tid\n" + "".join(f"{name}\t{n}\n" for n, name in enumerate(NAMES))),
+        ("bare.csv", "".join(f"{n},{name}\n" for n, name in enumerate(NAMES))),
+        ("quoted.csv", 'red\n"lime, green"\nblue'),
         ("one.csv", "name\n" + "".join(f'"{name}"\n' for name in NAMES)),
     ],
 )  # fmt: skip
