@@ -207,7 +207,7 @@ class Profile:
             lines.append(f"no {caption.key} member has text at {' or '.join(caption.paths)} (--caption-json)")
         elif missing:
             key = caption.key if isinstance(caption, TextCaption) else caption.type
-            lines.append(f"no sample has a text in the caption member {' or '.join(split_keys(key))} (--caption-key)")
+            lines.append(f"no sample has text in the caption member {' or '.join(split_keys(key))} (--caption-key)")
         if note := self.dots_in_keys():
             lines.append(note)
         if flags := self.suggestion(image_key, caption, place):
@@ -240,7 +240,7 @@ class Profile:
     def captions(self, caption: CaptionSettings, place: str = SHORT_FLAGS) -> list[str]:
         """Flags for every member or field that looks like a caption, likeliest first.
 
-        Each gives texts of the samples kept, and others than the settings or another flag do. Ranked by name; fields
+        Each gives texts of the samples kept, and others than the settings do. Ranked by name; fields
         that repeat the same few texts come last, and those that do not look like language (codes, hashes, URLs,
         numbers) are left out. If the settings read JSON already, JSON fields named like captions come before text
         members.
@@ -283,11 +283,10 @@ class Profile:
                     value = f"{{type: json, {member_key}path: {_scalar(one)}}}"
                     flag = f"--{place}.caption {shlex.quote(value)}"
                 ranked.append(((*key, n), flag, JsonCaption(path=one, key=found.member)))
-        seen = [self._tried(caption)] if isinstance(caption, (TextCaption, JsonCaption)) else []
+        now = self._tried(caption) if isinstance(caption, (TextCaption, JsonCaption)) else None
         flags: list[tuple[bool, str]] = []
         for _, flag, settings in sorted(ranked, key=lambda one: one[:2]):
-            if any(texts := self._tried(settings)) and texts not in seen:
-                seen.append(texts)
+            if any(texts := self._tried(settings)) and texts != now:
                 firsts = [own[0] for own in texts if own]  # what a dialogue begins with is often the same
                 flags.append((len(firsts) > 2 and len(set(firsts)) == 1, flag))
         return [flag for _, flag in sorted(flags, key=lambda one: one[0])]
