@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import pickle
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -22,11 +21,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from typing_extensions import TypedDict
 
 from clipstream.checkpoint import store
 from clipstream.checkpoint.open_clip import OpenClipCheckpoint
+from clipstream.config.section import checked
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
+from clipstream.models.pickles import read_object
 from clipstream.models.towers import Towers
 from clipstream.models.weights import finite
 from clipstream.training.optim import CONSTRUCTED, groups_from_json
@@ -36,6 +38,7 @@ from clipstream.training.state import TrainState
 from clipstream.utils import atomic_write
 from clipstream.utils.atomic_write import BLOCK
 from clipstream.utils.versions import versions
+from clipstream.utils.words import shortened
 
 WEIGHTS, OPTIMIZER, RANDOM, STATE = "open_clip_model.safetensors", "optimizer.safetensors", "rng.pt", "state.json"
 VERSION = 1  # of state.json
@@ -72,24 +75,31 @@ class CheckpointMeta:
         return {"version": VERSION, **asdict(self)}
 
     @classmethod
-    def from_json(cls, values: dict[str, Any], path: Path) -> CheckpointMeta:
-        """The content that `to_json` wrote.
+    def from_json(cls, text: bytes, path: Path) -> CheckpointMeta:
+        """The content that `to_json` wrote, as the checkpoint `path` has it.
 
         Raises SettingsError: it has another format version, or a value of another type.
         """
-        version = values.get("version", 0)
-        if version != VERSION:
+        try:
+            values = checked(dict[str, Any], text)
+            version = values.pop("version", 0)
+            found = checked(_Meta, values) if version == VERSION else None
+        except ValueError as error:
+            raise SettingsError(f"{path / STATE} is not what clipstream wrote: {error}") from error
+        if found is None:
             raise SettingsError(
                 f"{path} has checkpoint format {version}, and this clipstream reads format {VERSION}: resume it with "
                 f"the clipstream that wrote it, or start a new run from its weights with --pretrained local-dir:{path}"
             )
-        try:
-            train = TrainState.from_json(values["train"])
-            return cls(train, values["settings"], values["versions"])
-        except (KeyError, ValueError) as error:
-            raise SettingsError(
-                f"{path / STATE} is not what clipstream wrote: {' '.join(str(error).split())}"
-            ) from error
+        return cls(found["train"], found["settings"], found["versions"])
+
+
+class _Meta(TypedDict):
+    """Content of state.json, all of it required."""
+
+    train: TrainState
+    settings: dict[str, object]
+    versions: dict[str, str]
 
 
 class TensorFile:
@@ -210,8 +220,12 @@ def write(
 
 
 def read_meta(checkpoint: Path) -> CheckpointMeta:
-    """The checkpoint's state.json. Raises SettingsError: it has another format version."""
-    return CheckpointMeta.from_json(json.loads((checkpoint / STATE).read_text(encoding="utf-8")), checkpoint)
+    """The checkpoint's state.json. Raises SettingsError: it cannot be read, or has another format version."""
+    try:
+        text = (checkpoint / STATE).read_bytes()
+    except OSError as error:
+        raise SettingsError(f"{checkpoint} cannot be read: {error}") from error
+    return CheckpointMeta.from_json(text, checkpoint)
 
 
 def load(
@@ -245,19 +259,21 @@ def load(
         weights = {name: shard_like(weight, present.get(name)) for name, weight in saved}
         towers.clip.load_state_dict(weights)
         optimizer.load_state_dict(_saved_moments(checkpoint, optimizer))
-        states = torch.load(checkpoint / RANDOM, map_location="cpu", weights_only=True)
     except OSError as error:
         raise SettingsError(f"{checkpoint} cannot be read: {error}") from error
-    except pickle.UnpicklingError as error:  # torch's message advises to load it without checks
-        text = f"a pickle in {checkpoint} is damaged or holds more than tensors; nothing in it was run"
-        raise SettingsError(f"{text}: take another checkpoint") from error
-    except (RuntimeError, ValueError, KeyError, SafetensorError) as error:
-        message = " ".join(str(error).split())
-        if len(message) > MISMATCH_SHOWN:
-            message = f"{message[:MISMATCH_SHOWN]} …"
+    except (RuntimeError, ValueError, LookupError, TypeError, SafetensorError) as error:
+        message = shortened(str(error), MISMATCH_SHOWN)
         raise SettingsError(f"{checkpoint} does not fit this run's model and optimiser: {message}") from error
-    if world.rank < len(states):
-        set_random_state(states[world.rank], world.device)
+    try:
+        states = read_object(checkpoint / RANDOM)
+        if not isinstance(states, list) or not states:
+            raise ValueError("it is no list")
+        if world.rank < len(states):
+            set_random_state(states[world.rank], world.device)
+    except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+        message = shortened(str(error), MISMATCH_SHOWN)
+        text = f"{RANDOM} in {checkpoint} does not hold the random states of a run: take another checkpoint ({message})"
+        raise SettingsError(text) from error
     return state
 
 

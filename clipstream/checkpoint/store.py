@@ -16,9 +16,13 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any
 
+from pydantic import AfterValidator
+
+from clipstream.config.section import Count, checked
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.utils import atomic_write
@@ -29,25 +33,34 @@ NAME = re.compile(r"step_(\d{8})(\.old)?")  # .old: moved aside for a new save o
 DRAFT, ASIDE = ".tmp", ".old"
 
 
+def _inside(name: str) -> str:
+    """A file's name below a folder. Raises ValueError: it leads out of the folder."""
+    if "\0" in name or name.startswith("/") or ".." in name.split("/"):
+        raise ValueError("it is no file of the checkpoint")
+    return name
+
+
+_File = Annotated[str, AfterValidator(_inside)]
+
+
 @dataclass(frozen=True)
 class Marker:
     """Content of COMPLETE."""
 
     # number of the save in its folder, which orders checkpoints: after a resume from an older one, the same steps are
     # saved again
-    serial: int
-    step: int  # steps done
-    sizes: Mapping[str, int]  # bytes by file
-    checksums: Mapping[str, str]  # checksum by file
+    serial: Count
+    step: Count  # steps done
+    sizes: Mapping[_File, Count]  # bytes by file
+    checksums: Mapping[_File, str] = field(default_factory=dict)  # checksum by file
 
     @classmethod
     def from_json(cls, text: bytes) -> Marker | None:
         """The marker in a text; None if it is incomplete, as after a crash."""
         try:
-            values = json.loads(text)
-            sizes = {str(name): int(size) for name, size in values["files"].items()}
-            return cls(int(values["serial"]), int(values["step"]), sizes, dict(values.get("checksums", {})))
-        except (ValueError, KeyError, TypeError, AttributeError):
+            values = checked(dict[str, Any], text)
+            return checked(cls, {**values, "sizes": values.get("files")})
+        except ValueError:
             return None
 
     def to_json(self) -> bytes:
@@ -60,19 +73,18 @@ class Marker:
 class Best:
     """Content of the file `best`: the checkpoint of the best evaluation so far."""
 
-    name: str  # of its folder
+    name: _File  # of its folder
     metric: str  # EVALUATOR/METRIC
     value: float  # of the metric
-    serial: int  # of the checkpoint, because the same step may be saved again
+    serial: Count  # of the checkpoint, because the same step may be saved again
 
     @classmethod
     def from_text(cls, text: str) -> Best | None:
         """The content of a text; None if it is incomplete."""
         name, _, rest = text.partition("\n")
         try:
-            values = json.loads(rest)
-            return cls(name, str(values["metric"]), float(values["value"]), int(values["serial"]))
-        except (ValueError, KeyError, TypeError):
+            return checked(cls, {**checked(dict[str, Any], rest), "name": name})
+        except ValueError:
             return None
 
     def to_text(self) -> bytes:

@@ -14,15 +14,62 @@ import sys
 import types
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field, FiniteFloat
+from typing_extensions import NotRequired, TypedDict
+
+from clipstream.config.section import checked
 from clipstream.errors import SettingsError, did_you_mean
 
 HUB, LOCAL = "hf-hub:", "local-dir:"
 # Defaults of open_clip (CLIPVisionCfg and CLIPTextCfg in open_clip/model.py).
 _VISION = {"layers": 12, "width": 768, "head_width": 64, "patch_size": 16, "image_size": 224}
 _TEXT = {"context_length": 77, "vocab_size": 49408, "width": 512, "heads": 8, "layers": 12}
+MOST_LAYERS, MOST_PARAMETERS = 10_000, 10**11  # of a tower, and of a model
 Config = dict[str, Any]  # JSON, with open_clip's keys
+
+
+class _Text(TypedDict, total=False):
+    """What clipstream reads of a text_cfg; open_clip checks the rest when it builds the tower."""
+
+    hf_model_name: str | None
+    hf_model_pretrained: bool | None
+    hf_tokenizer_name: str | None
+    tokenizer_kwargs: dict[str, object] | None
+    tokenizer_mode: str | None
+
+
+class _Vision(TypedDict, total=False):
+    """Likewise of a vision_cfg."""
+
+    timm_model_name: str | None
+    timm_model_pretrained: bool | None
+
+
+class _Model(TypedDict):
+    """Likewise of a model_cfg."""
+
+    embed_dim: int
+    vision_cfg: _Vision
+    text_cfg: _Text
+    init_logit_bias: NotRequired[FiniteFloat | None]
+    init_logit_scale: NotRequired[FiniteFloat | None]
+
+
+_Channels = Annotated[list[FiniteFloat], Field(min_length=3, max_length=3)]
+_Pixels = Annotated[int, Field(ge=1)]
+
+
+class _Preprocess(TypedDict, total=False):
+    """A preprocess_cfg."""
+
+    size: _Pixels | Annotated[list[_Pixels], Field(min_length=2, max_length=2)] | None
+    mean: _Channels | None
+    std: Annotated[list[Annotated[FiniteFloat, Field(gt=0)]], Field(min_length=3, max_length=3)] | None
+    interpolation: Literal["bicubic", "bilinear", "random"] | None
+    resize_mode: Literal["shortest", "longest", "squash"] | None
+    fill_color: int | list[int] | None
 
 
 @dataclass(frozen=True)
@@ -39,15 +86,15 @@ class ModelConfig:
         Raises SettingsError: it is no configuration of open_clip.
         """
         model_cfg = content.get("model_cfg", content) if isinstance(content, dict) else None
-        needed = {"embed_dim", "vision_cfg", "text_cfg"}
-        if not isinstance(content, dict) or not isinstance(model_cfg, dict) or not needed <= model_cfg.keys():
+        preprocess_cfg = (content.get("preprocess_cfg") if isinstance(content, dict) else None) or {}
+        try:
+            checked(_Model, model_cfg)
+            checked(_Preprocess, preprocess_cfg)
+        except ValueError as error:
             raise SettingsError(
-                f"{where} is no configuration of open_clip: it needs embed_dim, vision_cfg and text_cfg"
-            )
-        preprocess_cfg = content.get("preprocess_cfg") or {}
-        for key, part in {**model_cfg, "preprocess_cfg": preprocess_cfg}.items():
-            if key in ("vision_cfg", "text_cfg", "preprocess_cfg") and not isinstance(part, dict):
-                raise SettingsError(f"{where} is no configuration of open_clip: {key} is a mapping, not {part!r}")
+                f"{where} is no configuration of open_clip: it needs embed_dim, vision_cfg and text_cfg ({error})"
+            ) from error
+        assert isinstance(model_cfg, dict) and isinstance(preprocess_cfg, dict)
         return cls(model_cfg, preprocess_cfg)
 
     @classmethod
@@ -136,11 +183,31 @@ def check_sizes(label: str, model_cfg: Config, image_size: int | None) -> None:
     for key, value in sizes.items():
         if not isinstance(value, int) or value < 1:
             raise SettingsError(f"{label}: {key} is {value!r}, and must be a whole number, at least 1")
+    if size := _too_large(vision, text, sizes):
+        raise SettingsError(f"{label}: {size}, more than any machine here can hold: correct its configuration")
     for key, by in divided:
         if sizes[key] % sizes[by]:
             below = sizes[key] // sizes[by] * sizes[by]
             near = " or ".join(str(n) for n in (below, below + sizes[by]) if n)
             raise SettingsError(f"{label}: {key} is {sizes[key]}, no multiple of {by}, {sizes[by]}: {near} would be")
+
+
+def _too_large(vision: Config, text: Config, sizes: Config) -> str:
+    """Why a model of these sizes, in open_clip's own towers, cannot be built; empty if it can."""
+    layers = vision["layers"] if isinstance(vision["layers"], list | tuple) else [vision["layers"]]
+    total = 0
+    for name, part, depth in (("vision_cfg", vision, layers), ("text_cfg", text, [text["layers"]])):
+        if f"{name}.width" not in sizes:
+            continue  # timm's, or of transformers
+        if not all(isinstance(count, int) and 0 < count <= MOST_LAYERS for count in depth):
+            return f"{name}.layers is {part['layers']}"
+        ratio = part.get("mlp_ratio", 4.0)
+        total += sum(depth) * int(part["width"] ** 2 * (4 + 2 * (ratio if isinstance(ratio, int | float) else 4)))
+    tables = [("vision_cfg.width", key) for key in sizes if "image_size" in key]
+    tables += [("text_cfg.width", f"text_cfg.{key}") for key in ("vocab_size", "context_length")]
+    tables += [(f"{name}_cfg.width", "embed_dim") for name in ("vision", "text")]
+    total += sum(sizes.get(width, 0) * sizes.get(rows, 0) for width, rows in tables)
+    return f"it would have about {total:.1e} parameters" if total > MOST_PARAMETERS else ""
 
 
 def refuse(name: str, model_cfg: Config) -> None:

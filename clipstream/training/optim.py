@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from pydantic import Field, field_validator
 
 from clipstream.config.plugins import make_plugin, raised
-from clipstream.config.section import PluginSection
+from clipstream.config.section import PluginSection, checked
 from clipstream.errors import ClipstreamError, SettingsError
 
 if TYPE_CHECKING:
@@ -480,15 +480,18 @@ def groups_to_json(optimizer: torch.optim.Optimizer) -> str:
 
 
 def groups_from_json(text: str) -> list[dict[str, Any]]:
-    """The parameter groups that `groups_to_json` wrote."""
+    """The parameter groups that `groups_to_json` wrote. Raises ValueError: they are none, or damaged."""
     import torch
 
     def content(value: Any) -> Any:
         if isinstance(value, dict) and TENSOR in value:
-            return torch.tensor(value[TENSOR], dtype=getattr(torch, value["dtype"]))
+            dtype = getattr(torch, str(value.get("dtype")), None)
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"a tensor of the optimizer has the type {value.get('dtype')}")
+            return torch.tensor(value[TENSOR], dtype=dtype)
         return value
 
-    return [{key: content(value) for key, value in group.items()} for group in json.loads(text)]
+    return [{key: content(value) for key, value in group.items()} for group in checked(list[dict[str, Any]], text)]
 
 
 def build_schedule(settings: ScheduleSettings, *, peak: float, total_steps: int) -> Callable[[int], float]:

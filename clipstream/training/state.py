@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
-from pydantic import TypeAdapter
-
+from clipstream.config.section import Count, checked
 from clipstream.data.order.lanes import DataState
 from clipstream.training.early_stop import EarlyStopState
 
@@ -23,20 +22,20 @@ class IntervalState:
     loss: float = 0.0  # over steps that were not skipped
     grad_norm: float = 0.0  # over steps that changed the weights
     parts: dict[str, float] = field(default_factory=dict)  # as `loss`, of the losses that it adds up
-    steps: int = 0  # all steps
-    overflows: int = 0  # fp16 steps whose loss scale was too large
-    skipped: int = 0  # steps without a finite loss or gradient
+    steps: Count = 0  # all steps
+    overflows: Count = 0  # fp16 steps whose loss scale was too large
+    skipped: Count = 0  # steps without a finite loss or gradient
 
 
 @dataclass
 class RollbackState:
     """Owned by `Rollback`."""
 
-    nonfinite: int = 0  # steps skipped in a row, up to now
-    last_finite: int = 0  # steps done before this row began
+    nonfinite: Count = 0  # steps skipped in a row, up to now
+    last_finite: Count = 0  # steps done before this row began
     applied: bool = False  # whether any step of the run changed the weights
-    saves: list[int] = field(default_factory=list)  # steps of checkpoints that were saved, newest last
-    rollbacks: int = 0  # rollbacks since the last checkpoint that proved good
+    saves: list[Count] = field(default_factory=list)  # steps of checkpoints that were saved, newest last
+    rollbacks: Count = 0  # rollbacks since the last checkpoint that proved good
     rolled_back_at: int = -1  # step of the last rollback; -1 for none
 
 
@@ -47,18 +46,18 @@ class StepState:
     precision: str = "auto"  # of the forward pass, after `auto` was resolved
     scaler: dict[str, int | float] = field(default_factory=dict)  # state of torch's GradScaler; empty without fp16
     # micro-batch size that `auto` found; it decides the last bits. None if all samples fit, or not auto
-    micro_batch: int | None = None
+    micro_batch: Count | None = None
     # micro-batches kept and the global batch size they were found for, likewise; None where they are not searched
     kept_micro_batches: tuple[int, int] | None = None
-    ema_updates: int | None = None  # updates of the averaged weights; None without averaging
+    ema_updates: Count | None = None  # updates of the averaged weights; None without averaging
 
 
 @dataclass
 class TrainState:
     """Position of a run between two steps."""
 
-    step: int = 0  # steps done
-    samples: int = 0  # samples trained on, over all ranks
+    step: Count = 0  # steps done
+    samples: Count = 0  # samples trained on, over all ranks
     # position in the data after the last batch trained on: one rank's part; in a checkpoint, all merged
     data: DataState = field(default_factory=DataState)
     # data counters of all ranks since the run began, by source
@@ -76,4 +75,4 @@ class TrainState:
     @classmethod
     def from_json(cls, values: object) -> TrainState:
         """The state that `to_json` wrote. Raises ValueError: a value has another type."""
-        return TypeAdapter(cls).validate_python(values)
+        return checked(cls, values)

@@ -135,7 +135,7 @@ def test_a_pickle_of_more_than_tensors_is_refused(tmp_path: Path) -> None:
     for content in (pickle.dumps(Path("x"), 2), b"no pickle"):
         (path / RANDOM).write_bytes(content)
         model, optimizer = parts()
-        with pytest.raises(SettingsError, match="nothing in it was run: take another checkpoint") as caught:
+        with pytest.raises(SettingsError, match=r"rng.pt in .* take another checkpoint") as caught:
             load(path, towers=model, optimizer=optimizer, world=World())
         assert "weights_only" not in str(caught.value)
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from clipstream.config.section import Count
 from clipstream.data.order.rng import GOLDEN, MASK, mix
 
 MIN_LANES, MAX_LANES = 192, 3072
@@ -143,11 +144,11 @@ class SourceMix:
 class Cursor:
     """Position of a lane in one source: its next sample."""
 
-    group: int = 0  # number of the lane's group of shards
-    window: int = 0  # number of the window in the group
-    position: int = 0  # number of the sample in the window
+    group: Count = 0  # number of the lane's group of shards
+    window: Count = 0  # number of the window in the group
+    position: Count = 0  # number of the sample in the window
     # the group's shards, by their index in it, that could not be opened; a resumed run skips them too
-    skipped: list[int] = field(default_factory=list)
+    skipped: list[Count] = field(default_factory=list)
 
     def copy(self) -> Cursor:
         """A copy that shares nothing with the cursor."""
@@ -158,7 +159,7 @@ class Cursor:
 class LaneState:
     """Position of a lane."""
 
-    drawn: int  # number of slots that the lane has filled or left empty
+    drawn: Count  # number of slots that the lane has filled or left empty
     cursors: list[Cursor]  # one per source, in the order of names
 
 
@@ -166,12 +167,12 @@ class LaneState:
 class DataState:
     """Position of the data after a batch."""
 
-    step: int = 0  # number of the next batch
-    lanes_total: int = 0  # L, lanes of all ranks
+    step: Count = 0  # number of the next batch
+    lanes_total: Count = 0  # L, lanes of all ranks
     fingerprint: Fingerprint = field(default_factory=dict)  # all that fixes the order of samples
-    salt: int = 0  # how often the order was restarted under other settings (--resume-approximate)
-    restarted_at: int = 0  # number of the first batch of the present order
-    lanes: dict[int, LaneState] = field(default_factory=dict)  # by number; those of one rank, or of all after `merge`
+    salt: Count = 0  # how often the order was restarted under other settings (--resume-approximate)
+    restarted_at: Count = 0  # number of the first batch of the present order
+    lanes: dict[Count, LaneState] = field(default_factory=dict)  # by number; those of one rank, or of all after `merge`
 
     @classmethod
     def merge(cls, parts: Sequence[DataState]) -> DataState:

@@ -1,0 +1,112 @@
+"""Files that are read back may hold anything: they are read, left out, or refused in a sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from clipstream.checkpoint.state import STATE, CheckpointMeta
+from clipstream.checkpoint.store import Best, Marker
+from clipstream.data.order.lanes import Cursor, DataState, LaneState
+from clipstream.errors import SettingsError
+from clipstream.models.model_config import ModelConfig, check_sizes, refuse
+from clipstream.training.optim import groups_from_json
+from clipstream.training.state import TrainState
+from tests.support.model_files import TEXT, VIT
+
+STATE_JSON = CheckpointMeta(
+    TrainState(3, 24, DataState(3, 2, {"a": 1}, lanes={0: LaneState(12, [Cursor(1, 2, 3, [0])])}))
+)
+FILES: dict[str, Any] = {
+    "state": json.loads(json.dumps(STATE_JSON.to_json())),
+    "marker": {"serial": 1, "step": 2, "files": {"a/b": 3}, "checksums": {"a/b": "x"}},
+    "best": {"metric": "val/loss", "value": 1.5, "serial": 2},
+    "groups": [{"lr": 0.1, "params": [0, 1], "t": {"tensor": [1.0], "dtype": "float32"}}],
+    "model": {
+        "model_cfg": {"embed_dim": 24, "vision_cfg": VIT, "text_cfg": {**TEXT, "hf_tokenizer_name": "a"}},
+        "preprocess_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3, "size": [32, 32], "interpolation": "bicubic"},
+    },
+}
+ODD = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5),
+    st.sampled_from([10**30, -5, "../x", [], {}]),
+    st.lists(st.integers(), max_size=3), st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)  # fmt: skip
+
+
+def read(kind: str, text: str, folder: Path) -> None:
+    """Read a file; errors other than SettingsError (ValueError of groups, which `load` names) are raised."""
+    if kind == "state":
+        meta = CheckpointMeta.from_json(text.encode(), Path("folder"))
+        assert meta.train.step >= 0 and all(lane.drawn >= 0 for lane in meta.train.data.lanes.values())
+    elif kind == "marker":
+        marker = Marker.from_json(text.encode())
+        assert marker is None or all(size >= 0 and ".." not in name for name, size in marker.sizes.items())
+    elif kind == "best":
+        Best.from_text(f"step_1\n{text}")
+    elif kind == "groups":
+        groups_from_json(text)
+    else:
+        (path := folder / "model.json").write_text(text)
+        config = ModelConfig.read(path)
+        refuse("it", config.model_cfg)
+        check_sizes("it", config.model_cfg, None)
+
+
+@pytest.mark.parametrize("kind", list(FILES))
+@given(data=st.data())
+@settings(
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_any_value_anywhere_is_read_or_refused(kind: str, tmp_path: Path, data: st.DataObject) -> None:
+    content = json.loads(json.dumps(FILES[kind]))
+    at, key = {"": content}, ""
+    while isinstance(at[key], dict | list) and at[key] and data.draw(st.integers(0, 5)):  # type: ignore[index]
+        at = at[key]  # type: ignore[index, assignment]
+        key = data.draw(st.sampled_from(list(at) if isinstance(at, dict) else range(len(at))))
+    if isinstance(at, dict) and at is not content and data.draw(st.booleans()):
+        del at[key]
+        at = {"": content} if key == "" else at
+    else:
+        at[key] = data.draw(ODD)
+        content = at[""] if key == "" else content
+    text = json.dumps(content)
+    try:
+        read(kind, text if data.draw(st.integers(0, 9)) else text[: data.draw(st.integers(0, len(text)))], tmp_path)
+    except (SettingsError, ValueError) as error:
+        assert isinstance(error, SettingsError) or kind == "groups"
+
+
+@pytest.mark.parametrize("kind", list(FILES))
+def test_what_was_written_is_read(kind: str, tmp_path: Path) -> None:
+    read(kind, json.dumps(FILES[kind]), tmp_path)
+
+
+def test_files_of_a_checkpoint_are_below_it() -> None:
+    for name in ("../x", "/x", "a/../../x", "a\0"):
+        assert Marker.from_json(json.dumps({**FILES["marker"], "files": {name: 1}}).encode()) is None
+    with pytest.raises(SettingsError, match=rf"{STATE} is not what clipstream wrote: train.step: .*not -5"):
+        CheckpointMeta.from_json(json.dumps({**FILES["state"], "train": {"step": -5}}).encode(), Path())
+
+
+@pytest.mark.parametrize(
+    ("part", "changed", "words"),
+    [
+        ("vision_cfg", {"layers": 10**9}, "vision_cfg.layers is 1000000000"),
+        ("vision_cfg", {"layers": [3, 4, 10**9, 3]}, "vision_cfg.layers is"),
+        ("text_cfg", {"layers": 10**9}, "text_cfg.layers is"),
+        ("text_cfg", {"width": 10**8, "heads": 1}, "parameters"),
+        ("text_cfg", {"vocab_size": 10**12}, "parameters"),
+        ("vision_cfg", {"image_size": 10**12}, "parameters"),
+    ],
+)
+def test_models_that_no_machine_holds_are_refused(part: str, changed: dict[str, Any], words: str) -> None:
+    model = json.loads(json.dumps(FILES["model"]["model_cfg"]))
+    model[part] |= changed
+    with pytest.raises(SettingsError, match=words):
+        check_sizes("it", model, None)
