@@ -1,7 +1,7 @@
 """Write the source of the documentation site into a folder: `python docs/generate.py build/docs`.
 
-The pages of this folder are copied; the references of settings and of the command line are made from the settings'
-classes and from each verb's --help. Imports no torch.
+The pages of this folder are copied; the references of settings, of those that do not go together, and of the command
+line are made from the settings' classes and from each verb's --help. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from pydantic.fields import FieldInfo
 from clipstream.cli.help import default_note, generic_key, summary, value_form
 from clipstream.cli.main import VERBS
 from clipstream.config.flag_aliases import ALIASES
-from clipstream.config.section import Section, all_fields, entries_of, section_of, types_of
+from clipstream.config.section import Conflict, Is, Section, all_fields, entries_of, section_of, types_of
 from clipstream.config.settings import Settings
+from clipstream.config.validate import records
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = "88"  # of help, as wide as the page
@@ -35,6 +36,7 @@ def main(out: Path) -> None:
     for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
         (out / name.lower()).write_text(_beside((ROOT / name).read_text(encoding="utf-8")), encoding="utf-8")
     (out / "reference" / "settings.md").write_text(settings_page(), encoding="utf-8")
+    (out / "reference" / "conflicts.md").write_text(conflicts_page(), encoding="utf-8")
     (out / "reference" / "command-line.md").write_text(command_line_page(), encoding="utf-8")
 
 
@@ -111,6 +113,51 @@ def _sentence(text: str) -> str:
     text = re.sub(r"(?<!`)([<*_\[\]])(?![^`]*`[^`]*$)", r"\\\1", text)
     name = re.match(r"[a-z]+[^a-z' ]|(?:torch|timm|wids|auto)\b", text)  # a word that is written small
     return f"{text[:1] if name else text[:1].upper()}{text[1:]}".rstrip(".") + "."
+
+
+def conflicts_page() -> str:
+    """What does not go together, from the records by which settings are refused."""
+    lines = [
+        "# What does not go together",
+        "",
+        "Settings that are right by themselves, and refused together (exit code 2), each with its reason. The list is",
+        "made from the records by which they are refused. `NAME` stands for a name that you choose.",
+    ]
+    tables: dict[bool, dict[str, None]] = {False: {}, True: {}}
+    for prefix, pair in records():
+        tables[pair.notice][conflict_row(prefix, pair)] = None  # types of a part share records
+    for notice, rows in tables.items():
+        if notice:
+            lines += [
+                "",
+                "## Settings without effect",
+                "",
+                "A line of notice tells them, and the command goes on.",
+            ]
+        lines += ["", "| setting | together with | reason |", "|---|---|---|", *rows]
+    return "\n".join([*lines, ""])
+
+
+def conflict_row(prefix: str, pair: Conflict) -> str:
+    """A record as a row of the table."""
+
+    def condition(key: str, wanted: object) -> str:
+        values = wanted if isinstance(wanted, tuple) else (wanted,)
+        named = [Is("not set") if one is None else one for one in values]
+        words = [one.words if isinstance(one, Is) else f"`{str(one).lower()}`" for one in named]
+        return f"{key} {' or '.join(words)}"
+
+    shown = [key if re.search("[ -]", key) or key == "ranks" else f"`{prefix}{key}`" for key in pair.when]
+    first, *others = map(condition, shown, pair.when.values())
+    reason = pair.text(*(_Key(key) for key in shown)).replace("|", "\\|")
+    return f"| {first} | {', '.join(others) or 'any'} | {_sentence(reason)} |"
+
+
+class _Key(str):
+    """A key that stands for its value in a reason, whatever the value's format."""
+
+    def __format__(self, spec: str) -> str:
+        return str(self)
 
 
 def command_line_page() -> str:

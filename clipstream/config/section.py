@@ -1,7 +1,8 @@
 """The base classes of all settings, and the tree of these classes: the class, field or type of value at a path.
 
 A mapping enters `Section`; a frozen, validated object leaves, or a `ValidationError` that names each wrong key. The
-class of a `PluginSection` depends on its key `type`. `checked` validates files that are read back.
+class of a `PluginSection` depends on its key `type`. A `Conflict` is a record of settings that do not go together, by
+which they are refused, and listed in the documentation. `checked` validates files that are read back.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path as FilePath
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
@@ -40,6 +42,84 @@ MOST = 10**15  # steps, samples, bytes
 Count = Annotated[int, Field(ge=0, le=MOST)]
 VALUE_SHOWN = 60  # characters of a wrong value
 OBJECTS = ConfigDict(arbitrary_types_allowed=True)  # of a class with tensors
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Is:
+    """A condition on a setting, in words and as a test; without a test, code that knows more refuses by the record."""
+
+    words: str
+    test: Callable[[Any], bool] | None = None
+
+
+SET, UNSET = Is("set", bool), Is("not set", lambda value: not value)
+GIVEN = Is("set", lambda value: value is not None)  # to 0, too
+
+
+def other_than(default: Any) -> Is:
+    """That a setting differs from its default."""
+    return Is("set" if default is None else f"other than {default}", lambda value: value != default)
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Settings that do not go together.
+
+    Args:
+        when: dotted key -> its value, several of them in a tuple, or an `Is`. The first key is the one that is refused.
+            A part `NAME` stands for each name; a key that is no setting describes the model, the data or the machine.
+        reason: why, and what to do; `{0}` is the value of the first key, `{1}` that of the second.
+        notice: whether the first key merely has no effect: then it is told, and not refused.
+    """
+
+    when: Mapping[str, Any]
+    reason: str
+    notice: bool = False
+
+    def text(self, *values: Any) -> str:
+        """The reason, with the values of the keys."""
+        return self.reason.format(*values)
+
+    def error(self, key: str, *values: Any) -> SettingsError:
+        """The refusal of a key, where the model, the data or the machine show the conflict."""
+        return SettingsError(f"{key}: {self.text(*values)}")
+
+    def found(self, root: Any, facts: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+        """(path of the first key, text) for each place below `root` where all conditions hold; see `found`."""
+        paths = [tuple(key.split(".")) for key in self.when]
+        named = paths[0].index("NAME") if "NAME" in paths[0] else None
+        for name in ("",) if named is None else _value(root, paths[0][:named]):
+            here = [tuple(name if part == "NAME" else part for part in path) for path in paths]
+            values = [facts.get(key, _value(root, path)) for key, path in zip(self.when, here, strict=True)]
+            if all(map(_holds, self.when.values(), values)):
+                yield here[0], self.text(*values)
+
+
+def _value(root: Any, path: Iterable[str]) -> Any:
+    """What is at a path; `_ABSENT` where a section has no such key, and None where a mapping has none."""
+    for key in path:
+        root = root.get(key) if isinstance(root, Mapping) else getattr(root, key, _ABSENT)
+    return root
+
+
+def _holds(wanted: Any, value: Any) -> bool:
+    if isinstance(wanted, Is):
+        return value is not _ABSENT and wanted.test is not None and wanted.test(value)
+    return value in wanted if isinstance(wanted, tuple) else bool(value == wanted)
+
+
+def found(
+    conflicts: Iterable[Conflict], root: Any, *, notices: bool = False, **facts: Any
+) -> Iterator[tuple[Path, str]]:
+    """(path, text) for each refusal, or for each notice, of `conflicts` in a section or a mapping of flags.
+
+    Args:
+        facts: values of keys that are no settings.
+    """
+    for conflict in conflicts:
+        if conflict.notice == notices:
+            yield from conflict.found(root, facts)
 
 
 def with_home(text: str) -> str:
@@ -80,20 +160,23 @@ class Section(BaseModel):
         extra="forbid", frozen=True, validate_default=True, defer_build=True, allow_inf_nan=False
     )
 
+    pairs: ClassVar[tuple[Conflict, ...]] = ()  # keys of this section that do not go together
+
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """(key, message) for each key, dotted below a nested section, whose value does not go with the other keys of
-        this section.
+        this section, for a reason that `pairs` cannot say.
         """
         return iter(())
 
     @model_validator(mode="after")
     def _raise_conflicts(self) -> Self:
-        found = [
-            InitErrorDetails(type="value_error", loc=tuple(key.split(".")), input=None, ctx={"error": ValueError(text)})
-            for key, text in self.conflicts()
+        problems = [*found(self.pairs, self), *((tuple(key.split(".")), text) for key, text in self.conflicts())]
+        errors = [
+            InitErrorDetails(type="value_error", loc=path, input=None, ctx={"error": ValueError(text)})
+            for path, text in problems
         ]
-        if found:
-            raise ValidationError.from_exception_data(type(self).__name__, found)
+        if errors:
+            raise ValidationError.from_exception_data(type(self).__name__, errors)
         return self
 
 

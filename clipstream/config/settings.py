@@ -21,7 +21,7 @@ from pydantic import Field, PrivateAttr, SerializeAsAny, ValidationError
 from clipstream.config.config_sources import Node, merged, plain, read_yaml
 from clipstream.config.error_messages import enumerate_words, format_errors, format_problem
 from clipstream.config.flags import flag_tree, split
-from clipstream.config.section import Path, Section, Tree
+from clipstream.config.section import SET, Conflict, Is, Path, Section, Tree
 from clipstream.data.settings import DataSettings, TokenizerSettings
 from clipstream.data.shard_url import redact
 from clipstream.distributed.settings import RunSettings
@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from clipstream.data.order.epochs import EpochPlan
     from clipstream.data.sources.registry import Source
 
+INDEXED_EPOCH = Conflict(  # the data give it in this mode afterwards
+    {"train.epoch_samples": SET, "data.sampling.mode": Is("indexed")},
+    "the mode 'indexed' knows how long an epoch is: leave it out",
+)
 DIFFERENCES = 5  # between ranks, in the message
 OF_A_NODE = re.compile(
     r"run\.(device|threads|debug)|model\.cache_dir|data\.(cache|cache_gib)|data\.sources\..*\.(shards|folder)"
@@ -156,8 +160,7 @@ def with_known_epoch(settings: Settings) -> Settings:
         from clipstream.data.order_plan import epoch_plan
 
         if train.epoch_samples is not None:
-            text = "the mode 'indexed' knows how long an epoch is: leave it out"
-            raise SettingsError(format_problem(settings.places, ("train", "epoch_samples"), text))
+            raise SettingsError(format_problem(settings.places, ("train", "epoch_samples"), INDEXED_EPOCH.text()))
         epochs = epoch_plan(settings.data, list(open_sources(settings).values()))
         samples = epochs.steps * settings.data.global_batch_size
     else:

@@ -1,32 +1,145 @@
 """Rules that span sections of the settings, and checks of the files, folders and addresses that settings name.
 
-Validated settings enter; nothing leaves, or a `SettingsError` with every mistake and where it was written. Rules within
-one section are that section's `conflicts`.
+Validated settings enter; nothing leaves, or a `SettingsError` with every mistake and where it was written. `PAIRS` are
+the settings of several sections that do not go together; those of one section are its `pairs`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path as FilePath
+from typing import Any
 
 from clipstream.checkpoint.remote_sync import RemoteDir
 from clipstream.checkpoint.run_lock import holds_a_run
 from clipstream.config.error_messages import enumerate_words, format_problem
-from clipstream.config.section import Path
-from clipstream.config.settings import Settings, cadences
+from clipstream.config.section import (
+    SET,
+    UNSET,
+    Conflict,
+    Is,
+    Path,
+    Section,
+    entries_of,
+    found,
+    other_than,
+    section_of,
+    types_of,
+)
+from clipstream.config.settings import INDEXED_EPOCH, Settings
 from clipstream.data.shard_url import ShardURL
 from clipstream.data.sources.registry import expand
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.classes import repeated, unreadable
-from clipstream.evals.settings import EvalSettings, LabelledSettings, PromptedSettings, eval_name, sources_of
-from clipstream.losses.settings import DistillSettings
-from clipstream.training.optim import ConstCooldown
+from clipstream.evals.settings import EvalSettings, LabelledSettings, eval_name, sources_of
 from clipstream.utils.escape import printable
 from clipstream.utils.logs import logger
 
 Problems = Iterator[tuple[Path, str]]
+_RANKS = Is("more than 1", lambda ranks: ranks > 1)
+_STORES = {"image": "data.image_features", "text": "data.text_features"}
+_MEMORY = Is("in GiB or MiB", lambda policy: str(policy).endswith("iB"))
+_CHANGED = Is("not empty", lambda section: section != type(section)())
+PROMPTS = Conflict(
+    {"evals.NAME.prompts": SET, "log.pictures": 0},
+    "log.pictures is 0, so nothing is shown: raise it, or leave the prompts out",
+)
+PAIRS = (
+    *(
+        Conflict(
+            {f"model.{tower}.cache_gib": SET, "train.parallel": "fsdp", "ranks": _RANKS},
+            "with fsdp, all ranks take part in each pass of a tower: train with ddp, or leave it out",
+        )
+        for tower in _STORES
+    ),
+    *(
+        Conflict(
+            {f"model.{key}": _MEMORY, "train.micro_batch_size": "auto"} | {f"model.{other}": None for other in unset},
+            "{0} of how many samples? train.micro_batch_size is auto: give it a number, or a share here",
+        )
+        for key, unset in (
+            ("image.grad_checkpointing", ()),
+            ("text.grad_checkpointing", ()),
+            ("grad_checkpointing", ("image.grad_checkpointing",)),
+            ("grad_checkpointing", ("text.grad_checkpointing",)),
+        )
+    ),
+    *(
+        Conflict(
+            {"distill.model": SET, store: SET},
+            f"a live teacher needs {noun}, and the features in {{1}} replace them: precompute the teacher's features "
+            "as well, and give --teacher-features",
+        )
+        for store, noun in ((_STORES["image"], "pictures"), (_STORES["text"], "captions"))
+    ),
+    *(
+        Conflict(
+            {f"model.{key}": SET, store: SET},
+            f"the features in {{1}} are those of the frozen tower: no {noun} can be trained",
+        )
+        for store, key, noun in (
+            (_STORES["image"], "unlocked_groups", "groups of the image tower"),
+            (_STORES["image"], "unlock_image_at", "weights of the image tower"),
+            (_STORES["text"], "unlocked_layers", "layers of the text tower"),
+            (_STORES["text"], "unlock_text_at", "weights of the text tower"),
+        )
+    ),
+    *(
+        Conflict(
+            {f"model.{tower}.{key}": SET, store: SET},
+            f"has no effect, as the features in {{1}} replace the {tower} tower, which does not run: leave it out",
+            notice=True,
+        )
+        for tower, store in _STORES.items()
+        for key in ("precision", "cache_gib")
+    ),
+    Conflict(
+        {"model.image.cache_gib": SET, "data.augment.enabled": True, "data.image_features": None},
+        "pictures are augmented, so that their features differ each time: give --data.augment.enabled false, or leave "
+        "it out",
+    ),
+    Conflict(
+        {"model.patch_dropout": SET, "data.image_features": SET},
+        "has no effect, as the features in {1} are those of whole pictures: leave it out",
+        notice=True,
+    ),
+    Conflict(
+        {"data.trace": SET, "data.image_features": SET},
+        "no picture and no caption is read with data.image_features: leave it out",
+    ),
+    PROMPTS,
+    Conflict(
+        {"evals.NAME.weights": ("averaged", "both"), "train.ema": None},
+        "there are no averaged weights: give --train.ema as well, as 0.9999",
+    ),
+    Conflict(
+        {"model.text_buckets": "packed", "train.compile": other_than("off")},
+        "packed texts are not compiled, as their number of tokens differs from step to step: give auto, which takes "
+        "buckets under train.compile, or --train.compile off",
+    ),
+    *(
+        Conflict({every: SET, **other}, reason)
+        for every, key in (
+            ("checkpoint.every_epochs", "every"),
+            ("evals.NAME.every_epochs", "every"),
+            ("schedule.cooldown_epochs", "--schedule.cooldown"),
+        )
+        for other, reason in (
+            ({"train.epoch_samples": None}, "how many samples are an epoch? Give --train-num-samples"),
+            (
+                {"data.batch_schedule": SET},
+                f"an epoch has no fixed number of steps under data.batch_schedule: give {key}, in steps",
+            ),
+        )
+    ),
+    Conflict(
+        {"distill": _CHANGED, "distill.model": None, "data.teacher_features": UNSET},
+        "there is no teacher: give --distill-model or --teacher-features as well",
+    ),
+    INDEXED_EPOCH,
+)
 
 
 def validate_run(settings: Settings, world: World) -> None:
@@ -36,9 +149,11 @@ def validate_run(settings: Settings, world: World) -> None:
 
     Raises SettingsError: with one line for each mistake.
     """
-    parts = _length(settings), _batches(settings, world), _shards(settings), _evals(settings), _distill(settings)
-    rest = _features(settings), _compilation(settings), _checkpoints(settings), _folders(settings, world)
+    parts = _length(settings), _batches(settings, world), _shards(settings), _evals(settings)
+    rest = found(PAIRS, settings, ranks=world.size), _checkpoints(settings), _folders(settings, world)
     _conclude(settings, world, *parts, *rest)
+    for path, text in (*_notices(settings), *found(PAIRS, settings, notices=True)) if world.is_main else ():
+        logger.info(f"notice: {format_problem(settings.places, path, text)}")
 
 
 def validate_evals(settings: Settings, *, shown: bool) -> None:
@@ -49,7 +164,7 @@ def validate_evals(settings: Settings, *, shown: bool) -> None:
 
     Raises SettingsError: with one line for each mistake.
     """
-    _conclude(settings, World.from_env(), _evals(settings, shown=shown))
+    _conclude(settings, World.from_env(), _evals(settings), found((PROMPTS,) if shown else (), settings))
 
 
 def validate_sources(settings: Settings) -> None:
@@ -69,9 +184,30 @@ def _conclude(settings: Settings, world: World, *parts: Problems) -> None:
             logger.warning(format_problem(settings.places, ("evals", name, "classes"), text))
 
 
+def _notices(section: Any, path: Path = ()) -> Problems:
+    """(path, text) for each setting that has no effect beside others of its section, in a section and those below."""
+    if isinstance(section, Section):
+        yield from (((*path, *key), text) for key, text in found(section.pairs, section, notices=True))
+    below = section.items() if isinstance(section, Mapping) else section if isinstance(section, Section) else ()
+    for name, inner in below:
+        yield from _notices(inner, (*path, name))
+
+
+def records(section: type[Section] = Settings, prefix: str = "") -> Iterator[tuple[str, Conflict]]:
+    """(prefix of its keys, record) of all settings that do not go together, as the documentation lists them."""
+    for cls in (section, *types_of(section).values()):
+        yield from ((prefix, pair) for pair in cls.pairs)
+        for name, field in cls.model_fields.items():
+            inner, entry = section_of(field.annotation), section_of(entries_of(field.annotation))
+            if (below := inner or entry) is not None:
+                yield from records(below, f"{prefix}{name}." if inner else f"{prefix}{name}.NAME.")
+    if section is Settings:
+        yield from (("", pair) for pair in PAIRS)
+
+
 def _length(settings: Settings) -> Problems:
     """The run's length, and the settings in steps or epochs that depend on it."""
-    train, schedule, varies = settings.train, settings.schedule, bool(settings.data.batch_schedule)
+    train, schedule = settings.train, settings.schedule
     if _evaluates_only(settings):
         return
     if train.steps is train.samples is train.epochs is None:
@@ -92,16 +228,6 @@ def _length(settings: Settings) -> Problems:
         yield ("data", "batch_schedule"), f"step {late[0]} is never reached: the run has {steps}"
     if (last := settings.log.profiled_steps) > steps:
         yield ("log", "profile"), f"step {last} is never reached: the run has {steps}"
-    in_epochs: list[tuple[Path, str]] = [
-        ((*path, "every_epochs"), "every") for path, section in cadences(settings) if section.every_epochs is not None
-    ]
-    if isinstance(schedule, ConstCooldown.Settings) and schedule.cooldown_epochs is not None:
-        in_epochs.append((("schedule", "cooldown_epochs"), "--schedule.cooldown"))
-    for path, key in in_epochs:
-        if train.epoch_samples is None:
-            yield path, "how many samples are an epoch? Give --train-num-samples"
-        elif varies:
-            yield path, f"an epoch has no fixed number of steps under data.batch_schedule: give {key}, in steps"
     if schedule.min_lr > settings.optim.lr:
         text = f"{schedule.min_lr:g} is above the peak, optim.lr {settings.optim.lr:g}"
         yield ("schedule", "min_lr"), text
@@ -136,16 +262,6 @@ def _batches(settings: Settings, world: World) -> Problems:
         yield ("data", "lanes"), text
     if isinstance(micro, int) and micro > largest:
         yield ("train", "micro_batch_size"), f"{micro} is more than the largest global batch, {largest}"
-    sharded = settings.train.parallel == "fsdp" and world.size > 1
-    for tower in ("image", "text"):
-        if sharded and getattr(settings.model, tower).cache_gib is not None:
-            text = "with fsdp, all ranks take part in each pass of a tower: train with ddp, or leave it out"
-            yield ("model", tower, "cache_gib"), text
-        policy = settings.model.recomputed(tower)
-        if micro == "auto" and isinstance(policy, str) and policy.endswith("iB"):
-            text = f"{policy} of how many samples? train.micro_batch_size is auto: give it a number, or a share here"
-            own = getattr(settings.model, tower).grad_checkpointing is not None
-            yield ("model", tower, "grad_checkpointing") if own else ("model", "grad_checkpointing"), text
     timeout, stall = settings.run.timeout, data.stall_timeout
     if world.size > 1 and timeout <= stall:
         text = f"{timeout:g} s end the run before data.stall_timeout, {stall:g} s, can say what is wrong: raise it"
@@ -171,61 +287,14 @@ def _shards(settings: Settings) -> Problems:
             yield (*path, "shards"), f"{error}{fetch}"
 
 
-def _distill(settings: Settings) -> Problems:
-    """Settings of distillation without a teacher, and of a live teacher without its input."""
-    data = settings.data
-    if settings.distill.model is None and not data.teacher_features and settings.distill != DistillSettings():
-        yield ("distill",), "there is no teacher: give --distill-model or --teacher-features as well"
-    for store, noun in ((data.image_features, "pictures"), (data.text_features, "captions")):
-        if settings.distill.model is not None and store is not None:
-            yield (
-                ("distill", "model"),
-                f"a live teacher needs {noun}, and the features in {store} replace them: precompute the teacher's "
-                "features as well, and give --teacher-features",
-            )
-
-
-def _features(settings: Settings) -> Problems:
-    """Settings of towers and pictures that have no effect on stored features."""
-    data, model = settings.data, settings.model
-    for store, key, noun in (
-        (data.image_features, "unlocked_groups", "groups of the image tower"),
-        (data.text_features, "unlocked_layers", "layers of the text tower"),
-    ):
-        if store is not None and getattr(model, key):
-            yield ("model", key), f"the features in {store} are those of the frozen tower: no {noun} can be trained"
-    for tower, store in data.stored_towers.items():
-        for key in ("precision", "cache_gib"):
-            if getattr(getattr(model, tower), key) is not None:
-                text = f"the features in {store} replace the {tower} tower, which does not run: leave it out"
-                yield ("model", tower, key), text
-    if model.image.cache_gib is not None and data.augment.enabled:
-        text = "pictures are augmented, so that their features differ each time: give --data.augment.enabled false"
-        yield ("model", "image", "cache_gib"), f"{text}, or leave it out"
-    if data.image_features is not None and model.patch_dropout:
-        yield ("model", "patch_dropout"), f"the features in {data.image_features} are those of whole pictures"
-    if data.image_features is not None and data.trace:
-        yield ("data", "trace"), "no picture and no caption is read with data.image_features: leave it out"
-
-
-def _evals(settings: Settings, *, shown: bool = True) -> Problems:
+def _evals(settings: Settings) -> Problems:
     """Evaluators without data, and class names and templates that cannot be read."""
     for name, evaluator in settings.evals.items():
         if evaluator.data is None and evaluator.reads and evaluator.type in EvalSettings.builtin:
             text = f"the evaluator has no data: give --evals.{name}.data.shards, or remove it with --evals.{name} null"
             yield ("evals", name), text
-        if shown and isinstance(evaluator, PromptedSettings) and evaluator.prompts and not settings.log.pictures:
-            text = "log.pictures is 0, so nothing is shown: raise it, or leave the prompts out"
-            yield ("evals", name, "prompts"), text
         if isinstance(evaluator, LabelledSettings):
             yield from ((("evals", name, key), text) for key, text in unreadable(evaluator).items())
-
-
-def _compilation(settings: Settings) -> Problems:
-    """Packed texts in towers that are compiled."""
-    if settings.model.text_buckets == "packed" and settings.train.compile != "off":
-        text = "packed texts are not compiled, as their number of tokens differs from step to step: give auto, which "
-        yield ("model", "text_buckets"), text + "takes buckets under train.compile, or --train.compile off"
 
 
 def _checkpoints(settings: Settings) -> Problems:
@@ -246,8 +315,6 @@ def _checkpoints(settings: Settings) -> Problems:
             text = f"{stop.watched.evaluator} is evaluated at the end only: give --evals.{watched}.every as well"
             yield stop_path, text
     for key in (key for key, evaluator in settings.evals.items() if "averaged" in evaluator.kinds):
-        if settings.train.ema is None:
-            yield ("evals", key, "weights"), "there are no averaged weights: give --train.ema as well, as 0.9999"
         if (called := eval_name(key, "averaged")) in settings.evals:
             yield ("evals", called), f"the evaluations of {key} with averaged weights are called so: take another name"
     for key, url in (("remote_sync", section.remote_sync), ("resume", section.resume)):

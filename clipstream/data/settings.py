@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from clipstream.config.plugins import is_plugin, load_function
-from clipstream.config.section import PathText, PluginSection, Section
+from clipstream.config.section import SET, Conflict, PathText, PluginSection, Section, other_than
 from clipstream.data.json_path import parse_path
 from clipstream.data.shard_url import parts_of, redact, table_format
 
@@ -320,14 +320,18 @@ class SamplingSettings(Section):
         "fills up with samples of weight 0, wrap with some that come again",
     )
 
-    def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Keys of one mode only."""
-        if not self.replacement and self.mode != "resampled":
-            text = f"only the mode 'resampled' draws with replacement, and the mode is {self.mode!r}: leave it out"
-            yield "replacement", text
-        if self.remainder != "drop" and self.mode != "indexed":
-            text = f"the mode {self.mode!r} has no remainder: leave it out, or set --data.sampling.mode indexed"
-            yield "remainder", text
+    pairs = (
+        Conflict(
+            {"replacement": False, "mode": other_than("resampled")},
+            "has no effect, as the mode {1!r} draws without replacement: leave it out",
+            notice=True,
+        ),
+        Conflict(
+            {"remainder": other_than("drop"), "mode": other_than("indexed")},
+            "has no effect, as the mode {1!r} has no remainder: leave it out, or set --data.sampling.mode indexed",
+            notice=True,
+        ),
+    )
 
 
 class ShuffleSettings(Section):
@@ -386,16 +390,27 @@ class AugmentSettings(Section):
             raise ValueError("a crop takes a share of the picture: max is at most 1")
         return value
 
-    def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Keys of colour jitter, and keys that do nothing."""
-        for key, field in type(self).model_fields.items() if not self.enabled else ():
-            if key != "enabled" and getattr(self, key) != field.default:
-                yield key, "data.augment.enabled is false: leave one of the two out"
-        if self.color_jitter_prob and self.color_jitter is None:
-            text = "how strong? Give --data.augment.color-jitter '[0.4, 0.4, 0.4, 0.1]' as well"
-            yield "color_jitter_prob", text
-        if self.color_jitter is not None and not self.color_jitter_prob:
-            yield "color_jitter", "how often? Give --data.augment.color-jitter-prob as well, 0 to 1"
+    pairs: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            {"color_jitter_prob": SET, "color_jitter": None},
+            "how strong? Give --data.augment.color-jitter '[0.4, 0.4, 0.4, 0.1]' as well",
+        ),
+        Conflict(
+            {"color_jitter": SET, "color_jitter_prob": 0},
+            "how often? Give --data.augment.color-jitter-prob as well, 0 to 1",
+        ),
+    )
+
+
+AugmentSettings.pairs += tuple(
+    Conflict(
+        {key: other_than(field.default), "enabled": False},
+        "has no effect, as data.augment.enabled is false: leave one of the two out",
+        notice=True,
+    )
+    for key, field in AugmentSettings.model_fields.items()
+    if key != "enabled"
+)
 
 
 class DataSettings(Section):
@@ -481,26 +496,26 @@ class DataSettings(Section):
             raise ValueError("its steps must rise from entry to entry")
         return value
 
-    def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Keys of the cache's limit and of batches that change their size."""
-        if self.cache_gib is not None and self.cache is None:
-            yield "cache_gib", "the limit of which folder? Give --data.cache FOLDER as well"
-        sampling = self.sampling
-        if sampling.mode != "resampled" or sampling.shards == "split" or not sampling.replacement:
-            for name in (name for name, source in self.sources.items() if source.upsampling_factors is not None):
-                text = (
-                    "shards are drawn by factors only in the mode resampled, shared and with replacement: set "
-                    "data.sampling so, or make each part a source with its own weight"
-                )
-                yield f"sources.{name}.upsampling_factors", text
-        if not self.augment.enabled and self.decoder != type(self).model_fields["decoder"].default:
-            yield (
-                "decoder",
-                "data.augment.enabled is false, and evaluation's preprocessing is always exact: leave it out",
+    pairs = (
+        Conflict({"cache_gib": SET, "cache": None}, "the limit of which folder? Give --data.cache FOLDER as well"),
+        Conflict(
+            {"decoder": "exact", "augment.enabled": False},
+            "evaluation's preprocessing, which data.augment.enabled false asks for, is always exact: leave it out",
+            notice=True,
+        ),
+        *(
+            Conflict(
+                {"sources.NAME.upsampling_factors": SET, f"sampling.{key}": value},
+                "shards are drawn by factors only in the mode resampled, shared and with replacement: set "
+                "data.sampling so, or make each part a source with its own weight",
             )
-        if self.batch_schedule and self.sampling.mode == "indexed":
-            text = "the mode 'indexed' needs batches of one size: leave it out, or set --data.sampling.mode resampled"
-            yield "batch_schedule", text
+            for key, value in (("mode", other_than("resampled")), ("shards", "split"), ("replacement", False))
+        ),
+        Conflict(
+            {"batch_schedule": SET, "sampling.mode": "indexed"},
+            "the mode 'indexed' needs batches of one size: leave it out, or set --data.sampling.mode resampled",
+        ),
+    )
 
     @property
     def stored_towers(self) -> dict[str, str]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from clipstream.config.section import PathText, PluginSection
+from clipstream.config.section import SET, Conflict, PathText, PluginSection, other_than
 from clipstream.data.json_path import parse_path
 from clipstream.data.settings import SourceSettings
 from clipstream.errors import SettingsError
@@ -43,12 +42,13 @@ class EvalSettings(PluginSection):
         "report", description="report: a failed evaluation is a warning and the run goes on; raise: it ends the run"
     )
 
-    def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Keys of the same interval, and of the order of samples."""
-        if self.every_epochs is not None and self.every != type(self).model_fields["every"].default:
-            yield "every", "every and every_epochs are both given: keep the one that is meant"
-        if self.data is not None and self.data.upsampling_factors is not None:
-            yield "data.upsampling_factors", "an evaluation reads each sample once: leave it out"
+    pairs: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            {"every": other_than(0), "every_epochs": SET},
+            "every and every_epochs are both given: keep the one that is meant",
+        ),
+        Conflict({"data.upsampling_factors": SET}, "an evaluation reads each sample once: leave it out"),
+    )
 
 
 class PromptedSettings(EvalSettings):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from clipstream.config.section import PathText, PluginSection, Section
+from clipstream.config.section import SET, Conflict, PathText, PluginSection, Section
 from clipstream.models.settings import ModelSettings
 
 Duplicates = Literal["negatives", "mask", "positives"]
@@ -27,10 +27,15 @@ class _BuiltinLoss(LossSettings):
     duplicates: Duplicates = Field("negatives", description=_DUPLICATES)
     duplicates_by: Literal["captions", "pictures"] | None = Field(None, description=_BY)
 
+    pairs: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            {"duplicates_by": SET, "duplicates": "negatives"},
+            "what becomes of duplicates? Give --loss.duplicates mask or positives as well",
+        ),
+    )
+
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Keys of duplicates and of the logit scale."""
-        if self.duplicates_by and self.duplicates == "negatives":
-            yield "duplicates_by", "what becomes of duplicates? Give --loss.duplicates mask or positives as well"
+        """Limits of the logit scale in the wrong order."""
         if isinstance(self, ClipLossSettings | SiglipLossSettings):
             low, high = self.min_logit_scale, self.max_logit_scale
             if low is not None and high is not None and low > high:
@@ -107,9 +112,7 @@ class DistillSettings(Section):
             return None
         return ModelSettings(name=self.model, pretrained=self.pretrained, cache_dir=cache_dir)
 
-    def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Keys without a teacher, and weights that leave nothing to learn from it."""
-        if self.pretrained is not None and self.model is None:
-            yield "pretrained", "weights of which teacher? Give --distill-model as well"
-        if not self.weight and not self.features:
-            yield "weight", "weight and features are both 0: nothing is learned from the teacher"
+    pairs = (
+        Conflict({"pretrained": SET, "model": None}, "weights of which teacher? Give --distill-model as well"),
+        Conflict({"weight": 0, "features": 0}, "weight and features are both 0: nothing is learned from the teacher"),
+    )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from typing_extensions import Self
 
-from clipstream.config.section import ConfigPathText, PathText, Section
+from clipstream.config.section import SET, ConfigPathText, Conflict, Is, PathText, Section
 
 Level = Annotated[float, Field(ge=0, le=1)]
 Deviation = Annotated[float, Field(gt=0, le=1)]
@@ -37,6 +36,12 @@ Switch = Annotated[
     Literal["auto", "on", "off"],
     BeforeValidator(lambda value: ("on" if value else "off") if isinstance(value, bool) else value),
 ]
+_UNLOCKING = {"image": ("unlocked_groups", "unlock_image_at"), "text": ("unlocked_layers", "unlock_text_at")}
+_OF_LOCKED = {
+    "precision": "training needs the weights in the precision of train.precision",
+    "cache_gib": "features of weights that change are computed again each time",
+}
+_WITH_WEIGHTS = Is("hf-hub:… or local-dir:…", lambda name: name.startswith(("hf-hub:", "local-dir:")))
 
 
 class TowerSettings(Section):
@@ -131,31 +136,44 @@ class ModelSettings(Section):
     )
     allow_mismatch: bool = Field(False, description="allow a loss or tokenizer that the weights were not trained with")
 
-    def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Keys of locked towers."""
-        image, text = ("unlocked_groups", "unlock_image_at"), ("unlocked_layers", "unlock_text_at")
-        for key, lock in [*((key, "lock_image") for key in image), *((key, "lock_text") for key in text)]:
-            if getattr(self, key) and not getattr(self, lock):
-                yield key, f"nothing is locked: give --{lock.replace('_', '-')} as well, or leave it out"
-        for tower, more in (("image", image), ("text", text)):
-            for own, reason in (
-                ("precision", "training needs the weights in the precision of train.precision"),
-                ("cache_gib", "features of weights that change are computed again each time"),
-            ):
-                path = f"{tower}.{own}"
-                if getattr(getattr(self, tower), own) is None:
-                    continue
-                if not getattr(self, f"lock_{tower}"):
-                    yield path, f"the {tower} tower is trained, and {reason}: give --lock-{tower}, or leave it out"
-                for other in (other for other in more if getattr(self, other)):
-                    yield path, f"model.{other} trains weights of the {tower} tower, and {reason}: leave one out"
-        whole = self.pretrained or (self.name if self.name.startswith(("hf-hub:", "local-dir:")) else None)
-        if self.image_pretrained and whole:
-            both = f"{whole} has the weights of both towers, and these are the image tower's alone: give one of the two"
-            yield "image_pretrained", both
-        trained = self.unlocked_groups or self.unlock_image_at
-        if self.patch_dropout and self.lock_image and not trained:
-            yield "patch_dropout", "a locked image tower drops no patches: leave one of the two out"
+    pairs = (
+        *(
+            Conflict(
+                {key: SET, f"lock_{tower}": False}, f"nothing is locked: give --lock-{tower} as well, or leave it out"
+            )
+            for tower, keys in _UNLOCKING.items()
+            for key in keys
+        ),
+        *(
+            Conflict(
+                {f"{tower}.{key}": SET, f"lock_{tower}": False},
+                f"the {tower} tower is trained, and {why}: give --lock-{tower}, or leave it out",
+            )
+            for tower in _UNLOCKING
+            for key, why in _OF_LOCKED.items()
+        ),
+        *(
+            Conflict(
+                {f"{tower}.{key}": SET, other: SET},
+                f"model.{other} trains weights of the {tower} tower, and {why}: leave one out",
+            )
+            for tower, others in _UNLOCKING.items()
+            for other in others
+            for key, why in _OF_LOCKED.items()
+        ),
+        *(
+            Conflict(
+                {"image_pretrained": SET, key: has_weights},
+                "{1} has the weights of both towers, and these are the image tower's alone: give one of the two",
+            )
+            for key, has_weights in (("pretrained", SET), ("name", _WITH_WEIGHTS))
+        ),
+        Conflict(
+            {"patch_dropout": SET, "lock_image": True, "unlocked_groups": 0, "unlock_image_at": None},
+            "has no effect, as a locked image tower drops no patches: leave it out",
+            notice=True,
+        ),
+    )
 
     def recomputed(self, tower: Literal["image", "text"]) -> Recomputed:
         """grad_checkpointing of a tower."""

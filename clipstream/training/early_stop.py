@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field, field_validator
 
-from clipstream.config.section import Section
+from clipstream.config.section import SET, UNSET, Conflict, Section, other_than
 from clipstream.errors import SettingsError, did_you_mean
 
 By = Literal["auto", "max", "min"]
@@ -88,11 +88,12 @@ class EarlyStopSettings(Section):
 
     _both = field_validator("metric")(checked_metric)
 
-    def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Keys that need a metric."""
-        for key, field in type(self).model_fields.items() if self.metric is None else ():
-            if getattr(self, key) != field.default:
-                yield key, "of which metric? Give --train.early-stop.metric EVALUATOR/METRIC as well"
+    pairs = tuple(
+        Conflict(
+            {key: changed, "metric": UNSET}, "of which metric? Give --train.early-stop.metric EVALUATOR/METRIC as well"
+        )
+        for key, changed in (("metric_by", other_than("auto")), ("patience", other_than(3)), ("min_delta", SET))
+    )
 
     @property
     def watched(self) -> Metric | None:

@@ -17,12 +17,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field, field_validator
 
 from clipstream.config.plugins import make_plugin, raised
-from clipstream.config.section import PluginSection, checked
+from clipstream.config.section import GIVEN, SET, Conflict, Is, PluginSection, checked
 from clipstream.errors import ClipstreamError, SettingsError
 
 if TYPE_CHECKING:
@@ -185,13 +185,20 @@ class TowerRates(OptimSettings):
         default_factory=dict, description="further arguments of the optimizer's class in torch or timm"
     )
 
+    pairs: ClassVar[tuple[Conflict, ...]] = (
+        *(
+            Conflict({key: SET, "lr": 0}, f"the schedule scales optim.lr, which is 0: set it, and --optim.{flag}")
+            for key, flag in (("image_lr", "image-lr"), ("text_lr", "text-lr"))
+        ),
+        Conflict(
+            {"text_pooler_own_group": True, "text_layer_decay": 1},
+            "has no effect, as layers have one learning rate: give --text-layer-decay as well, or leave it out",
+            notice=True,
+        ),
+    )
+
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Rates that have nothing to be relative to, and arguments with a setting of their own."""
-        for key in ("image_lr", "text_lr"):
-            if getattr(self, key) and not self.lr:
-                yield key, f"the schedule scales optim.lr, which is 0: set it, and --optim.{key.replace('_', '-')}"
-        if self.text_pooler_own_group and self.text_layer_decay == 1:
-            yield "text_pooler_own_group", "layers have one learning rate: give --text-layer-decay as well"
+        """Arguments with a setting of their own."""
         for key in sorted({"lr", "weight_decay", "params"} & self.kwargs.keys()):
             yield "kwargs", f"{key} is set by --{'wd' if key == 'weight_decay' else 'lr'}"
 
@@ -292,13 +299,19 @@ class Timm:
             description="names of parameters that timm's Muon optimizers give to AdamW, with * for any characters",
         )
 
+        pairs = (
+            *TowerRates.pairs,
+            Conflict(
+                {"fallback": SET, "name": Is("not a Muon optimizer", lambda name: "muon" not in name.lower())},
+                "only timm's Muon optimizers, such as nadamuon, have a fallback, and not {1}",
+            ),
+        )
+
         def conflicts(self) -> Iterator[tuple[str, str]]:
-            """An optimizer that cannot train here, or a fallback that it does not have."""
+            """An optimizer that cannot train here."""
             yield from super().conflicts()
             if "hessian" in self.name.lower():
                 yield "name", f"{self.name} needs second derivatives, which training does not compute: take another one"
-            if self.fallback and "muon" not in self.name.lower():
-                yield "fallback", f"only timm's Muon optimizers, such as nadamuon, have a fallback, and not {self.name}"
 
         def summary(self, model: str) -> str:
             """The name, for the line at the start of a run."""
@@ -370,14 +383,16 @@ class ConstCooldown:
         cooldown: int | None = Field(None, ge=0, description="last steps of const-cooldown, in which the rate decays")
         cooldown_epochs: float | None = Field(None, ge=0, description="the same in epochs, in place of cooldown")
 
-        def conflicts(self) -> Iterator[tuple[str, str]]:
-            """No length, or two."""
-            given = [value for value in (self.cooldown, self.cooldown_epochs) if value is not None]
-            if not given:
-                text = "how long is the cooldown? Give --epochs-cooldown, or --schedule.cooldown in steps"
-                yield "cooldown_epochs", text
-            elif len(given) > 1:
-                yield "cooldown_epochs", "cooldown and cooldown_epochs are both given: keep the one that is meant"
+        pairs = (
+            Conflict(
+                {"cooldown_epochs": None, "cooldown": None},
+                "how long is the cooldown? Give --epochs-cooldown, or --schedule.cooldown in steps",
+            ),
+            Conflict(
+                {"cooldown_epochs": GIVEN, "cooldown": GIVEN},
+                "cooldown and cooldown_epochs are both given: keep the one that is meant",
+            ),
+        )
 
     def __init__(self, settings: Settings) -> None:
         assert settings.cooldown is not None, "config.resolve turns epochs into steps"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from clipstream.config.section import PathText, Section
+from clipstream.config.section import GIVEN, SET, Conflict, Is, PathText, Section, other_than
 from clipstream.errors import SettingsError
 from clipstream.training.early_stop import METRIC_BY, By, EarlyStopSettings, Metric, checked_metric
 
@@ -17,6 +17,9 @@ Compiled = Annotated[
     Literal["off", "blocks", "towers", "step"],
     BeforeValidator(lambda value: ("blocks" if value else "off") if isinstance(value, bool) else value),
 ]
+FP16_SHARDS = Conflict(
+    {"parallel": "fsdp", "precision": "fp16"}, "fsdp has no scaler for fp16: use --precision bf16 or fp32, or ddp"
+)
 
 
 class TrainSettings(Section):
@@ -79,34 +82,56 @@ class TrainSettings(Section):
         description="rollbacks without a newer good checkpoint in between, after which the run ends with code 4",
     )
 
-    def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Keys of the run's length, of FSDP and of averaged weights."""
-        given = [key for key in ("steps", "samples", "epochs") if getattr(self, key) is not None]
-        if len(given) > 1:
-            yield given[1], f"{' and '.join(given)} are all given: keep the one that is meant"
-        if self.parallel == "fsdp" and self.precision == "fp16":
-            yield "parallel", "fsdp has no scaler for fp16: use --precision bf16 or fp32, or ddp"
-        if self.parallel == "fsdp" and self.micro_batch_size == "auto":
-            text = "fsdp does not find micro_batch_size by itself, as its ranks wait for each other: name it"
-            yield "parallel", text
-        kept = self.kept_micro_batches
-        if kept != type(self).model_fields["kept_micro_batches"].default and self.micro_batch_size is None:
-            yield "kept_micro_batches", "there are no micro-batches: give --train.micro-batch-size as well"
-        if kept == "auto" and self.parallel == "fsdp":
-            text = "fsdp does not find it by itself, as its ranks wait for each other: give a number"
-            yield "kept_micro_batches", text
-        if self.micro_batch_size == "auto" and (kept == "auto" or kept > 1):
-            text = "auto finds the largest micro-batch whose activations fit, which leaves no memory for those of more"
-            yield "kept_micro_batches", f"{text}: leave one of the two out"
-        if self.parallel == "fsdp" and self.compile in ("towers", "step"):
-            yield "compile", "fsdp gathers parameters block by block, outside of compiled code: give blocks"
-        if self.compile_mode is not None and self.compile_backend != "inductor":
-            yield "compile_mode", "modes are those of the backend inductor: leave one of the two out"
-        if self.compile == "off" and (self.compile_mode is not None or self.compile_backend != "inductor"):
-            key = "compile_backend" if self.compile_mode is None else "compile_mode"
-            yield key, "nothing is compiled: give --torchcompile as well, or leave it out"
-        if self.ema_warmup and self.ema is None:
-            yield "ema_warmup", "up to which decay? Give --train.ema as well, as 0.9999"
+    pairs = (
+        *(
+            Conflict({one: GIVEN, other: GIVEN}, f"{other} and {one} are all given: keep the one that is meant")
+            for other, one in (("steps", "samples"), ("steps", "epochs"), ("samples", "epochs"))
+        ),
+        FP16_SHARDS,
+        Conflict(
+            {"parallel": "fsdp", "micro_batch_size": "auto"},
+            "fsdp does not find micro_batch_size by itself, as its ranks wait for each other: name it",
+        ),
+        Conflict(
+            {"kept_micro_batches": "auto", "micro_batch_size": None},
+            "there are no micro-batches: give --train.micro-batch-size as well",
+        ),
+        Conflict(
+            {"kept_micro_batches": Is("0, or more than 1", lambda n: n not in (1, "auto")), "micro_batch_size": None},
+            "has no effect, as there are no micro-batches, and all activations are kept: leave it out, or give "
+            "--train.micro-batch-size as well",
+            notice=True,
+        ),
+        Conflict(
+            {"kept_micro_batches": "auto", "parallel": "fsdp"},
+            "fsdp does not find it by itself, as its ranks wait for each other: give a number",
+        ),
+        Conflict(
+            {
+                "kept_micro_batches": Is("auto, or more than 1", lambda n: n == "auto" or n > 1),
+                "micro_batch_size": "auto",
+            },
+            "auto finds the largest micro-batch whose activations fit, which leaves no memory for those of more: leave "
+            "one of the two out",
+        ),
+        Conflict(
+            {"compile": ("towers", "step"), "parallel": "fsdp"},
+            "fsdp gathers parameters block by block, outside of compiled code: give blocks",
+        ),
+        Conflict(
+            {"compile_mode": SET, "compile_backend": other_than("inductor")},
+            "modes are those of the backend inductor: leave one of the two out",
+        ),
+        *(
+            Conflict(
+                {key: changed, "compile": "off"},
+                "has no effect, as nothing is compiled: give --torchcompile as well, or leave it out",
+                notice=True,
+            )
+            for key, changed in (("compile_backend", other_than("inductor")), ("compile_mode", SET))
+        ),
+        Conflict({"ema_warmup": SET, "ema": None}, "up to which decay? Give --train.ema as well, as 0.9999"),
+    )
 
     @property
     def arithmetic(self) -> Literal["fp32", "bf16", "fp16", "pure_bf16", "fp64"]:
@@ -157,10 +182,12 @@ class CheckpointSettings(Section):
 
     _both = field_validator("keep_best")(checked_metric)
 
-    def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Keys of the same interval."""
-        if self.every_epochs is not None and self.every != type(self).model_fields["every"].default:
-            yield "every", "every and every_epochs are both given: keep the one that is meant"
+    pairs = (
+        Conflict(
+            {"every": other_than(1000), "every_epochs": SET},
+            "every and every_epochs are both given: keep the one that is meant",
+        ),
+    )
 
     @property
     def best_by(self) -> Metric | None:

@@ -79,16 +79,8 @@ TABLE = [
     ("--dataset-resampled=perhaps", "'perhaps' is not one of resampled, epoch, indexed"),
     ("--data.sampling.shards=own", "'own' is not one of shared, split"),
     ("--data.sampling.remainder=fill", "'fill' is not one of drop, pad, wrap"),
-    (
-        "--data.sampling.remainder=pad",
-        "--data.sampling.remainder: the mode 'resampled' has no remainder: leave it out, or set",
-    ),
     ("--data.sampling.tail=pad", "--data.sampling.tail: there is no such key; did you mean 'remainder'?"),
     ("--log.starving=0.5", "--log.starving: there is no such key; did you mean 'data_stall_warning'?"),
-    (
-        "--data.sampling.mode=epoch --data.sampling.replacement=false",
-        "--data.sampling.replacement: only the mode 'resampled' draws with replacement, and the mode is 'epoch'",
-    ),
     ("--data.sampling.mode=indexed", "data.sources.train.shards: 1 of 1 shards are not there, e.g. a.tar"),
     (
         "--data.sampling.mode=indexed --train-data=http://me:word@host/{0..9}.tar",
@@ -154,7 +146,6 @@ TABLE = [
     ("--train.compile=9", "--train.compile"),
     ("--torchcompile=9", "--torchcompile: expected true or false, not '9'"),
     ("--torchcompile --torchcompile-strategy=graph", "'graph' is not one of off, blocks, towers, step"),
-    ("--train.compile-backend=eager", "nothing is compiled: give --torchcompile as well"),
     ("--torchcompile --torchcompile-mode=max", "'max' is not one of default, reduce-overhead"),
     (
         "--torchcompile --torchcompile-mode=default --torchcompile-backend=eager",

@@ -161,7 +161,6 @@ def test_optimizers() -> None:
         ("--opt timm/lamb --beta1 0.9", "give both --beta1 and --beta2"),
         ("--opt-fallback-list x", "give --opt timm/nadamuon"),
         ("--opt-kwargs x", "expected NAME=VALUE"),
-        ("--text-pooler-own-group", "give --text-layer-decay"),
     ):
         assert said in error_of(*words.split())
 

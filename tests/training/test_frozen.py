@@ -101,9 +101,6 @@ def test_settings_that_cannot_work_are_refused(place: Path, capsys: pytest.Captu
     for more, message in (
         (("--lock-image", *cache), "pictures are augmented, so that their features differ"),
         (cache, "the image tower is trained, and features of weights that change"),
-        (("--data.augment.enabled", "false", "--data.augment.flip", "0.5"), "augment.enabled is false"),
-        (("--data.augment.enabled", "false", "--data.decoder", "exact"), "preprocessing is always exact"),
-        ((*OWN, "--image-features", str(place)), "replace the image tower, which does not run"),
         (("--train.micro-batch-size", "auto", "--model.grad-checkpointing", "2GiB"), "2GiB of how many samples?"),
     ):
         assert main(flags(place, "refused", *more)) == 2

@@ -262,12 +262,6 @@ def test_kept_micro_batches_are_not_found_where_they_cannot_be(settings: dict[st
         TrainSettings.model_validate({**settings, "kept_micro_batches": "auto"})
 
 
-def test_a_number_of_kept_micro_batches_without_micro_batches_is_refused() -> None:
-    with pytest.raises(ValueError, match="there are no micro-batches"):
-        TrainSettings.model_validate({"kept_micro_batches": 2})
-    TrainSettings.model_validate({"kept_micro_batches": 1})
-
-
 class Hungry:
     """The softmax loss, which finds no memory the first time."""
 

@@ -151,5 +151,5 @@ def caches_of(
 ) -> list[FeatureCache]:
     """The caches that the settings ask for; arguments and errors are those of FeatureCache."""
     own: dict[Tower, TowerSettings] = {tower: getattr(settings, tower) for tower in TOWERS}
-    wanted = {tower: section.cache_gib for tower, section in own.items()}
+    wanted = {tower: section.cache_gib for tower, section in own.items() if tower not in towers.stored}
     return [FeatureCache(towers, tower, gib, world, context) for tower, gib in wanted.items() if gib is not None]

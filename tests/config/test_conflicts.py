@@ -1,0 +1,94 @@
+"""Settings that do not go together: each record is refused or told, and the documentation lists it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clipstream.config.section import Conflict, Is
+from clipstream.config.settings import load, with_known_epoch
+from clipstream.config.validate import records, validate_run
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from docs.generate import conflict_row, conflicts_page
+
+# A value with which the first or the second condition on a key holds, where the record does not say it.
+VALUES = {
+    "data.augment.ratio": "[0.9, 1.1]", "data.augment.scale": "[0.5, 1]", "data.augment.interpolation": "bilinear",
+    "data.augment.color_jitter": "[0.4, 0.4, 0.4, 0.1]", "data.augment.color_jitter_prob": "0.5",
+    "data.augment.flip": "0.5", "data.augment.gray_scale_prob": "0.5", "data.batch_schedule": "[[5, 9]]",
+    "data.image_features": "STORE", "data.text_features": "STORE", "data.cache": "FOLDER",
+    "data.sampling.mode": "epoch", "data.sampling.remainder": "pad", "data.sources.NAME.upsampling_factors": "[1]",
+    "distill": "{weight: 2}", "distill.model": "RN50", "distill.pretrained": "openai", "evals.NAME.prompts": "[a cat]",
+    "evals.NAME.data.upsampling_factors": "[1]", "loss.duplicates_by": "captions", "model.image_pretrained": "in1k",
+    "model.image.precision": "bf16", "model.text.precision": "bf16", "model.name": "hf-hub:a/b",
+    "model.pretrained": "openai", "model.patch_dropout": "0.5", "optim.fallback": "[head]", "optim.name": "lamb",
+    "train.compile": "blocks", "train.compile_backend": "eager", "train.compile_mode": "default", "train.ema": "0.9",
+    "train.early_stop.metric_by": "max", "train.kept_micro_batches": "2", "train.ema_warmup": "true",
+    "model.grad_checkpointing": "2GiB", "model.image.grad_checkpointing": "2GiB",
+    "model.text.grad_checkpointing": "2GiB", "train.early_stop.min_delta": "0.1", "optim.lr": "0",
+}  # fmt: skip
+# What else must be set, so that the rest is right; by the start of the first key.
+BESIDE = {
+    "optim.fallback": ["--optim.type=timm"],
+    "optim.text_pooler_own_group": ["--optim.type=adamw"],
+    "schedule.cooldown": ["--schedule.type=const-cooldown"],
+    "loss.": ["--loss.type=clip"],
+    "evals.NAME": ["--evals.one.data.shards=a.tar", "--evals.one.type=retrieval"],
+    "train.epochs": ["--train-num-samples=99"],
+    "train.samples": ["--train-num-samples=99"],
+    "data.augment.color_jitter set": ["--data.augment.color_jitter_prob=0.5"],
+    "data.augment.color_jitter_prob": ["--data.augment.color_jitter=[0.4, 0.4, 0.4, 0.1]"],
+}
+
+
+def argv_of(prefix: str, pair: Conflict) -> list[str]:
+    first = prefix + next(iter(pair.when))
+    argv = ["--data.sources.one.shards=a.tar", "--name=x"]
+    argv += [word for start, words in BESIDE.items() if f"{first} set".startswith(start) for word in words]
+    keys = {prefix + key: wanted for key, wanted in pair.when.items()}
+    for key, wanted in keys.items():
+        literal: Any = wanted[0] if isinstance(wanted, tuple) else wanted
+        if key == "ranks" or (isinstance(literal, Is) and literal.words == "not set"):
+            continue
+        text = "null" if literal is None else str(literal).lower()
+        if isinstance(literal, Is):
+            text = literal.words if literal.test is None else VALUES.get(key, "7")
+        argv.append(f"--{key.replace('NAME', 'one')}={text}")
+    if any(key.startswith(("model.image.", "model.unlock_image", "model.unlocked_gr")) for key in keys):
+        argv += [] if keys.get("model.lock_image") is False else ["--model.lock_image=true"]
+    if any(key.startswith(("model.text.", "model.unlock_text", "model.unlocked_l")) for key in keys):
+        argv += [] if keys.get("model.lock_text") is False else ["--model.lock_text=true"]
+    return argv if keys.keys() & {"train.steps", "train.samples", "train.epochs"} else [*argv, "--train.steps=20"]
+
+
+RECORDS = {conflict_row(prefix, pair): (prefix, pair) for prefix, pair in records()}
+
+
+@pytest.mark.parametrize(("row", "found"), RECORDS.items(), ids=[row.split(" | ")[0][2:] for row in RECORDS])
+def test_what_does_not_go_together(
+    row: str, found: tuple[str, Conflict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    prefix, pair = found
+    monkeypatch.chdir(tmp_path)
+    reason = max(pair.reason.replace("}", "{").split("{"), key=len).replace("!r", "").strip()
+    argv = argv_of(prefix, pair)
+    world = World(rank=0, size=2 if "ranks" in pair.when else 1)
+    if pair.notice:
+        caplog.set_level(logging.INFO, "clipstream")
+        validate_run(with_known_epoch(load(argv, ranks=world.size)), world)
+        assert reason in caplog.text and "notice: " in caplog.text
+        return
+    with pytest.raises(SettingsError) as caught:
+        validate_run(with_known_epoch(load(argv, ranks=world.size)), world)
+    assert reason in str(caught.value)
+
+
+def test_the_page_lists_every_record() -> None:
+    page = conflicts_page()
+    assert [line for line in page.splitlines() if line.startswith(("| `", "| the"))] == [
+        row for notice in (False, True) for row, (_, pair) in RECORDS.items() if pair.notice == notice
+    ]
