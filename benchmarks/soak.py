@@ -2,21 +2,21 @@
 
     python benchmarks/soak.py DIR/{00000..00002}.tar --caption caption.en --steps 5000 --csv build/soak.csv
 
-Each case is a process of its own that trains the small ViT on batches drawn from the captions, so that the lengths of
-texts differ in each step; pixels are random. Cases run one after the other. Printed are the resident memory in MiB at
-a few steps, the memory above that of padded texts of the same precision, and CPU seconds of 100 steps.
+Each case is a process of its own that trains a small ViT on batches drawn from the captions, so that the lengths of
+texts differ in each step; pixels are random. Cases run one after the other. Printed are the resident memory in MiB and
+the CPU seconds of the process at every hundredth step.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import subprocess
-import sys
+import multiprocessing
+import os
 import time
 from pathlib import Path
+from typing import Any
 
-import psutil
 import torch
 from text_buckets import build, read_captions
 
@@ -27,27 +27,32 @@ from clipstream.losses.settings import ClipLossSettings
 from clipstream.training.precision import Precision, prepare
 from clipstream.training.step import TrainStep
 
+Row = tuple[str, str, int, float, float]  # precision, texts, step, MiB, CPU seconds
 
-def train(captions: list[str], options: argparse.Namespace) -> None:
-    """Train, and print `step,MiB,CPU s` every hundredth step."""
+
+def resident() -> float:
+    """Resident memory of this process in MiB."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def train(precision: Precision, texts: str, captions: list[str], options: argparse.Namespace, rows: Any) -> None:
+    """Train, and put a row at every hundredth step."""
+    torch.set_num_threads(1)
     torch.manual_seed(0)
-    setting = int(options.texts) if options.texts.isdigit() else options.texts
-    towers = build(options.model, setting)
-    precision: Precision = options.precision
+    towers = build(options.model, int(texts) if texts.isdigit() else texts)
     prepare(towers, precision)
     ids = towers.open_clip_tokenizer()(captions).int()
     optimizer = torch.optim.AdamW([p for p in towers.parameters() if p.requires_grad], fused=True)
     step = TrainStep(towers, SoftmaxLoss(ClipLossSettings()), optimizer, World(), precision=precision)
-    pixels = torch.randint(0, 256, (options.batch, 3, *towers.image.size), dtype=torch.uint8)
-    n, process = options.batch, psutil.Process()
+    n = options.batch
+    pixels = torch.randint(0, 256, (n, 3, *towers.image.size), dtype=torch.uint8)
     for number in range(options.steps + 1):
         if number % options.every == 0:
-            resident = process.memory_info().rss / 2**20
-            print(number, round(resident, 1), round(time.process_time(), 2), sep=",", flush=True)
-        texts = ids[torch.randint(0, len(ids), (n,))]
-        lengths = None if towers.text_buckets is None else towers.text_buckets.lengths(texts)
-        batch = Batch(pixels, texts, torch.ones(n), ("",) * n, torch.zeros(n), step=number, global_size=n)
-        step(batch, lr=1e-4)
+            rows.put((precision, texts, number, round(resident(), 1), round(time.process_time(), 1)))
+        drawn = ids[torch.randint(0, len(ids), (n,))]
+        step(Batch(pixels, drawn, torch.ones(n), ("",) * n, torch.zeros(n), step=number, global_size=n), lr=1e-4)
+    rows.put(None)
 
 
 def main() -> None:
@@ -55,14 +60,27 @@ def main() -> None:
     parser.add_argument("shards", nargs="+")
     parser.add_argument("--caption", help="path in the json member, as caption.en; the txt member unless given")
     parser.add_argument("--model", default="configs/models/small-vit.json")
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--every", type=int, default=100)
-    parser.add_argument("--precision")
-    parser.add_argument("--texts")
+    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--texts", nargs="+", default=["off", "4", "packed"])
+    parser.add_argument("--csv", type=Path)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    train(read_captions(options.shards, 4000, options.caption), options)
+    captions = read_captions(options.shards, 4000, options.caption)
+    context, found = multiprocessing.get_context("spawn"), list[Row]()
+    for precision in options.precisions:
+        for texts in options.texts:
+            rows = context.Queue()
+            process = context.Process(target=train, args=(precision, texts, captions, options, rows))
+            process.start()
+            while (row := rows.get()) is not None:
+                print(*row, flush=True)
+                found.append(row)
+            process.join()
+    if options.csv is not None:
+        with options.csv.open("w", newline="") as file:
+            csv.writer(file).writerows([("precision", "texts", "step", "MiB", "CPU s"), *found])
 
 
 if __name__ == "__main__":

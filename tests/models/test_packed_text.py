@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import varlen
+from torch.overrides import TorchFunctionMode
 
 from clipstream.errors import SettingsError
 from clipstream.models.execution import packed_text
 from clipstream.models.execution.compile import compile_towers
 from clipstream.models.execution.frozen import arithmetic
-from clipstream.models.execution.packed_text import Packing, takes_varlen, why_unpackable
+from clipstream.models.execution.packed_text import Packing, row_length, takes_varlen, why_unpackable
 from clipstream.models.towers import Towers
 from clipstream.performance.flops import count_flops
 from tests.support.model_files import TEXT, VIT, build, write
@@ -109,7 +110,29 @@ def test_no_padding_enters_the_tower(tmp_path: Path) -> None:
     model.clip.ln_final.register_forward_hook(count("ln_final"))
     model.encode_text(make_ids(lengths))
     assert len(seen) == 2 + 4 * 3 and seen.pop("ln_final") == len(lengths)
-    assert set(seen.values()) == {sum(lengths)}
+    assert set(seen.values()) == {row_length(sum(lengths))}
+
+
+def test_rows_have_few_shapes(tmp_path: Path) -> None:
+    """Memory stays flat: layers see few numbers of tokens, and attention, whose shapes differ, none in 16 bits."""
+    for tokens in range(1, 3000):
+        assert tokens <= row_length(tokens) <= max(tokens + 15, tokens * 17 / 16)
+    assert len({row_length(tokens) for tokens in range(1024, 2048)}) <= 17
+    model = build(write(tmp_path, text_cfg=CAUSAL), text_buckets="packed")
+    rows, narrow = set(), []
+    model.clip.transformer.resblocks[0].ln_1.register_forward_hook(lambda module, args, output: rows.add(output.shape))
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is F.scaled_dot_product_attention:
+                narrow.append(args[0].dtype != torch.float32 or torch.is_autocast_enabled("cpu"))
+            return function(*args, **(kwargs or {}))
+
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        with arithmetic("cpu", torch.bfloat16, cast=True), Watch(), torch.no_grad():
+            model.encode_text(make_ids(tuple(torch.randint(1, TOKENS, (200,), generator=draw).tolist())))
+    assert len(rows) <= 5 and narrow and not any(narrow)
 
 
 def test_texts_on_a_device_without_lengths_are_whole(tmp_path: Path) -> None:
@@ -142,6 +165,7 @@ def test_the_arguments_of_variable_length_attention(tmp_path: Path, monkeypatch:
         return reference(*args, **options)
 
     monkeypatch.setattr(packed_text, "takes_varlen", lambda q: True)
+    monkeypatch.setattr(packed_text, "row_length", int)  # as on a GPU
     monkeypatch.setattr(varlen, "varlen_attn", called)
     found, gradients = features(model, ids)
     torch.testing.assert_close(found, truth, rtol=0, atol=1e-10)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, cast
@@ -54,12 +55,18 @@ class Packing:
             return cast(torch.Tensor, found)
         groups = Counter(self.lengths)  # in order, as lengths ascend
         sizes = [length * texts for length, texts in groups.items()]
+        total, dtype = sum(sizes), q.dtype
+        context: AbstractContextManager[object] = nullcontext()
+        if q.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
+            # In 16 bits, oneDNN would keep a kernel for each pair of a length and a number of texts, and be slower.
+            q, k, v, context = q.float(), k.float(), v.float(), torch.autocast("cpu", enabled=False)
         attended = []
-        for length, *parts in zip(groups, *(torch.split(x, sizes) for x in (q, k, v)), strict=True):
-            query, key, value = (part.view(-1, length, *part.shape[1:]).transpose(1, 2) for part in parts)
-            part = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-            attended.append(part.transpose(1, 2).flatten(0, 1))
-        return torch.cat(attended)
+        with context:
+            for length, *parts in zip(groups, *(torch.split(x[:total], sizes) for x in (q, k, v)), strict=True):
+                query, key, value = (part.view(-1, length, *part.shape[1:]).transpose(1, 2) for part in parts)
+                part = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+                attended.append(part.transpose(1, 2).flatten(0, 1))
+        return torch.cat([*attended, v.new_zeros(len(v) - total, *v.shape[1:])]).to(dtype)
 
 
 def takes_varlen(q: torch.Tensor) -> bool:
@@ -90,6 +97,15 @@ def why_unpackable(tower: Any) -> str | None:
     return None
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def row_length(tokens: int) -> int:
+    """Length of the row on a CPU: up to 15 or 1/16 more than its tokens, so that few shapes occur in a run. Each new
+    shape would leave memory behind, in the allocator and in oneDNN's cache of kernels.
+    """
+    step = 1 << max((tokens - 1).bit_length() - 5, 4)
+    return -(-tokens // step) * step
+
+
 def ends_of_packed(tower: Any, ids: torch.Tensor, lengths: tuple[int, ...], ends: torch.Tensor) -> torch.Tensor:
     """The last block's result [n, width] at the place in each text that its feature is taken from.
 
@@ -107,7 +123,9 @@ def ends_of_packed(tower: Any, ids: torch.Tensor, lengths: tuple[int, ...], ends
     borders = F.pad(counts.cumsum(0), (1, 0))
     texts = torch.repeat_interleave(counts, output_size=total)
     places = torch.arange(total, device=ids.device) - borders[texts]
-    x = tower.token_embedding(ids[texts, places]).to(dtype)
+    unused = row_length(total) - total if ids.device.type == "cpu" else 0
+    tokens, places = F.pad(ids[texts, places], (0, unused)), F.pad(places, (0, unused))
+    x = tower.token_embedding(tokens).to(dtype)
     x = x + F.embedding(places, tower.positional_embedding.to(dtype))
     x = tower.transformer(x[None], attn_mask=Packing(lengths, borders.int()))
     places = borders[:-1] + ends
