@@ -128,7 +128,10 @@ def interpolation_sets(text: str) -> Sets:
 
 
 def aug_cfg_sets(text: str) -> Sets:
-    """open_clip's `name=value` pairs, with Python literals as values."""
+    """open_clip's `name=value` pairs, with Python literals as values.
+
+    As in timm, one strength of color_jitter, or three, is of every picture unless color_jitter_prob is given.
+    """
     sets: Sets = []
     for pair in text.split("\n"):
         name, _, literal = pair.partition("=")
@@ -139,6 +142,9 @@ def aug_cfg_sets(text: str) -> Sets:
         except (ValueError, SyntaxError):
             raise ValueError(f"expected {name}=VALUE with a number or a tuple, not {pair!r}") from None
         sets.append((("data", "augment", name), list(value) if isinstance(value, tuple) else value))
+        few = not isinstance(value, tuple | list) or len(value) == 3
+        if name == "color_jitter" and value and few and "color_jitter_prob=" not in text:
+            sets.append((("data", "augment", "color_jitter_prob"), 1.0))
     return sets
 
 

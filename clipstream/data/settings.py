@@ -364,7 +364,9 @@ class AugmentSettings(Section):
     interpolation: Literal["random", "bilinear", "bicubic"] = Field("bicubic", description="of the resize")
     flip: Share = Field(0.0, description="probability of a mirrored picture")
     color_jitter: tuple[Share, Share, Share, Share] | None = Field(
-        None, description="strengths of brightness, contrast, saturation and hue (at most 0.5), as torchvision's"
+        None,
+        description="strengths of brightness, contrast, saturation and hue (at most 0.5), as torchvision's; "
+        "one number for the first three",
     )
     color_jitter_prob: Share = Field(0.0, description="probability of jittered colours")
     gray_scale_prob: Share = Field(0.0, description="probability of a grey picture")
@@ -375,6 +377,14 @@ class AugmentSettings(Section):
         if not 0 < value[0] <= value[1]:
             raise ValueError("min and max must be positive and in order")
         return value
+
+    @field_validator("color_jitter", mode="before")
+    @classmethod
+    def _of_three(cls, value: Any) -> Any:
+        """One strength is that of brightness, contrast and saturation; three leave hue as it is (as in timm)."""
+        alike = isinstance(value, int | float) and not isinstance(value, bool)
+        found = ([value] * 3 if value else None) if alike else value
+        return [*found, 0] if isinstance(found, list | tuple) and len(found) == 3 else found
 
     @field_validator("color_jitter")
     @classmethod

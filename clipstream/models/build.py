@@ -13,6 +13,7 @@ import timm
 import torch
 from open_clip.transform import PreprocessCfg, merge_preprocess_dict
 from timm.layers import to_2tuple
+from torch.func import functional_call
 
 from clipstream.errors import SettingsError
 from clipstream.models.execution.channels_last import ChannelsLast
@@ -152,14 +153,46 @@ def _create(source: ModelFiles, model_cfg: Config, seed: int, size: int | None) 
             raise SettingsError(f"{text}: take a tower that transformers has") from error
         raise SettingsError(f"open_clip cannot build {source.label}: {error}") from error
     clip = clip.float()
-    if size is None:
-        return clip
-    try:  # whether the image tower takes pictures of a size that it was not made for
-        with torch.no_grad():
-            clip.eval().encode_image(torch.zeros(1, 3, *to_2tuple(clip.visual.image_size)))
-    except (RuntimeError, ValueError, AssertionError) as error:
-        raise SettingsError(
-            f"model.image_size {size}: {source.label} takes no pictures of this size (a ResNet takes multiples of 32): "
-            f"{error}"
-        ) from error
-    return clip.train()
+    _check_inputs(clip, source, int(text_cfg.get("context_length", 77)), size)
+    return clip
+
+
+def _check_inputs(clip: Any, source: ModelFiles, length: int, size: int | None) -> None:
+    """Pass a picture and a text of the configured sizes, as shapes alone (the meta device), or on the CPU where code of
+    a tower needs values.
+
+    Raises SettingsError: a tower does not take them, as timm's of another size, or a text tower with fewer positions.
+    """
+    tensors = (*clip.named_parameters(remove_duplicate=False), *clip.named_buffers(remove_duplicate=False))
+    meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
+    height, width = to_2tuple(clip.visual.image_size)
+    tower: Any = getattr(getattr(clip, "text", clip), "transformer", None)
+    config = getattr(tower, "config", None)  # of a Hugging Face tower
+    ids = torch.full((1, length), 0 if getattr(config, "pad_token_id", 0) else 1)
+    # Whether there are so many positions is shown by values, in towers that count them from the tokens (RoBERTa).
+    positions = None if config is None else getattr(tower, "embeddings", None)
+    training = clip.training
+    clip.eval()
+    for key, value in (("image", torch.zeros(1, 3, height, width)), ("text", ids)):
+        try:
+            with torch.no_grad():
+                if key == "text" and positions is not None:
+                    positions(input_ids=value)
+                try:
+                    functional_call(clip, meta, kwargs={key: value.to("meta")})
+                except Exception:
+                    clip(**{key: value})
+        except Exception as error:
+            why = str(error).partition("\n")[0] or type(error).__name__
+            if key == "text":
+                most = getattr(config, "max_position_embeddings", None)
+                has = "" if most is None else f", as it has {most} positions"
+                text = f"the text tower of {source.label} takes no texts of {length} tokens{has} ({why}): "
+                raise SettingsError(f"tokenizer.context_length: {text}give a smaller --force-context-length") from error
+            if size is None:
+                text = f"the image tower of {source.label} takes no pictures of {height} x {width} pixels, the size in "
+                text += f"its configuration ({why}): set vision_cfg.image_size, or --force-image-size"
+                raise SettingsError(text) from error
+            text = f"{source.label} takes no pictures of this size (a ResNet takes multiples of 32): {why}"
+            raise SettingsError(f"model.image_size {size}: {text}") from error
+    clip.train(training)

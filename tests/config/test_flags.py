@@ -209,6 +209,14 @@ def test_flags_that_take_several_values() -> None:
     assert (model.image_mean, model.image_std) == ((0.5, 0.4, 0.3), (1.0, 1.0, 0.5))
     assert (model.image_interpolation, model.image_resize_mode, model.patch_dropout) == ("bilinear", "longest", 0.25)
     assert (model.unlocked_groups, model.unlocked_layers) == (2, 3)
+    for words, strengths, share in (
+        (["0.2"], (0.2, 0.2, 0.2, 0.0), 1.0),  # of every picture, as in timm
+        (["0.2", "color_jitter_prob=0.5"], (0.2, 0.2, 0.2, 0.0), 0.5),
+        (["(0.4,0.3,0.2)"], (0.4, 0.3, 0.2, 0.0), 1.0),
+        (["0"], None, 0.0),
+    ):
+        augment = load(["--aug-cfg", f"color_jitter={words[0]}", *words[1:]]).data.augment
+        assert (augment.color_jitter, augment.color_jitter_prob) == (strengths, share)
     crops = load(["--image-interpolation=random"])
     assert (crops.data.augment.interpolation, crops.model.image_interpolation) == ("random", None)
 

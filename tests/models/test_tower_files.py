@@ -200,3 +200,27 @@ def test_a_tower_from_a_store_cannot_be_unlocked(tmp_path: Path) -> None:
     later = build(write(tmp_path), lock_image=True, unlock_image_at=3)
     with pytest.raises(SettingsError, match=r"unlock_image_at: .* leave out the store"):
         later.remove("image", weights)
+
+
+@pytest.mark.parametrize(("kind", "offset"), [("Bert", 0), ("Roberta", 2)])
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_text_tower_with_fewer_positions_than_tokens_is_refused(
+    kind: str, offset: int, missing: int, tmp_path: Path
+) -> None:
+    """RoBERTa counts positions from the padding's number + 1."""
+    import transformers
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=100, max_position_embeddings=12 + offset - missing, **sizes
+    )
+    folder = tmp_path / "text"
+    getattr(transformers, f"{kind}Model")(config).save_pretrained(folder)
+    (folder / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n", encoding="utf-8")
+    text = {"context_length": 12, "hf_model_name": REPO, "hf_tokenizer_name": REPO, "hf_pooler_type": "mean_pooler"}
+    name = write(tmp_path, VIT, text_cfg={**text, "hf_proj_type": "linear"})
+    if not missing:
+        assert build(name, text_model=str(folder)).context_length == 12
+        return
+    with pytest.raises(SettingsError, match=f"12 tokens, as it has {11 + offset} positions .*context-length"):
+        build(name, text_model=str(folder))

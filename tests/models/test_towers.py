@@ -114,6 +114,23 @@ def test_a_size_that_the_tower_cannot_take_is_an_error(tmp_path: Path) -> None:
     assert build(name, image_size=96).image.size == (96, 96)
 
 
+@pytest.mark.parametrize(
+    ("vision", "size", "words"),
+    [
+        ({"timm_model_name": "vit_tiny_patch16_224", "image_size": 256}, None, r"pictures of 256 x 256 .*\(224\)"),
+        ({"timm_model_name": "swin_tiny_patch4_window7_224", "image_size": 200}, None, r"no pictures of 200 x 200"),
+        ({"timm_model_name": "test_convnext", "image_size": 16}, None, "no pictures of 16 x 16"),
+        ({"timm_model_name": "test_convnext", "image_size": 64}, 16, r"model\.image_size 16"),
+    ],
+)  # fmt: skip
+def test_a_tower_whose_pictures_do_not_fit_is_refused_as_it_is_built(
+    vision: dict[str, Any], size: int | None, words: str, tmp_path: Path
+) -> None:
+    more = {"timm_pool": "avg", "timm_proj": "linear"} if "timm_model_name" in vision else {}
+    with pytest.raises(SettingsError, match=words):
+        build(write(tmp_path, vision | more), image_size=size)
+
+
 def test_image_size_and_context_length_change_the_model(tmp_path: Path) -> None:
     class Tokens:
         type, context_length = "model", 20

@@ -16,7 +16,7 @@ VIT = {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size
 
 def write(folder: Path, vision: dict[str, Any] | None = None, **more: Any) -> str:
     path = folder / f"model{len(list(folder.iterdir()))}.json"
-    path.write_text(json.dumps({"embed_dim": 24, "vision_cfg": vision or VIT, "text_cfg": dict(TEXT), **more}))
+    path.write_text(json.dumps({"embed_dim": 24, "vision_cfg": vision or VIT, "text_cfg": TEXT, **more}))
     return str(path)
 
 
