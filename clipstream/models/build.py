@@ -27,7 +27,7 @@ from clipstream.models.pretrained import (
     resolve_loss,
     timm_entry,
 )
-from clipstream.models.settings import ModelSettings
+from clipstream.models.settings import NO_PATCHES, ModelSettings
 from clipstream.models.stored import TOWERS
 from clipstream.models.towers import Towers
 from clipstream.models.weights import load_image_weights, load_weights, read_weights
@@ -54,7 +54,7 @@ def build_towers(
         _set_image_size(cfg["vision_cfg"], settings.image_size)
     if settings.patch_dropout is not None:
         if isinstance(cfg["vision_cfg"].get("layers"), list):
-            raise SettingsError(f"model.patch_dropout: {settings.name} has a ResNet, which has no patches to leave out")
+            raise NO_PATCHES.error("model.patch_dropout", settings.patch_dropout, settings.name)
         cfg["vision_cfg"]["patch_dropout"] = settings.patch_dropout
     state = None if source.weights is None else read_weights(source.weights)
     loss_type = _resolve_loss_and_bias(settings, cfg, state, loss_type)

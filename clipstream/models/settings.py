@@ -42,6 +42,27 @@ _OF_LOCKED = {
     "cache_gib": "features of weights that change are computed again each time",
 }
 _WITH_WEIGHTS = Is("hf-hub:… or local-dir:…", lambda name: name.startswith(("hf-hub:", "local-dir:")))
+# What the model shows, once it is built.
+NO_BLOCKS = Conflict(
+    {"grad_checkpointing": Is("set"), "a tower": Is("without repeated blocks")},
+    "{1} cannot recompute, as it has no repeated blocks",
+)
+RECOMPUTED_NORMS = Conflict(
+    {"grad_checkpointing": Is("set"), "a tower": Is("with batch norm in its blocks")},
+    "{1} cannot recompute, as its batch norm would count the statistics of a batch twice: set off for this tower",
+)
+NO_PATCHES = Conflict(
+    {"patch_dropout": Is("set"), "the model": Is("with a ResNet")},
+    "{1} has a ResNet, which has no patches to leave out",
+)
+PADDING_COUNTS = Conflict(
+    {"text_buckets": Is("a number, or packed"), "a text tower that depends on padding": Is("(SigLIP)")},
+    "{1}: give auto or off",
+)
+NOTHING_COMPILED = Conflict(  # of TrainSettings
+    {"compile": Is("blocks"), "the model": Is("without repeated blocks")},
+    "no tower has repeated blocks: give towers, or off",
+)
 
 
 class TowerSettings(Section):
@@ -173,6 +194,10 @@ class ModelSettings(Section):
             "has no effect, as a locked image tower drops no patches: leave it out",
             notice=True,
         ),
+        NO_BLOCKS,
+        RECOMPUTED_NORMS,
+        NO_PATCHES,
+        PADDING_COUNTS,
     )
 
     def recomputed(self, tower: Literal["image", "text"]) -> Recomputed:

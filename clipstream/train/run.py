@@ -406,6 +406,7 @@ def build_step(
     from clipstream.tools.feature_stores import teacher_scales
     from clipstream.training.ema import WeightAverages
     from clipstream.training.parallel import parallelize, synchronize_batch_norm
+    from clipstream.training.settings import AUTO_ON_CPU
     from clipstream.training.step import TrainStep
 
     train = settings.train
@@ -421,10 +422,7 @@ def build_step(
     optimizer = build_optimizer(towers, settings.optim, settings.model.name)
     auto = [key for key in ("micro_batch_size", "kept_micro_batches") if getattr(train, key) == "auto"]
     if auto and not world.device.startswith("cuda"):
-        raise SettingsError(
-            f"train.{auto[0]}: auto finds out when a GPU's memory is full; on the CPU the system ends the run "
-            "instead: give a number"
-        )
+        raise AUTO_ON_CPU.error(f"train.{auto[0]}")
     caches = fit_memory(settings, world, towers)
     compilation = None
     if train.compile != "off":

@@ -38,6 +38,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.execution.blocks import blocks
 from clipstream.training.precision import Precision, same_randomness
+from clipstream.training.settings import FP16_SHARDS, SHARDED_NORMS
 
 # torch 2.13 renamed the argument.
 _NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -143,9 +144,9 @@ class ShardedTowers:
 
     def __init__(self, towers: Any, world: World, precision: Precision, *, reshard_after_forward: bool = True) -> None:
         if towers.has_batch_norm:
-            raise SettingsError("train.parallel: fsdp takes models without batch norm (a ViT): use ddp")
+            raise SHARDED_NORMS.error("train.parallel")
         if precision == "fp16":
-            raise SettingsError("train.parallel: fsdp has no scaler for fp16: use --precision bf16 or fp32, or ddp")
+            raise FP16_SHARDS.error("train.parallel")
         self.towers = towers
         # A deep copy with tensors without content.
         tensors = (*towers.parameters(), *towers.buffers())

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
 from clipstream.config.section import GIVEN, SET, Conflict, Is, PathText, Section, other_than
 from clipstream.errors import SettingsError
+from clipstream.models.settings import NOTHING_COMPILED
 from clipstream.training.early_stop import METRIC_BY, By, EarlyStopSettings, Metric, checked_metric
 
 # true and false: YAML's reading of `on` and `off`
@@ -19,6 +21,18 @@ Compiled = Annotated[
 ]
 FP16_SHARDS = Conflict(
     {"parallel": "fsdp", "precision": "fp16"}, "fsdp has no scaler for fp16: use --precision bf16 or fp32, or ddp"
+)
+# What the model or the machine show.
+_NORMS = {"the model": Is("with batch norm")}
+MICRO_NORMS = Conflict(
+    {"micro_batch_size": Is("set"), **_NORMS},
+    "this model has batch norm, whose statistics would be those of the micro-batches: unset it, or take a model "
+    "without batch norm (a ViT)",
+)
+SHARDED_NORMS = Conflict({"parallel": Is("fsdp"), **_NORMS}, "fsdp takes models without batch norm (a ViT): use ddp")
+AUTO_ON_CPU = Conflict(
+    {"micro_batch_size": Is("auto"), "the device": Is("a CPU")},
+    "auto finds out when a GPU's memory is full; on the CPU the system ends the run instead: give a number",
 )
 
 
@@ -88,6 +102,11 @@ class TrainSettings(Section):
             for other, one in (("steps", "samples"), ("steps", "epochs"), ("samples", "epochs"))
         ),
         FP16_SHARDS,
+        MICRO_NORMS,
+        SHARDED_NORMS,
+        NOTHING_COMPILED,
+        AUTO_ON_CPU,
+        replace(AUTO_ON_CPU, when={"kept_micro_batches": Is("auto"), "the device": Is("a CPU")}),
         Conflict(
             {"parallel": "fsdp", "micro_batch_size": "auto"},
             "fsdp does not find micro_batch_size by itself, as its ranks wait for each other: name it",

@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
-from clipstream.errors import SettingsError
 from clipstream.losses.contrastive import ContrastiveLoss
 from clipstream.models.execution.compile import Compilation, compiling, eagerly
 from clipstream.models.execution.feature_cache import FeatureCache
@@ -44,6 +43,7 @@ from clipstream.training.parallel import (
     wrap,
 )
 from clipstream.training.precision import Precision
+from clipstream.training.settings import MICRO_NORMS
 from clipstream.training.state import StepState
 from clipstream.utils.logs import logger
 
@@ -109,10 +109,7 @@ class TrainStep:
         compilation: Compilation | None = None,
     ) -> None:
         if micro_batch_size is not None and model.has_batch_norm:
-            raise SettingsError(
-                "train.micro_batch_size: this model has batch norm, whose statistics would be those of the "
-                "micro-batches: unset it, or take a model without batch norm (a ViT)"
-            )
+            raise MICRO_NORMS.error("train.micro_batch_size")
         self.towers: Any = model
         self.optimizer, self.world = optimizer, world
         self.clip_norm, self.averages, self.caches, self.compilation = clip_norm, averages, caches, compilation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ from clipstream.config.settings import load, with_known_epoch
 from clipstream.config.validate import records, validate_run
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
+from clipstream.train import main
 from docs.generate import conflict_row, conflicts_page
+from tests.support.pictures import make_shards
+from tests.support.runs import MODEL, flags
 
 # A value with which the first or the second condition on a key holds, where the record does not say it.
 VALUES = {
@@ -68,7 +72,49 @@ def argv_of(prefix: str, pair: Conflict) -> list[str]:
 RECORDS = {conflict_row(prefix, pair): (prefix, pair) for prefix, pair in records()}
 
 
-@pytest.mark.parametrize(("row", "found"), RECORDS.items(), ids=[row.split(" | ")[0][2:] for row in RECORDS])
+# The model of a command by which code that knows the model or the machine refuses, by the second key.
+RESNET = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 8}
+CONVOLUTIONS = {"timm_model_name": "test_efficientnet", "image_size": 32, "timm_pool": "avg", "timm_proj": "linear"}
+LATE: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "a tower without repeated blocks": ({"vision_cfg": RESNET}, ["--model.image.grad_checkpointing=all"]),
+    "a tower with batch norm in its blocks": ({"vision_cfg": CONVOLUTIONS}, ["--grad-checkpointing"]),
+    "the model with a ResNet": ({"vision_cfg": RESNET}, ["--force-patch-dropout=0.5"]),
+    "a text tower that depends on padding (SigLIP)": (
+        {"text_cfg": MODEL["text_cfg"] | {"no_causal_mask": True}, "custom_text": True}, ["--model.text_buckets=2"],
+    ),
+    "micro_batch_size, the model with batch norm": ({"vision_cfg": RESNET}, ["--train.micro-batch-size=8"]),
+    "micro_batch_size, the device a CPU": ({}, ["--train.micro-batch-size=auto"]),
+    "kept_micro_batches, the device a CPU": ({}, ["--train.kept-micro-batches=auto", "--train.micro-batch-size=8"]),
+}  # fmt: skip
+# Refused on several ranks, or by a tower of a class of one's own: tests of these packages hold them.
+ELSEWHERE = ("parallel, the model with batch norm", "compile, the model without repeated blocks")
+SHOWN = ("the ", "a ")
+
+
+def late(pair: Conflict) -> str | None:
+    """What the model or the machine shows, in the words of the page; None for a record of settings alone."""
+    first, *others = pair.when
+    words = [f"{key} {pair.when[key].words}" for key in others if key.startswith(SHOWN)]
+    if not words:
+        return None
+    return next(known for known in (*LATE, *ELSEWHERE) if known in (words[0], f"{first}, {words[0]}"))
+
+
+EARLY = {row: found for row, found in RECORDS.items() if late(found[1]) is None}
+
+
+@pytest.mark.parametrize("known", LATE)
+def test_what_a_model_does_not_take(known: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_shards(tmp_path / "pairs", [9] * 4)
+    model, argv = LATE[known]
+    (tmp_path / "model.json").write_text(json.dumps({**MODEL, **model}), encoding="utf-8")
+    (pair,) = [pair for _, pair in RECORDS.values() if late(pair) == known]
+    reason = max(pair.reason.replace("}", "{").split("{"), key=len)
+    assert main(flags(tmp_path, "x", *argv, "--data.global-batch-size", "8", "--workers", "0")) == 2
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("row", "found"), EARLY.items(), ids=[row.split(" | ")[0][2:] for row in EARLY])
 def test_what_does_not_go_together(
     row: str, found: tuple[str, Conflict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:

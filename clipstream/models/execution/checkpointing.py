@@ -20,9 +20,9 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from clipstream.errors import SettingsError
 from clipstream.models.execution.blocks import blocks
 from clipstream.models.execution.packed_text import VARLEN
+from clipstream.models.settings import NO_BLOCKS, RECOMPUTED_NORMS
 
 Policy = str | int | float  # 'off', 'all', 'matmuls', every N-th block, or a budget (see `activation_budget`)
 
@@ -65,10 +65,9 @@ def checkpoint_blocks(tower: nn.Module, policy: Policy, key: str) -> None:
         return
     found = blocks(tower)
     if not found:
-        raise SettingsError(f"{key}: {type(tower).__name__} cannot recompute, as it has no repeated blocks")
+        raise NO_BLOCKS.error(key, policy, type(tower).__name__)
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for block in found for part in block.modules()):
-        reason = "as its batch norm would count the statistics of a batch twice: set off for this tower"
-        raise SettingsError(f"{key}: {type(tower).__name__} cannot recompute, {reason}")
+        raise RECOMPUTED_NORMS.error(key, policy, type(tower).__name__)
     if policy in ("all", "matmuls") or isinstance(policy, int):  # a budget is for `activation_budget`
         for block in found[:: policy if isinstance(policy, int) else 1]:
             set_policy(block, "matmuls" if policy == "matmuls" else "all")

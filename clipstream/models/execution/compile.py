@@ -27,6 +27,7 @@ from torch import nn
 
 from clipstream.errors import SettingsError
 from clipstream.models.execution.blocks import blocks
+from clipstream.models.settings import NOTHING_COMPILED
 from clipstream.utils.logs import logger
 from clipstream.utils.words import counted, shortened
 
@@ -239,7 +240,7 @@ def _targets(towers: Any, parts: Parts) -> list[tuple[nn.Module, str]]:
             logger.warning(f"train.compile: {name} has no repeated blocks and runs eagerly; `towers` compiles it whole")
         found += [(module, "forward") for module in own]
     if not found:
-        raise SettingsError("train.compile: no tower has repeated blocks: give towers, or off")
+        raise NOTHING_COMPILED.error("train.compile")
     return found
 
 

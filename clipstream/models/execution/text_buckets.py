@@ -25,6 +25,7 @@ from open_clip.transformer import TextTransformer, text_global_pool
 
 from clipstream.errors import SettingsError
 from clipstream.models.execution.packed_text import ends_of_packed, why_unpackable
+from clipstream.models.settings import PADDING_COUNTS
 
 STEP = 8  # tokens between the lengths of buckets
 # Fixed cost of one more pass of a tower's blocks, forward and backward, in tokens: reading the weights and adding to
@@ -88,7 +89,7 @@ class TextBuckets:
         if (reason := why_inexact(tower)) is not None:
             if setting == "auto":
                 return None
-            raise SettingsError(f"model.text_buckets: {reason}: give auto or off")
+            raise PADDING_COUNTS.error("model.text_buckets", setting, reason)
         packed: Literal["cpu", "all"] | None = None
         if setting in ("auto", "packed") and (reason := why_unpackable(tower)) is None:
             packed = "all" if setting == "packed" else "cpu"  # where it was measured to be faster
