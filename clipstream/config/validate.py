@@ -102,8 +102,7 @@ PAIRS = (
     ),
     Conflict(
         {"model.patch_dropout": SET, "data.image_features": SET},
-        "has no effect, as the features in {1} are those of whole pictures: leave it out",
-        notice=True,
+        "the features in {1} are those of whole pictures: leave it out",
     ),
     Conflict(
         {"data.trace": SET, "data.image_features": SET},

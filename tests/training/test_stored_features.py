@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -125,6 +126,36 @@ def test_another_transform_or_tokenizer_is_refused(
     assert main(command(place, "refused", 2, "--image-features", f"{place}/store", *more)) == 2
     error = capsys.readouterr().err
     assert "store" in error and said in error
+
+
+@pytest.mark.parametrize(
+    ("base", "idle"),
+    [
+        (
+            ["--lock-image", "--image-features={}/store"],
+            ["model.image.precision=bf16", "model.image.cache_gib=0.01", "train.kept_micro_batches=2"],
+        ),
+        (
+            ["--lock-image", "--data.augment.enabled=false"],
+            ["data.augment.flip=0.5", "data.decoder=exact", "model.patch_dropout=0.5", "train.compile_mode=default",
+             "data.sampling.remainder=pad"],
+        ),
+        (["--data.sampling.mode=epoch"], ["data.sampling.replacement=false", "optim.text_pooler_own_group=true"]),
+    ],
+    ids=["stored", "plain", "epoch"],
+)  # fmt: skip
+def test_settings_without_effect_are_told(
+    base: list[str], idle: list[str], place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weights are those of a run without them."""
+    base, names = [word.format(place) for word in base], [f"{kind}-{idle[0]}".replace(".", "-") for kind in "ab"]
+    assert main(command(place, names[0], 3, *base)) == 0
+    capsys.readouterr()
+    assert main(command(place, names[1], 3, *base, *(f"--{setting}" for setting in idle))) == 0
+    told = capsys.readouterr()
+    keys = [setting.partition("=")[0] for setting in idle]
+    assert [key for key in keys if not re.search(f"notice: --{key}: ", told.out + told.err)] == []
+    assert same_weights(*(weights(place, name, 3) for name in names))
 
 
 def test_another_tower_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
