@@ -42,16 +42,12 @@ _RANKS = Is("more than 1", lambda ranks: ranks > 1)
 _STORES = {"image": "data.image_features", "text": "data.text_features"}
 _MEMORY = Is("in GiB or MiB", lambda policy: str(policy).endswith("iB"))
 _CHANGED = Is("not empty", lambda section: section != type(section)())
-PROMPTS = Conflict(
-    {"evals.NAME.prompts": SET, "log.pictures": 0},
-    "log.pictures is 0, so nothing is shown: raise it, or leave the prompts out",
-)
+PROMPTS = Conflict({"evals.NAME.prompts": SET, "log.pictures": 0},
+                   "log.pictures is 0, so nothing is shown: raise it, or leave the prompts out")  # fmt: skip
 PAIRS = (
     *(
-        Conflict(
-            {f"model.{tower}.cache_gib": SET, "train.parallel": "fsdp", "ranks": _RANKS},
-            "with fsdp, all ranks take part in each pass of a tower: train with ddp, or leave it out",
-        )
+        Conflict({f"model.{tower}.cache_gib": SET, "train.parallel": "fsdp", "ranks": _RANKS},
+                 "with fsdp, all ranks take part in each pass of a tower: train with ddp, or leave it out")
         for tower in _STORES
     ),
     *(
@@ -75,10 +71,8 @@ PAIRS = (
         for store, noun in ((_STORES["image"], "pictures"), (_STORES["text"], "captions"))
     ),
     *(
-        Conflict(
-            {f"model.{key}": SET, store: SET},
-            f"the features in {{1}} are those of the frozen tower: no {noun} can be trained",
-        )
+        Conflict({f"model.{key}": SET, store: SET},
+                 f"the features in {{1}} are those of the frozen tower: no {noun} can be trained")
         for store, key, noun in (
             (_STORES["image"], "unlocked_groups", "groups of the image tower"),
             (_STORES["image"], "unlock_image_at", "weights of the image tower"),
@@ -100,19 +94,13 @@ PAIRS = (
         "pictures are augmented, so that their features differ each time: give --data.augment.enabled false, or leave "
         "it out",
     ),
-    Conflict(
-        {"model.patch_dropout": SET, "data.image_features": SET},
-        "the features in {1} are those of whole pictures: leave it out",
-    ),
-    Conflict(
-        {"data.trace": SET, "data.image_features": SET},
-        "no picture and no caption is read with data.image_features: leave it out",
-    ),
+    Conflict({"model.patch_dropout": SET, "data.image_features": SET},
+             "the features in {1} are those of whole pictures: leave it out"),
+    Conflict({"data.trace": SET, "data.image_features": SET},
+             "no picture and no caption is read with data.image_features: leave it out"),
     PROMPTS,
-    Conflict(
-        {"evals.NAME.weights": ("averaged", "both"), "train.ema": None},
-        "there are no averaged weights: give --train.ema as well, as 0.9999",
-    ),
+    Conflict({"evals.NAME.weights": ("averaged", "both"), "train.ema": None},
+             "there are no averaged weights: give --train.ema as well, as 0.9999"),
     Conflict(
         {"model.text_buckets": "packed", "train.compile": other_than("off")},
         "packed texts are not compiled, as their number of tokens differs from step to step: give auto, which takes "
@@ -133,12 +121,10 @@ PAIRS = (
             ),
         )
     ),
-    Conflict(
-        {"distill": _CHANGED, "distill.model": None, "data.teacher_features": UNSET},
-        "there is no teacher: give --distill-model or --teacher-features as well",
-    ),
+    Conflict({"distill": _CHANGED, "distill.model": None, "data.teacher_features": UNSET},
+             "there is no teacher: give --distill-model or --teacher-features as well"),
     INDEXED_EPOCH,
-)
+)  # fmt: skip
 
 
 def validate_run(settings: Settings, world: World) -> None:

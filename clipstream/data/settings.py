@@ -321,17 +321,14 @@ class SamplingSettings(Section):
     )
 
     pairs = (
-        Conflict(
-            {"replacement": False, "mode": other_than("resampled")},
-            "has no effect, as the mode {1!r} draws without replacement: leave it out",
-            notice=True,
-        ),
+        Conflict({"replacement": False, "mode": other_than("resampled")},
+                 "has no effect, as the mode {1!r} draws without replacement: leave it out", notice=True),
         Conflict(
             {"remainder": other_than("drop"), "mode": other_than("indexed")},
             "has no effect, as the mode {1!r} has no remainder: leave it out, or set --data.sampling.mode indexed",
             notice=True,
         ),
-    )
+    )  # fmt: skip
 
 
 class ShuffleSettings(Section):
@@ -401,26 +398,19 @@ class AugmentSettings(Section):
         return value
 
     pairs: ClassVar[tuple[Conflict, ...]] = (
-        Conflict(
-            {"color_jitter_prob": SET, "color_jitter": None},
-            "how strong? Give --data.augment.color-jitter '[0.4, 0.4, 0.4, 0.1]' as well",
-        ),
-        Conflict(
-            {"color_jitter": SET, "color_jitter_prob": 0},
-            "how often? Give --data.augment.color-jitter-prob as well, 0 to 1",
-        ),
-    )
+        Conflict({"color_jitter_prob": SET, "color_jitter": None},
+                 "how strong? Give --data.augment.color-jitter '[0.4, 0.4, 0.4, 0.1]' as well"),
+        Conflict({"color_jitter": SET, "color_jitter_prob": 0},
+                 "how often? Give --data.augment.color-jitter-prob as well, 0 to 1"),
+    )  # fmt: skip
 
 
 AugmentSettings.pairs += tuple(
-    Conflict(
-        {key: other_than(field.default), "enabled": False},
-        "has no effect, as data.augment.enabled is false: leave one of the two out",
-        notice=True,
-    )
+    Conflict({key: other_than(field.default), "enabled": False},
+             "has no effect, as data.augment.enabled is false: leave one of the two out", notice=True)
     for key, field in AugmentSettings.model_fields.items()
     if key != "enabled"
-)
+)  # fmt: skip
 
 
 class DataSettings(Section):
@@ -514,18 +504,14 @@ class DataSettings(Section):
             notice=True,
         ),
         *(
-            Conflict(
-                {"sources.NAME.upsampling_factors": SET, f"sampling.{key}": value},
-                "shards are drawn by factors only in the mode resampled, shared and with replacement: set "
-                "data.sampling so, or make each part a source with its own weight",
-            )
+            Conflict({"sources.NAME.upsampling_factors": SET, f"sampling.{key}": value},
+                     "shards are drawn by factors only in the mode resampled, shared and with replacement: set "
+                     "data.sampling so, or make each part a source with its own weight")
             for key, value in (("mode", other_than("resampled")), ("shards", "split"), ("replacement", False))
         ),
-        Conflict(
-            {"batch_schedule": SET, "sampling.mode": "indexed"},
-            "the mode 'indexed' needs batches of one size: leave it out, or set --data.sampling.mode resampled",
-        ),
-    )
+        Conflict({"batch_schedule": SET, "sampling.mode": "indexed"},
+                 "the mode 'indexed' needs batches of one size: leave it out, or set --data.sampling.mode resampled"),
+    )  # fmt: skip
 
     @property
     def stored_towers(self) -> dict[str, str]:

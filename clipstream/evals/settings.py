@@ -43,12 +43,10 @@ class EvalSettings(PluginSection):
     )
 
     pairs: ClassVar[tuple[Conflict, ...]] = (
-        Conflict(
-            {"every": other_than(0), "every_epochs": SET},
-            "every and every_epochs are both given: keep the one that is meant",
-        ),
+        Conflict({"every": other_than(0), "every_epochs": SET},
+                 "every and every_epochs are both given: keep the one that is meant"),
         Conflict({"data.upsampling_factors": SET}, "an evaluation reads each sample once: leave it out"),
-    )
+    )  # fmt: skip
 
 
 class PromptedSettings(EvalSettings):

@@ -28,11 +28,9 @@ class _BuiltinLoss(LossSettings):
     duplicates_by: Literal["captions", "pictures"] | None = Field(None, description=_BY)
 
     pairs: ClassVar[tuple[Conflict, ...]] = (
-        Conflict(
-            {"duplicates_by": SET, "duplicates": "negatives"},
-            "what becomes of duplicates? Give --loss.duplicates mask or positives as well",
-        ),
-    )
+        Conflict({"duplicates_by": SET, "duplicates": "negatives"},
+                 "what becomes of duplicates? Give --loss.duplicates mask or positives as well"),
+    )  # fmt: skip
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Limits of the logit scale in the wrong order."""
@@ -115,4 +113,4 @@ class DistillSettings(Section):
     pairs = (
         Conflict({"pretrained": SET, "model": None}, "weights of which teacher? Give --distill-model as well"),
         Conflict({"weight": 0, "features": 0}, "weight and features are both 0: nothing is learned from the teacher"),
-    )
+    )  # fmt: skip

@@ -43,18 +43,14 @@ _OF_LOCKED = {
 }
 _WITH_WEIGHTS = Is("hf-hub:… or local-dir:…", lambda name: name.startswith(("hf-hub:", "local-dir:")))
 # What the model shows, once it is built.
-NO_BLOCKS = Conflict(
-    {"grad_checkpointing": Is("set"), "a tower": Is("without repeated blocks")},
-    "{1} cannot recompute, as it has no repeated blocks",
-)
+NO_BLOCKS = Conflict({"grad_checkpointing": Is("set"), "a tower": Is("without repeated blocks")},
+                     "{1} cannot recompute, as it has no repeated blocks")  # fmt: skip
 RECOMPUTED_NORMS = Conflict(
     {"grad_checkpointing": Is("set"), "a tower": Is("with batch norm in its blocks")},
     "{1} cannot recompute, as its batch norm would count the statistics of a batch twice: set off for this tower",
 )
-NO_PATCHES = Conflict(
-    {"patch_dropout": Is("set"), "the model": Is("with a ResNet")},
-    "{1} has a ResNet, which has no patches to leave out",
-)
+NO_PATCHES = Conflict({"patch_dropout": Is("set"), "the model": Is("with a ResNet")},
+                      "{1} has a ResNet, which has no patches to leave out")  # fmt: skip
 PADDING_COUNTS = Conflict(
     {"text_buckets": Is("a number, or packed"), "a text tower that depends on padding": Is("(SigLIP)")},
     "{1}: give auto or off",
@@ -166,39 +162,30 @@ class ModelSettings(Section):
             for key in keys
         ),
         *(
-            Conflict(
-                {f"{tower}.{key}": SET, f"lock_{tower}": False},
-                f"the {tower} tower is trained, and {why}: give --lock-{tower}, or leave it out",
-            )
+            Conflict({f"{tower}.{key}": SET, f"lock_{tower}": False},
+                     f"the {tower} tower is trained, and {why}: give --lock-{tower}, or leave it out")
             for tower in _UNLOCKING
             for key, why in _OF_LOCKED.items()
         ),
         *(
-            Conflict(
-                {f"{tower}.{key}": SET, other: SET},
-                f"model.{other} trains weights of the {tower} tower, and {why}: leave one out",
-            )
+            Conflict({f"{tower}.{key}": SET, other: SET},
+                     f"model.{other} trains weights of the {tower} tower, and {why}: leave one out")
             for tower, others in _UNLOCKING.items()
             for other in others
             for key, why in _OF_LOCKED.items()
         ),
         *(
-            Conflict(
-                {"image_pretrained": SET, key: has_weights},
-                "{1} has the weights of both towers, and these are the image tower's alone: give one of the two",
-            )
+            Conflict({"image_pretrained": SET, key: has_weights},
+                     "{1} has the weights of both towers, and these are the image tower's alone: give one of the two")
             for key, has_weights in (("pretrained", SET), ("name", _WITH_WEIGHTS))
         ),
-        Conflict(
-            {"patch_dropout": SET, "lock_image": True, "unlocked_groups": 0, "unlock_image_at": None},
-            "has no effect, as a locked image tower drops no patches: leave it out",
-            notice=True,
-        ),
+        Conflict({"patch_dropout": SET, "lock_image": True, "unlocked_groups": 0, "unlock_image_at": None},
+                 "has no effect, as a locked image tower drops no patches: leave it out", notice=True),
         NO_BLOCKS,
         RECOMPUTED_NORMS,
         NO_PATCHES,
         PADDING_COUNTS,
-    )
+    )  # fmt: skip
 
     def recomputed(self, tower: Literal["image", "text"]) -> Recomputed:
         """grad_checkpointing of a tower."""

@@ -195,7 +195,7 @@ class TowerRates(OptimSettings):
             "has no effect, as layers have one learning rate: give --text-layer-decay as well, or leave it out",
             notice=True,
         ),
-    )
+    )  # fmt: skip
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Arguments with a setting of their own."""
@@ -301,11 +301,9 @@ class Timm:
 
         pairs = (
             *TowerRates.pairs,
-            Conflict(
-                {"fallback": SET, "name": Is("not a Muon optimizer", lambda name: "muon" not in name.lower())},
-                "only timm's Muon optimizers, such as nadamuon, have a fallback, and not {1}",
-            ),
-        )
+            Conflict({"fallback": SET, "name": Is("not a Muon optimizer", lambda name: "muon" not in name.lower())},
+                     "only timm's Muon optimizers, such as nadamuon, have a fallback, and not {1}"),
+        )  # fmt: skip
 
         def conflicts(self) -> Iterator[tuple[str, str]]:
             """An optimizer that cannot train here."""
@@ -384,15 +382,11 @@ class ConstCooldown:
         cooldown_epochs: float | None = Field(None, ge=0, description="the same in epochs, in place of cooldown")
 
         pairs = (
-            Conflict(
-                {"cooldown_epochs": None, "cooldown": None},
-                "how long is the cooldown? Give --epochs-cooldown, or --schedule.cooldown in steps",
-            ),
-            Conflict(
-                {"cooldown_epochs": GIVEN, "cooldown": GIVEN},
-                "cooldown and cooldown_epochs are both given: keep the one that is meant",
-            ),
-        )
+            Conflict({"cooldown_epochs": None, "cooldown": None},
+                     "how long is the cooldown? Give --epochs-cooldown, or --schedule.cooldown in steps"),
+            Conflict({"cooldown_epochs": GIVEN, "cooldown": GIVEN},
+                     "cooldown and cooldown_epochs are both given: keep the one that is meant"),
+        )  # fmt: skip
 
     def __init__(self, settings: Settings) -> None:
         assert settings.cooldown is not None, "config.resolve turns epochs into steps"

@@ -107,24 +107,18 @@ class TrainSettings(Section):
         NOTHING_COMPILED,
         AUTO_ON_CPU,
         replace(AUTO_ON_CPU, when={"kept_micro_batches": Is("auto"), "the device": Is("a CPU")}),
-        Conflict(
-            {"parallel": "fsdp", "micro_batch_size": "auto"},
-            "fsdp does not find micro_batch_size by itself, as its ranks wait for each other: name it",
-        ),
-        Conflict(
-            {"kept_micro_batches": "auto", "micro_batch_size": None},
-            "there are no micro-batches: give --train.micro-batch-size as well",
-        ),
+        Conflict({"parallel": "fsdp", "micro_batch_size": "auto"},
+                 "fsdp does not find micro_batch_size by itself, as its ranks wait for each other: name it"),
+        Conflict({"kept_micro_batches": "auto", "micro_batch_size": None},
+                 "there are no micro-batches: give --train.micro-batch-size as well"),
         Conflict(
             {"kept_micro_batches": Is("0, or more than 1", lambda n: n not in (1, "auto")), "micro_batch_size": None},
             "has no effect, as there are no micro-batches, and all activations are kept: leave it out, or give "
             "--train.micro-batch-size as well",
             notice=True,
         ),
-        Conflict(
-            {"kept_micro_batches": "auto", "parallel": "fsdp"},
-            "fsdp does not find it by itself, as its ranks wait for each other: give a number",
-        ),
+        Conflict({"kept_micro_batches": "auto", "parallel": "fsdp"},
+                 "fsdp does not find it by itself, as its ranks wait for each other: give a number"),
         Conflict(
             {
                 "kept_micro_batches": Is("auto, or more than 1", lambda n: n == "auto" or n > 1),
@@ -133,14 +127,10 @@ class TrainSettings(Section):
             "auto finds the largest micro-batch whose activations fit, which leaves no memory for those of more: leave "
             "one of the two out",
         ),
-        Conflict(
-            {"compile": ("towers", "step"), "parallel": "fsdp"},
-            "fsdp gathers parameters block by block, outside of compiled code: give blocks",
-        ),
-        Conflict(
-            {"compile_mode": SET, "compile_backend": other_than("inductor")},
-            "modes are those of the backend inductor: leave one of the two out",
-        ),
+        Conflict({"compile": ("towers", "step"), "parallel": "fsdp"},
+                 "fsdp gathers parameters block by block, outside of compiled code: give blocks"),
+        Conflict({"compile_mode": SET, "compile_backend": other_than("inductor")},
+                 "modes are those of the backend inductor: leave one of the two out"),
         *(
             Conflict(
                 {key: changed, "compile": "off"},
@@ -150,7 +140,7 @@ class TrainSettings(Section):
             for key, changed in (("compile_backend", other_than("inductor")), ("compile_mode", SET))
         ),
         Conflict({"ema_warmup": SET, "ema": None}, "up to which decay? Give --train.ema as well, as 0.9999"),
-    )
+    )  # fmt: skip
 
     @property
     def arithmetic(self) -> Literal["fp32", "bf16", "fp16", "pure_bf16", "fp64"]:
@@ -202,11 +192,9 @@ class CheckpointSettings(Section):
     _both = field_validator("keep_best")(checked_metric)
 
     pairs = (
-        Conflict(
-            {"every": other_than(1000), "every_epochs": SET},
-            "every and every_epochs are both given: keep the one that is meant",
-        ),
-    )
+        Conflict({"every": other_than(1000), "every_epochs": SET},
+                 "every and every_epochs are both given: keep the one that is meant"),
+    )  # fmt: skip
 
     @property
     def best_by(self) -> Metric | None:
