@@ -110,8 +110,8 @@ def _key(key: str, fields: list[tuple[str, FieldInfo]]) -> Iterator[str]:
 
 def _sentence(text: str) -> str:
     """A description as a sentence, with what Markdown would take for markup written out."""
-    text = re.sub(r"(?<!`)([<*_\[\]])(?![^`]*`[^`]*$)", r"\\\1", text)
-    name = re.match(r"[a-z]+[^a-z' ]|(?:torch|timm|wids|auto)\b", text)  # a word that is written small
+    text = re.sub(r"`[^`]*`|[<*_\[\]]", lambda found: found[0] if found[0][0] == "`" else f"\\{found[0]}", text)
+    name = re.match(r"[a-z]+[^a-z' ]|(?:torch|timm|wids|auto|fsdp)\b", text)  # a word that is written small
     return f"{text[:1] if name else text[:1].upper()}{text[1:]}".rstrip(".") + "."
 
 
@@ -145,7 +145,7 @@ def conflict_row(prefix: str, pair: Conflict) -> str:
         values = wanted if isinstance(wanted, tuple) else (wanted,)
         named = [Is("not set") if one is None else one for one in values]
         words = [one.words if isinstance(one, Is) else f"`{str(one).lower()}`" for one in named]
-        return f"{key} {' or '.join(words)}"
+        return f"{key} {' or '.join(words)}".strip()
 
     shown = [key if re.search("[ -]", key) or key == "ranks" else f"`{prefix}{key}`" for key in pair.when]
     first, *others = map(condition, shown, pair.when.values())

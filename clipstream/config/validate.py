@@ -38,6 +38,26 @@ from clipstream.utils.escape import printable
 from clipstream.utils.logs import logger
 
 Problems = Iterator[tuple[Path, str]]
+_NEVER = "step {0} is never reached: the run has {1}"
+NUMBERS = {  # (key, other key) -> record of numbers that do not fit each other, which the functions below compare
+    (key, other): Conflict({key: Is(words), other: Is("")}, reason)
+    for key, words, other, reason in (
+        ("schedule.warmup", "more than", "train.steps", "{0} steps of warm-up, but the run has {1}: lower --warmup"),
+        ("model.unlock_image_at", "at least", "train.steps", _NEVER),
+        ("model.unlock_text_at", "at least", "train.steps", _NEVER),
+        ("data.batch_schedule", "with a step that is at least", "train.steps", _NEVER),
+        ("log.profile", "with a step after", "train.steps", _NEVER),
+        ("schedule.min_lr", "above", "optim.lr", "{0:g} is above the peak, optim.lr {1:g}"),
+        ("data.global_batch_size", "less than", "ranks", "{0} samples cannot be shared by {1} ranks"),
+        ("data.lanes", "less than", "ranks", "{0} lanes cannot be shared by {1} ranks: one each at least"),
+        ("data.lanes", "more than", "data.global_batch_size",
+         "{0} lanes, but a global batch has {1} samples: a lane needs one each step"),
+        ("train.micro_batch_size", "more than", "data.global_batch_size",
+         "{0} is more than the largest global batch, {1}"),
+        ("run.timeout", "on several ranks at most", "data.stall_timeout",
+         "{0:g} s end the run before data.stall_timeout, {1:g} s, can say what is wrong: raise it"),
+    )
+}  # fmt: skip
 _RANKS = Is("more than 1", lambda ranks: ranks > 1)
 _STORES = {"image": "data.image_features", "text": "data.text_features"}
 _MEMORY = Is("in GiB or MiB", lambda policy: str(policy).endswith("iB"))
@@ -124,6 +144,7 @@ PAIRS = (
     Conflict({"distill": _CHANGED, "distill.model": None, "data.teacher_features": UNSET},
              "there is no teacher: give --distill-model or --teacher-features as well"),
     INDEXED_EPOCH,
+    *NUMBERS.values(),
 )  # fmt: skip
 
 
@@ -204,18 +225,20 @@ def _length(settings: Settings) -> Problems:
         return
     steps = settings.total_steps
     if 0 < steps < schedule.warmup:
-        text = f"{schedule.warmup} steps of warm-up, but the run has {steps}: lower --warmup"
-        yield ("schedule", "warmup"), text
+        yield _numbers("schedule.warmup", "train.steps", schedule.warmup, steps)
     for key in ("unlock_image_at", "unlock_text_at"):
         if (at := getattr(settings.model, key)) is not None and at >= steps:
-            yield ("model", key), f"step {at} is never reached: the run has {steps}"
+            yield _numbers(f"model.{key}", "train.steps", at, steps)
     if late := [step for step, _ in settings.data.batch_schedule if step >= steps]:
-        yield ("data", "batch_schedule"), f"step {late[0]} is never reached: the run has {steps}"
+        yield _numbers("data.batch_schedule", "train.steps", late[0], steps)
     if (last := settings.log.profiled_steps) > steps:
-        yield ("log", "profile"), f"step {last} is never reached: the run has {steps}"
+        yield _numbers("log.profile", "train.steps", last, steps)
     if schedule.min_lr > settings.optim.lr:
-        text = f"{schedule.min_lr:g} is above the peak, optim.lr {settings.optim.lr:g}"
-        yield ("schedule", "min_lr"), text
+        yield _numbers("schedule.min_lr", "optim.lr", schedule.min_lr, settings.optim.lr)
+
+
+def _numbers(key: str, other: str, *values: float) -> tuple[Path, str]:
+    return tuple(key.split(".")), NUMBERS[key, other].text(*values)
 
 
 def _evaluates_only(settings: Settings) -> bool:
@@ -233,12 +256,11 @@ def _batches(settings: Settings, world: World) -> Problems:
     lanes = by_rule if data.lanes == "auto" else data.lanes
     if batch < world.size:
         key = "global_batch_size" if batch == data.global_batch_size else "batch_schedule"
-        yield ("data", key), f"{batch} samples cannot be shared by {world.size} ranks"
+        yield ("data", key), NUMBERS["data.global_batch_size", "ranks"].text(batch, world.size)
     if data.lanes != "auto" and lanes > batch:
-        text = f"{lanes} lanes, but a global batch has {batch} samples: a lane needs one each step"
-        yield ("data", "lanes"), text
+        yield _numbers("data.lanes", "data.global_batch_size", lanes, batch)
     if lanes < world.size <= batch:
-        text = f"{lanes} lanes cannot be shared by {world.size} ranks: one each at least"
+        text = NUMBERS["data.lanes", "ranks"].text(lanes, world.size)
         if data.lanes == "auto":
             text = (
                 f"auto is {by_rule} lanes for a global batch of {batch}, which {world.size} ranks cannot share: give "
@@ -246,11 +268,10 @@ def _batches(settings: Settings, world: World) -> Problems:
             )
         yield ("data", "lanes"), text
     if isinstance(micro, int) and micro > largest:
-        yield ("train", "micro_batch_size"), f"{micro} is more than the largest global batch, {largest}"
+        yield _numbers("train.micro_batch_size", "data.global_batch_size", micro, largest)
     timeout, stall = settings.run.timeout, data.stall_timeout
     if world.size > 1 and timeout <= stall:
-        text = f"{timeout:g} s end the run before data.stall_timeout, {stall:g} s, can say what is wrong: raise it"
-        yield ("run", "timeout"), text
+        yield _numbers("run.timeout", "data.stall_timeout", timeout, stall)
 
 
 def _shards(settings: Settings) -> Problems:
