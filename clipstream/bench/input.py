@@ -21,6 +21,7 @@ from clipstream.config.flags import own_flags
 from clipstream.config.settings import load, resolve
 from clipstream.data.loader.stage_timing import IDLE
 from clipstream.data.settings import DataSettings
+from clipstream.distributed.capabilities import cores
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.models.pretrained import preflight
@@ -29,7 +30,6 @@ from clipstream.report.terminal import duration, milliseconds, percent
 from clipstream.utils import atomic_write
 from clipstream.utils.console import ResultConsole
 from clipstream.utils.logs import set_level
-from clipstream.utils.processes import cores
 from clipstream.utils.words import counted
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+from clipstream.distributed.capabilities import cores
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.signals import SIGNALS
@@ -49,9 +50,8 @@ def run_ranks(run: RunSettings, body: Callable[[World, FailureWatch], object], *
             f"run.device is {device!r}, but torch sees no GPU here: use --device cpu, or look at nvidia-smi"
         )
     world = World.from_env(device)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # torchrun sets OMP_NUM_THREADS=1, which leaves the other cores idle; and the number decides the bits of sums.
-    torch.set_num_threads(run.threads or max(1, cores // world.local_size))
+    torch.set_num_threads(run.threads or max(1, cores() // world.local_size))
     if run.deterministic:
         os.environ.setdefault(CUBLAS, ":4096:8")
         torch.use_deterministic_algorithms(True)

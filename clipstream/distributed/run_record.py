@@ -16,6 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from clipstream.distributed.capabilities import cores
 from clipstream.errors import DivergedError, Stopped
 from clipstream.utils.early_signals import INTERRUPTED
 from clipstream.utils.versions import versions
@@ -93,7 +94,6 @@ def hardware() -> dict[str, object]:
     """Host, processor, cores that this process may use, memory in GiB, and the GPUs that torch sees."""
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
     try:
         cpus = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -105,7 +105,7 @@ def hardware() -> dict[str, object]:
         memory = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
     except (ValueError, OSError):
         memory = None
-    return {"host": socket.gethostname(), "cpu": cpu, "cores": cores, "memory_gib": memory, "gpus": gpus}
+    return {"host": socket.gethostname(), "cpu": cpu, "cores": cores(), "memory_gib": memory, "gpus": gpus}
 
 
 def command_line() -> list[str]:

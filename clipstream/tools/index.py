@@ -6,7 +6,6 @@ Indexes that exist and are not stale are kept. Remote shards are downloaded. Nev
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from clipstream.data.sources.registry import typed_shards
 from clipstream.data.tar import scan
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.data.transport.transfer import ShardError
+from clipstream.distributed.capabilities import cores
 from clipstream.errors import DataError, SettingsError
 from clipstream.utils.escape import printable
 from clipstream.utils.logs import logger
@@ -68,7 +68,7 @@ def make_indexes(
         return f"{len(done):,} of {len(urls):,} shards, {sum(one.samples for one in done):,} samples"
 
     try:
-        with contextlib.closing(run(index, len(urls), workers or os.cpu_count() or 1)) as events:
+        with contextlib.closing(run(index, len(urls), workers or cores())) as events:
             for event in events:
                 if isinstance(event, Done):
                     done.append(event.result)

@@ -36,6 +36,7 @@ from clipstream.data.sources.indexes import SIGNED
 from clipstream.data.sources.patterns import in_braces
 from clipstream.data.sources.registry import entries, expand, source_type, typed_shards
 from clipstream.data.sources.tars import SIZES
+from clipstream.distributed.capabilities import cores
 from clipstream.errors import DataError, SettingsError, Stopped
 from clipstream.report.terminal import duration
 from clipstream.tools.reencode import Format, Recipe
@@ -52,7 +53,6 @@ from clipstream.tools.stage_copies import (
 from clipstream.utils import atomic_write
 from clipstream.utils.escape import printable
 from clipstream.utils.logs import set_level
-from clipstream.utils.processes import cores
 
 SETTINGS_FILE = "staged.yaml"
 COPYING = 16  # default number of processes, which mostly wait for servers and disks

@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from clipstream.distributed.capabilities import computes_bf16
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.execution.frozen import arithmetic
 
 Precision = Literal["fp32", "bf16", "fp16", "pure_bf16", "fp64"]
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_COMPUTE_BF16 = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # of torch.cpu
 TF32_CAPABILITY = (8, 0)  # of the first GPUs with TF32 (Ampere)
 KEPT_WIDE = 4  # elements of tensors that stay float32: scale and bias, which bfloat16 would freeze, and channel means
 
@@ -75,21 +75,13 @@ def resolve_precision(wanted: Precision | Literal["auto"], world: World) -> Prec
     """
     if wanted != "auto":
         return wanted
-    narrow = all(world.gather_objects(_computes_bf16(world.device)))
+    narrow = all(world.gather_objects(computes_bf16(world.device)))
     return "bf16" if narrow else "fp16" if world.device.startswith("cuda") else "fp32"
-
-
-def _computes_bf16(device: str) -> bool:
-    if device.startswith("cuda"):
-        with torch.cuda.device(device):  # the query is about the current device
-            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    asked = (getattr(torch.cpu, name, None) for name in _COMPUTE_BF16)
-    return any(ask is not None and bool(ask()) for ask in asked)
 
 
 def check_device(device: str | torch.device, precision: str, key: str = "train.precision") -> None:
     """Refuse a precision that the device only emulates. Raises SettingsError: bfloat16 on a GPU without support."""
-    if "bf16" in precision and str(device).startswith("cuda") and not _computes_bf16(str(device)):
+    if "bf16" in precision and str(device).startswith("cuda") and not computes_bf16(str(device)):
         name = torch.cuda.get_device_name(device)
         raise SettingsError(f"{key}: {name} computes no bfloat16: use fp16 or fp32")
 

@@ -159,11 +159,6 @@ def run(
             end(worker.process, PATIENCE)
 
 
-def cores() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _start(do: Callable[..., Any]) -> _Worker:
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(

@@ -7,10 +7,12 @@ import site
 import tempfile
 from pathlib import Path
 
-# What programs need to start, where temporary files go, and which GPU is ours. Whatever else a shell holds (HF_…,
-# CLIPSTREAM_…, proxies, XDG_…, credentials, a launcher's ranks, numbers of threads) would change what is tested.
+# What programs need to start, where temporary files go, which GPU is ours, and what the processor is to compute.
+# Whatever else a shell holds (HF_…, proxies, XDG_…, credentials, a launcher's ranks, numbers of threads) would change
+# what is tested.
 KEPT = {
     "PATH", "PYTHONPATH", "TMPDIR", "USER", "LOGNAME", "LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_VISIBLE_DEVICES", "CI",
+    "CLIPSTREAM_CAPABILITIES", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA",
 }  # fmt: skip
 KEPT_PREFIXES = ("PYTEST_", "COVERAGE_", "COV_CORE_")
 FIXED = {"LC_ALL": "C.UTF-8", "TZ": "UTC", "OMP_NUM_THREADS": "1", "COLUMNS": "80", "LINES": "24"}

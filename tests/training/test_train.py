@@ -134,8 +134,7 @@ def test_the_number_of_workers_that_was_settled_is_said_and_written(
 
 def settled(world: World, narrow: list[bool]) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
-            patch.setattr(torch.cpu, name, lambda: narrow[world.rank])
+        patch.setenv("CLIPSTREAM_CAPABILITIES", "bf16" if narrow[world.rank] else "")
         return resolve_precision("auto", world)
 
 

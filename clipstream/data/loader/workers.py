@@ -31,6 +31,7 @@ from clipstream.data.loader.stage_timing import IDLE, OPEN, Stopwatch
 from clipstream.data.order.lanes import lanes_of_rank
 from clipstream.data.settings import MAX_AUTO_WORKERS, DataSettings
 from clipstream.data.transport.pipe import end_commands
+from clipstream.distributed import capabilities
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
 from clipstream.utils.processes import END, Ended, end, end_with, listen
@@ -162,8 +163,7 @@ def auto_workers(world: World) -> int:
 
 def cores() -> int:
     """Cores that this process may use: its affinity, and the limit of its control group (containers, Slurm)."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, math.ceil(min(allowed, _quota())))
+    return max(1, math.ceil(min(capabilities.cores(), _quota())))
 
 
 def _quota() -> float:

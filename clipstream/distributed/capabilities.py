@@ -1,0 +1,44 @@
+"""What this machine has: instructions for bfloat16, and cores.
+
+`CLIPSTREAM_CAPABILITIES` overrides what is found, as `bf16,cores=4`: with it, a processor computes bfloat16 only if it
+is named. A run can so be repeated as on another machine, and tests can have both answers.
+"""
+
+from __future__ import annotations
+
+import os
+
+from clipstream.errors import SettingsError
+
+VARIABLE = "CLIPSTREAM_CAPABILITIES"
+_BF16 = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # of torch.cpu
+
+
+def computes_bf16(device: str) -> bool:
+    """Whether a device, as 'cpu' or 'cuda:1', computes bfloat16 and does not only emulate it."""
+    import torch
+
+    if (given := _given()) is not None:
+        return "bf16" in given
+    if device.startswith("cuda"):
+        with torch.cuda.device(device):  # the query is about the current device
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    asked = (getattr(torch.cpu, name, None) for name in _BF16)
+    return any(ask is not None and bool(ask()) for ask in asked)
+
+
+def cores() -> int:
+    """Cores that this process may use by its affinity."""
+    if (number := (_given() or {}).get("cores")) is not None:
+        return int(number)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _given() -> dict[str, str] | None:
+    """What the environment says. Raises SettingsError: it is not written as 'bf16,cores=4'."""
+    if (text := os.environ.get(VARIABLE)) is None:
+        return None
+    given = {name.strip(): value.strip() for name, _, value in (part.partition("=") for part in text.split(","))}
+    if given.keys() - {"", "bf16", "cores"} or not given.get("cores", "1").isdecimal() or given.get("cores") == "0":
+        raise SettingsError(f"{VARIABLE} is {text!r}: give names out of bf16 and cores=N, separated by commas")
+    return given
