@@ -6,7 +6,9 @@ is named. A run can so be repeated as on another machine, and tests can have bot
 
 from __future__ import annotations
 
+import math
 import os
+from pathlib import Path
 
 from clipstream.errors import SettingsError
 
@@ -28,10 +30,20 @@ def computes_bf16(device: str) -> bool:
 
 
 def cores() -> int:
-    """Cores that this process may use by its affinity."""
+    """Cores that this process may use: its affinity, and the limit of its control group (containers, Slurm)."""
     if (number := (_given() or {}).get("cores")) is not None:
         return int(number)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.ceil(min(allowed, _quota())))
+
+
+def _quota() -> float:
+    """The control group's limit in cores; cgroup v2 writes 'max 100000' or '200000 100000'."""
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return math.inf if limit == "max" else int(limit) / int(period)
+    except (OSError, ValueError):
+        return math.inf
 
 
 def _given() -> dict[str, str] | None:

@@ -13,7 +13,6 @@ be worth more than that: `python -m clipstream.bench` measures several numbers.
 from __future__ import annotations
 
 import gc
-import math
 import multiprocessing
 import os
 import signal
@@ -22,7 +21,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from clipstream.data.loader.batch_buffers import BufferRing
@@ -31,7 +29,7 @@ from clipstream.data.loader.stage_timing import IDLE, OPEN, Stopwatch
 from clipstream.data.order.lanes import lanes_of_rank
 from clipstream.data.settings import MAX_AUTO_WORKERS, DataSettings
 from clipstream.data.transport.pipe import end_commands
-from clipstream.distributed import capabilities
+from clipstream.distributed.capabilities import cores
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
 from clipstream.utils.processes import END, Ended, end, end_with, listen
@@ -159,17 +157,3 @@ def auto_workers(world: World) -> int:
     """Workers of a rank by the cores of its node alone."""
     share = max(1, cores() // world.local_size)
     return min(ON_CPU, share) if world.device == "cpu" else min(max(1, share - 1), MAX_AUTO_WORKERS)
-
-
-def cores() -> int:
-    """Cores that this process may use: its affinity, and the limit of its control group (containers, Slurm)."""
-    return max(1, math.ceil(min(capabilities.cores(), _quota())))
-
-
-def _quota() -> float:
-    """The control group's limit in cores; cgroup v2 writes 'max 100000' or '200000 100000'."""
-    try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return math.inf if limit == "max" else int(limit) / int(period)
-    except (OSError, ValueError):
-        return math.inf

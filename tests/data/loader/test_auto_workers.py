@@ -12,6 +12,7 @@ import pytest
 
 from clipstream.data.loader import workers as auto_workers
 from clipstream.data.settings import MAX_AUTO_WORKERS
+from clipstream.distributed import capabilities
 from clipstream.distributed.world import World
 from clipstream.errors import DataError
 from tests.support.loaders import data, loader
@@ -40,10 +41,13 @@ def test_a_core_of_each_rank_is_left_to_training(
 
 
 def test_cores_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(capabilities.VARIABLE, raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)), raising=False)
     for quota, count in [(float("inf"), 12), (2.5, 3), (0.5, 1), (64, 12)]:
-        monkeypatch.setattr(auto_workers, "_quota", lambda quota=quota: quota)
-        assert auto_workers.cores() == count
+        monkeypatch.setattr(capabilities, "_quota", lambda quota=quota: quota)
+        assert capabilities.cores() == count
+    monkeypatch.setenv(capabilities.VARIABLE, "cores=40")
+    assert capabilities.cores() == 40
 
 
 def test_there_are_no_more_workers_than_lanes_and_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
