@@ -78,8 +78,7 @@ REMARKS = {  # what differs in a flag that is taken, for the table
     "and `fp16` keep float32 weights under autocast; `pure_fp16` is refused",
     "--aug-cfg": "timm's augmentation is refused",
     "--report-to": "wandb and trackio may be used together",
-    "--wd-exclude": "as in 3.3.0 position embeddings have weight decay; for main's rule give "
-    "`--wd-exclude '*positional_embedding' '*class_embedding' '*pos_embed' '*cls_token'`",
+    "--wd-exclude": "as in 3.3.0 position embeddings have weight decay; `--wd-exclude open_clip-main` is main's rule",
     "--force-image-size": "two different numbers are refused",
     "--logs": "`none` is refused",
     "--max-image-pixels": "the limit is 178,956,970 unless set, and concerns training alone",

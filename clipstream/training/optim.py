@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 CONSTRUCTED = "constructed_keys"  # attribute of an optimizer: keys of its groups that its construction set
 TENSOR = "__tensor__"  # key of a tensor of one number in a checkpoint's parameter groups
-UNDECAYED = ("bn", "ln", "bias", "logit_scale")  # parts of names, from open_clip_train.main
+UNDECAYED = ("bn", "ln", "bias", "logit_scale")  # parts of names, from open_clip_train.main of release 3.3.0
+MAIN_RULE = "open_clip-main"  # in wd_exclude: the rule of open_clip's main branch
+# What main's HFTextEncoder declares; release 3.3.0 does not.
+HF_EMBEDDINGS = ("position_embeddings", "token_type_embeddings", "relative_attention_bias", "embed_positions")
 Betas = tuple[float | None, float | None]  # None: the model's default
 
 
@@ -112,7 +115,9 @@ def parameter_groups(
 
     Raises SettingsError: the layers of a tower are not known, or a pattern matches no parameter.
     """
-    excluded = [] if settings is None else settings.wd_exclude
+    named = [] if settings is None else settings.wd_exclude
+    excluded = [pattern for pattern in named if pattern != MAIN_RULE]
+    declared = _declared(module) if MAIN_RULE in named else None
     scales = {} if settings is None else _scales(module, settings)
     groups: dict[tuple[float, bool, int], list[nn.Parameter]] = {}
     unmatched = {"wd_exclude": set(excluded), "fallback": set(fallback)}
@@ -127,7 +132,11 @@ def parameter_groups(
         exempt, falls_back = matches("wd_exclude", excluded), matches("fallback", fallback)
         if not parameter.requires_grad:
             continue
-        decays = parameter.ndim >= 2 and not exempt and not any(part in full for part in UNDECAYED)
+        if declared is None:
+            exempt = exempt or any(part in full for part in UNDECAYED)
+        else:
+            exempt = exempt or any(fnmatchcase(full, pattern) for pattern in declared)
+        decays = parameter.ndim >= 2 and not exempt
         kind = 0 if decays else 1 if parameter.numel() > 1 else 2
         groups.setdefault((scales.get(id(parameter), 1.0), falls_back, kind), []).append(parameter)
     for key, patterns in unmatched.items():
@@ -139,6 +148,25 @@ def parameter_groups(
         group: dict[str, Any] = {"params": groups[scale, falls_back, kind], "weight_decay": 0.0 if kind else wd}
         made.append(group | ({"lr_scale": scale} if scales else {}) | ({"use_fallback": True} if falls_back else {}))
     return made
+
+
+def _declared(module: nn.Module) -> set[str]:
+    """Patterns of the parameters that the parts of a model declare to have no weight decay.
+
+    As in open_clip_train/optim.py of the main branch: the names of each part's `no_weight_decay` (open_clip and timm),
+    timm's keywords at the ends of names, and the embedding tables of Hugging Face's text towers.
+    """
+    from open_clip.hf_model import HFTextEncoder
+
+    found: set[str] = set()
+    for path, part in module.named_modules():
+        prefix = f"{path}." if path else ""
+        for declare, form in (("no_weight_decay", "{}"), ("no_weight_decay_keywords", "*{}")):
+            if callable(declared := getattr(part, declare, None)):
+                found |= {prefix + form.format(name) for name in declared()}
+        if isinstance(part, HFTextEncoder):
+            found |= {f"{prefix}*{name}*" for name in HF_EMBEDDINGS}
+    return found
 
 
 def _scales(towers: Any, settings: TowerRates) -> dict[int, float]:
@@ -179,7 +207,8 @@ class TowerRates(OptimSettings):
     wd_exclude: list[str] = Field(
         default_factory=list,
         description="names of parameters without weight decay, with * for any characters, beside gains, biases and "
-        "scales; names as in open_clip: '*positional_embedding', 'visual.proj'",
+        "scales; names as in open_clip: '*positional_embedding', 'visual.proj'; open_clip-main for all that the rule "
+        "of open_clip's main branch exempts, position embeddings among them",
     )
     kwargs: dict[str, Any] = Field(
         default_factory=dict, description="further arguments of the optimizer's class in torch or timm"

@@ -6,8 +6,10 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import open_clip
 import pytest
 import torch
+from open_clip.hf_model import HFTextEncoder
 from torch import nn
 
 from clipstream.checkpoint.state import load
@@ -198,3 +200,45 @@ def test_an_optimizer_that_cannot_be_resumed_is_told_at_its_first_step(name: str
     # timm compiles kron's products, for which a machine may lack a compiler
     with torch.compiler.set_stance("force_eager"), pytest.raises(SettingsError, match=said):
         optimizer.step()
+
+
+def undecayed(towers: nn.Module) -> set[int]:
+    """Ids of the parameters without weight decay under open_clip's main rule."""
+    optimizer = build_optimizer(towers, settings(wd_exclude=["open_clip-main"]), "ViT")
+    return {id(p) for group in optimizer.param_groups if not group["weight_decay"] for p in group["params"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "exempt"),
+    [
+        ("ViT-B-32", {"positional_embedding", "visual.positional_embedding"}),
+        ("RN50", {"positional_embedding"}),
+        ("convnext_base", {"positional_embedding"}),
+        ("ViT-B-16-SigLIP", {"text.positional_embedding", "visual.trunk.pos_embed"}),
+        ("EVA02-B-16", {"text.positional_embedding", "visual.trunk.cls_token", "visual.trunk.pos_embed"}),
+    ],
+)
+def test_the_rule_of_open_clips_main_branch(name: str, exempt: set[str]) -> None:
+    """Compared with main's `make_wd_exclude` (commit 89fb801) on all its models but CoCa when it was written."""
+    config = open_clip.get_model_config(name)
+    config["vision_cfg"].pop("timm_model_pretrained", None)
+    kind = open_clip.CustomTextCLIP if config.pop("custom_text", False) else open_clip.CLIP
+    towers = nn.Module()
+    with torch.device("meta"):
+        towers.clip = kind(**config)
+    shapes = {name: p for name, p in towers.clip.named_parameters()}
+    free = undecayed(towers)
+    assert {name for name, p in shapes.items() if id(p) in free and p.ndim > 1} == exempt
+    assert all(id(p) in free for p in shapes.values() if p.ndim < 2)
+
+
+def test_tables_of_hugging_face_towers_under_that_rule() -> None:
+    from transformers import BertConfig
+
+    sizes = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=20)
+    text = HFTextEncoder("", 8, config=sizes, pooler_type="mean_pooler", proj_type="linear")
+    towers = nn.Module()
+    towers.clip = nn.ModuleDict({"text": text})
+    free = undecayed(towers)
+    found = {name.split(".")[-2] for name, p in towers.clip.named_parameters() if id(p) in free and p.ndim > 1}
+    assert found == {"position_embeddings", "token_type_embeddings"}
