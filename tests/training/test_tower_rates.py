@@ -26,7 +26,7 @@ from tests.support.savers import saver_of
 from tests.support.steps import LOSSES, TinyTowers, make_batch
 
 RESNET = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 8}
-TIMM = {"image_size": 32, "timm_model_name": "vit_tiny_patch16_224", "timm_pool": "token", "timm_proj": "linear"}
+TIMM = {"image_size": 224, "timm_model_name": "vit_tiny_patch16_224", "timm_pool": "token", "timm_proj": "linear"}
 
 
 def settings(**values: Any) -> OptimSettings:
@@ -120,7 +120,6 @@ def test_names_without_weight_decay() -> None:
     ("values", "said"),
     [
         ({"lr": 0.0, "image_lr": 1e-3}, "the schedule scales optim.lr, which is 0"),
-        ({"text_pooler_own_group": True}, "give --text-layer-decay as well"),
         ({"image_layer_decay": 1.5}, "less than or equal to 1"),
         ({"kwargs": {"weight_decay": 1}}, "weight_decay is set by --wd"),
         ({"type": "timm"}, "name"),
