@@ -30,6 +30,8 @@ FEATURES: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {  # settings
     "micro-batches": ({}, {"micro_batch_size": 4, "kept": 0}),
     "kept micro-batches": ({}, {"micro_batch_size": 3, "kept": 2}),
     "clipping and averages": ({}, {"clip_norm": 100.0, "averages": True}),
+    "patch dropout, checkpointing": ({"patch_dropout": 0.5, "grad_checkpointing": "all"}, {}),
+    "channels last": ({"channels_last": "on"}, {}),
     "locked": ({"lock_image": True}, {}),
     "locked in bf16": ({"lock_text": True, "text": {"precision": "bf16"}}, {"micro_batch_size": 4}),
 }
@@ -37,6 +39,7 @@ FEATURES: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {  # settings
 
 def losses(name: str, precision: Precision, model: Mapping[str, Any], step: Mapping[str, Any]) -> list[float]:
     """Of three steps on one batch."""
+    torch.manual_seed(0)
     draw = torch.Generator().manual_seed(0)
     towers = prepare(build(name, **model).train(), precision)
     pixels = torch.randint(0, 256, (BATCH, 3, *towers.image.size), dtype=torch.uint8, generator=draw)
@@ -59,6 +62,6 @@ def losses(name: str, precision: Precision, model: Mapping[str, Any], step: Mapp
 def test_losses_are_those_of_float32(feature: str, precision: Precision, tmp_path: Path) -> None:
     name = write(tmp_path, text_cfg={**TEXT, "context_length": TOKENS, "vocab_size": 64})
     model, step = FEATURES[feature]
-    locks = {key: value for key, value in model.items() if key.startswith("lock")}
-    expected = losses(name, "fp32", {"text_buckets": "off", **locks}, {})
+    same = {key: value for key, value in model.items() if key.startswith(("lock", "patch"))}
+    expected = losses(name, "fp32", {"text_buckets": "off", **same}, {})
     assert losses(name, precision, model, step) == pytest.approx(expected, rel=0.03)
