@@ -29,6 +29,8 @@ settings.load_profile("shared")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--wds-secure` instead of the variable, which is hidden as all others are."""
     parser.addoption("--wds-secure", action="store_true", help="run the tests with WDS_SECURE=1")
+    parser.addoption("--pairs-seed", help="seed of the slow test in tests/test_pairs.py, in place of a drawn one")
+    parser.addoption("--pairs-table", help="file to which tests/test_pairs.py appends the table of its runs")
 
 
 def pytest_configure(config: pytest.Config) -> None:
