@@ -53,6 +53,12 @@ def test_some_runs_equal_their_plain_runs(place: Path, request: pytest.FixtureRe
     assert not failed, failed
 
 
+@pytest.mark.parametrize("precision", ["pure_bf16", "fp64"])
+def test_nadam_resumes_with_the_bits_of_the_undisturbed_run(precision: str, place: Path) -> None:
+    row = pairs.simplest() | {"optimizer": "nadamw", "precision": precision, "resume": "checkpoint"}
+    assert pairs.check(place, row, f"nadam-{precision}").endswith("resumed bit-equal")
+
+
 @pytest.mark.slow
 def test_each_run_of_another_seed_equals_its_plain_run(place: Path, request: pytest.FixtureRequest) -> None:
     given = request.config.getoption("--pairs-seed")

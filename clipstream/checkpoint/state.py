@@ -258,7 +258,9 @@ def load(
         saved = towers.not_stored(finite(read(checkpoint / WEIGHTS), checkpoint / WEIGHTS))
         weights = {name: shard_like(weight, present.get(name)) for name, weight in saved}
         towers.clip.load_state_dict(weights)
-        optimizer.load_state_dict(_saved_moments(checkpoint, optimizer))
+        saved_moments = _saved_moments(checkpoint, optimizer)
+        optimizer.load_state_dict(saved_moments)
+        _keep_dtypes(optimizer, saved_moments["state"])
     except OSError as error:
         raise SettingsError(f"{checkpoint} cannot be read: {error}") from error
     except (RuntimeError, ValueError, LookupError, TypeError, SafetensorError) as error:
@@ -277,7 +279,17 @@ def load(
     return state
 
 
-def _saved_moments(checkpoint: Path, optimizer: torch.optim.Optimizer) -> dict[str, object]:
+def _keep_dtypes(optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, torch.Tensor | float]]) -> None:
+    """Undo the cast of single numbers to the dtype of their parameter, as of NAdam's product of momenta to bfloat16."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, values in state.items():
+        loaded = optimizer.state[parameters[index]]
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and not value.ndim:
+                loaded[name] = value.to(loaded[name].device)
+
+
+def _saved_moments(checkpoint: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The saved state of the optimizer, sharded as its parameters are, with the present hyperparameters.
 
     These decide where load_state_dict puts the tensors: the fused AdamW wants its step counts on the device.
