@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import re
 from copy import deepcopy
 from dataclasses import asdict
@@ -147,7 +148,10 @@ def _create(source: ModelFiles, model_cfg: Config, seed: int, size: int | None) 
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             clip = (open_clip.CustomTextCLIP if custom else open_clip.CLIP)(**cfg)
-    except (TypeError, ValueError, KeyError, RuntimeError, AssertionError, OSError) as error:
+    except Exception as error:  # whatever transformers and its unpickler raise for files that they cannot read
+        if isinstance(error, pickle.UnpicklingError | EOFError):
+            text = f"the weights of the text tower in {source.text_model} are no file of tensors, or damaged"
+            raise SettingsError(f"{text}: save them as model.safetensors, or get them again") from error
         if "trust_remote_code" in str(error):
             text = f"the text tower in {source.text_model} is Python code of its own (auto_map), which is never run"
             raise SettingsError(f"{text}: take a tower that transformers has") from error

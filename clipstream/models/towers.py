@@ -419,6 +419,10 @@ class Towers(nn.Module):
             text = not_trusted(self.tokenizer_folder, error)
             text = text or f"cannot load the tokenizer in {self.tokenizer_folder}: {error}"
             raise SettingsError(text) from error
+        if getattr(self._tokenizer.tokenizer, "pad_token", None) is None:
+            self._tokenizer = None
+            text = f"the tokenizer in {self.tokenizer_folder} has no pad token, and texts of a batch are padded"
+            raise SettingsError(f"{text}: set pad_token in its tokenizer_config.json")
         return self._tokenizer
 
     def same_tokenizer(self, other: Towers) -> bool:

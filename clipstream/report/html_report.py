@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from clipstream.utils.logs import logger
 
 REPORT_FILE = "report.html"
 TEMPLATE = "page.html"
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # which no page has, though names of runs may
 TITLES = {  # of curves, in the order of the page; others follow
     "loss": "loss",
     "samples_per_s": "samples a second",
@@ -176,7 +178,7 @@ def render(runs: Sequence[RunContents], *, trained: bool = True) -> str:
         milliseconds=milliseconds,
         early_stop_line=early_stop_line,
     )
-    return rendered
+    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", rendered)
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from clipstream.checkpoint.run_lock import is_occupied
+from clipstream.config.section import checked
 from clipstream.data.shard_url import redact
 from clipstream.errors import SettingsError
 from clipstream.report.eval_results import FIGURES_FILE, WATCH_FOLDER, way_of
@@ -80,14 +80,14 @@ def read_run(folder: Path) -> RunContents:
     _take_later_evaluations(run, folder)
     if (audit := folder / AUDIT_FILE).is_file():
         with suppress(OSError, ValueError):  # torn by a kill
-            run.audit = json.loads(audit.read_bytes())
+            run.audit = checked(dict[str, object], audit.read_bytes())
     config = folder / "config.yaml"
     if config.is_file():
         try:
-            tree = yaml.safe_load(config.read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError):
+            tree = checked(dict[str, object], yaml.safe_load(config.read_text(encoding="utf-8")) or {})
+        except (OSError, ValueError, RecursionError, yaml.YAMLError):
             tree = {}
-        for key, value in flat(tree or {}, separator=".").items():
+        for key, value in flat(tree, separator=".").items():
             plain = value is None or isinstance(value, bool)
             run.settings[key] = str(value).lower() if plain else redact(str(value))
     return run
@@ -111,7 +111,7 @@ def take(run: RunContents, record: Record) -> None:
     elif "profile" in record:
         run.profile = record["profile"]
     elif "error" in record:
-        run.failed[str(record["eval"])] = step, str(record["error"])
+        run.failed[str(record.get("eval"))] = step, str(record["error"])
     else:
         run.failed.pop(str(record.get("eval")), None)
         into = run.evaluations.setdefault(str(record["eval"]), {}) if "eval" in record else run.curves
@@ -131,18 +131,18 @@ def _take_later_evaluations(run: RunContents, folder: Path) -> None:
     records, watched = ([record for _, record in lines(file)] if file.is_file() else [] for file in files)
     others = [*(record for record in records if "checkpoint" in record), *watched]
     own = [record for record in records if "checkpoint" not in record]
-    run.made = {str(record["eval"]): record for record in (*others, *own) if "error" not in record}
+    run.made = {str(record.get("eval")): record for record in (*others, *own) if "error" not in record}
     ways = {name: way_of(record) for name, record in run.made.items()}
     found: dict[tuple[str, str], dict[float, float]] = {}
     failed: dict[str, tuple[float, str]] = {}
     for record in others:
-        step, name = record["step"], str(record["eval"])
+        step, name = record.get("step", 0), str(record.get("eval"))
         if "error" in record:
             failed[name] = step, str(record["error"])
         elif way_of(record) == ways[name]:
             failed.pop(name, None)
-            for metric in record["metrics"]:
-                value = record[metric]
+            for metric in record.get("metrics", ()):
+                value = record.get(metric)
                 found.setdefault((name, metric), {})[step] = math.nan if value is None else value
     for (name, metric), by_step in found.items():
         metrics = run.evaluations.setdefault(name, {})

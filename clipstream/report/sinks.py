@@ -17,8 +17,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
+from typing_extensions import TypedDict
+
+from clipstream.config.section import Count, checked
 from clipstream.errors import SettingsError
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
@@ -303,8 +306,8 @@ class PictureFiles(Sink):
         found = []
         for path in sorted(self.folder.glob("*.json")):
             try:
-                found.append(Page(**json.loads(path.read_text(encoding="utf-8"))))
-            except (OSError, ValueError, TypeError):
+                found.append(checked(Page, path.read_bytes()))
+            except (OSError, ValueError):
                 continue
         return sorted(found, key=lambda page: (page.name != "train", page.name))
 
@@ -344,15 +347,38 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def lines(path: Path) -> Iterator[tuple[bytes, Record]]:
-    """The complete lines with a JSON object, and these objects."""
+    """The complete lines with a JSON object, and these objects.
+
+    Raises SettingsError: a value is of another type than this package writes.
+    """
     with path.open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             try:
                 record = json.loads(line)
-            except ValueError:  # torn by a kill in the middle of a write
+            except (ValueError, RecursionError):  # torn by a kill in the middle of a write
                 continue
             if isinstance(record, dict) and line.endswith(b"\n"):
+                try:
+                    checked(_Line, record)
+                except ValueError as error:
+                    raise SettingsError(f"line {number} of {path} is not what clipstream wrote: {error}") from error
                 yield line, record
+
+
+class _Line(TypedDict, total=False):
+    """What all records have in common: the position, and mappings by their kind."""
+
+    step: Count
+    samples: Count
+    eval: str
+    metrics: list[str]
+    start: dict[str, object]
+    end: dict[str, object]
+    rollback: dict[str, object]
+    health: dict[str, dict[str, object]]
+    stages: dict[str, dict[str, float | None]]
+    profile: dict[str, object]
+    seconds: float
 
 
 def _jsonable(value: Any) -> Any:

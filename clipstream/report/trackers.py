@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import importlib
 import io
+import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -141,7 +142,8 @@ def wandb_run(settings: WandbSettings, run: RunInfo) -> Tracker:
             dir=str(run.folder),
             id=path.read_text(encoding="utf-8").strip(),
             resume="allow",
-            settings=wandb.Settings(console="off"),  # which would take the terminal's progress bar for a file
+            # `console` would take the terminal's progress bar for a file; without a network the default is 90 seconds.
+            settings=wandb.Settings(console="off", init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", "20"))),
         )
     except Exception as error:  # of many kinds: no login, no network, a broken settings file
         raise SettingsError(

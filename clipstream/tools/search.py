@@ -286,6 +286,8 @@ def _encoded(store: FeatureStore, part: str, images: Sequence[str], texts: Seque
         # As `precompute` reads pictures by default: turned by their EXIF orientation in augmented views only.
         transform = EvalTransform(towers.image, "white", upright=store.manifest.views > 0)
         for file in images:
+            if Path(file).exists() and not Path(file).is_file():  # a FIFO may never be written to
+                raise SettingsError(f"--query-image {file}: it is no regular file")
             try:
                 pixels = transform(Path(file).read_bytes())
             except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,27 @@ def test_ranks_share_batches_and_a_state_suits_any_number_of_them(shards: str) -
         after = [batch.keys for batch in loader]
     with clipstream.build_loader(shards, 16, **{**SMALL, "batch_size": 12}) as loader:
         assert [batch.keys for _ in range(2) for batch in loader][3:] == after
+
+
+def test_a_forked_process_is_refused_and_takes_no_batch(shards: str) -> None:
+    with clipstream.build_loader(shards, 16, **SMALL) as loader:
+        batches = iter(loader)
+        first = next(batches)
+        read, write = os.pipe()
+        if (child := os.fork()) == 0:
+            try:
+                next(batches)
+                os.write(write, b"a batch")
+            except Exception as error:
+                os.write(write, str(error).encode())
+            finally:
+                os._exit(0)
+        os.close(write)
+        os.waitpid(child, 0)
+        assert f"belongs to process {os.getpid()}" in os.read(read, 1000).decode()
+        rest = [first.keys, *(batch.keys for batch in batches)]
+    with clipstream.build_loader(shards, 16, **SMALL) as loader:
+        assert [batch.keys for batch in loader] == rest
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +164,25 @@ def test_a_saved_model_needs_the_folder_no_more(tmp_path: Path, monkeypatch: pyt
     for name in ("open_clip_config.json", "config.json"):
         assert (tmp_path / "twice" / name).read_bytes() == (tmp_path / "saved" / name).read_bytes()
     assert str(tmp_path) not in (tmp_path / "saved/config.json").read_text()
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"a": argparse.Namespace()}, 2)])
+def test_weights_of_a_text_tower_that_cannot_be_read_are_told(content: bytes, tmp_path: Path) -> None:
+    folder = text_tower(tmp_path / "text")
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(SettingsError, match=r"the text tower in .* are no file of tensors, or damaged"):
+        build(config(tmp_path), text_model=str(folder))
+
+
+def test_a_tokenizer_without_a_pad_token_is_told(tmp_path: Path) -> None:
+    folder = text_tower(tmp_path / "text")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    del settings["pad_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(SettingsError, match=r"has no pad token, .*set pad_token in its tokenizer_config.json"):
+        build(config(tmp_path), text_model=str(folder)).open_clip_tokenizer()
 
 
 def test_folders_that_lack_a_file_are_told(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -162,6 +163,7 @@ class Loader:
 
     def __init__(self, plan: LoaderPlan) -> None:
         self.plan = plan
+        self._pid = os.getpid()
         self.health, self.trained = Health(plan.names), Health(plan.names)
         self._early: dict[int, Health] = {}  # by worker, counts of the batch that it is filling
         self.wait_seconds = 0.0
@@ -219,6 +221,11 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
+        if os.getpid() != self._pid:
+            raise DataError(
+                f"this loader belongs to process {self._pid}: a process that was forked from it (os.fork, "
+                "multiprocessing) would take its batches; build a loader in each process"
+            )
         began = time.perf_counter()
         parts, batch = self._ahead or self._start_copy(self._collect(self._step))
         self._ahead = None
@@ -268,8 +275,10 @@ class Loader:
         self._intervals, self._uncounted = [], 0
 
     def close(self) -> None:
-        """End the workers and release the shards."""
+        """End the workers and release the shards; in a process that was forked from the loader's, do nothing."""
         atexit.unregister(self.close)
+        if os.getpid() != self._pid:
+            return
         self._closed.set()
         self._warn_of_data(1)  # for sources that gave too few samples so far
         for worker in reversed(self._workers):  # later workers inherited the pipes of earlier ones
