@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -123,14 +124,14 @@ def look(source: SourceSettings, samples: int) -> CheckReport:
                     data, text = image_bytes(sample, keys=source.image_key), extract(sample, None)
                     picture = opened(data)
                     check_shape(picture.size, AugmentSettings().max_aspect)
-                    converted(opaque(loaded(picture), rgb("white")))
+                    pixels = np.asarray(converted(opaque(loaded(picture), rgb("white"))))
                 except Dropped as drop:
                     view.drops[drop.reason] += 1
                     shown = printable(where, 200)
                     view.examples.setdefault(drop.reason, f"{shown}: {drop.detail}" if drop.detail else shown)
                 else:
                     view.used += 1
-                    view.first_captions.add(where, text)
+                    view.first_captions.add(where, text, pixels)
                     if len(view.captions) < 3:
                         view.captions[where] = text
             shard.close()
@@ -228,6 +229,8 @@ def check(source: SourceSettings, given: str, samples: int) -> None:
             others = view.profile.captions(source.caption)
             fields = f"; members and fields with text: {', '.join(others[:5])}" if others else ""
             console.print(f"warning: {warning}{fields}", soft_wrap=True)
+        if warning := view.first_captions.flat_warning():
+            console.print(f"warning: {warning}", soft_wrap=True)
         console.print(f"train on them with: {printable(given, MESSAGE)}", soft_wrap=True)
         return
     read = view.tried

@@ -163,7 +163,7 @@ class EvalTransform:
 def opened(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """The picture with its header read and nothing decoded. Raises Dropped."""
     try:
-        picture: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
+        picture: Image.Image = Image.open(io.BytesIO(_without_text(data)), formats=FORMATS)
     except Image.DecompressionBombError as error:
         raise Dropped("image_too_large", str(error)) from error
     except UnidentifiedImageError as error:
@@ -172,6 +172,22 @@ def opened(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
         raise Dropped("undecodable_image", repr(error)) from error
     check_size(picture.size, max_pixels)
     return picture
+
+
+def _without_text(data: bytes) -> bytes:
+    """A PNG without its texts and colour profile, which Pillow limits and nobody reads; other files as they are.
+
+    Source: PNG specification, chunk layout (length, type, data, CRC-32).
+    """
+    if not data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return data
+    kept, at = [data[:8]], 8
+    while at + 8 <= len(data):
+        end = at + 12 + int.from_bytes(data[at : at + 4], "big")
+        if data[at + 4 : at + 8] not in (b"tEXt", b"zTXt", b"iTXt", b"iCCP"):
+            kept.append(data[at:end])
+        at = end
+    return data if sum(map(len, kept)) == len(data) else b"".join([*kept, data[at:]])
 
 
 def check_size(size: tuple[int, int], max_pixels: int = MAX_PIXELS) -> None:
@@ -223,8 +239,8 @@ def decoded(data: bytes, background: Colour, upright: bool, max_pixels: int = MA
 
 def opaque(picture: Image.Image, background: Colour) -> Image.Image:
     """The picture without transparency and with 8 bits per channel; unchanged if it is so already."""
-    if picture.mode == "I" or picture.mode.startswith("I;16"):
-        return Image.fromarray((np.clip(np.asarray(picture), 0, 65535) >> 8).astype(np.uint8))
+    if _is_wide(picture):
+        return Image.fromarray(_narrowed(np.asarray(picture)))
     if picture.mode not in _WITH_ALPHA and "transparency" not in picture.info:
         return picture
     if picture.mode != "RGBA":
@@ -234,14 +250,35 @@ def opaque(picture: Image.Image, background: Colour) -> Image.Image:
     return ground
 
 
+def _is_wide(picture: Image.Image) -> bool:
+    return picture.mode in ("I", "F") or picture.mode.startswith("I;16")
+
+
+def _narrowed(values: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Grey values of more than 8 bits as uint8, by the range of the picture: integers of 8, 10, 12, 14, 16, 24 or 32
+    bits, whichever holds its largest value; numbers with a fraction from 0 to 1 or from 0 to 255. Where values are
+    negative, or fractions larger, the lowest becomes 0 and the highest 255. NaN becomes 0.
+    """
+    integers = values.dtype.kind in "iu"
+    wide = np.nan_to_num(values.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+    low, high = float(wide.min()), float(wide.max())
+    if low < 0 or not (integers or high <= 255):
+        wide = (wide - low) * (255 / max(high - low, 1e-30))
+    elif integers:
+        wide = wide // (1 << next(bits for bits in (0, 2, 4, 6, 8, 16, 24) if high < 256 << bits))
+    elif high <= 1:
+        wide = wide * 255
+    narrow: np.ndarray[Any, np.dtype[np.uint8]] = np.rint(wide).astype(np.uint8)
+    return narrow
+
+
 def is_smooth(picture: Image.Image) -> bool:
     """Whether a loaded picture, once opaque, may be converted to RGB before it is resized, with the same result.
 
     Not so for palettes and single bits, which Pillow resizes without a filter, nor for CMYK, which is not linear in
     RGB.
     """
-    grey = picture.mode in ("L", "I") or picture.mode.startswith("I;16")
-    return grey or picture.mode == "RGB" or picture.mode in _WITH_ALPHA or "transparency" in picture.info
+    return picture.mode in ("L", "RGB", *_WITH_ALPHA) or _is_wide(picture) or "transparency" in picture.info
 
 
 def converted(picture: Image.Image, mode: str = "RGB") -> Image.Image:

@@ -18,8 +18,11 @@ from clipstream.data.settings import SourceSettings
 from clipstream.data.sources.protocol import OpenShard, SourceContext, SourceType
 from clipstream.data.tar import SampleRef, ShardIndex
 from clipstream.errors import Dropped, SettingsError
+from clipstream.utils.logs import logger
 
 IMAGENET_CLASSES = 1000
+# Folders that archivers and file servers leave, beside hidden ones.
+JUNK = ("__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "lost+found")
 SYNSETS = "data/_info/imagenet_synsets.txt"  # of timm, in ImageNet's order
 
 
@@ -87,7 +90,12 @@ def _files(folder: Path) -> Iterator[str]:
             inner.clear()
             continue
         seen.add(real)
-        yield from (os.path.relpath(os.path.join(where, file), folder) for file in files)
+        inner[:] = [name for name in inner if not _is_junk(name)]
+        yield from (os.path.relpath(os.path.join(where, file), folder) for file in files if not _is_junk(file))
+
+
+def _is_junk(name: str) -> bool:
+    return name.startswith(".") or name in JUNK
 
 
 def _suffix(file: str) -> str:
@@ -97,9 +105,11 @@ def _suffix(file: str) -> str:
 @lru_cache(maxsize=64)
 def _numbers(scheme: str, root: Path) -> dict[str, int]:
     """Folder of a class -> number of the class, in the order of their names."""
-    folders = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    folders = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not _is_junk(entry.name))
     if not folders:
         raise SettingsError(f"{scheme}:{root}: it holds no folders; one a class is expected")
+    if empty := [name for name in folders if not any(_files(root / name))]:
+        logger.warning(f"{scheme}:{root}: {len(empty)} of {len(folders)} classes have no files, such as {empty[0]!r}")
     if scheme == "folder":
         return {name: number for number, name in enumerate(folders)}
     known = {str(n): n for n in range(IMAGENET_CLASSES)}

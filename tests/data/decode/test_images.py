@@ -6,6 +6,7 @@ import base64
 import io
 import pickle
 import struct
+import zlib
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,53 @@ def test_the_background_shows_through(kind: str) -> None:
             assert (transform(clear(kind), SampleRNG(1)) == np.array(colour, dtype=np.uint8)).all()
     with pytest.raises(ValueError, match="'no such colour'"):  # in settings, pydantic reports it with the key
         both(16, "no such colour")
+
+
+GREYS = np.tile(np.arange(256, dtype=np.float64)[None, :, None], (256, 1, 1))[..., 0]
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        *((GREYS * (1 << bits - 8), "PNG") for bits in (10, 12, 14, 16)),
+        (GREYS * (1 << 16), "int32 TIFF"),
+        (GREYS * 4 - 300, "int32 TIFF"),
+        (GREYS / 255, "float TIFF"),
+        (GREYS, "float TIFF"),
+        (GREYS * 100 - 5000, "float TIFF"),
+    ],
+)
+def test_greys_of_any_range_are_seen(values: np.ndarray[Any, Any], kind: str) -> None:
+    dtype = {"PNG": np.uint16, "int32 TIFF": np.int32, "float TIFF": np.float32}[kind]
+    data = save(Image.fromarray(values.astype(dtype)), kind.split()[-1])
+    pixels = EvalTransform(ImageSpec((256, 256)), "white")(data)
+    assert np.abs(pixels.astype(int) - GREYS[..., None]).max() <= 1
+    whole = AugmentSettings(scale=(1.0, 1.0), ratio=(1.0, 1.0))
+    trained = TrainTransform(ImageSpec((256, 256)), whole, "white")(data, SampleRNG(0))
+    assert np.ptp(trained) >= 250
+
+
+def test_nan_is_black() -> None:
+    values = (GREYS / 255).astype(np.float32)
+    values[:9] = np.nan
+    pixels = EvalTransform(ImageSpec((256, 256)), "white")(save(Image.fromarray(values), "TIFF"))
+    assert pixels[:9].max() == 0 and pixels[9:].max() == 255
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("chunk", [b"tEXt", b"zTXt", b"iTXt", b"iCCP"])
+def test_large_texts_in_a_png_are_skipped(chunk: bytes, after: bool) -> None:
+    plain, text = save(Image.fromarray(smooth(40, 30))), b"x" * (80 << 20)
+    body = {
+        b"tEXt": b"note\0" + text,
+        b"zTXt": b"note\0\0" + zlib.compress(text),
+        b"iTXt": b"note\0\1\0\0\0" + zlib.compress(text),
+        b"iCCP": b"icc\0\0" + zlib.compress(text),
+    }[chunk]
+    whole = struct.pack(">I", len(body)) + chunk + body + struct.pack(">I", zlib.crc32(chunk + body))
+    at = plain.index(b"IEND") - 4 if after else 33
+    transform = EvalTransform(ImageSpec((16, 16)), "white")
+    assert np.array_equal(transform(plain[:at] + whole + plain[at:]), transform(plain))
 
 
 def test_16_bit_greys_keep_their_brightness() -> None:

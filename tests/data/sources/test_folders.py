@@ -50,6 +50,19 @@ def test_classes_are_numbered_in_the_order_of_their_names(tmp_path: Path) -> Non
     assert labels(f"folder:{tmp_path}") == [(n, str(i)) for i, n in enumerate(["cat", "dog", "eel"]) for _ in range(2)]
 
 
+def test_what_tools_leave_is_no_class_and_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b", "empty", ".ipynb_checkpoints", "__MACOSX/a", "@eaDir/a"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("a", "b", "b/.ipynb_checkpoints", "a/__MACOSX", "a/@eaDir", ".ipynb_checkpoints", "@eaDir/a"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "1.jpg").write_bytes(picture(1))
+    (tmp_path / "a" / "._1.jpg").write_bytes(b"\0\5\x16\7")
+    source = Source(SourceSettings(shards=f"folder:{tmp_path}"))
+    assert [Path(shard).name for shard in source.names] == ["a", "b", "empty"]
+    assert [len(source.open(shard).index.samples) for shard in source.names] == [1, 1, 0]
+    assert "1 of 3 classes have no files, such as 'empty'" in capsys.readouterr().err
+
+
 def test_a_part_of_imagenet_keeps_its_numbers(tmp_path: Path) -> None:
     write_classes(tmp_path / "a", list(SYNSETS), 1)
     assert labels(f"imagenet:{tmp_path / 'a'}") == [(name, str(n)) for name, n in SYNSETS.items()]
