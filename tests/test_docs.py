@@ -168,6 +168,8 @@ def test_the_command_of_a_suite_says_what_it_needs(
 
 
 OF_OTHERS = {
+    "--dereference", "--hard-dereference",  # tar
+    "--alpha_ckd_loss", "--alpha_fd_loss",  # CLIP-KD
     "--nodes", "--ntasks", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time", "--signal",
     "--requeue", "--open-mode", "--wait", "--nnodes", "--nproc-per-node", "--max-restarts", "--rdzv-backend",
     "--rdzv-conf", "--rdzv-endpoint", "--rdzv-id", "--shutdown-timeout", "--signals-to-handle",

@@ -120,8 +120,8 @@ def refused(*argv: str) -> str:
         ({"layers": -1}, {}, {}, "vision_cfg.layers is -1"),
         ({}, {"heads": 3}, {}, "text_cfg.width is 32, no multiple of text_cfg.heads, 3: 30 or 33 would be"),
         ({}, {"context_length": 0}, {}, "text_cfg.context_length is 0"),
-        ({}, {}, {"embed_dim": float("nan")}, "embed_dim is nan"),
-        ({}, {}, {"vision_cfg": "ViT"}, "vision_cfg is a mapping, not 'ViT'"),
+        ({}, {}, {"embed_dim": float("nan")}, "embed_dim: Input should be a finite number, not nan"),
+        ({}, {}, {"vision_cfg": "ViT"}, "vision_cfg: Input should be a valid dictionary, not 'ViT'"),
     ],
 )
 def test_models_whose_sizes_do_not_fit(
