@@ -31,7 +31,7 @@ SECRET_VALUE = re.compile(rf"(?i)((?:[?&;]|--?|\b)(?:{SECRET_NAME})(?:=|\s+|:\s*
 AUTH_HEADER = re.compile(r"(?i)(authorization\s*[:=]\s*(?:\w+\s+)?)[^\s'\"]+")
 TABLE_FORMATS = {
     ".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".ndjson": "json", ".json": "json",
-    ".parquet": "parquet", ".pq": "parquet",
+    ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow",
 }  # fmt: skip
 _MASKED = re.compile(r"[^\s/@'\":=]*:\*\*\*")  # user:*** in front of an @
 USER_FLAG = re.compile(r"((?:^|\s)(?:-u[\s=]*|--user[\s=]+))[^\s'\"|]+")
@@ -132,7 +132,7 @@ def parts_of(spec: str | list[str]) -> list[str]:
 
 
 def table_format(url: str) -> str | None:
-    """`csv`, `json` or `parquet` by the suffix, also before `.gz`; None if the name is not that of a table."""
+    """`csv`, `json`, `parquet` or `arrow` by the suffix, also before `.gz`; None if the name is not that of a table."""
     if url.startswith("pipe:"):
         return None
     name = url.partition("?")[0].lower().removesuffix(".gz")

@@ -1,4 +1,4 @@
-"""Tables (CSV, TSV, JSONL, JSON, Parquet) as a source type: a row is a sample, a block of rows is a shard.
+"""Tables (CSV, TSV, JSONL, JSON, Parquet, Arrow) as a source type: a row is a sample, a block of rows is a shard.
 
 A table is converted once, in row order, into an Arrow file that all processes of a node map into memory, so that rows
 are found by number. Text is kept as the bytes of the table and rows of JSON as they are: a broken row costs that row
@@ -7,6 +7,7 @@ alone, when it is read. Images are read from the files or the bytes that a row h
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import csv
 import hashlib
@@ -28,6 +29,7 @@ from clipstream.data.tar import SampleRef, ShardIndex
 from clipstream.data.transport.shard_cache import ShardCache, cache_root
 from clipstream.data.transport.transfer import ShardError
 from clipstream.errors import DataError, Dropped, SettingsError
+from clipstream.utils.content import HEAD, TEXTS, describe, kind
 from clipstream.utils.escape import printable
 from clipstream.utils.logs import logger
 from clipstream.utils.words import counted
@@ -37,15 +39,17 @@ if TYPE_CHECKING:
 
 BLOCK = 1000  # most rows of a shard
 BLOCKS = 192  # fewest shards of a source with at least as many rows
-FORM = 2  # of the Arrow files, part of their identity: those of another form are written anew
+FORM = 3  # of the Arrow files, part of their identity: those of another form are written anew
 ROWS = 256  # of a record batch: row r is in batch r // ROWS
 FAULT = "__fault__"  # column of a CSV: the fault of a row whose number of fields is not the header's
 RAW = "__json__"  # column of the unparsed rows of JSON
 SEPARATORS = ",\t;|"
 LONGEST_FIELD = 1 << 28  # characters of a CSV's field
 MOST_LINES = 100  # of a CSV's row
+SHORTEST_PICTURE = 100  # characters of a picture in base64
 CHUNK = 1 << 20  # characters of a JSON list that are read at once
 BETWEEN = re.compile(r"[\s,]*")
+_SEPARATOR = re.compile(r"\"?sep=(.)\"?\s*$")
 _WORD = re.compile(r"[\w-]+")
 Row = TypeVar("Row")
 MISSING = "missing_picture"  # the reason for a sample whose image file cannot be read
@@ -116,9 +120,12 @@ class TableSource(SourceType):
         except (ShardError, OSError) as error:
             raise DataError(f"{key}.shards: {redact(url)}: {error}") from error
         if not (names := columns(arrow)) or not set(names) & set(self._keys):
+            with open(local, "rb") as file:
+                head = file.read(HEAD)
+            what = "" if kind(head) in (None, *TEXTS, "Parquet", "Arrow") else f"it is {describe(head)}; "
             flag = "--image-key" if key == SHORT_FLAGS else f"--{key}.image-key"
             raise DataError(
-                f"{key}.shards: {redact(url)}: none of its columns holds pictures by the names looked for "
+                f"{key}.shards: {redact(url)}: {what}none of its columns holds pictures by the names looked for "
                 f"({', '.join(self._keys)}); its columns are {', '.join(names) or 'none'}: name the picture's, a path, "
                 f"by {flag}"
             )
@@ -183,7 +190,7 @@ def to_arrow(table: Path, url: str, target: Path, *, separator: str | None = Non
                 for rows in _chunks(_json_rows(table)):
                     yield pa.record_batch([pa.array(rows, pa.large_binary())], schema=schema)
             else:
-                yield from _parquet(table)
+                yield from _parquet(table) if form == "parquet" else _arrow(table)
         except (ValueError, OSError, RecursionError, csv.Error, pa.ArrowException) as error:
             raise ShardError("bad_manifest", f"it is no {form} that can be read to its end: {error}") from error
 
@@ -199,9 +206,12 @@ def to_arrow(table: Path, url: str, target: Path, *, separator: str | None = Non
 def _csv(path: Path, separator: str | None, quoting: bool) -> Iterator[pa.RecordBatch]:
     import pyarrow as pa
 
-    with open(path, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
-        header = file.readline()
-        file.seek(0)
+    with _text(path) as file:
+        header, start = file.readline(), 0
+        if said := _SEPARATOR.match(header):  # Excel's first line
+            separator, start = separator or said[1], file.tell()
+            header = file.readline()
+        file.seek(start)
         numbered = _csv_rows(file, separator or max(SEPARATORS, key=header.count), quoting)
         names = _names(next(numbered, (0, []))[1])
         schema = pa.schema([*((name, pa.binary()) for name in names), (FAULT, pa.string())])
@@ -214,6 +224,17 @@ def _csv(path: Path, separator: str | None, quoting: bool) -> Iterator[pa.Record
         for some in _chunks(fields(number, row) for number, row in numbered if row):
             columns = zip(*some, strict=True)
             yield pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)], schema=schema)
+
+
+def _text(path: Path) -> TextIO:
+    """The table, opened as text in UTF-8 or UTF-16; bytes that are none become surrogates."""
+    with open(path, "rb") as file:
+        head = file.read(HEAD)
+    encoding = "utf-8-sig"
+    if kind(head) == "utf16":
+        marked = head[:2] in (b"\xff\xfe", b"\xfe\xff")
+        encoding = "utf-16" if marked else "utf-16-be" if head[:1] == b"\0" else "utf-16-le"
+    return open(path, newline="", encoding=encoding, errors="surrogateescape" if encoding == "utf-8-sig" else "replace")
 
 
 def _csv_rows(file: Iterable[str], separator: str, quoting: bool) -> Iterator[tuple[int, list[str]]]:
@@ -287,7 +308,7 @@ def _are_rows(first: list[str], lines: Sequence[str], separator: str, width: int
 
 def _json_rows(path: Path) -> Iterator[bytes]:
     """The objects of a JSON list, or the lines that are not blank."""
-    with open(path, encoding="utf-8-sig", errors="surrogateescape") as text:
+    with _text(path) as text:
         start = text.read(CHUNK).lstrip()
         text.seek(0)
         if start.startswith("["):
@@ -298,10 +319,12 @@ def _json_rows(path: Path) -> Iterator[bytes]:
             try:
                 json.loads(lines[0])
             except ValueError:
+                if kind(start[:HEAD].encode()) in ("COCO", "wids"):
+                    raise ValueError(describe(start[:HEAD].encode())) from None
                 several = "one object a line, or a list of objects, is read; this is one over several lines"
                 raise ValueError(several) from None
-    with open(path, "rb") as file:
-        yield from (row for line in file if (row := line.removeprefix(b"\xef\xbb\xbf").strip()))
+    with _text(path) as text:
+        yield from (row.encode("utf-8", "surrogateescape") for line in text if (row := line.strip()))
 
 
 def _elements(file: TextIO) -> Iterator[str]:
@@ -327,27 +350,54 @@ def _elements(file: TextIO) -> Iterator[str]:
 
 
 def _parquet(path: Path) -> Iterator[pa.RecordBatch]:
-    import pyarrow as pa
     from pyarrow import parquet
 
     # Without Arrow's threads, as workers are forked from this process.
     with parquet.ParquetFile(path, pre_buffer=False) as file:
-        # Nested dictionaries can be neither decoded nor written.
-        kept = [f.name for f in file.schema_arrow if pa.types.is_dictionary(f.type) or "dictionary<" not in str(f.type)]
-        if left := [name for name in file.schema_arrow.names if name not in kept]:
-            logger.warning(f"left out, as categories inside of lists or structs are not read: {', '.join(left)}")
-        names = _names(kept)
-        rest: pa.Table | None = None
-        for batch in file.iter_batches(batch_size=ROWS, use_threads=False, columns=kept if left else None):
-            # Without dictionaries, which cannot change from batch to batch in an Arrow file.
-            arrays = [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns]
-            some = pa.table(arrays, names=names)
-            table = some if rest is None else pa.concat_tables([rest, some])
-            whole = len(table) // ROWS * ROWS
-            yield from table.slice(0, whole).combine_chunks().to_batches(max_chunksize=ROWS)
-            rest = table.slice(whole)
-        if rest is not None and len(rest):
-            yield from rest.combine_chunks().to_batches()
+        kept = _kept(file.schema_arrow)
+        left = len(kept) < len(file.schema_arrow)
+        yield from _even(file.iter_batches(batch_size=ROWS, use_threads=False, columns=kept if left else None), kept)
+
+
+def _arrow(path: Path) -> Iterator[pa.RecordBatch]:
+    """The batches of an Arrow file or stream, as Hugging Face's `save_to_disk` writes them."""
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as source:
+        try:
+            file = pa.ipc.open_file(source)
+            batches = (file.get_batch(number) for number in range(file.num_record_batches))
+        except pa.ArrowInvalid:
+            source.seek(0)
+            batches = file = pa.ipc.open_stream(source)
+        kept = _kept(file.schema)
+        yield from _even((batch.select(kept) if len(kept) < batch.num_columns else batch for batch in batches), kept)
+
+
+def _kept(schema: pa.Schema) -> list[str]:
+    """Names of the columns without nested dictionaries, which can be neither decoded nor written."""
+    import pyarrow as pa
+
+    kept = [f.name for f in schema if pa.types.is_dictionary(f.type) or "dictionary<" not in str(f.type)]
+    if left := [name for name in schema.names if name not in kept]:
+        logger.warning(f"left out, as categories inside of lists or structs are not read: {', '.join(left)}")
+    return kept
+
+
+def _even(batches: Iterable[pa.RecordBatch], kept: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """Batches of ROWS rows each, without dictionaries, which cannot change from batch to batch in an Arrow file."""
+    import pyarrow as pa
+
+    names, rest = _names(kept), None
+    for batch in batches:
+        arrays = [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns]
+        some = pa.table(arrays, names=names)
+        table = some if rest is None else pa.concat_tables([rest, some])
+        whole = len(table) // ROWS * ROWS
+        yield from table.slice(0, whole).combine_chunks().to_batches(max_chunksize=ROWS)
+        rest = table.slice(whole)
+    if rest is not None and len(rest):
+        yield from rest.combine_chunks().to_batches()
 
 
 def _names(header: Sequence[str]) -> list[str]:
@@ -469,16 +519,23 @@ class RowShard(OpenShard):
         """The member with the image, named as its column."""
         for name in self._keys:
             value = values.get(name)
+            if isinstance(value, list):
+                value = next(iter(value), None)  # the first of several
             if isinstance(value, dict):  # an image as Hugging Face's datasets store it
                 value = value.get("bytes") or value.get("path")
             if not value:
                 continue
             if isinstance(value, bytes) and FAULT not in self._names:
                 return {name: value}
-            url = ShardURL(os.fsdecode(value) if isinstance(value, (bytes, str)) else str(value))
+            text = os.fsdecode(value) if isinstance(value, (bytes, str)) else str(value)
+            if len(text) > SHORTEST_PICTURE and kind(text[:HEAD].encode(errors="replace")) == "base64":
+                return {name: _from_base64(text)}
+            url = ShardURL(text)
             if url.path is None:
                 raise Dropped(MISSING, f"{url}: a manifest's pictures are files; bring them here first (img2dataset)")
             where = os.path.join(self._folder, os.path.expanduser(url.path))
+            if "\\" in where and not os.path.exists(where):  # a path of Windows
+                where = where.replace("\\", "/")
             try:
                 with open(where, "rb") as file:
                     return {name: file.read()}
@@ -486,6 +543,14 @@ class RowShard(OpenShard):
                 shown = where.encode(errors="backslashreplace").decode()  # a name that is no UTF-8
                 raise Dropped(MISSING, f"{shown}: {getattr(error, 'strerror', None) or error}") from error
         return {}
+
+
+def _from_base64(text: str) -> bytes:
+    """The bytes of a picture in base64, also as a data URL. Raises Dropped."""
+    try:
+        return base64.b64decode(text.rpartition(";base64,")[2].replace("-", "+").replace("_", "/"))
+    except ValueError as error:
+        raise Dropped("undecodable_image", f"base64: {error}") from error
 
 
 def _object(raw: bytes | None) -> dict[str, object]:

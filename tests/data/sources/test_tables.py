@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import gzip
 import hashlib
@@ -13,6 +14,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from pathlib import PureWindowsPath as WindowsPath
 from typing import Any
 
 import pyarrow as pa
@@ -78,6 +80,28 @@ def write_parquet(path: Path, rows: Rows, **options: Any) -> None:
     parquet.write_table(pa.Table.from_pylist(list(rows)), path, **options)
 
 
+def write_arrow(path: Path, rows: Rows, new: Any) -> None:
+    table = pa.Table.from_pylist(list(rows))
+    with pa.OSFile(str(path), "wb") as file, new(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=5)
+
+
+def in_utf16(path: Path, rows: Rows, encoding: str) -> None:
+    write_csv(path, rows, "\t")
+    path.write_bytes(path.read_text(encoding="utf-8-sig").encode(encoding))
+
+
+def with_first_line(path: Path, rows: Rows, line: str) -> None:
+    write_csv(path, rows, ";")
+    path.write_text(line + "\n" + path.read_text(encoding="utf-8-sig"))
+
+
+def in_base64(path: Path, rows: Rows, prefix: str = "") -> Rows:
+    names = [path.parent / row["FilePath"] for row in rows]
+    texts = [prefix + base64.b64encode(name.read_bytes()).decode() for name in names]
+    return [{**row, "FilePath": text} for row, text in zip(rows, texts, strict=True)]
+
+
 WRITERS: dict[str, Callable[[Path, Rows], None]] = {
     "pairs.csv": write_csv,
     "pairs.tsv": lambda path, rows: write_csv(path, rows, "\t"),
@@ -86,6 +110,22 @@ WRITERS: dict[str, Callable[[Path, Rows], None]] = {
     "pairs.jsonl.gz": write_jsonl_gz,
     "pairs.json": write_json,
     "pairs.parquet": lambda path, rows: write_parquet(path, rows, row_group_size=5),
+    "stream.arrow": lambda path, rows: write_arrow(path, rows, pa.ipc.new_stream),
+    "file.arrow": lambda path, rows: write_arrow(path, rows, pa.ipc.new_file),
+    "utf16.tsv": lambda path, rows: in_utf16(path, rows, "utf-16"),
+    "utf16-le.tsv": lambda path, rows: in_utf16(path, rows, "utf-16-le"),
+    "utf16-be.tsv": lambda path, rows: in_utf16(path, rows, "utf-16-be"),
+    "sep.csv": lambda path, rows: with_first_line(path, rows, "sep=;"),
+    "quoted-sep.csv": lambda path, rows: with_first_line(path, rows, '"sep=;"'),
+    "windows.csv": lambda path, rows: write_csv(
+        path, [{**r, "FilePath": r["FilePath"].replace("/", "\\")} for r in rows]
+    ),
+    "base64.csv": lambda path, rows: write_csv(path, in_base64(path, rows)),
+    "data-url.jsonl": lambda path, rows: write_jsonl(path, in_base64(path, rows, "data:image/jpeg;base64,")),
+    "list.parquet": lambda path, rows: write_parquet(path, [{**r, "FilePath": [r["FilePath"], "other"]} for r in rows]),
+    "structs.parquet": lambda path, rows: write_parquet(
+        path, [{**r, "FilePath": [{"bytes": (path.parent / r["FilePath"]).read_bytes(), "path": "x"}]} for r in rows]
+    ),
 }
 
 
@@ -322,6 +362,8 @@ def test_a_folder_of_ones_own(tmp_path: Path, rows: Rows) -> None:
         ("a.csv", 'filepath,title\na,"b,x\nc,d\ne,f\n', "a quote opens in line 2 and is not closed"),
         ("a.csv", 'filepath,title\na,b\nc,"d,x\n' + "e,f\n" * 500 + 'g,"h"\n', "a quote opens in line 3"),
         ("a.json", '{"rows": []}', "its columns are rows"),
+        ("a.json", '{"images": [{"id": 1, "file_name": "1.jpg"}], "annotations": [{"image_id": 1}]}', "as COCO has it"),
+        ("a.json", '{\n "images": [{"id": 1, "file_name": "1.jpg"}],\n "annotations": []}', "as COCO has it"),
         ("a.json", '{\n "rows": []}', "this is one over several lines"),
         ("a.json", '[{"a": 1}, 7]', "a list of objects is read; this one holds '7]'"),
         ("a.json", '[{"a": 1}, {"b"', "bad_manifest"),
