@@ -13,8 +13,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from pathlib import PureWindowsPath as WindowsPath
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import pyarrow as pa
@@ -96,6 +95,10 @@ def with_first_line(path: Path, rows: Rows, line: str) -> None:
     path.write_text(line + "\n" + path.read_text(encoding="utf-8-sig"))
 
 
+def windows(path: str) -> str:
+    return str(PureWindowsPath(path))
+
+
 def in_base64(path: Path, rows: Rows, prefix: str = "") -> Rows:
     names = [path.parent / row["FilePath"] for row in rows]
     texts = [prefix + base64.b64encode(name.read_bytes()).decode() for name in names]
@@ -117,9 +120,7 @@ WRITERS: dict[str, Callable[[Path, Rows], None]] = {
     "utf16-be.tsv": lambda path, rows: in_utf16(path, rows, "utf-16-be"),
     "sep.csv": lambda path, rows: with_first_line(path, rows, "sep=;"),
     "quoted-sep.csv": lambda path, rows: with_first_line(path, rows, '"sep=;"'),
-    "windows.csv": lambda path, rows: write_csv(
-        path, [{**r, "FilePath": r["FilePath"].replace("/", "\\")} for r in rows]
-    ),
+    "windows.csv": lambda path, rows: write_csv(path, [{**r, "FilePath": windows(r["FilePath"])} for r in rows]),
     "base64.csv": lambda path, rows: write_csv(path, in_base64(path, rows)),
     "data-url.jsonl": lambda path, rows: write_jsonl(path, in_base64(path, rows, "data:image/jpeg;base64,")),
     "list.parquet": lambda path, rows: write_parquet(path, [{**r, "FilePath": [r["FilePath"], "other"]} for r in rows]),
