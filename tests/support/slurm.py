@@ -1,4 +1,4 @@
-"""srun and scontrol as shell scripts: the tasks of a batch job, all on this machine."""
+"""srun, scancel and scontrol as shell scripts: the tasks of a batch job, all on this machine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from tests.support.ranks import ROOT
 SRUN = """#!/bin/bash
 # Plays srun: TASKS tasks of NODES nodes, all on this machine.
 while [[ $1 == --* ]]; do shift; done
+echo $$ >"${0%/*}/step.pid"
 pids=()
-trap 'kill -TERM "${pids[@]}"' TERM
+trap 'kill -KILL "${pids[@]}"' TERM
+trap 'kill -TERM "${pids[@]}"' USR2
 each=$((TASKS / NODES))
 for ((task = 0; task < TASKS; task++)); do
     SLURM_PROCID=$task SLURM_LOCALID=$((task % each)) SLURM_NODEID=$((task / each)) SLURM_STEP_ID=0 \\
@@ -28,6 +30,10 @@ for pid in "${pids[@]}"; do
 done
 exit $worst
 """
+# Slurm ends a step whose srun is told to end; only scancel's signal reaches the tasks.
+SCANCEL = """#!/bin/bash
+[[ "$*" == "--signal=TERM $SLURM_JOB_ID.0" ]] && kill -USR2 $(cat "${0%/*}/step.pid")
+"""
 SCONTROL = """#!/bin/bash
 if [[ $1 == show ]]; then echo 127.0.0.1; else echo "$@" >>requeued; fi
 """
@@ -38,6 +44,7 @@ def slurm_environment(folder: Path, tasks: int = 2, nodes: int = 1) -> dict[str,
     tools = {
         "srun": SRUN,
         "scontrol": SCONTROL,
+        "scancel": SCANCEL,
         "python": f'#!/bin/bash\nexec {sys.executable} "$@"\n',
         "torchrun": f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n',
     }
