@@ -15,13 +15,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from clipstream.data.decode.key_lists import read_text
-from clipstream.data.decode.labels import number_of
 from clipstream.data.json_path import structure
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources.clip_benchmark import MULTILABEL, Benchmark, of_source
 from clipstream.errors import SettingsError, each
 from clipstream.evals.settings import LabelledSettings, ZeroShotSettings
+from clipstream.utils.content import read_text
 from clipstream.utils.escape import printable
 from clipstream.utils.logs import logger
 
@@ -239,6 +238,8 @@ def _of_json(found: list[Any] | dict[Any, Any]) -> list[str]:
 
 def _in_order(keys: Sequence[str], texts: Sequence[Any]) -> list[Any]:
     """The texts by their numbers. Raises ValueError: these are not all from 0, without a gap."""
+    from clipstream.data.decode.labels import number_of  # imports NumPy, which help does without
+
     by_number = {number_of(key): text for key, text in zip(keys, texts, strict=True)}
     if set(by_number) != set(range(len(texts))):
         shown = ", ".join(map(printable, keys[:3]))

@@ -6,6 +6,7 @@ The first 512 bytes enter; the name of a kind (`kind`), or words with what to do
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 HEAD = 512  # bytes that are looked at, at most
 PICTURES = ("JPEG", "PNG", "GIF", "WebP", "TIFF", "BMP", "AVIF")  # that are decoded
@@ -99,3 +100,12 @@ def describe(head: bytes) -> str | None:
         if pattern.match(head[:HEAD]):
             return f"{words}. It reads {head[:120]!r}" if name == "error" else words
     return None
+
+
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8 or UTF-16, without a byte order mark."""
+    data = path.read_bytes()
+    utf16 = kind(data) == "utf16"
+    if utf16 and data[:2] not in (b"\xff\xfe", b"\xfe\xff"):
+        return data.decode("utf-16-be" if data[0] == 0 else "utf-16-le")
+    return data.decode("utf-16") if utf16 else data.decode("utf-8-sig", "surrogateescape")

@@ -12,7 +12,7 @@ import numpy as np
 
 from clipstream.data.settings import SourceSettings
 from clipstream.errors import SettingsError
-from clipstream.utils.content import kind
+from clipstream.utils.content import read_text
 
 NOT_KEPT = "not_kept"  # the reason of samples that a list leaves out
 TABLES = (".csv", ".parquet")
@@ -83,15 +83,6 @@ def _forms(line: str) -> Iterator[str]:
     yield (bare := line.strip())
     if found := _SHARD.fullmatch(bare) or _FULL.fullmatch(bare):
         yield found[1]
-
-
-def read_text(path: Path) -> str:
-    """The text of a file in UTF-8 or UTF-16, without a byte order mark."""
-    data = path.read_bytes()
-    utf16 = kind(data) == "utf16"
-    if utf16 and data[:2] not in (b"\xff\xfe", b"\xfe\xff"):
-        return data.decode("utf-16-be" if data[0] == 0 else "utf-16-le")
-    return data.decode("utf-16") if utf16 else data.decode("utf-8-sig", "surrogateescape")
 
 
 def _of_text(path: Path) -> list[str]:

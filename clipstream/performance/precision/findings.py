@@ -64,6 +64,7 @@ ISLANDS = (
     | {"pow", "exp", "expm1", "log", "log2", "log10", "log1p", "rsqrt", "reciprocal", "softplus", "cumprod", "dist"}
 )
 
+PACKED = "execution/packed_text.py:"  # whose attention is in float32 on a CPU
 ONCE = "pure_bf16 has no float32 weights to cast"
 REASONS = {
     "weights": f"autocast over float32 weights: once in a pass of a trained tower; --precision {ONCE}",
@@ -243,7 +244,8 @@ def _violation(key: OpKey) -> tuple[str, str] | None:
 
 def _find_products(findings: Findings, recorder: Recorder, precision: str, device: str) -> None:
     """Matrix products that are wider or narrower than the run's precision."""
-    plain = {key.site.module for key in recorder.casts if key.site.region == "attention" and key.source in NARROW}
+    narrow = [key.site for key in recorder.casts if key.source in NARROW]
+    plain = {site.module for site in narrow if site.region == "attention" or PACKED in site.line}
     for key, total in recorder.ops.items():
         site = key.site
         if key.op not in PRODUCTS or not key.ins or site.region == "loss" or site.phase in ("optimizer", "step"):

@@ -69,7 +69,7 @@ TEXTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "none": ({"json": None}, "no_caption"),
-    "list": ({"json": '["a cat"]'}, "json_not_object"),
+    "list": ({"json": '["a cat"]'}, "no_caption"),
     "null": ({"json": "null"}, "json_not_object"),
     "cut": ({"json": '{"caption": {"en": "a c'}, "json_invalid"),
     "latin": ({"json": '{"caption": {"en": "Caf\xe9"}}'.encode("latin-1")}, "json_invalid"),
