@@ -54,10 +54,10 @@ def begin() -> None:
     """Let Ctrl-C raise KeyboardInterrupt in a verb, so that it can clean up, and SIGTERM SystemExit in those that write
     files by themselves. Training handles signals itself.
     """
-    if signal.SIGINT in _guarded and not _training:
+    if signal.SIGINT in _guarded and not _training:  # a shell's background jobs ignore it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if _started in ("bench", "export", "search") and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, _stop)
+    if _started in ("bench", "export", "search") and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _stop)
 
 
 def end(code: int) -> None:
