@@ -132,6 +132,7 @@ def test_a_turned_tiff_is_stored_as_it_is_seen() -> None:
 def test_colour_profiles_stay_where_they_fit() -> None:
     profile = b"a profile of RGB" * 9
     assert read(recode(saved(smooth(300, 200), "JPEG", icc_profile=profile), TO_64).data).info["icc_profile"] == profile
+    assert read(recode(saved(smooth(300, 200), "PNG", icc_profile=profile), TO_64).data).info["icc_profile"] == profile
     grey = saved(smooth(300, 200).convert("CMYK"), "JPEG", icc_profile=profile)
     assert "icc_profile" not in read(recode(grey, TO_64).data).info
 

@@ -8,14 +8,16 @@ first frame counts. Colour profiles are ignored, as in open_clip. The pixels are
 
 from __future__ import annotations
 
+import contextlib
 import io
+import zlib
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import simplejpeg
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image, PngImagePlugin, UnidentifiedImageError
 
 from clipstream.config.plugins import make_plugin, raised
 from clipstream.data.batch import ImageSpec
@@ -175,7 +177,7 @@ def opened(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 
 def _without_text(data: bytes) -> bytes:
-    """A PNG without its texts and colour profile, which Pillow limits and nobody reads; other files as they are.
+    """A PNG without its texts, and without a colour profile that is larger than Pillow takes; other files as they are.
 
     Source: PNG specification, chunk layout (length, type, data, CRC-32).
     """
@@ -184,10 +186,19 @@ def _without_text(data: bytes) -> bytes:
     kept, at = [data[:8]], 8
     while at + 8 <= len(data):
         end = at + 12 + int.from_bytes(data[at : at + 4], "big")
-        if data[at + 4 : at + 8] not in (b"tEXt", b"zTXt", b"iTXt", b"iCCP"):
+        kind = data[at + 4 : at + 8]
+        if kind not in (b"tEXt", b"zTXt", b"iTXt") and not (kind == b"iCCP" and _is_large(data[at + 8 : end - 4])):
             kept.append(data[at:end])
         at = end
     return data if sum(map(len, kept)) == len(data) else b"".join([*kept, data[at:]])
+
+
+def _is_large(profile: bytes) -> bool:
+    """Whether the content of an iCCP chunk (name, method, zlib data) unpacks to more than Pillow's limit."""
+    unpacked = zlib.decompressobj()
+    with contextlib.suppress(zlib.error):  # damaged: for Pillow to tell
+        unpacked.decompress(profile.partition(b"\0")[2][1:], PngImagePlugin.MAX_TEXT_CHUNK)
+    return bool(unpacked.unconsumed_tail)
 
 
 def check_size(size: tuple[int, int], max_pixels: int = MAX_PIXELS) -> None:
