@@ -40,7 +40,7 @@ RowsPer = Literal["sample", "view", "caption"]
 # The types of the classes below are the schema of the files that are read back. InstanceOf: a shard's name may hold
 # bytes that are not UTF-8, which pydantic's `str` refuses.
 Text = InstanceOf[str]
-Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
+Uint32 = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
 Few = Annotated[int, Field(strict=True, ge=0, lt=1 << 16)]
 Positive = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Flag = Annotated[bool, Field(strict=True)]
@@ -71,9 +71,9 @@ class ShardInfo:
 
     __pydantic_config__ = _CLOSED
     name: Text
-    samples: Count = 0  # dropped ones included
+    samples: Uint32 = 0  # dropped ones included
     keys: Text = ""  # digest of the samples' keys, as `keys_digest` gives it
-    captions: tuple[Count, ...] = ()  # caption rows of each chunk
+    captions: tuple[Uint32, ...] = ()  # caption rows of each chunk
     reason: Text = ""  # why the shard could not be opened, and has no samples
     size: Annotated[int, Field(strict=True, ge=0)] = 0  # of the tar in bytes
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+UTF8 = "utf-8-sig"  # a byte order mark is left out
 HEAD = 512  # bytes that are looked at, at most
 PICTURES = ("JPEG", "PNG", "GIF", "WebP", "TIFF", "BMP", "AVIF")  # that are decoded
 TEXTS = ("utf16", "sep", "JSON", "shards", "CSV")  # what a table of text may be
@@ -102,10 +103,15 @@ def describe(head: bytes) -> str | None:
     return None
 
 
+def encoding_of(head: bytes) -> str:
+    """The encoding of a text that begins with these bytes: UTF-8, or a kind of UTF-16."""
+    if kind(head) != "utf16":
+        return UTF8
+    return "utf-16" if head[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-16-be" if head[0] == 0 else "utf-16-le"
+
+
 def read_text(path: Path) -> str:
     """The text of a file in UTF-8 or UTF-16, without a byte order mark."""
     data = path.read_bytes()
-    utf16 = kind(data) == "utf16"
-    if utf16 and data[:2] not in (b"\xff\xfe", b"\xfe\xff"):
-        return data.decode("utf-16-be" if data[0] == 0 else "utf-16-le")
-    return data.decode("utf-16") if utf16 else data.decode("utf-8-sig", "surrogateescape")
+    encoding = encoding_of(data)
+    return data.decode(encoding, "surrogateescape" if encoding == UTF8 else "strict")

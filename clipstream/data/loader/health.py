@@ -67,7 +67,8 @@ class Captions:
         for key, caption in other.seen.items():
             if len(self.seen) < FIRST_SAMPLES:
                 self.seen.setdefault(key, caption)
-                self.flat |= {key: other.flat[key]} if key in other.flat else {}
+                if key in other.flat:
+                    self.flat[key] = other.flat[key]
 
     def flat_warning(self) -> str:
         """The warning on pictures of one colour; '' if there are few."""

@@ -13,6 +13,7 @@ import io
 import sys
 import time
 import zlib
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -131,15 +132,15 @@ class Candidates:
 
 
 @dataclass
-class FilledPart(WorkerReport):
+class FilledPart(WorkerReport, ABC):
     """What is reported when a part of a batch is filled; the loader makes `health` the counts of the whole part."""
 
     step: int  # number of the batch
     ended: bool = field(default=False, kw_only=True)  # whether all lanes have ended (evaluation)
 
+    @abstractmethod
     def lane_states(self) -> dict[int, LaneState]:
         """Lane number -> position after this batch."""
-        raise NotImplementedError
 
 
 @dataclass

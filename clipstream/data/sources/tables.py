@@ -29,7 +29,7 @@ from clipstream.data.tar import SampleRef, ShardIndex
 from clipstream.data.transport.shard_cache import ShardCache, cache_root
 from clipstream.data.transport.transfer import ShardError
 from clipstream.errors import DataError, Dropped, SettingsError
-from clipstream.utils.content import HEAD, TEXTS, describe, kind
+from clipstream.utils.content import HEAD, TEXTS, UTF8, describe, encoding_of, kind
 from clipstream.utils.escape import printable
 from clipstream.utils.logs import logger
 from clipstream.utils.words import counted
@@ -229,12 +229,8 @@ def _csv(path: Path, separator: str | None, quoting: bool) -> Iterator[pa.Record
 def _text(path: Path) -> TextIO:
     """The table, opened as text in UTF-8 or UTF-16; bytes that are none become surrogates."""
     with open(path, "rb") as file:
-        head = file.read(HEAD)
-    encoding = "utf-8-sig"
-    if kind(head) == "utf16":
-        marked = head[:2] in (b"\xff\xfe", b"\xfe\xff")
-        encoding = "utf-16" if marked else "utf-16-be" if head[:1] == b"\0" else "utf-16-le"
-    return open(path, newline="", encoding=encoding, errors="surrogateescape" if encoding == "utf-8-sig" else "replace")
+        encoding = encoding_of(file.read(HEAD))
+    return open(path, newline="", encoding=encoding, errors="surrogateescape" if encoding == UTF8 else "replace")
 
 
 def _csv_rows(file: Iterable[str], separator: str, quoting: bool) -> Iterator[tuple[int, list[str]]]:
