@@ -28,7 +28,7 @@ from clipstream.features.manifest import Manifest, PartInfo, ShardInfo, SourceIn
 from clipstream.features.store import FeatureStore
 from clipstream.features.writer import StoreWriter
 from clipstream.utils.atomic_write import BLOCK
-from tests.support.features import PARTS, Content
+from tests.support.features import PARTS, Content, read_all
 from tests.support.json_values import JSON, changed, places
 
 SMALL = Content(sizes={"train": [40, 9, 0]})
@@ -36,18 +36,8 @@ SMALL = Content(sizes={"train": [40, 9, 0]})
 
 def use(path: Path) -> list[Any]:
     """What the verbs read of a store."""
-    store, found = FeatureStore.open(path), []
-    for name in store.manifest.sources:
-        source = store.source(name)
-        for shard in range(len(source.shards)):
-            with source.holding(shard):
-                for part in source.parts:
-                    for first, count in source.chunk_rows(part, shard):
-                        found.append(source.gather(part, np.arange(first, first + count)).view(torch.uint8).tolist())
-                numbers = source.base(shard) + np.arange(source.samples_of(shard))
-                source.caption_rows(numbers, np.zeros(len(numbers), np.int64))
-                found.append(source.sample_rows(numbers).tobytes())
-            found.append((source.keys(shard), source.captions(shard), source.reasons(shard)))
+    found: list[Any] = [*read_all(path)]
+    store = FeatureStore.open(path)
     for part in ("image", "text"):
         rows = StoredRows(store, part)
         some = rows.find("0/000003") + list(range(min(3, len(rows))))

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,27 +21,9 @@ from clipstream.errors import ClipstreamError, DataError, SettingsError
 from clipstream.features.manifest import PartInfo
 from clipstream.features.store import FeatureStore
 from clipstream.features.writer import StoreWriter
-from tests.support.features import PARTS, Content
+from tests.support.features import PARTS, Content, read_all
 
 SMALL = Content(sizes={"train": [40, 9]})
-
-
-def read_all(path: Path) -> list[bytes]:
-    """All that can be read of a store."""
-    found = []
-    store = FeatureStore.open(path)
-    for name in store.manifest.sources:
-        source = store.source(name)
-        for shard in range(len(source.shards)):
-            with source.holding(shard):
-                for part in source.parts:
-                    for first, count in source.chunk_rows(part, shard):
-                        rows = source.gather(part, np.arange(first, first + count))
-                        found.append(rows.view(torch.uint8).numpy().tobytes())
-                numbers = np.arange(source.base(shard), source.base(shard) + source.samples_of(shard))
-                found.append(source.sample_rows(numbers).tobytes())
-            found.append(repr((source.keys(shard), source.captions(shard), source.reasons(shard))).encode())
-    return found
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

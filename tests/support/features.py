@@ -11,6 +11,7 @@ import torch
 
 from clipstream.features.codec import ID_DTYPES, encode_rows
 from clipstream.features.manifest import Manifest, PartInfo, ShardInfo, SourceInfo, sample_dtype
+from clipstream.features.store import FeatureStore
 from clipstream.features.writer import StoreWriter
 
 PARTS = {
@@ -105,3 +106,22 @@ class Content:
                     writer.write_empty(source, shard, "missing")
                 writer.pack(source, shard)
         return writer.finish()
+
+
+def read_all(path: Path) -> list[bytes]:
+    """All that can be read of a store."""
+    found = []
+    store = FeatureStore.open(path)
+    for name in store.manifest.sources:
+        source = store.source(name)
+        for shard in range(len(source.shards)):
+            with source.holding(shard):
+                for part in source.parts:
+                    for first, count in source.chunk_rows(part, shard):
+                        rows = source.gather(part, np.arange(first, first + count))
+                        found.append(rows.view(torch.uint8).numpy().tobytes())
+                numbers = source.base(shard) + np.arange(source.samples_of(shard))
+                source.caption_rows(numbers, np.zeros(len(numbers), np.int64))
+                found.append(source.sample_rows(numbers).tobytes())
+            found.append(repr((source.keys(shard), source.captions(shard), source.reasons(shard))).encode())
+    return found
