@@ -13,7 +13,7 @@ SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
 echo $$ >"${0%/*}/step.pid"
 pids=()
-trap 'kill -KILL "${pids[@]}"' TERM
+trap 'for pid in "${pids[@]}"; do kill -KILL $(cat /proc/$pid/task/*/children) $pid; done' TERM
 trap 'kill -TERM "${pids[@]}"' USR2
 each=$((TASKS / NODES))
 for ((task = 0; task < TASKS; task++)); do
