@@ -1,7 +1,8 @@
 """Image-text retrieval: R@1, R@5, R@10 and median rank in both directions over all images and captions of a source.
 
 An image may have any number of captions; one of them among the first k is a hit, as in CLIP_benchmark. Equal captions
-of different images are different answers. For ties and memory see `evals.metrics`.
+of different images are different answers. Samples with the same image file are one image with the captions of all, but
+for data sets in CLIP_benchmark's layout, which it evaluates as they are. For ties and memory see `evals.metrics`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from clipstream.evals.context import EvalContext
 from clipstream.evals.gallery import Kept, Matches, show_retrieval
 from clipstream.evals.metrics import Ranks, place_pairs
 from clipstream.evals.settings import RetrievalSettings, source_of
+from clipstream.utils.logs import logger
 
 KS = (1, 5, 10)
 
@@ -32,20 +34,23 @@ class Retrieval:
     def __init__(self, settings: RetrievalSettings) -> None:
         self.settings = settings
         self.source = source_of(settings)
-        benchmark = None if settings.captions else of_source(self.source.shards, self.source.type)
-        self.all = settings.captions == "all" or (benchmark is not None and benchmark.kind == RETRIEVAL)
+        benchmark = of_source(self.source.shards, self.source.type)
+        own = benchmark is not None and not settings.captions and benchmark.kind == RETRIEVAL
+        self.all, self.groups = settings.captions == "all" or own, benchmark is None
+        self.told = False  # whether the user knows that pictures are shared
 
     def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
         """Evaluate. Collective. Raises DataError: no usable pair, or an image with too many captions."""
         settings, length = self.settings, context.tokenizer.context_length
         target = CaptionsField(self.source.caption) if self.all else None
         encoder = CaptionsEncoder(context.tokenizer, settings.max_captions) if self.all else None
-        images, texts, counts, ids = [], [], [], []
+        images, texts, counts, ids, checksums = [], [], [], [], []
         kept, matches = Kept(context), Matches(context, settings.prompts)
         for batch in context.batches(
             self.source, settings.batch_size, target=target, tokenizer=encoder, max_samples=settings.max_samples
         ):
-            assert batch.pixels is not None, "an evaluation source gives pixels"
+            assert batch.pixels is not None and batch.pictures is not None, "an evaluation source gives pixels"
+            checksums.append(batch.pictures.clone())
             captions = batch.ids.view(len(batch), -1, length)
             there = captions[:, :, 0] != NO_CAPTION
             images.append(context.encode_image(batch.pixels))
@@ -66,7 +71,41 @@ class Retrieval:
             none = torch.zeros((0, length), dtype=torch.int32)
             show_retrieval(context, kept, *pairs, owners, torch.cat([none, *ids]).to(nothing.device))
             matches.show()
+        if self.groups:
+            none = torch.zeros(0, dtype=torch.int64)
+            files = context.world.gather_rows(torch.cat([none, *checksums]).to(nothing.device))
+            count = len(torch.unique(files))
+            if count < len(files):
+                pairs, owners = share_pictures(pairs, owners, files, context.world)
+                if context.world.is_main and context.AT_MOST is None and not self.told:
+                    self.told = True
+                    logger.info(
+                        f"evaluation {context.name!r}: {len(files):,} samples have {count:,} different pictures: "
+                        "samples with the same picture count as one picture with several captions"
+                    )
         yield from recalls(*pairs, context.world, owners=owners)
+
+
+def share_pictures(
+    pairs: tuple[torch.Tensor, torch.Tensor], owners: torch.Tensor, files: torch.Tensor, world: World
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """(pairs, owners) with each picture once, on the rank of its first sample, and its captions there too.
+
+    Every rank holds all captions' features for a moment. Collective.
+
+    Args:
+        pairs: images [n, D] and texts [m, D] of this rank.
+        owners: int64 [m], the image of each caption.
+        files: int64 [N], checksums of the picture files of all ranks' images, in rank order.
+    """
+    images, texts = pairs
+    start = sum(world.gather_objects(len(images))[: world.rank])
+    distinct, same = torch.unique(files, return_inverse=True)  # same: int64 [N], the picture of each sample
+    first = torch.full_like(distinct, len(files)).scatter_reduce(0, same, torch.arange(len(files)).to(same), "amin")
+    mine = (first >= start) & (first < start + len(images))
+    of_texts = world.gather_rows(same[start + owners])
+    here = mine[of_texts]
+    return (images[first[mine] - start], world.gather_rows(texts)[here]), (mine.cumsum(0) - 1)[of_texts[here]]
 
 
 def recalls(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 
 from clipstream.data.batch import Batch
-from clipstream.data.settings import SourceSettings
+from clipstream.data.settings import SourceSettings, TextCaption
 from clipstream.distributed.world import World
 from clipstream.errors import DataError
 from clipstream.evals import metrics
@@ -19,8 +20,11 @@ from clipstream.evals.gallery import Kept, show_retrieval
 from clipstream.evals.metrics import TIE, Ranks, place, place_pairs
 from clipstream.evals.settings import RetrievalSettings
 from tests.support.evaluating import context_of
-from tests.support.pictures import ByteTokenizer, make_shards
+from tests.support.pictures import ByteTokenizer, make_shards, picture
 from tests.support.ranks import run_ranks
+from tests.support.tars import write_tar
+
+CAPTION = TextCaption(key="txt")
 
 
 def features(n: int, noise: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,6 +177,34 @@ def test_over_shards_every_pair_counts_once(pictures: Path, size: int, workers: 
 def test_the_first_pairs_only_even_where_a_rank_has_none(pictures: Path, size: int) -> None:
     results = run_ranks(size, evaluate, str(pictures), 0, 1)
     assert all(result["n"] == 1 and result["image_to_text_R@1"] == 1 for result in results)
+
+
+def evaluate_rows(world: World, shards: str, captions: Literal["all"] | None) -> dict[str, float]:
+    settings = RetrievalSettings(data=SourceSettings(shards=shards, caption=CAPTION), captions=captions, batch_size=7)
+    return dict(Retrieval(settings)(context_of(world)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_samples_that_share_a_picture_count_as_one(tmp_path: Path, size: int, caplog: pytest.LogCaptureFixture) -> None:
+    """In tars and in a table: as one picture with several captions."""
+    pairs = [(n % 13, f"{n} of 40") for n in range(40)]
+    for n in range(13):
+        (tmp_path / f"{n}.jpg").write_bytes(picture(n))
+    texts = ["\n".join(text for own, text in pairs if own == n) for n in range(13)]
+    write_tar(tmp_path / "grouped.tar", [{"__key__": f"{n}", "jpg": picture(n), "txt": texts[n]} for n in range(13)])
+    rows = [{"__key__": f"{i:02d}", "jpg": picture(n), "txt": text} for i, (n, text) in enumerate(pairs)]
+    for shard in range(4):
+        write_tar(tmp_path / f"rows{shard}.tar", rows[10 * shard : 10 * shard + 10])
+    (tmp_path / "rows.csv").write_text("filepath,txt\n" + "".join(f"{n}.jpg,{text}\n" for n, text in pairs))
+    with caplog.at_level("INFO"):
+        truth = evaluate_rows(World(), f"{tmp_path}/grouped.tar", "all")
+        assert truth["n"] == 13 and truth["captions"] == 40 and "different pictures" not in caplog.text
+        evaluate_rows(World(), f"{tmp_path}/rows.csv", None)
+        assert "40 samples have 13 different pictures" in caplog.text
+    for shards in (f"{tmp_path}/rows{{0..3}}.tar", f"{tmp_path}/rows.csv"):
+        for result in run_ranks(size, evaluate_rows, shards, None):
+            for name, value in result.items():
+                assert value == pytest.approx(truth[name], abs=1e-9), (shards, name)
 
 
 def test_nothing_usable_is_an_error(tmp_path: Path) -> None:
