@@ -17,6 +17,7 @@ from clipstream.errors import SettingsError
 from clipstream.models.execution import compile as module
 from clipstream.models.execution.compile import Compilation, compile_towers, compiling, eagerly
 from clipstream.models.towers import Towers
+from clipstream.training.precision import Precision, autocast
 from tests.support.model_files import TEXT, VIT, build, write
 
 TOKENS = 20
@@ -47,10 +48,13 @@ def inputs(lengths: tuple[int, ...] = LENGTHS) -> tuple[torch.Tensor, torch.Tens
     return torch.randint(0, 256, (len(ids), 3, 32, 32), dtype=torch.uint8, generator=draw), ids
 
 
-def gradients(towers: Towers, lengths: tuple[int, ...] = LENGTHS) -> dict[str, torch.Tensor]:
+def gradients(
+    towers: Towers, lengths: tuple[int, ...] = LENGTHS, precision: Precision = "fp32"
+) -> dict[str, torch.Tensor]:
     pixels, ids = inputs(lengths)
     towers.zero_grad(set_to_none=True)
-    features = towers(pixels, ids, towers.text_lengths(ids))
+    with autocast("cpu", precision):
+        features = towers(pixels, ids, towers.text_lengths(ids))
     (features.logit_scale * features.image * features.text).sum().backward()
     return {name: p.grad for name, p in towers.named_parameters() if p.grad is not None}
 
@@ -90,6 +94,16 @@ def test_a_step_is_one_graph_with_padded_texts_and_few_with_buckets(policy: str,
         assert list(towers.state_dict()) == names
         check(copy.deepcopy(towers), truth)
         torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("policy", ["all", "matmuls"])
+def test_what_is_compiled_recomputes_in_the_attention_of_its_pass(policy: str, tmp_path: Path) -> None:
+    towers = make(tmp_path, grad_checkpointing=policy, text_buckets="off").train()
+    truth = gradients(towers, precision="bf16")
+    compilation = compile_towers(towers, "step", "eager")  # whose backward pass runs outside of the context
+    found = gradients(towers, precision="bf16")
+    assert all(torch.equal(found[name], gradient) for name, gradient in truth.items())
+    assert compilation.graphs == 1
 
 
 @pytest.mark.parametrize("frozen", ["image", "text"])

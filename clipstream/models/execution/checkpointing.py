@@ -105,10 +105,14 @@ def _checkpointed(block: nn.Module, options: dict[str, Any], args: tuple[Any, ..
     forward = partial(type(block).forward, block)  # which torch.compile can capture, unlike a method made here
     if not (block.training and torch.is_grad_enabled()) or _suspended:
         return forward(*args, **kwargs)
-    if not torch.compiler.is_compiling():  # a compiled recomputation repeats the kernels that were traced
-        # torch restores random states and autocast. Without the backends, other tensors would be saved.
-        forward = partial(_attending, [backend for backend, on in _BACKENDS.items() if on()], forward)
+    # torch restores random states and autocast. Without the backends, other tensors would be saved.
+    forward = partial(_attending, _enabled_backends(), forward)
     return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _enabled_backends() -> list[SDPBackend]:
+    return [backend for backend, on in _BACKENDS.items() if on()]
 
 
 def _attending(backends: list[SDPBackend], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
