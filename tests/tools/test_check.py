@@ -192,7 +192,9 @@ def test_pictures_are_used_and_dropped_as_training_does(tmp_path: Path) -> None:
 
 
 def test_pictures_of_one_colour_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pictures = [Image.fromarray(smooth(20, 20)) if n % 9 == 0 else Image.new("L", (20, 20), 7) for n in range(30)]
+    pictures = [
+        Image.fromarray(smooth(20, 20)) if n % 9 == 0 else Image.new("RGB", (20, 20), (200, n, 7)) for n in range(30)
+    ]
     samples = [{"__key__": f"{n}", "png": save(one), "txt": f"text {n}"} for n, one in enumerate(pictures)]
     shard = write_tar(tmp_path / "0.tar", samples)
     assert main([str(shard)]) == 0

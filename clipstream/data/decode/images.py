@@ -1,8 +1,8 @@
 """Pictures: every supported format decoded to uint8 pixels, and evaluation's preprocessing.
 
 A picture file enters, uint8 [H, W, 3] leaves. The size is checked in the header, transparency is laid on a background,
-16-bit greys are scaled to 8 bits, and EXIF orientation is applied where the settings ask for it. Of an animation the
-first frame counts. Colour profiles are ignored, as in open_clip. The pixels are not normalized (the model does that).
+values of more than 8 bits are scaled, and EXIF orientation is applied where the settings ask for it. Of an animation
+the first frame counts. Colour profiles are ignored, as in open_clip. The model normalizes the pixels.
 `train_transform` has the random crop of training, which decodes JPEG and WebP faster (`read_header`, `decode`).
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import zlib
 from importlib import import_module
 from importlib.util import find_spec
@@ -23,6 +24,7 @@ from clipstream.config.plugins import make_plugin, raised
 from clipstream.data.batch import ImageSpec
 from clipstream.data.settings import MAX_PIXELS, ImageTransformSettings, rgb
 from clipstream.errors import Dropped, SettingsError
+from clipstream.utils.content import describe
 
 if TYPE_CHECKING:
     from clipstream.data.order.rng import SampleRNG
@@ -41,6 +43,7 @@ Colour = tuple[int, int, int]
 
 FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 _WITH_ALPHA = frozenset(("RGBA", "LA", "PA", "RGBa", "La"))
+_DEEP = re.compile("'(?:RGBA?|LA);16[BLN]'")  # in Pillow's description of a file's pixels: colours of 16 bits
 _TURNS = {  # EXIF 2.32, table 6: tag Orientation -> operation that makes the picture upright
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -169,7 +172,8 @@ def opened(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     except Image.DecompressionBombError as error:
         raise Dropped("image_too_large", str(error)) from error
     except UnidentifiedImageError as error:
-        raise Dropped("undecodable_image", f"no picture: {len(data)} bytes that begin {bytes(data[:8])!r}") from error
+        what = describe(data) or f"no picture: {len(data)} bytes that begin {bytes(data[:8])!r}"
+        raise Dropped("undecodable_image", what) from error
     except Exception as error:  # Pillow's readers raise nearly anything on broken files
         raise Dropped("undecodable_image", repr(error)) from error
     check_size(picture.size, max_pixels)
@@ -233,9 +237,12 @@ def turned(picture: Image.Image, orientation: int) -> Image.Image:
 
 
 def loaded(picture: Image.Image) -> Image.Image:
-    """The picture, decoded. Raises Dropped."""
+    """The picture, decoded; 16-bit colours, of which Pillow keeps the upper 8, are scaled. Raises Dropped."""
+    tiles, file = getattr(picture, "tile", []), getattr(picture, "fp", None)  # gone once it is decoded
     try:
         picture.load()
+        if tiles and _DEEP.search(str(tiles[0])) and isinstance(file, io.BytesIO):
+            _scale_colours(picture, file.getvalue())
     except Exception as error:  # as in `opened`
         raise Dropped("undecodable_image", repr(error)) from error
     return picture
@@ -265,22 +272,57 @@ def _is_wide(picture: Image.Image) -> bool:
     return picture.mode in ("I", "F") or picture.mode.startswith("I;16")
 
 
+def _scale_colours(picture: Image.Image, data: bytes) -> None:
+    """Scale decoded 16-bit colours, and their transparency, by their range, as greys are."""
+    upper = np.asarray(picture)
+    if min(int(upper[..., :3].max()), int(upper[..., 3:].max(initial=255))) >= 64:
+        return  # all 16 bits are used
+    lower = Image.open(io.BytesIO(data), formats=FORMATS)
+    for number, tile in enumerate(lower.tile):  # with the bytes swapped, Pillow keeps the lower 8; of grey, all bytes
+        mode, *rest = (tile.args,) if isinstance(tile.args, str) else tile.args or ("",)
+        mode = "RGBA" if (grey := mode.startswith("LA")) else mode[:-1] + ("L" if mode[-1] == "B" else "B")
+        lower.tile[number] = tile._replace(args=(mode, *rest) if rest else mode)
+    values = upper.astype(np.uint16) << 8 | np.asarray(lower)[..., [1, 1, 1, 3] if grey else slice(None)]
+    parts = [_narrowed(part) for part in (values[..., :3], values[..., 3:]) if part.size]
+    picture.paste(Image.fromarray(np.concatenate(parts, axis=2)))
+
+
 def _narrowed(values: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Grey values of more than 8 bits as uint8, by the range of the picture: integers of 8, 10, 12, 14, 16, 24 or 32
-    bits, whichever holds its largest value; numbers with a fraction from 0 to 1 or from 0 to 255. Where values are
-    negative, or fractions larger, the lowest becomes 0 and the highest 255. NaN becomes 0.
+    """Values of more than 8 bits as uint8, by the range of the picture (see `_range`): integers of 8, 10, 12, 14 or 16
+    bits, whichever holds the highest; fractions from 0 to 1, to the highest below 32, or to 255. Where values are
+    negative or higher, the lowest becomes 0 and the highest 255. What is no value becomes 0.
     """
     integers = values.dtype.kind in "iu"
-    wide = np.nan_to_num(values.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
-    low, high = float(wide.min()), float(wide.max())
-    if low < 0 or not (integers or high <= 255):
+    wide = values.astype(np.float64)
+    low, high = _range(wide, 65535 if integers else 255)
+    void = ~((wide >= low) & (wide <= high))  # and NaN
+    wide[void] = low
+    if low < 0 or high > (65535 if integers else 255):
         wide = (wide - low) * (255 / max(high - low, 1e-30))
     elif integers:
-        wide = wide // (1 << next(bits for bits in (0, 2, 4, 6, 8, 16, 24) if high < 256 << bits))
-    elif high <= 1:
-        wide = wide * 255
+        wide = wide // (1 << next(bits for bits in (0, 2, 4, 6, 8) if high < 256 << bits))
+    elif high < 32:
+        wide = wide * (255 / max(1.0, high))
     narrow: np.ndarray[Any, np.dtype[np.uint8]] = np.rint(wide).astype(np.uint8)
+    narrow[void] = 0
     return narrow
+
+
+def _range(values: np.ndarray[Any, np.dtype[np.float64]], most: float) -> tuple[float, float]:
+    """The lowest and the highest value of a picture, without those that stand for no data: NaN, infinite ones, and a
+    lowest or highest value outside of 0 to `most` that is farther from the next than half the range of the others
+    (-9999, -3.4e38, 1e20).
+    """
+    found = values[np.isfinite(values)]
+    for _ in range(2):  # the one may hide the other
+        for sign, limit in ((1, 0), (-1, -most)):
+            end = (sign * found).min(initial=limit)
+            if end < limit:
+                others = found[found != sign * end]
+                low, high = others.min(initial=np.inf), others.max(initial=-np.inf)
+                if min(abs(low - sign * end), abs(high - sign * end)) > (high - low) / 2:
+                    found = others
+    return (float(found.min()), float(found.max())) if found.size else (0.0, 0.0)
 
 
 def is_smooth(picture: Image.Image) -> bool:

@@ -33,7 +33,7 @@ FIRST_SILENT = 4  # the same for servers that do not answer: each may have cost 
 PROFILED = 64  # dropped samples whose members are examined for the advice
 FEW_SAMPLES = 20  # too few to tell whether captions are constant
 SHOWN_CAPTION = 60  # characters
-FLAT_RANGE = 4  # of 255: highest difference of the pixels of a picture of one colour
+FLAT_RANGE = 4  # of 255: highest difference of the pixels of a picture of one colour, in each channel
 LISTED = 1000  # dropped samples of a source that one report lists; all are counted
 _SHOWN = 5
 _NUMBER = re.compile(r"(?i)[-+.,:/\d\s%tz]*\d[-+.,:/\d\s%tze]*$|(?:true|false|none|null|nan)$")
@@ -55,11 +55,12 @@ class Captions:
         self.flat: dict[int, str] = {}
 
     def add(self, name: str, caption: str, pixels: np.ndarray[Any, Any]) -> None:
-        """Add a sample with its pixels uint8 [...], unless there are enough or it was added before."""
+        """Add a sample with its pixels uint8 [..., H, W, 3], unless there are enough or it was added before."""
         if len(self.seen) < FIRST_SAMPLES:
             key = zlib.crc32(name.encode(errors="replace"))
             self.seen.setdefault(key, (zlib.crc32(caption.encode()), caption[:SHOWN_CAPTION]))
-            if pixels.size and int(pixels.max()) - int(pixels.min()) <= FLAT_RANGE:
+            looks = (pixels[..., ::step, ::step, :].reshape(-1, 3) for step in (8, 1))  # few need the second one
+            if pixels.size and all((np.ptp(some, axis=0) <= FLAT_RANGE).all() for some in looks):
                 self.flat[key] = name
 
     def merge(self, other: Captions) -> None:

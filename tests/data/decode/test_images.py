@@ -12,13 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 from open_clip.transform import image_transform
 from PIL import ExifTags, Image, ImageOps
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import functional as TF
 
 from clipstream.data.batch import ImageSpec
-from clipstream.data.decode.images import EvalTransform
+from clipstream.data.decode.images import EvalTransform, decode, eight_bits, opened, read_header
 from clipstream.data.decode.train_transform import ColourJitter, TrainTransform, crop_box, shift_hue
 from clipstream.data.order.rng import SampleRNG
 from clipstream.data.settings import AugmentSettings
@@ -117,11 +120,56 @@ def test_greys_of_any_range_are_seen(values: np.ndarray[Any, Any], kind: str) ->
     assert np.ptp(trained) >= 250
 
 
-def test_nan_is_black() -> None:
-    values = (GREYS / 255).astype(np.float32)
-    values[:9] = np.nan
-    pixels = EvalTransform(ImageSpec((256, 256)), "white")(save(Image.fromarray(values), "TIFF"))
-    assert pixels[:9].max() == 0 and pixels[9:].max() == 255
+def deep(values: np.ndarray[Any, Any]) -> bytes:
+    """A PNG of 16 bits [H, W, channels], of 1 (grey) or 3 channels, or of 2 or 4 with alpha."""
+    colour = {1: 0, 2: 4, 3: 2, 4: 6}[values.shape[2]]  # the PNG specification's colour type
+    header = struct.pack(">IIBBBBB", values.shape[1], values.shape[0], 16, colour, 0, 0, 0)
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
+    )
+
+
+RAMP = np.arange(256.0).reshape(16, 16)
+
+
+def seen(data: bytes) -> np.ndarray[Any, Any]:
+    """int [256], the first channel of a picture of 16 x 16 pixels, the same in evaluation, training and `stage`."""
+    pixels = EvalTransform(ImageSpec((16, 16)), "white")(data)
+    assert np.array_equal(pixels, decode(data, read_header(data, True), 1, (255, 255, 255)))
+    assert np.array_equal(pixels, np.asarray(eight_bits(opened(data), "white").convert("RGB")))
+    whole = TrainTransform(ImageSpec((16, 16)), AugmentSettings(scale=(1.0, 1.0), ratio=(1.0, 1.0)), "white")
+    assert np.array_equal(pixels, whole(data, SampleRNG(0)))
+    return pixels[..., 0].ravel().astype(int)
+
+
+@examples(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(8, 16), st.booleans())
+def test_colours_of_8_to_16_bits_are_scaled_as_greys(channels: int, bits: int, clear: bool) -> None:
+    most = (1 << bits) - 1
+    values = np.repeat(np.floor(RAMP * (most / 255))[..., None], channels, axis=2)
+    if channels % 2 == 0:
+        values[..., -1] = most if clear and bits % 2 == 0 else 65535  # opaque, of the colours' depth or of the file's
+    assert np.abs(seen(deep(values)) - RAMP.ravel() / (1 + bits % 2)).max() <= 1
+
+
+@examples(max_examples=100, deadline=None)
+@given(
+    st.sampled_from([np.int32, np.float32]),
+    st.integers(-1000, 1000) | st.just(0),
+    st.sampled_from([1.0, 1.03, 40.0, 255.0]) | st.floats(300, 10_000),
+    st.sampled_from([np.nan, np.inf, -np.inf, 1e20, -9999, -3.4e38]),
+)
+def test_any_range_is_seen_and_no_data_is_black(dtype: Any, low: int, width: float, void: float) -> None:
+    """In order, none of it dark, whatever stands for pixels without data."""
+    width = max(width, 255.0) if dtype is np.int32 else width
+    values = (RAMP / 255 * width + (low if width > 255 else 0)).astype(dtype)
+    pixels = seen(save(Image.fromarray(values), "TIFF"))
+    assert (np.diff(pixels) >= 0).all() and pixels[-1] >= 40 and len(set(pixels)) >= 16
+    values[5, 7] = -9999 if dtype is np.int32 else void
+    found = seen(save(Image.fromarray(values), "TIFF"))
+    assert found[87] == 0 and np.array_equal(np.delete(found, 87), np.delete(pixels, 87))
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -228,6 +276,7 @@ def test_bad_pictures_are_dropped_with_a_reason(data: bytes, reason: str) -> Non
         with pytest.raises(Dropped) as drop:
             transform(data, SampleRNG(1))
         assert drop.value.reason == reason and drop.value.detail
+        assert ("an HTML page in place of the file" in drop.value.detail) == (b"<html>" in data)
 
 
 def test_thin_strips_neither_fail_nor_fill_the_memory() -> None:
