@@ -36,7 +36,8 @@ class FolderSource(SourceType):
         """The classes in the order of their names.
 
         Raises:
-            SettingsError: there is no such folder, it holds no folders, or one that is not a class of ImageNet.
+            SettingsError: there is no such folder, it holds no folders, one without pictures, or one that is not a
+                class of ImageNet.
         """
         scheme, _, path = spec.partition(":")
         root = Path(path)
@@ -45,7 +46,7 @@ class FolderSource(SourceType):
             root = inner[0] if len(inner) == 1 else root
         if not root.is_dir():
             raise SettingsError(f"{spec}: the folder {root} is not there")
-        return [f"{scheme}:{root / name}" for name in _numbers(scheme, root)]
+        return [f"{scheme}:{root / name}" for name in _numbers(scheme, root, self._image_keys)]
 
     def open(self, shard: str) -> OpenShard:
         return FolderShard(shard, self._image_keys)
@@ -60,13 +61,12 @@ class FolderSource(SourceType):
 class FolderShard(OpenShard):
     """The images of a class. Members: the image by its suffix, `cls` (number of the class), `class` (folder's name)."""
 
-    def __init__(self, name: str, image_keys: Collection[str]) -> None:
+    def __init__(self, name: str, image_keys: tuple[str, ...]) -> None:
         scheme, _, path = name.partition(":")
         self._folder = Path(path)
-        number = _numbers(scheme, self._folder.parent)[self._folder.name]
+        number = _numbers(scheme, self._folder.parent, image_keys)[self._folder.name]
         self._label = {"cls": str(number).encode(), "class": self._folder.name.encode()}
-        files = sorted(file for file in _files(self._folder) if _suffix(file) in image_keys)
-        self.index = ShardIndex([SampleRef(file) for file in files])
+        self.index = ShardIndex([SampleRef(file) for file in sorted(_pictures(self._folder, image_keys))])
 
     def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:
         """See OpenShard. Raises Dropped: `unreadable_member`."""
@@ -78,8 +78,8 @@ class FolderShard(OpenShard):
         return found
 
 
-def _files(folder: Path) -> Iterator[str]:
-    """Paths of the files under a folder, relative to it. Raises OSError if a part cannot be read."""
+def _pictures(folder: Path, image_keys: Collection[str]) -> Iterator[str]:
+    """Paths of the pictures under a folder, relative to it. Raises OSError if a part cannot be read."""
     seen: set[str] = set()
 
     def fail(error: OSError) -> None:
@@ -91,7 +91,8 @@ def _files(folder: Path) -> Iterator[str]:
             continue
         seen.add(real)
         inner[:] = [name for name in inner if not _is_junk(name)]
-        yield from (os.path.relpath(os.path.join(where, file), folder) for file in files if not _is_junk(file))
+        pictures = (file for file in files if not _is_junk(file) and _suffix(file) in image_keys)
+        yield from (os.path.relpath(os.path.join(where, file), folder) for file in pictures)
 
 
 def _is_junk(name: str) -> bool:
@@ -103,13 +104,20 @@ def _suffix(file: str) -> str:
 
 
 @lru_cache(maxsize=64)
-def _numbers(scheme: str, root: Path) -> dict[str, int]:
+def _numbers(scheme: str, root: Path, image_keys: tuple[str, ...]) -> dict[str, int]:
     """Folder of a class -> number of the class, in the order of their names."""
     folders = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not _is_junk(entry.name))
     if not folders:
         raise SettingsError(f"{scheme}:{root}: it holds no folders; one a class is expected")
-    if empty := [name for name in folders if not any(_files(root / name))]:
-        logger.warning(f"{scheme}:{root}: {len(empty)} of {len(folders)} classes have no files, such as {empty[0]!r}")
+    if empty := [name for name in folders if not any(_pictures(root / name, image_keys))]:
+        said = f"{scheme}:{root}: {len(empty)} of {len(folders)} folders have no pictures, such as {empty[0]!r}"
+        if scheme == "folder":  # as torchvision's ImageFolder; of imagenet:, names have numbers of their own
+            raise SettingsError(
+                f"{said}: each folder is a class, and classes are numbered in the order of their names. Remove folders "
+                "that are none; where a class has no pictures here, remove its folder as well and compare names (an "
+                "evaluator's label 'class' with its classes) in place of numbers"
+            )
+        logger.warning(said)
     if scheme == "folder":
         return {name: number for number, name in enumerate(folders)}
     known = {str(n): n for n in range(IMAGENET_CLASSES)}

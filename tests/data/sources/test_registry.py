@@ -99,6 +99,7 @@ def test_names_choose_the_type_unless_it_is_set(tmp_path: Path) -> None:
         Source(SourceSettings(shards=str(odd)))
     assert Source(SourceSettings(type="tar", shards=f"{tar}::{odd}")).names == [tar, str(odd)]
     (tmp_path / "classes" / "cat").mkdir(parents=True)
+    (tmp_path / "classes" / "cat" / "0.jpg").write_bytes(b"")
     named = Source(SourceSettings(type="folder", shards=str(tmp_path / "classes"))).names
     assert named == expand(f"folder:{tmp_path}/classes") == [f"folder:{tmp_path}/classes/cat"]
     with pytest.raises(SettingsError, match=r"a table's name ends in \.csv"):
