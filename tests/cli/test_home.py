@@ -88,6 +88,7 @@ def test_shards_in_all_their_forms(home: Path) -> None:
     for name in ("0", "1"):
         write_tar(home / f"a/{name}.tar", [{"__key__": name, "txt": "a dog"}])
         (home / f"classes/{name}").mkdir(parents=True)
+        (home / f"classes/{name}/0.jpg").write_bytes(b"")
     tars = [f"{home}/a/0.tar", f"{home}/a/1.tar"]
     for spec in ("~/a/{0,1}.tar", "~/a/*.tar", "{~/a/0,~/a/1}.tar", "~/a/0.tar::~/a/1.tar", ["~/a/0.tar", tars[1]]):
         assert expand(spec) == tars
