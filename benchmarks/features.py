@@ -51,7 +51,7 @@ def write_store(path: Path, rows: int, width: int, dtype: str, zstd: bool = Fals
     shards = tuple(ShardInfo(f"{number:05d}.tar") for number in range(len(sizes)))
     parts = {"image": PartInfo(width, dtype, "view", zstd=zstd)}
     parts |= {IDS: PartInfo(TOKENS, "uint16", "caption")} if ids else {}
-    draft = Manifest("mapped", {"train": SourceInfo(shards)}, parts)
+    draft = Manifest({"train": SourceInfo(shards)}, parts)
     with StoreWriter(path, draft) as writer:
         for shard, size in enumerate(sizes):
             for chunk in range(ShardInfo("", size).chunks(draft.chunk_rows)):
@@ -141,7 +141,7 @@ def measure_loader(path: Path, args: argparse.Namespace) -> None:
 def write_sparse(path: Path, rows: int, width: int) -> None:
     """A store whose rows take no space on the disk: files with a header and a hole."""
     sizes = [min(SHARD, rows - first) for first in range(0, rows, SHARD)]
-    draft = Manifest("mapped", {"train": SourceInfo(())}, {"image": PartInfo(width, "float16", "view")})
+    draft = Manifest({"train": SourceInfo(())}, {"image": PartInfo(width, "float16", "view")})
     shards = []
     for shard, size in enumerate(sizes):
         count = ShardInfo("", size).chunks(draft.chunk_rows)

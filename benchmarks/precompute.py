@@ -81,7 +81,7 @@ class Work:
             "ids": PartInfo(self.tokenizer.context_length, "uint16", "caption"),
         }
         names = tuple(ShardInfo(shard) for shard in self.shards)
-        writer = StoreWriter(folder, Manifest("mapped", {"train": SourceInfo(names)}, infos))
+        writer = StoreWriter(folder, Manifest({"train": SourceInfo(names)}, infos))
         made = Pass(
             {"image": "image", "ids": "ids"}, self.encode, None, self.tokenizer.context_length, args.batch_size,
             args.device,

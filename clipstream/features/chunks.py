@@ -88,11 +88,6 @@ class Header:
         return ChunkID(meta["part"], meta["source"], int(meta["shard"]), int(meta["chunk"]), int(meta["samples"]))
 
     @property
-    def more(self) -> dict[str, str]:
-        """Metadata besides the id and the CRC."""
-        return {name: value for name, value in self.meta.items() if name not in {*self.id.meta({}), CRC}}
-
-    @property
     def body_bytes(self) -> int:
         """Bytes of the body."""
         return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.layout.values())
@@ -129,19 +124,19 @@ def _header(meta: Mapping[str, str], layout: _Layout) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def read_header(handle: int, shown: object, offset: int = 0) -> Header:
-    """The header of the chunk at an offset of an open file, checked except for its CRC.
+def read_header(handle: int, shown: object) -> Header:
+    """The header of an open chunk file, checked except for its CRC.
 
     Args:
         shown: the file's name in messages.
 
     Raises DamagedChunk: it is none, or was changed.
     """
-    raw = os.pread(handle, BLOCK, offset)
+    raw = os.pread(handle, BLOCK, 0)
     length = 8 + int.from_bytes(raw[:8], "little")
     if len(raw) < BLOCK or length > MOST_HEADER or length % BLOCK:
         raise DamagedChunk.at(shown, "is damaged (its header has no readable length)")
-    return parse_header(raw + os.pread(handle, length - BLOCK, offset + BLOCK), shown)
+    return parse_header(raw + os.pread(handle, length - BLOCK, BLOCK), shown)
 
 
 def parse_header(raw: bytes, shown: object) -> Header:
@@ -165,22 +160,22 @@ def parse_header(raw: bytes, shown: object) -> Header:
     return header
 
 
-def verify(handle: int, shown: object, offset: int = 0) -> Header:
-    """The header of the chunk at an offset of an open file, after its CRC-32 was checked.
+def verify(handle: int, shown: object) -> Header:
+    """The header of an open chunk file, after its CRC-32 was checked.
 
     Read by pread and not through a mapping: a failing disk raises OSError instead of killing the process.
 
     Raises DamagedChunk, OSError.
     """
-    header = read_header(handle, shown, offset)
+    header = read_header(handle, shown)
     meta = {name: value for name, value in header.meta.items() if name != CRC}
     sum_ = zlib.crc32(_header(meta, header.layout))
-    at, end = offset + len(header.raw), offset + len(header.raw) + header.body_bytes
+    at, end = len(header.raw), len(header.raw) + header.body_bytes
     piece = memoryview(bytearray(PIECE))
     while at < end:
         count = os.preadv(handle, [piece[: min(PIECE, end - at)]], at)
         if count == 0:
-            raise DamagedChunk.at(shown, f"is truncated ({end - at:,} of {end - offset:,} bytes are missing)")
+            raise DamagedChunk.at(shown, f"is truncated ({end - at:,} of {end:,} bytes are missing)")
         sum_ = zlib.crc32(piece[:count], sum_)
         at += count
     if f"{sum_:08x}" != header.meta[CRC]:
@@ -189,7 +184,7 @@ def verify(handle: int, shown: object, offset: int = 0) -> Header:
 
 
 def verify_file(path: Path, shown: object = "", *, crc: bool = True) -> Header:
-    """`verify` for a file with one chunk, which has to end with it. Raises DamagedChunk: also for a missing file.
+    """`verify` for a whole file, which has to end with its body. Raises DamagedChunk: also for a missing file.
 
     Args:
         crc: whether the CRC-32 is checked.
@@ -220,9 +215,9 @@ def opened(path: Path, shown: object) -> Iterator[int]:
         os.close(handle)
 
 
-def read_tensors(handle: int, header: Header, offset: int = 0) -> dict[str, torch.Tensor]:
-    """The tensors of the chunk at an offset of an open file, as copies, not verified."""
-    at, found = offset + len(header.raw), {}
+def read_tensors(handle: int, header: Header) -> dict[str, torch.Tensor]:
+    """The tensors of an open chunk file, as copies, not verified."""
+    at, found = len(header.raw), {}
     for name, (dtype, shape) in header.layout.items():
         size = math.prod(shape) * dtype.itemsize
         data = bytearray(size)

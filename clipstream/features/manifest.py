@@ -2,8 +2,7 @@
 
     store.json                                the manifest of a complete store
     draft.json                                the manifest of what is being written
-    PART/SOURCE/00003-0001.safetensors        kind 'mapped': samples [1 * chunk_rows, 2 * chunk_rows) of shard 3
-    SOURCE/00003.tar                          kind 'tar': all parts of shard 3
+    PART/SOURCE/00003-0001.safetensors        samples [1 * chunk_rows, 2 * chunk_rows) of shard 3
     model/                                    the model whose towers made the parts `image` and `text`
 
 Samples of a shard keep the shard's order, those that were dropped included. Zstd adds `.zst` to the names.
@@ -35,7 +34,6 @@ CHUNK_ROWS = 8192  # default samples of a chunk
 ROWS_MULTIPLE = 4096  # of chunk_rows: rows of any width then fill whole pages
 RERUN = "run the same `clipstream precompute` command again, which makes only what is missing"
 
-Kind = Literal["mapped", "tar"]
 RowsPer = Literal["sample", "view", "caption"]
 # The types of the classes below are the schema of the files that are read back. InstanceOf: a shard's name may hold
 # bytes that are not UTF-8, which pydantic's `str` refuses.
@@ -75,7 +73,7 @@ class ShardInfo:
     keys: Text = ""  # digest of the samples' keys, as `keys_digest` gives it
     captions: tuple[Uint32, ...] = ()  # caption rows of each chunk
     reason: Text = ""  # why the shard could not be opened, and has no samples
-    size: Annotated[int, Field(strict=True, ge=0)] = 0  # of the tar in bytes
+    size: Literal[0] = 0  # of format 1, as `Manifest.kind`
 
     def chunks(self, chunk_rows: int) -> int:
         """Number of chunks of each part."""
@@ -98,7 +96,7 @@ class Manifest:
     """Content of store.json."""
 
     __pydantic_config__ = _CLOSED
-    kind: Kind
+    kind: Literal["mapped"] = field(default="mapped", kw_only=True)  # 'tar' in stores of earlier versions
     sources: dict[Text, SourceInfo]
     parts: dict[Text, PartInfo]  # parts with rows; `samples` and `texts` are in every store
     chunk_rows: Annotated[int, Field(strict=True, ge=1, lt=1 << 32, multiple_of=ROWS_MULTIPLE)] = CHUNK_ROWS
@@ -126,17 +124,12 @@ class Manifest:
 
     def zstd(self, part: str) -> bool:
         """Whether the part's chunk files are compressed."""
-        return self.kind == "mapped" and part in self.parts and self.parts[part].zstd
+        return part in self.parts and self.parts[part].zstd
 
     def chunk_path(self, part: str, source: str, shard: int, chunk: int) -> str:
         """Path of a chunk's file below the store."""
         suffix = ".zst" if self.zstd(part) else ""
         return f"{part_folder(part, source)}/{shard:05d}-{chunk:04d}.safetensors{suffix}"
-
-    def tar_path(self, source: str, shard: int) -> str:
-        """Path of a shard's tar below the store."""
-        suffix = ".zst" if any(part.zstd for part in self.parts.values()) else ""
-        return f"{file_name(source)}/{shard:05d}.tar{suffix}"
 
     def origin(self, part: str, source: str) -> str:
         """Digest of what made a part of a source, 16 hexadecimal digits: chunks of other features have another one."""
@@ -163,6 +156,11 @@ class Manifest:
             raise SettingsError(
                 f"{path} has feature store format {version}, and this clipstream reads format {VERSION}: read it with "
                 "the clipstream that wrote it, or precompute the features again into another folder"
+            )
+        if isinstance(values, dict) and values.get("kind") == "tar":
+            raise SettingsError(
+                f"{path} is of a store of kind tar, made by an earlier version: precompute the features again into "
+                "another folder"
             )
         try:
             sum_ = values.pop(CRC, None) if isinstance(values, dict) else None

@@ -24,7 +24,7 @@ from clipstream.data.shard_url import ShardURL
 from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.data.transport.transfer import ShardError
 from clipstream.errors import DataError, SettingsError, did_you_mean
-from clipstream.features import chunks, tar_store
+from clipstream.features import chunks
 from clipstream.features.chunks import DamagedChunk, Header
 from clipstream.features.codec import DTYPES, decode_rows, stored_width
 from clipstream.features.manifest import (
@@ -88,7 +88,7 @@ class FeatureStore:
             SettingsError: no complete store is there, or chunks are missing or of the wrong size.
             DataError: a remote store cannot be reached.
         """
-        store = cls(os.fspath(path), Manifest("mapped", {}, {}), cache)
+        store = cls(os.fspath(path), Manifest({}, {}), cache)
         store.manifest = store._read_manifest()
         for name in store.manifest.sources if store._root is not None else ():
             store._check_files(name)
@@ -152,7 +152,7 @@ class FeatureStore:
         if self._root is not None and not relative.endswith(".zst"):
             return self._root / relative
         try:
-            return self.cache().local(self.name_of(relative), tar=".tar" in relative, most=most)
+            return self.cache().local(self.name_of(relative), tar=False, most=most)
         except ShardError as error:
             if error.reason == "too_large" and most is not None:
                 raise DamagedChunk.at(self.shown_file(relative), f"has more than its {most:,} bytes") from error
@@ -164,33 +164,9 @@ class FeatureStore:
         return self._root is not None and self._root in path.parents
 
     def release(self, relative: str) -> None:
-        """Give back a file that `local` gave, or a tar that `unpacked` gave."""
+        """Give back a file that `local` gave."""
         if self._cache is not None:
             self._cache.release(self.name_of(relative))
-
-    def unpacked(self, source: str, shard: int) -> tar_store.Unpacked:
-        """The chunks of a tar as one local file, verified; to be given back by `release` of the tar's `#chunks`.
-
-        Raises DataError: the tar is missing or damaged.
-        """
-        relative = self.manifest.tar_path(source, shard)
-        shown = self.shown_file(relative)
-        path = self.local(relative)
-        try:
-            stat = path.stat()
-            target = self.cache().get_or_make(
-                self.name_of(f"{relative}#chunks"),
-                f"{self.name_of(relative)}#chunks",
-                lambda part, monitor: tar_store.unpack(path, part, shown, monitor),
-                version=f"{stat.st_mtime_ns}-{stat.st_size}",
-            )
-        except FileNotFoundError as error:
-            raise DamagedChunk.at(shown, "is missing") from error
-        except ShardError as error:
-            raise DataError(f"feature store: {shown}: {error}") from error
-        finally:
-            self.release(relative)
-        return tar_store.Unpacked(target, shown)
 
     def name_of(self, relative: str) -> str:
         """A file's full path or URL, with credentials."""
@@ -224,13 +200,6 @@ class FeatureStore:
         """Check that the files of a source are there and have the size that the manifest implies."""
         assert self._root is not None
         manifest, source = self.manifest, self.manifest.sources[name]
-        if manifest.kind == "tar":
-            for number, shard in enumerate(source.shards):
-                path = self._root / manifest.tar_path(name, number)
-                if shard.samples and (found := path.stat().st_size if path.exists() else 0) != shard.size:
-                    detail = f"has {found:,} bytes instead of {shard.size:,}" if found else "is missing"
-                    raise SettingsError(f"feature store: {path} {detail}: {RERUN}")
-            return
         for part in (SAMPLES, TEXTS, *manifest.parts):
             sizes: dict[str, int] = {}
             with contextlib.suppress(OSError):  # then all of its chunks are missing
@@ -281,7 +250,7 @@ class StoredSource:
         self._tables = {part: _Table(self, part) for part in (SAMPLES, *self.parts)}
         self._held: dict[int, int] = {}
         self._files: dict[int, list[str]] = {}  # what to release, by shard
-        self._mapped: dict[tuple[str, int, int], tuple[Path, str, int]] = {}  # chunk -> file, its name, offset in it
+        self._mapped: dict[tuple[str, int, int], tuple[Path, str]] = {}  # chunk -> file, its name in messages
         self._looked, self._seen = 0.0, -1
         self._lock = threading.Lock()
 
@@ -408,33 +377,20 @@ class StoredSource:
 
     def _map(self, shard: int) -> None:
         files = self._files[shard] = []
-        for part, chunk, path, handle, shown, offset in self._open(shard, list(self._tables), files):
+        for part, chunk, path, handle, shown in self._open(shard, list(self._tables), files):
             if self.store.owns(path):
                 _changes.watch(path.parent)
-            header, rows = self._verify(part, shard, chunk, handle, shown, offset)
-            self._tables[part].map(int(self._first[shard]) + chunk, handle, offset + len(header.raw), rows)
-            self._mapped[part, shard, chunk] = path, shown, offset
+            header, rows = self._verify(part, shard, chunk, handle, shown)
+            self._tables[part].map(int(self._first[shard]) + chunk, handle, len(header.raw), rows)
+            self._mapped[part, shard, chunk] = path, shown
 
-    def _open(
-        self, shard: int, parts: Sequence[str], files: list[str]
-    ) -> Iterator[tuple[str, int, Path, int, str, int]]:
-        """(part, chunk, file, descriptor, name in messages, offset) of each chunk of a shard.
+    def _open(self, shard: int, parts: Sequence[str], files: list[str]) -> Iterator[tuple[str, int, Path, int, str]]:
+        """(part, chunk, file, descriptor, name in messages) of each chunk of a shard.
 
         Args:
             files: gets the names to release.
         """
         manifest, count = self.store.manifest, self.shards[shard].chunks(self._chunk_rows)
-        if manifest.kind == "tar" and count:
-            unpacked = self.store.unpacked(self.name, shard)
-            files.append(f"{manifest.tar_path(self.name, shard)}#chunks")
-            with chunks.opened(unpacked.path, unpacked.shown) as handle:
-                offsets = unpacked.offsets(handle)
-                for part in parts:
-                    for chunk in range(count):
-                        if (part, chunk) not in offsets:
-                            raise DamagedChunk.at(unpacked.shown, f"has no chunk {chunk} of part {part}")
-                        yield part, chunk, unpacked.path, handle, unpacked.shown, offsets[part, chunk]
-            return
         for part in parts:
             for chunk in range(count):
                 relative = manifest.chunk_path(part, self.name, shard, chunk)
@@ -444,9 +400,9 @@ class StoredSource:
                 path = self.store.local(relative, most)
                 files.append(relative)
                 with chunks.opened(path, shown) as handle:
-                    yield part, chunk, path, handle, shown, 0
+                    yield part, chunk, path, handle, shown
 
-    def _verify(self, part: str, shard: int, chunk: int, handle: int, shown: str, offset: int) -> tuple[Header, int]:
+    def _verify(self, part: str, shard: int, chunk: int, handle: int, shown: str) -> tuple[Header, int]:
         """Header and rows of a chunk, whose content is verified once per process and version of its file."""
         name = f"{part}/{self.name}/{shard}/{chunk}"
         manifest, verified = self.store.manifest, self.store.verified
@@ -454,15 +410,15 @@ class StoredSource:
             stat = os.fstat(handle)
             version = _version(stat)
             known = verified.get(name) == version
-            header = (chunks.read_header if known else chunks.verify)(handle, shown, offset)
+            header = (chunks.read_header if known else chunks.verify)(handle, shown)
         except OSError as error:
             raise DataError(f"feature store: {shown} cannot be read: {error.strerror}") from error
         rows, row_bytes = _rows(manifest, part, self.name, shard, chunk), self._tables[part].row_bytes
         chunks.expect(header, shown, manifest, part, self.name, shard, chunk, rows)
-        if header.body_bytes != rows * row_bytes or stat.st_size - offset - len(header.raw) < header.body_bytes:
+        if header.body_bytes != rows * row_bytes or stat.st_size - len(header.raw) < header.body_bytes:
             raise DamagedChunk.at(shown, f"does not have {rows:,} rows of {row_bytes} bytes")
         if part == SAMPLES and not known:
-            body = chunks.read_tensors(handle, header, offset)[chunks.ROWS].numpy().tobytes()
+            body = chunks.read_tensors(handle, header)[chunks.ROWS].numpy().tobytes()
             found = np.frombuffer(body, self._dtype)
             counts = found["counts"].sum(axis=1, dtype=np.int64)
             captions = self.shards[shard].captions[chunk]
@@ -478,13 +434,13 @@ class StoredSource:
         count, now = _changes.count(), time.monotonic()
         if count == self._seen and now - self._looked < WATCHED:
             return
-        for (part, shard, chunk), (path, shown, offset) in list(self._mapped.items()):
+        for (part, shard, chunk), (path, shown) in list(self._mapped.items()):
             known = self.store.verified[f"{part}/{self.name}/{shard}/{chunk}"]
             with contextlib.suppress(FileNotFoundError):  # removed or replaced: what is mapped stays
                 version = _version(os.stat(path))
                 if version != known and version[0] == known[0]:
                     with chunks.opened(path, shown) as handle:
-                        self._verify(part, shard, chunk, handle, shown, offset)
+                        self._verify(part, shard, chunk, handle, shown)
         self._seen, self._looked = count, now
 
     def _unmap(self, shard: int) -> None:
@@ -499,10 +455,10 @@ class StoredSource:
         """The tensors of the part `texts`, verified, chunk by chunk."""
         files: list[str] = []
         try:
-            for part, chunk, _, handle, shown, offset in self._open(shard, [TEXTS], files):
-                header, manifest, info = chunks.verify(handle, shown, offset), self.store.manifest, self.shards[shard]
+            for part, chunk, _, handle, shown in self._open(shard, [TEXTS], files):
+                header, manifest, info = chunks.verify(handle, shown), self.store.manifest, self.shards[shard]
                 chunks.expect(header, shown, manifest, part, self.name, shard, chunk, None)
-                tensors = chunks.read_tensors(handle, header, offset)
+                tensors = chunks.read_tensors(handle, header)
                 chunks.check_texts(tensors, shown, manifest.chunk_samples(info.samples, chunk), info.captions[chunk])
                 yield tensors
         finally:

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 
 from clipstream.data.shard_url import ShardURL
-from clipstream.data.transport.downloader import MOST, Fetcher
+from clipstream.data.transport.downloader import Fetcher
 from clipstream.data.transport.transfer import Monitor, ShardError
 from clipstream.errors import DataError, SettingsError
-from clipstream.features import chunks, tar_store
+from clipstream.features import chunks
 from clipstream.features.chunks import KEYS, ORIGIN, ROWS, ChunkID, DamagedChunk, Header
 from clipstream.features.codec import DTYPES, FEATURE_DTYPES, is_finite, stored_width
 from clipstream.features.manifest import (
@@ -43,12 +43,12 @@ from clipstream.features.manifest import (
     sample_dtype,
 )
 from clipstream.utils import atomic_write
-from clipstream.utils.escape import file_name, printable
+from clipstream.utils.escape import printable
 
 REASON = "reason"  # metadata of the chunk of a shard that could not be opened
 LOCK = ".lock"
 CONFIG = "open_clip_config.json"  # in MODEL
-LEFT = re.compile(r"\d{5,}(-\d{4,}\.safetensors|\.tar)(\.zst)?(\.[0-9a-f]{8})?\.tmp")
+LEFT = re.compile(r"\d{5,}-\d{4,}\.safetensors(\.zst)?(\.[0-9a-f]{8})?\.tmp")
 
 
 class StoreWriter:
@@ -70,7 +70,6 @@ class StoreWriter:
     def __init__(self, path: str | os.PathLike[str], draft: Manifest, *, rank: int = 0, verify: bool = True) -> None:
         self.path, self._verify = Path(path), verify
         self._headers: dict[Path, Header] = {}  # of files that are known to be whole
-        self._tars: dict[Path, dict[str, Any]] = {}  # likewise
         self._own = tuple(draft.parts)
         self._lock = -1
         try:
@@ -96,27 +95,12 @@ class StoreWriter:
         Args:
             shard_samples: samples of the shard, if they are known.
         """
-        meta = self._tar_meta(source, shard, shard_samples)
-        if meta is not None and part in _parts_of(meta):
-            return False
         return self._header(part, source, shard, chunk, shard_samples) is None
 
     def shard_samples(self, source: str, shard: int) -> int | None:
         """Samples of a shard of which something was written; None for others and for one that could not be opened."""
-        meta = self._tar_meta(source, shard)
-        if meta is not None:
-            return int(meta["samples"])
         header = self._header(TEXTS, source, shard, 0)
         return None if header is None or header.meta.get(REASON) else header.id.shard_samples
-
-    def is_done(self, source: str, shard: int) -> bool:
-        """Whether all chunks of this writer's parts of a shard are there."""
-        samples = self.shard_samples(source, shard)
-        if samples is None:
-            return False
-        count = ShardInfo("", samples).chunks(self.manifest.chunk_rows)
-        parts = (TEXTS, SAMPLES, *self._own)
-        return not any(self.missing(source, shard, chunk, part) for chunk in range(count) for part in parts)
 
     def write(
         self, part: str, source: str, shard: int, chunk: int, rows: torch.Tensor | np.ndarray[Any, Any],
@@ -164,15 +148,8 @@ class StoreWriter:
 
         Raises DataError: the shard has other samples now.
         """
-        meta, header = self._tar_meta(source, shard), None
-        if meta is None and (header := self._header(TEXTS, source, shard, chunk)) is None:
-            return
-        if meta is not None:
-            stored = meta["samples"], meta["keys"][chunk] if chunk < len(meta["keys"]) else None
-        else:
-            assert header is not None
-            stored = header.id.shard_samples, header.meta[KEYS]
-        if stored != (shard_samples, chunk_digest(keys)):
+        header = self._header(TEXTS, source, shard, chunk)
+        if header is not None and (header.id.shard_samples, header.meta[KEYS]) != (shard_samples, chunk_digest(keys)):
             name = self.manifest.sources[source].shards[shard].name
             raise DataError(
                 f"source {source!r}: {name} has changed since features of it were computed: compute all features of "
@@ -184,39 +161,6 @@ class StoreWriter:
         more = {KEYS: "", **({REASON: reason} if reason else {})}
         self._write(ChunkID(TEXTS, source, shard, 0, 0), chunks.texts_tensors([], [], []), more)
 
-    def pack(self, source: str, shard: int) -> None:
-        """Kind 'tar': write the tar of a shard whose chunks are all there, and remove them. Other kinds: nothing.
-
-        Raises SettingsError: the disk is full.
-        """
-        samples = self.shard_samples(source, shard) if self.manifest.kind == "tar" else None
-        if not samples or not self.is_done(source, shard):
-            return
-        target = self.path / self.manifest.tar_path(source, shard)
-        meta = self._tar_meta(source, shard)
-        packed = set() if meta is None else _parts_of(meta)
-        if not {TEXTS, SAMPLES, *self._own} <= packed:
-            if meta is not None:
-                self._split(target)
-            count = range(ShardInfo("", samples).chunks(self.manifest.chunk_rows))
-            have = {SAMPLES, TEXTS, *packed, *self._own}
-            paths = {
-                part: [self._chunk(part, source, shard, chunk) for chunk in count]
-                for part in (SAMPLES, TEXTS, *self.manifest.parts)
-                if part in have
-            }
-            with self._full_disk(target):
-                self._pack(target, source, shard, samples, paths)
-            packed = set(paths)
-        for part in packed:
-            folder = self.path / part_folder(part, source)
-            for path in folder.glob(f"{shard:05d}-*"):
-                path.unlink()
-                self._headers.pop(path, None)
-            with contextlib.suppress(OSError):  # not empty
-                folder.rmdir()
-                folder.parent.rmdir()
-
     def finish(self) -> Manifest:
         """Write store.json with the counts of all shards, in rank 0, after all chunks are written; return its content.
 
@@ -226,8 +170,6 @@ class StoreWriter:
         self._verify = False  # what this call has not seen, other ranks have verified or written
         sources = {}
         for name, source in self.manifest.sources.items():
-            for shard in range(len(source.shards)):
-                self.pack(name, shard)
             shards = tuple(self._shard_info(name, number) for number in range(len(source.shards)))
             sources[name] = replace(source, shards=shards)
         full = replace(self.manifest, sources=sources, complete=True)
@@ -264,7 +206,7 @@ class StoreWriter:
     def _remove_drafts(self) -> None:
         """Remove what killed processes left: files with the names of this store's files and `.tmp`."""
         sources, parts = self.manifest.sources, (SAMPLES, TEXTS, *self.manifest.parts)
-        folders = [self.path, *(self.path / file_name(source) for source in sources)]
+        folders = [self.path]
         folders += [self.path / part_folder(part, source) for source in sources for part in parts]
         for path in (path for folder in folders for path in folder.glob("*.tmp")):
             if LEFT.fullmatch(path.name) if path.parent != self.path else path.name in (f"{STORE}.tmp", f"{DRAFT}.tmp"):
@@ -377,13 +319,6 @@ class StoreWriter:
     def _shard_info(self, source: str, number: int) -> ShardInfo:
         """Counts of a shard. Raises SettingsError: a chunk is missing."""
         name, manifest = self.manifest.sources[source].shards[number].name, self.manifest
-        meta = self._tar_meta(source, number)
-        if meta is not None:
-            for part in self._own:
-                if part not in meta["parts"]:
-                    raise self._incomplete(part, source, number, 0)
-            size = (self.path / manifest.tar_path(source, number)).stat().st_size
-            return ShardInfo(name, meta["samples"], joined_digest(meta["keys"]), tuple(meta["captions"]), size=size)
         first = self._header(TEXTS, source, number, 0)
         if first is None:
             raise self._incomplete(TEXTS, source, number, 0)
@@ -404,61 +339,8 @@ class StoreWriter:
         path = self._chunk(part, source, shard, chunk)
         return SettingsError(f"the feature store {self.path} is incomplete ({path} is missing): {RERUN}")
 
-    def _tar_meta(self, source: str, shard: int, shard_samples: int | None = None) -> dict[str, Any] | None:
-        """What a whole tar says about a shard; one that is damaged is removed."""
-        path = self.path / self.manifest.tar_path(source, shard)
-        if self.manifest.kind != "tar" or not path.exists():
-            return None
-        try:
-            meta = self._tars.get(path) or self._read_tar(path)
-            if (meta["source"], meta["shard"]) != (source, shard) or shard_samples not in (None, meta["samples"]):
-                raise DamagedChunk.at(path, f"is shard {meta['shard']} of {meta['source']}, or has another length")
-            if any(made != self.manifest.origin(part, source) for part, made in meta[ORIGIN].items()):
-                raise DamagedChunk.at(path, "is of another feature store")
-        except (DamagedChunk, KeyError):
-            path.unlink()
-            self._tars.pop(path, None)
-            return None
-        self._tars[path] = meta
-        return meta
-
-    def _read_tar(self, path: Path) -> dict[str, Any]:
-        with self._plain(path) as plain:
-            if self._verify:
-                with self._full_disk(path), _temporary(path) as unpacked:
-                    tar_store.unpack(plain, unpacked, str(path))
-            with open(plain, "rb") as stream:
-                return tar_store.read_meta(stream, path)
-
-    def _split(self, tar: Path) -> None:
-        """Write the chunks of a tar as files again."""
-        with self._full_disk(tar), self._plain(tar) as plain, _temporary(tar) as path:
-            tar_store.unpack(plain, path, str(tar))
-            with open(path, "rb") as file:
-                for offset in tar_store.Unpacked(path, str(tar)).offsets(file.fileno()).values():
-                    header = chunks.read_header(file.fileno(), tar, offset)
-                    self._write(header.id, chunks.read_tensors(file.fileno(), header, offset), header.more)
-
-    def _pack(self, target: Path, source: str, shard: int, samples: int, paths: dict[str, list[Path]]) -> None:
-        """Write a tar, compressed if its name says so, and flush it to the disk."""
-        draft = target.with_name(f"{target.name}.tmp")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with open(draft, "wb") as file:
-            if target.suffix == ".zst":
-                import pyarrow as pa
-
-                with pa.CompressedOutputStream(pa.PythonFile(file, "w"), "zstd") as out:
-                    tar_store.pack(out, self.manifest, source, shard, samples, paths)
-            else:
-                tar_store.pack(file, self.manifest, source, shard, samples, paths)
-        atomic_write.flush(draft)
-        draft.replace(target)
-        atomic_write.flush(target.parent)
-        with self._plain(target) as plain, open(plain, "rb") as stream:
-            self._tars[target] = tar_store.read_meta(stream, target)
-
     @contextlib.contextmanager
-    def _plain(self, path: Path, most: int = MOST) -> Iterator[Path]:
+    def _plain(self, path: Path, most: int) -> Iterator[Path]:
         """A file of the store, uncompressed, of at most so many bytes. Raises DamagedChunk."""
         if path.suffix != ".zst":
             yield path
@@ -482,11 +364,6 @@ def _temporary(path: Path) -> Iterator[Path]:
         draft.unlink(missing_ok=True)
 
 
-def _parts_of(meta: dict[str, Any]) -> set[str]:
-    """Parts in a tar."""
-    return {SAMPLES, TEXTS, *meta["parts"]}
-
-
 def _transform_of(parts: Mapping[str, Any]) -> dict[str, object]:
     """How the pictures of parts were augmented, which is the same for all parts of a store: views have one key."""
     found = [part["fingerprint"].get("transform") for part in parts.values() if part["rows_per"] == "view"]
@@ -504,8 +381,6 @@ def _merged(found: Manifest, draft: Manifest, path: Path) -> Manifest:
     before = _transform_of(known)
     after = _transform_of({name: wanted[name] for name in wanted.keys() - both})
     changed += differences(before, after) if before and after else []
-    if found.kind == "tar" and len({part.zstd for part in (*found.parts.values(), *draft.parts.values())}) > 1:
-        changed.append("zstd: the parts of a tar are compressed together")
     if changed:
         raise SettingsError(
             f"{path} holds features of something else: {'; '.join(changed)}. Give another folder, or the settings that "

@@ -35,7 +35,6 @@ OWN_FLAGS = {
     "tokenizer; may be given several times",
     "--views": "augmented views of each picture, which training replays; 0 (the default): the picture as in evaluation",
     "--dtype": f"of the stored features: {', '.join(STORED_DTYPES)}; float16 unless given",
-    "--store": "mapped (files for this machine's disk, the default) or tar (shards beside the originals)",
     "--zstd": "true compresses the files with zstd",
     "--random-weights": "true takes a teacher without pretrained weights, for tests",
     "--chunk-rows": f"samples of a file, a multiple of {ROWS_MULTIPLE}; {CHUNK_ROWS} unless given",
@@ -102,13 +101,11 @@ def arguments(argv: Sequence[str]) -> tuple[Settings, StoreOptions, dict[str, Mo
         raise SettingsError("--views: data.augment.enabled is false, so that all views are the same: leave one out")
     micro = settings.train.micro_batch_size
     chosen: dict[str, Any] = {"": (), "image": ("image",), "text": ("text",), "both": ("image", "text")}
-    kind: Any = _choice(own, "--store", ("mapped", "tar"), "mapped")
     options = StoreOptions(
         folder=Path(own_path(argv[0])).absolute(),
         towers=chosen[towers],
         views=_number(own, "--views", 0, 0),
         dtype=_choice(own, "--dtype", STORED_DTYPES, "float16"),
-        kind=kind,
         zstd=_choice(own, "--zstd", ("true", "false"), "false") == "true",
         chunk_rows=chunk_rows,
         random_weights=_choice(own, "--random-weights", ("true", "false"), "false") == "true",

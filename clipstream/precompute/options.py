@@ -17,7 +17,6 @@ class StoreOptions:
     towers: tuple[Literal["image", "text"], ...]  # of the settings' model; none to store teachers alone
     views: int  # augmented views of each picture; 0: the picture as evaluations preprocess it
     dtype: str  # of STORED_DTYPES
-    kind: Literal["mapped", "tar"]
     zstd: bool  # whether files are compressed
     chunk_rows: int  # samples of a chunk
     random_weights: bool  # whether a teacher may have no pretrained weights

@@ -151,9 +151,6 @@ def _compute(job: Job) -> None:
             if world.device.startswith("cuda"):
                 torch.cuda.empty_cache()
         progress.close()
-        for name, source in sources.items() if job.options.kind == "tar" else ():
-            for shard in range(world.rank, len(source.names), world.size):
-                writer.pack(name, shard)  # rank 0 packs those that other ranks have not ended yet, in `finish`
         world.arrive("precomputed")  # the shares of ranks may take hours more or less
         counts = Counts.merged(world.gather_objects(counts))
         counts.check()
@@ -220,7 +217,7 @@ def _manifest(job: Job, models: Sequence[Model], sources: Mapping[str, Source]) 
         )
     infos = {part: info for model in models for part, info in model.infos.items()}
     options = job.options
-    return Manifest(options.kind, found, infos, chunk_rows=options.chunk_rows, views=options.views)
+    return Manifest(found, infos, chunk_rows=options.chunk_rows, views=options.views)
 
 
 def _save_model(towers: Towers, folder: Path, manifest: Manifest) -> None:

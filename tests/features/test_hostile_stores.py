@@ -123,7 +123,8 @@ def forge(store: Path, part: str, change: Callable[[dict[str, torch.Tensor]], ob
     tensors = chunks.read_tensors(handle, header)
     os.close(handle)
     change(tensors)
-    path.write_bytes(b"".join(chunks.render(header.id, tensors, header.more)))
+    more = {name: value for name, value in header.meta.items() if name != chunks.CRC}
+    path.write_bytes(b"".join(chunks.render(header.id, tensors, more)))
     return path
 
 
@@ -298,6 +299,6 @@ def test_names_of_sources_stay_in_the_store(tmp_path: Path, name: str) -> None:
 
 def test_non_utf8_names_of_shards(tmp_path: Path) -> None:
     source = SourceInfo((ShardInfo("a\udcff.tar", 0),))
-    manifest = Manifest("mapped", {"train": source}, {"image": PartInfo(4, "float16", "view")}, complete=True)
+    manifest = Manifest({"train": source}, {"image": PartInfo(4, "float16", "view")}, complete=True)
     (tmp_path / "store.json").write_bytes(manifest.to_bytes())
     assert FeatureStore.open(tmp_path).manifest == manifest

@@ -110,15 +110,3 @@ def test_a_region_shows_the_files_in_its_slots(tmp_path: Path, page: int) -> Non
     assert region.array[:100].tobytes() == content[8192:8292].tobytes()
     region.unmap(2)
     assert region.array[:100].tobytes() == content[8192:8292].tobytes()
-
-
-@pytest.mark.parametrize("zstd", [False, True])
-def test_a_tar_store_gives_back_what_was_written(tmp_path: Path, zstd: bool) -> None:
-    parts = {name: replace(part, zstd=zstd) for name, part in PARTS.items()}
-    content = Content(sizes={"train": [4100 if zstd else 40, 0, 7], "more": [3]}, parts=parts, kind="tar")
-    content.make(tmp_path / "store")
-    check(FeatureStore.open(tmp_path / "store", cache=str(tmp_path / "cache") if zstd else None), content)
-    root = tmp_path / "store"
-    files = sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
-    tars = [f"{name}.tar{'.zst' * zstd}" for name in ("more/00000", "train/00000", "train/00002")]
-    assert files == [".lock", *tars[:1], "store.json", "texts/train/00001-0000.safetensors", *tars[1:]]

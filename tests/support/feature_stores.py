@@ -53,7 +53,6 @@ def write_store(
     parts: Sequence[str] = ("image", "text", IDS),
     *,
     views: int = 0,
-    kind: Any = "mapped",
     zstd: bool = False,
     chunk_rows: int = 4096,
     reverse: bool = False,
@@ -78,7 +77,7 @@ def write_store(
         else:
             per: Any = "view" if part.endswith("image") else "caption"
             made[part] = PartInfo(WIDTH, "float16" if part.endswith("image") else "float32", per, zstd=zstd)
-    draft = Manifest(kind, infos, made, chunk_rows=chunk_rows, views=views)
+    draft = Manifest(infos, made, chunk_rows=chunk_rows, views=views)
     writer = StoreWriter(path, draft)
     for name, one in settings.sources.items():
         reader = _reader(name, one, ImageSpec((16, 16)), settings)

@@ -32,7 +32,6 @@ class Content:
 
     sizes: dict[str, list[int]] = field(default_factory=lambda: {"train": [5000, 0, 7], "more": [3]})
     parts: dict[str, PartInfo] = field(default_factory=lambda: dict(PARTS))
-    kind: Any = "mapped"
     views: int = 2
     chunk_rows: int = 4096
     seed: int = 0
@@ -43,7 +42,7 @@ class Content:
             name: SourceInfo(tuple(ShardInfo(f"{n:05d}.tar") for n in range(len(sizes))), (1.0, 2.0), {"path": "a"}, 2)
             for name, sizes in self.sizes.items()
         }
-        return Manifest(self.kind, sources, self.parts, self.chunk_rows, self.views)
+        return Manifest(sources, self.parts, self.chunk_rows, self.views)
 
     def chunks(self) -> list[tuple[str, int, int]]:
         """(source, shard, chunk) of all chunks."""
@@ -104,7 +103,6 @@ class Content:
             for shard, size in enumerate(sizes):
                 if not size:
                     writer.write_empty(source, shard, "missing")
-                writer.pack(source, shard)
         return writer.finish()
 
 

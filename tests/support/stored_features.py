@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from clipstream.features.codec import decode_rows
-from clipstream.features.manifest import Kind, PartInfo
+from clipstream.features.manifest import PartInfo
 from clipstream.features.store import FeatureStore
 from tests.support.features import Content
 
@@ -35,12 +35,11 @@ def make_store(
     *,
     views: int = 0,
     dtype: str = "float32",
-    kind: Kind = "mapped",
     sizes: dict[str, list[int]] | None = None,
 ) -> Made:
     """Write a store of the parts image, text and ids, as `Content` makes it."""
     parts = {"image": PartInfo(8, dtype, "view"), "text": PartInfo(8, dtype, "caption")}
-    content = Content(sizes or SIZES, {**parts, "ids": PartInfo(4, "int32", "caption")}, kind, views)
+    content = Content(sizes or SIZES, {**parts, "ids": PartInfo(4, "int32", "caption")}, views)
     content.make(path)
     made, k = Made(path), max(views, 1)
     for source, shard, chunk in content.chunks():

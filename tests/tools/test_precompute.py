@@ -248,16 +248,15 @@ def test_a_damaged_model_is_written_again_and_another_one_is_refused(
     assert f"the image features in {store} are of a model with other weights" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["mapped", "tar"])
 def test_a_shard_that_changed_before_a_part_was_added(
-    place: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store, shard = tmp_path / "s", f"changing-{kind}.tar"
+    store, shard = tmp_path / "s", "changing.tar"
     shutil.copy(place / "pairs/00000.tar", place / shard)
-    assert main(argv(place, store, "--towers", "image", "--store", kind, shards=shard)) == 0
+    assert main(argv(place, store, "--towers", "image", shards=shard)) == 0
     before = files(store)
     shutil.copy(place / "pairs/00004.tar", place / shard)
-    assert main(argv(place, store, "--towers", "text", "--store", kind, shards=shard)) == DataError.exit_code
+    assert main(argv(place, store, "--towers", "text", shards=shard)) == DataError.exit_code
     assert f"{shard} has changed since features of it were computed" in capsys.readouterr().err
     assert before.items() <= files(store).items()
 
@@ -292,19 +291,18 @@ def test_a_full_disk_loses_nothing(place: Path, tmp_path: Path, capsys: pytest.C
         assert files(disk / "s") == files(tmp_path / "whole")
 
 
-def test_tars_hold_what_mapped_files_hold(place: Path, tmp_path: Path) -> None:
-    assert main(argv(place, tmp_path / "mapped", "--towers", "both", "--views", "2")) == 0
-    command = argv(place, tmp_path / "tars", "--towers", "both", "--views", "2", "--store", "tar", "--zstd")
-    assert main(command) == 0
-    names = sorted(str(path.relative_to(tmp_path / "tars")) for path in (tmp_path / "tars").rglob("*.tar.zst"))
-    assert names == [f"train/{number:05d}.tar.zst" for number in range(8)]
-    mapped, tars = opened(tmp_path / "mapped"), opened(tmp_path / "tars")
+def test_compressed_files_hold_what_others_hold(place: Path, tmp_path: Path) -> None:
+    command = ["--towers", "both", "--views", "2"]
+    assert main(argv(place, tmp_path / "plain", *command)) == 0
+    assert main(argv(place, tmp_path / "packed", *command, "--zstd")) == 0
+    plain, packed = opened(tmp_path / "plain"), opened(tmp_path / "packed")
     for shard in range(8):
-        assert torch.equal(images_of(mapped, shard, 1), images_of(tars, shard, 1))
-        assert mapped.captions(shard) == tars.captions(shard)
-    before = files(tmp_path / "tars")
-    assert main(command) == 0
-    assert files(tmp_path / "tars") == before
+        assert torch.equal(images_of(plain, shard, 1), images_of(packed, shard, 1))
+        assert plain.captions(shard) == packed.captions(shard)
+    before = files(tmp_path / "packed")
+    assert any(name.endswith(".safetensors.zst") for name in before)
+    assert main(argv(place, tmp_path / "packed", *command, "--zstd")) == 0
+    assert files(tmp_path / "packed") == before
 
 
 def test_a_damaged_chunk_is_made_again(place: Path, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.savez(folder / "features.npz", image=image.numpy(), text=text.numpy())
     parts = {"image": PartInfo(16, "float32", "view"), "text": PartInfo(16, "float32", "caption")}
     source = SourceInfo((ShardInfo("shards/0.tar"), ShardInfo("shards/1.tar")))
-    writer = StoreWriter(folder / "store", Manifest("mapped", {"train": source}, parts))
+    writer = StoreWriter(folder / "store", Manifest({"train": source}, parts))
     half = SAMPLES // 2
     for shard in range(2):
         some = range(shard * half, (shard + 1) * half)

@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from clipstream.errors import SettingsError
 from clipstream.features.analysis import rows as module
 from clipstream.features.analysis.rows import StoredRows, pair_scores
-from clipstream.features.manifest import Kind
 from tests.support.stored_features import Made, make_store
 
-CASES = [(0, "float32", "mapped"), (3, "float16", "mapped"), (2, "int8", "tar"), (1, "bfloat16", "tar")]
+CASES = [(0, "float32"), (3, "float16"), (2, "int8"), (1, "bfloat16")]
 
 
 def expected(made: Made, part: str) -> torch.Tensor:
@@ -25,12 +24,12 @@ def expected(made: Made, part: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("block", [1, 4, 16384])
-@pytest.mark.parametrize(("views", "dtype", "kind"), CASES)
+@pytest.mark.parametrize(("views", "dtype"), CASES)
 def test_rows_are_those_of_the_samples_in_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, views: int, dtype: str, kind: Kind, block: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, views: int, dtype: str, block: int
 ) -> None:
     monkeypatch.setattr(module, "BLOCK", block)
-    made = make_store(tmp_path / "store", views=views, dtype=dtype, kind=kind)
+    made = make_store(tmp_path / "store", views=views, dtype=dtype)
     for part in ("image", "text"):
         rows, wanted = StoredRows(made.store, part), expected(made, part)
         assert (len(rows), rows.width) == wanted.shape
@@ -64,13 +63,13 @@ def test_names_of_pictures_and_captions(tmp_path: Path) -> None:
     assert len(rows.find("0/000000")) == 2 and rows.find("0/00000") == []
 
 
-@pytest.mark.parametrize(("views", "dtype", "kind"), CASES)
+@pytest.mark.parametrize(("views", "dtype"), CASES)
 @pytest.mark.parametrize("block", [2, 16384])
 def test_scores_are_the_cosines_of_pictures_and_their_captions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, views: int, dtype: str, kind: Kind, block: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, views: int, dtype: str, block: int
 ) -> None:
     monkeypatch.setattr(module, "BLOCK", block)
-    made = make_store(tmp_path / "store", views=views, dtype=dtype, kind=kind)
+    made = make_store(tmp_path / "store", views=views, dtype=dtype)
     wanted = [
         float((F.normalize(image.double(), dim=1) @ F.normalize(text.double(), dim=0)).mean())
         for image, texts in zip(made.images, made.texts, strict=True)
