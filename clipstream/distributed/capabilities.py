@@ -1,7 +1,7 @@
 """What this machine has: instructions for bfloat16, and cores.
 
-`CLIPSTREAM_CAPABILITIES` overrides what is found, as `bf16,cores=4`: with it, a processor computes bfloat16 only if it
-is named. A run can so be repeated as on another machine, and tests can have both answers.
+`CLIPSTREAM_CAPABILITIES` overrides what is found, as `bf16,cores=4` or `no-bf16`; what it does not name is as it was
+found. A run can so be repeated as on another machine, and tests can have both answers.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ def computes_bf16(device: str) -> bool:
     """Whether a device, as 'cpu' or 'cuda:1', computes bfloat16 and does not only emulate it."""
     import torch
 
-    if (given := _given()) is not None:
+    if given := _given().keys() & {"bf16", "no-bf16"}:
         return "bf16" in given
     if device.startswith("cuda"):
         with torch.cuda.device(device):  # the query is about the current device
             return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     asked = (getattr(torch.cpu, name, None) for name in _BF16)
-    return any(ask is not None and bool(ask()) for ask in asked)
+    has = any(ask is not None and bool(ask()) for ask in asked)
+    return has and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # oneDNN may be told not to ($ONEDNN_MAX_CPU_ISA)
 
 
 def cores() -> int:
     """Cores that this process may use: its affinity, and the limit of its control group (containers, Slurm)."""
-    if (number := (_given() or {}).get("cores")) is not None:
+    if (number := _given().get("cores")) is not None:
         return int(number)
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, math.ceil(min(allowed, _quota())))
@@ -46,11 +47,11 @@ def _quota() -> float:
         return math.inf
 
 
-def _given() -> dict[str, str] | None:
+def _given() -> dict[str, str]:
     """What the environment says. Raises SettingsError: it is not written as 'bf16,cores=4'."""
-    if (text := os.environ.get(VARIABLE)) is None:
-        return None
+    text = os.environ.get(VARIABLE, "")
     given = {name.strip(): value.strip() for name, _, value in (part.partition("=") for part in text.split(","))}
-    if given.keys() - {"", "bf16", "cores"} or not given.get("cores", "1").isdecimal() or given.get("cores") == "0":
-        raise SettingsError(f"{VARIABLE} is {text!r}: give names out of bf16 and cores=N, separated by commas")
+    known = {"", "bf16", "no-bf16", "cores"}
+    if given.keys() - known or not given.get("cores", "1").isdecimal() or given.get("cores") == "0":
+        raise SettingsError(f"{VARIABLE} is {text!r}: give bf16 or no-bf16, and cores=N, separated by commas")
     return given

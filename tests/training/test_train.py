@@ -134,7 +134,7 @@ def test_the_number_of_workers_that_was_settled_is_said_and_written(
 
 def settled(world: World, narrow: list[bool]) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CLIPSTREAM_CAPABILITIES", "bf16" if narrow[world.rank] else "")
+        patch.setenv("CLIPSTREAM_CAPABILITIES", "bf16" if narrow[world.rank] else "no-bf16")
         return resolve_precision("auto", world)
 
 

@@ -9,6 +9,7 @@ import resource
 from multiprocessing.process import BaseProcess
 
 import pytest
+import torch
 
 from clipstream.data.loader import workers as auto_workers
 from clipstream.data.settings import MAX_AUTO_WORKERS
@@ -48,6 +49,15 @@ def test_cores_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatc
         assert capabilities.cores() == count
     monkeypatch.setenv(capabilities.VARIABLE, "cores=40")
     assert capabilities.cores() == 40
+
+
+def test_bfloat16_is_found_unless_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    for allowed in (True, False):  # to oneDNN, by $ONEDNN_MAX_CPU_ISA
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda allowed=allowed: allowed)
+        for text, computed in {"cores=4": allowed, "": allowed, "bf16": True, "no-bf16,cores=4": False}.items():
+            monkeypatch.setenv(capabilities.VARIABLE, text)
+            assert capabilities.computes_bf16("cpu") == computed
 
 
 def test_there_are_no_more_workers_than_lanes_and_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
