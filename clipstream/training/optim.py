@@ -140,6 +140,8 @@ def parameter_groups(
         kind = 0 if decays else 1 if parameter.numel() > 1 else 2
         groups.setdefault((scales.get(id(parameter), 1.0), falls_back, kind), []).append(parameter)
     for key, patterns in unmatched.items():
+        absent = [name for tower in getattr(module, "stored", {}).values() for name in tower.names]
+        patterns = {one for one in patterns if not any(fnmatchcase(name, one) for name in absent)}
         if patterns:
             text = f"optim.{key}: no parameter's name matches {sorted(patterns)[0]!r}; names are open_clip's"
             raise SettingsError(f"{text}, such as visual.proj and *.positional_embedding; * stands for any characters")
