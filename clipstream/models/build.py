@@ -55,7 +55,7 @@ def build_towers(
         _set_image_size(cfg["vision_cfg"], settings.image_size)
     if settings.patch_dropout is not None:
         if isinstance(cfg["vision_cfg"].get("layers"), list):
-            raise NO_PATCHES.error("model.patch_dropout", settings.patch_dropout, settings.name)
+            raise NO_PATCHES.error("model.patch_dropout", settings.patch_dropout, source.label)
         cfg["vision_cfg"]["patch_dropout"] = settings.patch_dropout
     state = None if source.weights is None else read_weights(source.weights)
     loss_type = _resolve_loss_and_bias(settings, cfg, state, loss_type)
@@ -155,6 +155,8 @@ def _create(source: ModelFiles, model_cfg: Config, seed: int, size: int | None) 
         if "trust_remote_code" in str(error):
             text = f"the text tower in {source.text_model} is Python code of its own (auto_map), which is never run"
             raise SettingsError(f"{text}: take a tower that transformers has") from error
+        if "patch_drop_rate" in str(error):  # which timm's ViTs have
+            raise NO_PATCHES.error("model.patch_dropout", None, source.label) from error
         raise SettingsError(f"open_clip cannot build {source.label}: {error}") from error
     clip = clip.float()
     _check_inputs(clip, source, int(text_cfg.get("context_length", 77)), size)

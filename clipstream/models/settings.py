@@ -49,8 +49,10 @@ RECOMPUTED_NORMS = Conflict(
     {"grad_checkpointing": Is("set"), "a tower": Is("with batch norm in its blocks")},
     "{1} cannot recompute, as its batch norm would count the statistics of a batch twice: set off for this tower",
 )
-NO_PATCHES = Conflict({"patch_dropout": Is("set"), "the model": Is("with a ResNet")},
-                      "{1} has a ResNet, which has no patches to leave out")  # fmt: skip
+NO_PATCHES = Conflict(
+    {"patch_dropout": Is("set"), "the image tower": Is("without patches that it can leave out")},
+    "the image tower of {1} has no patches that it can leave out, as a ViT has: leave the setting out",
+)
 PADDING_COUNTS = Conflict(
     {"text_buckets": Is("a number, or packed"), "a text tower that depends on padding": Is("(SigLIP)")},
     "{1}: give auto or off",

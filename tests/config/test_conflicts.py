@@ -39,6 +39,7 @@ VALUES = {
 # What else must be set, so that the rest is right; by the start of the first key.
 BESIDE = {
     "optim.fallback": ["--optim.type=timm"],
+    "optim.name": ["--optim.type=timm"],
     "optim.text_pooler_own_group": ["--optim.type=adamw"],
     "schedule.cooldown": ["--schedule.type=const-cooldown"],
     "loss.": ["--loss.type=clip"],
@@ -91,7 +92,9 @@ CONVOLUTIONS = {"timm_model_name": "test_efficientnet", "image_size": 32, "timm_
 LATE: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a tower without repeated blocks": ({"vision_cfg": RESNET}, ["--model.image.grad_checkpointing=all"]),
     "a tower with batch norm in its blocks": ({"vision_cfg": CONVOLUTIONS}, ["--grad-checkpointing"]),
-    "the model with a ResNet": ({"vision_cfg": RESNET}, ["--force-patch-dropout=0.5"]),
+    "the image tower without patches that it can leave out": (
+        {"vision_cfg": CONVOLUTIONS | {"timm_model_name": "test_convnext"}}, ["--force-patch-dropout=0.5"],
+    ),
     "a text tower that depends on padding (SigLIP)": (
         {"text_cfg": MODEL["text_cfg"] | {"no_causal_mask": True}, "custom_text": True}, ["--model.text_buckets=2"],
     ),

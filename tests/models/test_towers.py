@@ -234,6 +234,8 @@ def test_the_settings_preprocessing_is_the_saved_one(tmp_path: Path) -> None:
 
 
 def test_patch_dropout_leaves_patches_out_in_training_alone(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"has no patches"):
+        build(write(tmp_path, {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8}), patch_dropout=0.5)
     towers = build(write(tmp_path), patch_dropout=0.5)
     pixels, _ = pictures(2, towers.image.size[0])
     towers.train()
