@@ -7,6 +7,7 @@ the settings of several sections that do not go together; those of one section a
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path as FilePath
 from typing import Any
@@ -61,6 +62,11 @@ NUMBERS = {  # (key, other key) -> record of numbers that do not fit each other,
 _RANKS = Is("more than 1", lambda ranks: ranks > 1)
 _STORES = {"image": "data.image_features", "text": "data.text_features"}
 _MEMORY = Is("in GiB or MiB", lambda policy: str(policy).endswith("iB"))
+# Their in-place arithmetic on norms is not that of shards (torch's DTensor), or they take whole matrices (Muon).
+_UNSHARDED = Is(
+    "one of lamb, mars, novograd, muon, adamp, sgdp or timm's cautious ones (c…)",
+    lambda name: bool(re.search(r"^c|_c|lamb|mars|novograd|muon|adamp|sgdp", str(name).lower())),
+)
 _CHANGED = Is("not empty", lambda section: section != type(section)())
 PROMPTS = Conflict({"evals.NAME.prompts": SET, "log.pictures": 0},
                    "log.pictures is 0, so nothing is shown: raise it, or leave the prompts out")  # fmt: skip
@@ -70,6 +76,8 @@ PAIRS = (
                  "with fsdp, all ranks take part in each pass of a tower: train with ddp, or leave it out")
         for tower in _STORES
     ),
+    Conflict({"optim.name": _UNSHARDED, "train.parallel": "fsdp", "ranks": _RANKS},
+             "{0} needs whole weights, of which a rank has a shard with fsdp: train with ddp, or by --opt adamw"),
     *(
         Conflict(
             {f"model.{key}": _MEMORY, "train.micro_batch_size": "auto"} | {f"model.{other}": None for other in unset},

@@ -207,11 +207,13 @@ REFUSALS: list[tuple[dict[str, str], str]] = [
     ({"model": "resnet", "checkpointing": "all|matmuls|2|0.5"}, "no repeated blocks"),
     ({"model": "hf|siglip", "texts": "packed"}, "padd"),
     ({"model": "siglip", "texts": "2"}, "attends to padding"),
-    ({"model": "convnext", "patch dropout": "0.5"}, "patch_drop_rate"),
+    ({"model": "convnext", "patch dropout": "0.5"}, "no patches"),
     ({"model": "resnet", "lock image": "last"}, "none to unlock"),
     ({"lock image": "until", "stored": "image|both"}, "can be trained"),
     ({"lock text": "until", "stored": "text|both"}, "can be trained"),
     ({"optimizer": "layer decay", "stored": "image|both"}, "no image tower"),
+    ({"world": "2 fsdp|2 fsdp whole", "optimizer": "lamb|muon"}, "needs whole weights"),
+    ({"model": "hf", "optimizer": "muon"}, "no parameter's name matches"),
     ({"batches": "growing", "mode": "drop|pad|wrap"}, "batches of one size"),
 ]
 
