@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from clipstream.config.settings import load
 from clipstream.data.batch import ImageSpec
 from clipstream.data.build import evaluation_loader, training_loader
 from clipstream.data.loader.loader import Loader
@@ -263,6 +264,28 @@ def test_values_that_python_cannot_hold_do_no_harm(tmp_path: Path, rows: Rows) -
     parquet.write_table(table.append_column("at", nanoseconds).append_column("in", inside), tmp_path / "odd.parquet")
     for path, expected in (("title", found), ("in.texts.en", {f"odd.parquet/{n}": "a map" for n in range(3)})):
         assert all_of(source(tmp_path / "odd.parquet", caption={"type": "json", "path": path}))[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("table", "flags", "captions"),
+    [
+        ("filepath\ttitle\n{}\ta\n{}\tb, c\n", "", ["a", "b, c"]),  # open_clip's defaults
+        ("filepath,title\n{},a\n{},b\n", "--csv-separator ,", ["a", "b"]),
+        ("file;title\n{};a, b\n{};c\td\n", "--csv-separator ; --csv-img-key file", ["a, b", "c\td"]),
+        ("filepath\ttitle\tred, green, blue\n{}\ta\t1\n{}\tb\t2\n", "", ["a", "b"]),  # as many commas as tabs
+        ("filepath\tcaption\n{}\t1\n{}\t007\n", "--csv-caption-key caption", ["1", "007"]),  # numbers stay as written
+        ("filepath\ttitle\n{}\tNA\n{}\t\n", "", ["NA"]),  # which open_clip trains on as "nan", both
+        ("filepath\tcaption\n{}\ta\n{}\tb\n", "", []),  # no column title
+    ],
+)
+def test_flags_and_tables_of_open_clips_trainer(tmp_path: Path, table: str, flags: str, captions: list[str]) -> None:
+    for name in ("0.jpg", "1.jpg"):
+        (tmp_path / name).write_bytes(picture(0))
+    (tmp_path / "pairs.csv").write_text(table.format("0.jpg", "1.jpg"))
+    data = load(["--train-data=a.tar", f"--val-data={tmp_path}/pairs.csv", *flags.split()]).evals["val"].data
+    assert data is not None
+    found, dropped = all_of(data.model_dump())
+    assert list(found.values()) == captions and sum(dropped.values()) == 2 - len(captions)
 
 
 @pytest.mark.parametrize("name", ["a.tsv", "a.csv"])
