@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from open_clip_train.params import parse_args
+from open_clip_train.params import get_default_params, parse_args
 
 from clipstream.cli import main
 from clipstream.config import flag_groups
@@ -129,12 +129,13 @@ def test_optimizers() -> None:
             "0.95",
             "--opt-kwargs",
             "trust_clip=True",
+            "most=1.5",
             "a=b",
         ]
     ).optim
     assert isinstance(optim, Timm.Settings)
     assert (optim.name, optim.momentum, optim.betas) == ("lamb", 0.8, (0.9, 0.95))
-    assert optim.kwargs == {"trust_clip": True, "a": "b"}
+    assert optim.kwargs == {"trust_clip": True, "most": 1.5, "a": "b"}
     muon = load(["--opt=timm/nadamuon", "--opt-fallback-list", "token*", "*.proj"]).optim
     assert isinstance(muon, Timm.Settings) and muon.fallback == ["token*", "*.proj"]
     assert load(["--opt", "NAdamW"]).optim.type == "nadamw"
@@ -252,6 +253,29 @@ def test_open_clips_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load(["--open-clip-defaults", "--train.steps=5"]).train.epochs is None
     config = str(ROOT / "configs/quickstart.yaml")
     assert "leave one of the two out" in error_of("--open-clip-defaults", "--config", config)
+
+
+def test_other_defaults_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flag with open_clip's default for its value changes nothing, but for those of the page and these."""
+    here = {"--csv-separator", "--csv-img-key", "--csv-caption-key", "--device"}  # found in the table; any device
+    given = ["--train-data=a.tar", "--val-data=v.tar", "--batch-size=64"]
+    plain, compared = load(given).model_dump(), 0
+    for action in installed(monkeypatch):
+        flag = next((flag for flag in action.option_strings if flag in BY_FLAG), None)
+        if flag is None or flag in {*flag_groups.DEFAULTS, *here} or action.default in (None, False, {}):
+            continue
+        more = ["--lr-scheduler=const-cooldown", "--epochs-cooldown=1"] * flag.startswith("--lr-cooldown")
+        expected = load([*given, *more]).model_dump() if more else plain
+        assert load([*given, *more, flag, str(action.default)]).model_dump() == expected, flag
+        compared += 1
+    assert compared >= 10
+    assert (load([]).optim.lr, load([]).optim.wd) == (get_default_params("ViT-B-32")["lr"], 0.2)
+
+
+@pytest.mark.parametrize("flag", ["--val-retrieval-chunk-size 128", "--val-retrieval-precision model"])
+def test_flags_of_retrieval_take_their_values_with_them(flag: str) -> None:
+    settings = load([*_words(flag), "--lr=0.1"])
+    assert settings.optim.lr == 0.1 and len(settings.notices) == 1 and "in float32" in settings.notices[0]
 
 
 def test_the_page_has_the_defaults_of_both() -> None:

@@ -201,6 +201,17 @@ def test_an_optimizer_that_cannot_be_resumed_is_told_at_its_first_step(name: str
         optimizer.step()
 
 
+def on_meta(name: str) -> nn.Module:
+    """A named model of open_clip, without values."""
+    config = open_clip.get_model_config(name)
+    config["vision_cfg"].pop("timm_model_pretrained", None)
+    kind = open_clip.CustomTextCLIP if config.pop("custom_text", False) else open_clip.CLIP
+    towers = nn.Module()
+    with torch.device("meta"):
+        towers.clip = kind(**config)
+    return towers
+
+
 def undecayed(towers: nn.Module) -> set[int]:
     """Ids of the parameters without weight decay under open_clip's main rule."""
     optimizer = build_optimizer(towers, settings(wd_exclude=["open_clip-main"]), "ViT")
@@ -219,16 +230,30 @@ def undecayed(towers: nn.Module) -> set[int]:
 )
 def test_the_rule_of_open_clips_main_branch(name: str, exempt: set[str]) -> None:
     """Compared with main's `make_wd_exclude` (commit 89fb801) on all its models but CoCa when it was written."""
-    config = open_clip.get_model_config(name)
-    config["vision_cfg"].pop("timm_model_pretrained", None)
-    kind = open_clip.CustomTextCLIP if config.pop("custom_text", False) else open_clip.CLIP
-    towers = nn.Module()
-    with torch.device("meta"):
-        towers.clip = kind(**config)
+    towers = on_meta(name)
     shapes = {name: p for name, p in towers.clip.named_parameters()}
     free = undecayed(towers)
     assert {name for name, p in shapes.items() if id(p) in free and p.ndim > 1} == exempt
     assert all(id(p) in free for p in shapes.values() if p.ndim < 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "tower", "sizes"),
+    [
+        ("ViT-B-32", "image", [151, 14, *[12] * 11, 5]),
+        ("ViT-B-32", "text", [154, 14, *[12] * 11, 2]),
+        ("RN50", "image", [159, 30, 57, 39, 30, 9]),
+        ("ViT-B-16-SigLIP", "image", [165, 14, *[12] * 11, 3]),
+        ("ViT-B-16-SigLIP", "text", [166, 14, *[12] * 11, 2]),
+    ],
+)
+def test_layers_of_open_clips_main_branch(name: str, tower: str, sizes: list[int]) -> None:
+    """Parameters by depth as in main's `layer_decay_param_groups` (commit 89fb801), whose every rate was compared."""
+    optimizer = build_optimizer(on_meta(name), settings(**{f"{tower}_layer_decay": 0.5}), "ViT")
+    found: dict[float, int] = {}
+    for group in optimizer.param_groups:
+        found[group["lr_scale"]] = found.get(group["lr_scale"], 0) + len(group["params"])
+    assert found == {0.5**depth: size for depth, size in enumerate(sizes)}
 
 
 def test_tables_of_hugging_face_towers_under_that_rule() -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
+from open_clip_train.train import get_clip_metrics
 
 from clipstream.data.batch import Batch
 from clipstream.data.settings import SourceSettings, TextCaption
@@ -60,6 +61,27 @@ def test_equal_to_the_reference_on_any_number_of_ranks(size: int) -> None:
         assert results[0][f"text_to_image_R@{k}"] == pytest.approx(to_image, abs=1e-12)
     assert results[0]["n"] == 157 and results[0]["chance_R@1"] == 1 / 157
     assert 0.1 < results[0]["image_to_text_R@1"] < 0.9
+
+
+@pytest.mark.parametrize(("n", "noise"), [(11, 9.0), (64, 9.0), (201, 0.5)])
+def test_figures_are_those_of_open_clips_trainer(n: int, noise: float) -> None:
+    images, texts = features(n, noise)
+    ours, theirs = dict(recalls(images, texts, World())), get_clip_metrics(images, texts, torch.tensor(8.0))
+    for key in (key for key in theirs if "mean_rank" not in key):
+        middle = ours[key] if "R@" in key else np.floor(ours[key])  # of an even number it is the mean of two ranks
+        assert middle == pytest.approx(theirs[key], abs=1e-12), key
+    assert len(ours.keys() & theirs.keys()) == 8
+
+
+def test_ties_have_the_mean_of_open_clips_figures_over_all_orders() -> None:
+    images = torch.eye(5)  # whose products are exact
+    texts = images[[0, 1, 2, 2, 2]]
+    orders = [list(order) for order in itertools.permutations(range(5))]
+    theirs = [get_clip_metrics(images[order], texts[order], torch.tensor(8.0)) for order in orders]
+    ours = dict(recalls(images, texts, World()))
+    for key in (f"{way}_R@{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5)):
+        assert ours[key] == pytest.approx(np.mean([figures[key] for figures in theirs])), key
+    assert 0.4 < ours["image_to_text_R@1"] < 0.6
 
 
 def test_tiles_do_not_matter() -> None:
