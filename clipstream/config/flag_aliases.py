@@ -291,7 +291,7 @@ ALIASES = (
     _alias("--log-local", "log.local", "", "log the messages of the first rank of each node", switch=True),
     _alias("--debug", "log.level run.debug", "", "show more messages, and tracebacks with errors",
            _true(log__level="debug", run__debug=True), switch=True),
-    _alias("--report-to", "log.tensorboard log.sinks", "NAMES", "tensorboard, wandb, trackio, csv, all (tensorboard "
+    _alias("--report-to", "log.tensorboard log.sinks", "NAMES", "tensorboard, wandb, trackio, all (tensorboard "
            "and wandb), none or module:Name, separated by ','; metrics.jsonl is always written", together=True),
     _alias("--wandb-project-name", "log.sinks", "NAME", "project in wandb or "
            "trackio", together=True),

@@ -255,17 +255,17 @@ def sink_sets(given: Given, notices: list[str]) -> Found:
     flag, own = "--report-to", {"project": given.get("--wandb-project-name"), "notes": given.get("--wandb-notes")}
     wanted = [name.strip() for name in given.get(flag, "").split(",")]
     plugins = [name for name in wanted if is_plugin(name)]
-    known = ("", "none", "all", "tensorboard", "csv", *TRACKERS, *plugins)
+    known = ("", "none", "all", "tensorboard", *TRACKERS, *plugins)
     if unknown := [name for name in wanted if name not in known]:
         raise ValueError(
-            f"{flag}: expected tensorboard, wandb, trackio, csv, none, all or module:Name, not {unknown[0]!r}; "
-            "metrics.jsonl, which is always written, has every figure"
+            f"{flag}: expected tensorboard, wandb, trackio, none, all or module:Name, not {unknown[0]!r}; "
+            "metrics.jsonl, which is always written, has every figure: pandas.read_json(path, lines=True)"
         )
     trackers = [name for name in TRACKERS if name in wanted or (name == "wandb" and "all" in wanted)]
     if flag in given:
         yield flag, ("log", "tensorboard"), "tensorboard" in wanted or "all" in wanted
         sinks = {name.partition(":")[2]: name for name in plugins}
-        sinks |= {name: name for name in (*trackers, *(["csv"] if "csv" in wanted else []))}
+        sinks |= {name: name for name in trackers}
         yield from ((flag, ("log", "sinks", name, "type"), kind) for name, kind in sinks.items())
     for key, text in own.items():
         used = [name for name in trackers if key == "project" or name == "wandb"]

@@ -37,7 +37,7 @@ from clipstream.report.sinks import (
     lines,
 )
 from clipstream.report.terminal import ProgressDisplay
-from clipstream.report.trackers import CsvFiles, trackio_run, wandb_run
+from clipstream.report.trackers import trackio_run, wandb_run
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
 
@@ -49,9 +49,6 @@ SINK_METHODS = ("write", "show", "status", "close")
 BUILTIN: dict[str, Callable[[Any, RunInfo], Sink]] = {
     "jsonl": lambda settings, run: MetricsFile(
         run.folder, run.resume_step, file=settings.file, ended=run.repeats_end, owed=run.repeats_evals
-    ),
-    "csv": lambda settings, run: CsvFiles(
-        run.folder / settings.folder, run.resume_step, ended=run.repeats_end, owed=run.repeats_evals
     ),
     "wandb": lambda settings, run: wandb_run(settings, run),
     "trackio": lambda settings, run: trackio_run(settings, run),

@@ -29,7 +29,7 @@ def _profile_steps(text: str) -> tuple[int | None, int]:
 class SinkSettings(PluginSection):
     """A destination of the run's records. `type` may be a user's own `package.module:Name`."""
 
-    type: str = Field("jsonl", description="jsonl, csv, tensorboard, wandb, trackio, terminal, or package.module:Name")
+    type: str = Field("jsonl", description="jsonl, tensorboard, wandb, trackio, terminal, or package.module:Name")
 
 
 class JsonLinesSettings(SinkSettings):
@@ -46,13 +46,6 @@ class TensorBoardSettings(SinkSettings):
     folder: PathText = Field(
         "tensorboard", min_length=1, description="where they are written; relative to the run's folder"
     )
-
-
-class CsvSettings(SinkSettings):
-    """CSV files: train.csv with the training lines, and NAME.csv for each evaluator."""
-
-    type: Literal["csv"] = "csv"
-    folder: PathText = Field("csv", min_length=1, description="where they are written; relative to the run's folder")
 
 
 class TrackerSettings(SinkSettings):
@@ -95,7 +88,6 @@ class TerminalSettings(SinkSettings):
 
 SinkSettings.builtin = {
     "jsonl": JsonLinesSettings,
-    "csv": CsvSettings,
     "tensorboard": TensorBoardSettings,
     "wandb": WandbSettings,
     "trackio": TrackioSettings,

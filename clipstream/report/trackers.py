@@ -1,18 +1,15 @@
-"""Sinks for other tools: CSV files, and the experiment trackers Weights & Biases and Trackio.
+"""Sinks for other tools: the experiment trackers Weights & Biases and Trackio.
 
-Records and pictures enter; files, or the figures of a run in the tracker, leave. Metrics have the names that they have
+Records and pictures enter; the figures of a run in the tracker leave. Metrics have the names that they have
 in TensorBoard: train/loss, eval/val/top1, health/…, stages/….
 """
 
 from __future__ import annotations
 
-import csv
 import importlib
-import io
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clipstream.errors import SettingsError
@@ -24,64 +21,6 @@ if TYPE_CHECKING:
     from clipstream.evals.context import Example, Table
 
 WANDB_ID = "wandb_id"  # file with the id under which Weights & Biases knows the run
-
-
-class CsvFiles(Sink):
-    """FOLDER/train.csv with a row per training line, and FOLDER/NAME.csv with a row per evaluation of NAME.
-
-    A column that appears later is added, and the rows before it have no value there. Nested figures are joined by `/`.
-
-    Args:
-        resume_step: step of the checkpoint that the run resumes from: later rows are removed. None removes all.
-        ended: whether that step is the last one of a finished run, whose evaluations run again.
-        owed: whether the evaluations of that step were interrupted, and run again.
-    """
-
-    def __init__(self, folder: Path, resume_step: int | None, *, ended: bool = False, owed: bool = False) -> None:
-        self.folder = folder
-        self._columns: dict[Path, list[str]] = {}
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in sorted(folder.glob("*.csv")):
-            again = path.name != "train.csv" and (ended or owed)
-            last = -1 if resume_step is None else resume_step - again
-            kept = [row for row in read_csv(path) if _is_step(row.get("step")) and int(row["step"]) <= last]
-            if kept:
-                self._rewrite(path, list(kept[0]), kept)
-            else:
-                path.unlink()
-
-    def write(self, record: Record) -> None:
-        if "eval" in record:
-            path = self.folder / f"{str(record['eval']).replace('/', '_')}.csv"
-        elif "loss" in record:
-            path = self.folder / "train.csv"
-        else:
-            return
-        row = {key: value for key, value in flat(record).items() if key != "eval"}
-        known = self._columns.get(path, [])
-        if new := [key for key in row if key not in known]:
-            self._rewrite(path, [*known, *new], read_csv(path) if known else [])
-        with path.open("a", encoding="utf-8", newline="") as file:
-            csv.DictWriter(file, self._columns[path]).writerow(row)
-
-    def _rewrite(self, path: Path, columns: list[str], rows: list[dict[str, str]]) -> None:
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, columns, restval="")
-        writer.writeheader()
-        writer.writerows(rows)
-        atomic_write.replace(path, text.getvalue().encode())
-        self._columns[path] = columns
-
-
-def read_csv(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file with a header, without the last one if it is incomplete."""
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    return list(csv.DictReader(io.StringIO(whole, newline="")))
-
-
-def _is_step(text: str | None) -> bool:
-    return text is not None and text.isdecimal()
 
 
 class Tracker(Sink):

@@ -300,9 +300,7 @@ def test_far_words_are_no_guess(wrong: str) -> None:
 
 def test_report_to_says_what_it_takes() -> None:
     assert load(["--report-to", "tensorboard,none"]).log.tensorboard is True
-    for text in ("comet", "tensorboard,comet", "true"):
+    for text in ("comet", "tensorboard,comet", "true", "csv"):
         (found,) = problems(["--report-to", text])
-        assert found.startswith(
-            "--report-to: expected tensorboard, wandb, trackio, csv, none, all or module:Name, not "
-        )
-        assert "metrics.jsonl" in found
+        assert found.startswith("--report-to: expected tensorboard, wandb, trackio, none, all or module:Name, not ")
+        assert "metrics.jsonl" in found and "pandas.read_json(path, lines=True)" in found

@@ -120,7 +120,7 @@ def test_a_sink_that_cannot_be_built_ends_the_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
-        ("--log.sinks.mine.type=aim", "type 'aim' is not one of csv, jsonl, tensorboard, terminal, trackio, wandb"),
+        ("--log.sinks.mine.type=aim", "type 'aim' is not one of jsonl, tensorboard, terminal, trackio, wandb"),
         ("--log.sinks.mine.type=no_such_module:Sink", "no module 'no_such_module'"),
         ("--log.sinks.metrics.type=tensorboard", "'metrics' is the name of metrics.jsonl"),
         ("--log.sinks.mine.type=jsonl", "mine: metrics.jsonl is always written: give another file"),

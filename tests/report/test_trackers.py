@@ -1,8 +1,7 @@
-"""CSV files, and the real packages wandb (offline) and trackio (in a local folder), in whole runs."""
+"""The real packages wandb (offline) and trackio (in a local folder), in whole runs."""
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import subprocess
@@ -17,46 +16,8 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.report.outputs import Outputs
 from clipstream.report.sinks import RunInfo
-from clipstream.report.trackers import CsvFiles
 from tests.support.forks import Fork
 from tests.support.runs import flags, furnish
-
-
-def rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def test_columns_that_appear_later_are_added(tmp_path: Path) -> None:
-    sink = CsvFiles(tmp_path, None)
-    sink.write({"step": 1, "loss": 2.5})
-    sink.write({"step": 2, "loss": 2.0, "health": {"train": {"used": 3}}})
-    sink.write({"step": 2, "eval": "a/b", "top1": 0.5})
-    sink.write({"step": 2, "stages": {}})
-    assert rows(tmp_path / "train.csv") == [
-        {"step": "1", "loss": "2.5", "health/train/used": ""},
-        {"step": "2", "loss": "2.0", "health/train/used": "3"},
-    ]
-    assert rows(tmp_path / "a_b.csv") == [{"step": "2", "top1": "0.5"}]
-
-
-def test_a_resume_removes_later_and_incomplete_rows(tmp_path: Path) -> None:
-    sink = CsvFiles(tmp_path, None)
-    for step in (1, 2, 3):
-        sink.write({"step": step, "loss": 1.0})
-        sink.write({"step": step, "eval": "val", "top1": 0.1})
-    with (tmp_path / "train.csv").open("a") as file:
-        file.write("2,0.")
-    again = CsvFiles(tmp_path, 2, owed=True)
-    again.write({"step": 3, "loss": 0.5})
-    assert [(row["step"], row["loss"]) for row in rows(tmp_path / "train.csv")] == [
-        ("1", "1.0"),
-        ("2", "1.0"),
-        ("3", "0.5"),
-    ]
-    assert [row["step"] for row in rows(tmp_path / "val.csv")] == ["1"]
-    CsvFiles(tmp_path, None)
-    assert not list(tmp_path.glob("*.csv"))
 
 
 @pytest.mark.parametrize("package", ["wandb", "trackio"])
@@ -74,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("trackio")
     place = furnish(tmp_path_factory.mktemp("trackers"))
     more = [
-        "--val-data", f"{place}/val/{{00000..00001}}.tar", "--evals.val.every", "2", "--log.sinks.csv.type", "csv",
+        "--val-data", f"{place}/val/{{00000..00001}}.tar", "--evals.val.every", "2",
         "--log.sinks.wandb", "{type: wandb, project: mine, mode: offline, tags: [a], notes: some notes}",
         "--log.sinks.trackio", "{type: trackio, project: mine}",
     ]  # fmt: skip
@@ -90,12 +51,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def losses(run: Path) -> list[float]:
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [record["loss"] for record in records if "loss" in record]
-
-
-def test_csv_has_the_lines_of_a_resumed_run(run: Path) -> None:
-    assert [float(row["loss"]) for row in rows(run / "csv" / "train.csv")] == losses(run)
-    assert [row["step"] for row in rows(run / "csv" / "train.csv")] == ["1", "2", "3", "4"]
-    assert [row["step"] for row in rows(run / "csv" / "val.csv")] == ["2", "4"]
 
 
 def test_wandb_has_a_resumed_run_under_one_id(run: Path) -> None:
