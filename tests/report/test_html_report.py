@@ -54,6 +54,12 @@ def test_it_says_what_the_run_was(tmp_path: Path) -> None:
     assert "a &lt;b&gt;small&lt;/b&gt; cat 4" in page and "<b>small" not in page
 
 
+def test_control_characters_in_the_name_of_a_run_are_not_in_it(tmp_path: Path) -> None:
+    page = render([read_run(make_run(tmp_path / "mine\x1b[31m\x07"))])
+    assert "<title>mine" in page and "<h1>mine" in page.replace("<wbr>", "")
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", page)
+
+
 def test_it_shows_no_credentials(tmp_path: Path) -> None:
     config = make_run(tmp_path / "mine") / "config.yaml"
     url = "https://me:hunter2@host/{0..9}.tar?sig=hunter2"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,7 @@ def test_scores_and_what_is_kept(folder: Path, capsys: pytest.CaptureFixture[str
         (["neighbours", "--query-key", "nobody"], "has no such sample"),
         (["neighbours", "--query-image", "nowhere.png"], "--query-image nowhere.png: No such file"),
         (["neighbours", "--query-image", "setup"], "undecodable_image"),
+        (["neighbours", "--query-image", "fifo"], "--query-image fifo: it is no regular file"),
         (["neighbours", "--query-key", "k1", "--part", "teacher.image"], "no features 'teacher.image'"),
         (["neighbours", "--query-key", "k1", "--out", "a.doc"], "the suffix says"),
         (["neighbours", "--query-key", "k1", "--device", "nonsense"], "--device nonsense"),
@@ -187,6 +189,8 @@ def test_wrong_flags(
 ) -> None:
     monkeypatch.chdir(folder)
     (folder / "setup").write_text("no picture")
+    (folder / "fifo").unlink(missing_ok=True)
+    os.mkfifo(folder / "fifo")  # nobody writes to it
     try:
         code = main([flags[0], str(folder / "store"), *flags[1:]])
     except SystemExit as end:
