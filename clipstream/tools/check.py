@@ -222,7 +222,7 @@ def check(source: SourceSettings, given: str, samples: int) -> None:
     view = look(source, samples)
     console = ResultConsole(OFF_TERMINAL, markup=False)
     show(view, console)
-    if note := view.profile.dots_in_keys():
+    if note := view.profile.layout():
         console.print(f"note: {note}", soft_wrap=True)
     if view.used:
         if warning := view.first_captions.warning():

@@ -49,6 +49,9 @@ _WORD = re.compile(r"[^\W\d_]{2,}")
 NO_TEXT = "no member and no JSON field holds text that looks like a caption"
 _UNDOTTED = r"s,\.\([^./]*\.\),_\1,g"  # of neighbouring dots every second one: twice
 RENAMING = f"{UNPACKING.removesuffix('&& ')}--transform='{_UNDOTTED};{_UNDOTTED}' && {PACKING}"
+_UNFOLDED = r"s,/\([^/.]*\)\.\([^/]*\)$,.\1.\2,"  # FOLDER/NAME.SUFFIX: FOLDER.NAME.SUFFIX
+UNFOLDING = UNPACKING + PACKING.replace(" -C", f" --transform='{_UNFOLDED}' -C")
+PARTS = 8  # files that each folder of a tar has, at most
 
 
 @dataclass
@@ -108,6 +111,7 @@ class Profile:
     def __init__(self) -> None:
         self.samples: int = 0
         self.suffixes: Counter[str] = Counter()  # samples by member suffix
+        self.parts: Counter[str] = Counter()  # samples by NAME.SUFFIX in a folder of the tar; the first names alone
         self.images: Counter[str] = Counter()  # the same, of the members whose bytes begin as a picture
         self.texts: dict[str, Field] = {}  # by suffix, the members that are readable text
         self.json_fields: dict[str, Field] = {}  # by path into the member `json`; of another JSON member, `SUFFIX:path`
@@ -117,12 +121,15 @@ class Profile:
         """Count one raw sample, suffix -> bytes; keys with `__` are ignored."""
         self.samples += 1
         kept: dict[str, bytes] = {}
+        inside = str(sample.get("__key__", "")).rpartition("/")[1:]
         for name, data in sample.items():
             if name.startswith("__") or not isinstance(data, (bytes, bytearray, memoryview)):
                 continue
             suffix = name.lower()
             if suffix in self.suffixes or len(self.suffixes) < MAX_SUFFIXES:
                 self.suffixes[suffix] += 1
+            if inside[0] and ((part := f"{inside[1]}.{suffix}") in self.parts or len(self.parts) <= PARTS):
+                self.parts[part] += 1
             head, kept[suffix] = bytes(data[:512]), bytes(data)
             if content.kind(head) in content.PICTURES:
                 self.images[suffix] += 1
@@ -147,6 +154,7 @@ class Profile:
         """Add another profile's counts to this one; the first example of each field stays."""
         self.samples += other.samples
         self.suffixes.update(other.suffixes)
+        self.parts.update(other.parts)
         self.images.update(other.images)
         for suffix, member in other.texts.items():
             _count(self.texts, suffix, member)
@@ -208,7 +216,7 @@ class Profile:
         elif missing:
             key = caption.key if isinstance(caption, TextCaption) else caption.type
             lines.append(f"no sample has text in the caption member {' or '.join(split_keys(key))} (--caption-key)")
-        if note := self.dots_in_keys():
+        if note := self.layout():
             lines.append(note)
         if flags := self.suggestion(image_key, caption, place):
             lines.append(f"use {' '.join(flags)}")
@@ -291,8 +299,16 @@ class Profile:
                 flags.append((len(firsts) > 2 and len(set(firsts)) == 1, flag))
         return [flag for _, flag in sorted(flags, key=lambda one: one[0])]
 
-    def dots_in_keys(self) -> str:
-        """A note if the names of pictures have dots before their extension; '' if not."""
+    def layout(self) -> str:
+        """A note if each sample is a folder, or names of pictures have dots before their extension; '' if not."""
+        stems, ends = zip(*(part.split(".", 1) for part in self.parts), strict=True) if self.parts else ((), ())
+        if 2 <= len(set(stems)) == len(stems) <= PARTS and len(set(ends)) > 1 and min(self.parts.values()) > 2:
+            return (
+                f"each folder in the tar has the files {printable(', '.join(sorted(self.parts)), 200)}: what belongs "
+                "to a sample has one name up to the first dot, so each file is a sample of its own. If a folder is a "
+                f"sample, rename its files, e.g. to FOLDER.{printable(next(iter(self.parts)), 60)}: "
+                f"{UNFOLDING} (the check of NEW.tar names the flags to use)"
+            )
         if not (dotted := self._dotted()):
             return ""
         shown = [printable(suffix, 60) for suffix in dotted]

@@ -15,7 +15,7 @@ from pathlib import Path
 import braceexpand
 
 from clipstream.config.section import with_home
-from clipstream.data.shard_url import ShardURL, redact
+from clipstream.data.shard_url import TABLE_FORMATS, ShardURL, redact
 from clipstream.errors import SettingsError
 
 # In a command only {00..99} and {a,b} name shards; awk '{print $1, $2}' and ${HOME} are the shell's.
@@ -101,6 +101,9 @@ def _suggestion(folder: Path) -> str:
     """A pattern for the tars of a folder, for messages."""
     names = sorted(entry.name for entry in folder.iterdir() if re.search(r"\.(tar|tar\.gz|tgz)$", entry.name))
     if not names:
+        tables = {entry.suffix.lower() for entry in folder.iterdir()} & (TABLE_FORMATS.keys() - {".json"})
+        if tables:  # as `datasets.save_to_disk` leaves them
+            return f" (it holds no tar, but tables), e.g. '{folder}/*{min(tables)}'"
         if any(entry.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp") for entry in folder.iterdir()):
             return " (it holds pictures and no tar: give a table of their paths and captions, such as a CSV)"
         inner = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())

@@ -47,6 +47,11 @@ def test_globs_are_sorted_and_a_folder_is_answered_with_its_tars(tmp_path: Path)
         expand(str(tmp_path))
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "0.PNG").touch()
+    (tmp_path / "saved").mkdir()
+    for name in ("data-00000-of-00001.arrow", "state.json", "dataset_info.json"):
+        (tmp_path / "saved" / name).touch()
+    with pytest.raises(SettingsError, match=r"no tar, but tables.*saved/\*\.arrow'"):
+        expand(str(tmp_path / "saved"))
     with pytest.raises(SettingsError, match=r"pictures is a folder.*no tar: give a table"):
         expand(str(tmp_path / "pictures"))
     with pytest.raises(SettingsError, match=r"no file matches .*tgz.*\{00000\.\.00002\}\.tar"):
