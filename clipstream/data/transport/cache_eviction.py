@@ -1,7 +1,7 @@
-"""The files of a shard cache folder: size limit, eviction, integrity, and the locks between processes.
+"""The files of a shard cache folder: size limit, eviction, length, and the locks between processes.
 
     HASH-NAME.tar            an entry
-    HASH-NAME.tar.sum        its size and CRC-32; the file's date is that of the last check
+    HASH-NAME.tar.sum        its size
     HASH-NAME.tar.lock       locked shared by readers, exclusively by the process that writes or removes the entry
     HASH-NAME.tar.X.part     a download in progress
     HASH-NAME.tar.failed     the reason of the last failed download
@@ -19,7 +19,6 @@ import fcntl
 import json
 import os
 import re
-import time
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -28,7 +27,6 @@ from pathlib import Path
 from clipstream.data.transport.transfer import CHUNK, GIB
 from clipstream.errors import SettingsError
 
-FRESH = 3600.0  # s for which a check of an entry is valid
 # Other files in the folder are the user's and are never touched.
 ENTRY = re.compile(r"(?P<entry>[0-9a-f]{24}-.+\.tar)(?P<kind>|\.reserved|\.[a-z0-9_]+(?:\.(?:unpacked|sum))?\.part)")
 AHEAD = "ahead"  # marks a reservation of a prefetch, which no reader waits for
@@ -118,30 +116,17 @@ class CacheQuota:
 
 
 def seal(part: Path, target: Path) -> None:
-    """Record size, modification time and checksum of the file that will become `target`."""
-    size, checksum = crc_of(part)
+    """Record the size of the file that will become `target`."""
     draft = part.with_suffix(".sum.part")
-    draft.write_text(json.dumps({"size": size, "crc32": checksum, "written": part.stat().st_mtime_ns}))
+    draft.write_text(json.dumps({"size": part.stat().st_size}))
     draft.replace(beside(target, ".sum"))
 
 
 def is_whole(target: Path) -> bool:
-    """Whether an entry still has the bytes that were written.
-
-    The content is read unless a process has checked it within the last hour, since the node's start.
-    """
+    """Whether an entry still has the size that was written: after a crash of the machine it may be shorter."""
     try:
-        record = beside(target, ".sum")
-        sealed, stat = json.loads(record.read_text()), target.stat()
-        if stat.st_size != sealed["size"]:
-            return False
-        age = time.time() - record.stat().st_mtime
-        if stat.st_mtime_ns == sealed["written"] and 0 <= age < min(FRESH, time.monotonic()):  # s since boot
-            return True
-        if crc_of(target) != (sealed["size"], sealed["crc32"]):
-            return False
-        os.utime(record)
-        return True
+        found: bool = json.loads(beside(target, ".sum").read_text())["size"] == target.stat().st_size
+        return found
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -84,7 +84,7 @@ class ShardCache:
     """Local files of shards. Picklable, safe in forked workers and in threads; all ranks may share one `cache` folder.
 
     Each shard is downloaded by one process at a time; the others wait for it. In a permanent folder, files stay for the
-    next run, named by the hash of the URL and of the version that the server reports, and their checksums are verified.
+    next run, named by the hash of the URL and of the version that the server reports, and their sizes are compared.
     A temporary folder is removed by `close`, or at exit, in the process that made it; its disk must hold the shards in
     use at once.
 
@@ -122,7 +122,6 @@ class ShardCache:
                 raise SettingsError(f"data.cache: the folder {self.folder} cannot be written")
         self.quota: CacheQuota = CacheQuota(self.folder, None if self.temporary else limit, wanted)
         self.alive: Callable[[int], None] | None = None
-        self._checked: set[Path] = set()
         self._uses: dict[str, _Use] = {}
         self._threads = threading.Lock()
         self._pid = os.getpid()
@@ -269,13 +268,8 @@ class ShardCache:
         return self.folder / f"{first}-{stem}.tar"
 
     def _is_there(self, target: Path) -> bool:
-        """Whether the file is there and intact; one kept from another run may be damaged."""
-        if self.temporary or target in self._checked:
-            return target.exists()
-        if cache_eviction.is_whole(target):
-            self._checked.add(target)
-            return True
-        return False
+        """Whether the file is there and whole."""
+        return target.exists() if self.temporary else cache_eviction.is_whole(target)
 
     def _lock_alone(self, lock: int, target: Path) -> bool | None:
         """As `_lock` with LOCK_EX; None, with nothing locked, if another process makes the file first.
@@ -340,7 +334,6 @@ class ShardCache:
                 cache_eviction.seal(part, target)
             part.replace(target)
             if not self.temporary:
-                self._checked.add(target)
                 for other in self.folder.glob(f"{target.name[:25]}*.tar"):
                     if other != target:
                         remove_unused(other)  # an older version
