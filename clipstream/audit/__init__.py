@@ -23,9 +23,8 @@ from clipstream.utils.logs import set_level
 
 TOPIC = "precision"
 OWN_FLAGS = {
-    "--run": "a run's folder: its settings, the weights of its newest checkpoint, and the course of its loss scale",
+    "--run": "a run's folder: its settings and the weights of its newest checkpoint",
     "--batch": "shards (the default where the settings name some) or synthetic, for random pictures and texts",
-    "--rows": "most rows of a table (12)",
     "--json": "file for everything that was found",
 }
 
@@ -69,8 +68,6 @@ def _load(own: Mapping[str, str], flags: Sequence[str]) -> Settings:
         if not config.is_file():
             raise SettingsError(f"--run: {own['--run']} holds no run: there is no config.yaml in it")
         flags = ["--config", str(config), *flags]
-    if not own.get("--rows", "1").isdecimal() or own.get("--rows") == "0":
-        raise SettingsError(f"--rows: give a whole number, at least 1, not {own['--rows']!r}")
     if "--json" in own:
         try:
             atomic_write.probe(Path(own["--json"]))

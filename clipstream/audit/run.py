@@ -16,9 +16,8 @@ from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
 from clipstream.models.teacher import Teacher
 from clipstream.models.towers import Towers
-from clipstream.report.precision_audit import ROWS, show_audit, verdict, write_audit
 from clipstream.tools.feature_stores import open_stores
-from clipstream.tools.precision_audit import audit_step, scale_history, synthetic_batch
+from clipstream.tools.precision_audit import audit_step, synthetic_batch
 from clipstream.tools.resume import carried_over
 from clipstream.train.run import build_loader, build_model, build_step, build_teacher, load_checkpoint, with_workers
 from clipstream.training.state import TrainState
@@ -44,16 +43,16 @@ def audit(settings: Settings, own: Mapping[str, str], world: World, watch: Failu
     _, step = build_step(settings, world, towers, teacher, stored)
     done = 0 if found is None else load_checkpoint(found, step).step
     step.unlock(done)
-    result = audit_step(step, batch, history=[] if run is None else scale_history(run))
+    result = audit_step(step, batch)
     if world.is_main:
-        show_audit(result, ResultConsole(120), int(own.get("--rows", ROWS)))
+        result.show(ResultConsole(120))
         if "--json" in own:
             try:
-                write_audit(result, Path(own["--json"]))
+                result.write(Path(own["--json"]))
             except OSError as error:
                 raise ClipstreamError(f"--json: {own['--json']} could not be written ({error.strerror})") from error
     if result.of("error"):
-        raise ClipstreamError(f"the step computes in 16 bits what needs float32: {verdict(result)}")
+        raise ClipstreamError(f"the step computes in 16 bits what needs float32: {result.verdict}")
 
 
 def build_batch(
