@@ -61,11 +61,14 @@ def begin() -> None:
 
 
 def end(code: int) -> None:
-    """Let a signal end the process silently with the verb's exit code, once the verb has finished."""
+    """Let a signal end the process silently with the verb's exit code, once the verb has finished.
+
+    SIGUSR1, which asks for a save, is ignored: see `leave`.
+    """
     expect(code)
     for number in {*_guarded, signal.SIGTERM} if _guarded else ():
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _end)
+            signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else _end)
 
 
 def leave() -> None:

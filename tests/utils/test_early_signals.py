@@ -38,6 +38,15 @@ def linger():
     open(os.environ["AT_EXIT"], "w").close()
     time.sleep(600)
 """
+LATER = """
+import os, signal
+
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGUSR1):
+        kill(pid, number)
+
+last = Last()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +55,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = furnish(tmp_path_factory.mktemp("starting"))
     (folder / "sitecustomize.py").write_text(HOLD)  # which Python imports when it starts
     (folder / "late.py").write_text(LATE)
+    (folder / "later.py").write_text(LATER)
     return folder
 
 
@@ -156,6 +166,13 @@ def test_a_signal_while_the_process_ends_leaves_its_exit_code(place: Path, tmp_p
     said = end(process)
     assert process.returncode == 2, said
     assert "no_such_function" in said and "Traceback" not in said
+
+
+def test_sigusr1_while_python_finalizes_leaves_the_exit_code(place: Path) -> None:
+    more = ("--data.sources.train.transform", "later:no_such_function")
+    process = begin(place, sys.executable, "-m", "clipstream.train", *flags(place, "later", *more))
+    said = end(process)
+    assert process.returncode == 2, said
 
 
 def handler_of_sigint(code: str, *argv: str) -> str:
