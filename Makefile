@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What is imported is compiled once, not by every process anew; pip need not compile what nobody imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-all lint format docs docs-serve reference peers bench-loss bench-input bench-features bench-train clean
+.PHONY: quickstart test test-all test-cluster lint format docs docs-serve reference peers bench-loss bench-input bench-features bench-train clean
 
 # Trains on drawn scenes and evaluates. Each call is a run of its own under runs/.
 quickstart: .venv/.installed
@@ -20,6 +20,10 @@ test: .venv/.installed-dev
 # The slow tests too: quickstart's figures, whole runs.
 test-all: .venv/.installed-dev
 	$(BIN)/python -m pytest -q -m ''
+
+# The batch scripts of docs/distributed.md on a real Slurm, which the tests start (Debian's slurm-wlm and munge).
+test-cluster: .venv/.installed-dev
+	$(BIN)/python -m pytest -v -m slow tests/distributed/test_slurm.py
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

@@ -1,12 +1,17 @@
-"""srun, scancel and scontrol as shell scripts: the tasks of a batch job, all on this machine."""
+"""Batch jobs: the page's scripts, the folder that they start in, and stand-ins for srun, scancel and scontrol."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
 
+from tests.support.doc_pages import blocks
 from tests.support.ranks import ROOT
+from tests.support.runs import furnish
+
+LOSS = "tests.distributed.test_cluster:Stopping"
 
 SRUN = """#!/bin/bash
 # Plays srun: TASKS tasks of NODES nodes, all on this machine.
@@ -32,26 +37,59 @@ exit $worst
 """
 # Slurm ends a step whose srun is told to end; only scancel's signal reaches the tasks.
 SCANCEL = """#!/bin/bash
-[[ "$*" == "--signal=TERM $SLURM_JOB_ID.0" ]] && kill -USR2 $(cat "${0%/*}/step.pid")
+[[ "$*" == "--signal=TERM $SLURM_JOB_ID" ]] && kill -USR2 $(cat "${0%/*}/step.pid")
 """
 SCONTROL = """#!/bin/bash
 if [[ $1 == show ]]; then echo 127.0.0.1; else echo "$@" >>requeued; fi
 """
 
 
-def slurm_environment(folder: Path, tasks: int = 2, nodes: int = 1) -> dict[str, str]:
-    """The variables of a batch job, with `folder`/bin first in PATH, which has srun, scontrol, python and torchrun."""
+def script(launcher: str) -> str:
+    """The script of a batch job in docs/distributed.md that has a word in it."""
+    found = [block.text for block in blocks(ROOT / "docs" / "distributed.md") if block.text.startswith("#!/bin/bash")]
+    (text,) = [text for text in found if launcher in text]
+    return text
+
+
+def furnish_job(folder: Path, steps: int = 40) -> dict[str, str]:
+    """Give a folder what the page's reader has: my.yaml, shards, python and torchrun; the environment to start it in.
+
+    Each step takes its time while `folder`/hold is there.
+    """
+    furnish(folder)
+    settings = {
+        "run": {"device": "cpu", "threads": 1},
+        "data": {
+            "sources": {"train": {"shards": f"{folder}/pairs/{{00000..00003}}.tar"}},
+            "global_batch_size": 24, "workers": 1,
+        },
+        "model": {"name": f"{folder}/model.json"},
+        "train": {"steps": steps},
+        "loss": {"type": LOSS, "seconds": 1.0, "hold": f"{folder}/hold"},
+        "checkpoint": {"every": 1000},
+        "log": {"every": 1, "tensorboard": False},
+    }  # fmt: skip
+    (folder / "my.yaml").write_text(json.dumps(settings))
+    write_tools(folder, {})
+    return {**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def write_tools(folder: Path, more: dict[str, str]) -> None:
+    """Write `folder`/bin: python and torchrun of this environment, and more scripts."""
     tools = {
-        "srun": SRUN,
-        "scontrol": SCONTROL,
-        "scancel": SCANCEL,
         "python": f'#!/bin/bash\nexec {sys.executable} "$@"\n',
         "torchrun": f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n',
+        **more,
     }
-    (folder / "bin").mkdir()
+    (folder / "bin").mkdir(exist_ok=True)
     for name, text in tools.items():
         (folder / "bin" / name).write_text(text)
         (folder / "bin" / name).chmod(0o755)
+
+
+def slurm_environment(folder: Path, tasks: int = 2, nodes: int = 1) -> dict[str, str]:
+    """The variables of a batch job, with `folder`/bin first in PATH, which has srun, scontrol, python and torchrun."""
+    write_tools(folder, {"srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL})
     return {
         **os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
         "SLURM_JOB_ID": "4711", "SLURM_NNODES": str(nodes), "SLURM_JOB_NODELIST": "localhost", "TASKS": str(tasks),
