@@ -35,7 +35,7 @@ from clipstream.data.decode.tokenizers import Tokenizer, wrap
 from clipstream.distributed.world import World
 from clipstream.models.teacher import Teacher
 from clipstream.models.towers import Towers
-from clipstream.performance.precision import NARROW, Finding, Phase, Recorder, Severity, named
+from clipstream.performance.precision import NARROW, Finding, Phase, Recorder, Severity, named, tensors
 from clipstream.report.sinks import AUDIT_FILE
 from clipstream.report.terminal import OFF_TERMINAL, milliseconds, percent
 from clipstream.training.parallel import batch_statistics, local_tensor
@@ -282,8 +282,8 @@ def _check_state(recorder: Recorder, step: TrainStep) -> None:
             _require_wide(recorder, name, "averaged weights", [average])
 
 
-def _require_wide(recorder: Recorder, where: str, what: str, tensors: Any) -> None:
-    for tensor in tensors(tensors):
+def _require_wide(recorder: Recorder, where: str, what: str, values: Any) -> None:
+    for tensor in tensors(values):
         if tensor.dtype in NARROW:
             advice = "keep them in float32: small changes of them are lost"
             recorder.add("error", where, f"{what} are {named(tensor.dtype)}", advice)
@@ -297,13 +297,11 @@ def preserved(step: TrainStep) -> Iterator[None]:
     """
     towers: Towers = step.towers
     modules = [towers, *([step.gradcache.loss] if isinstance(step.gradcache.loss, nn.Module) else [])]
-    kept_tensors: list[torch.Tensor] = [
-        tensor for module in modules for tensor in (*module.parameters(), *module.buffers())
-    ]
-    kept_tensors += batch_statistics(towers)
+    every: list[torch.Tensor] = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    every += batch_statistics(towers)
     if step.averages is not None:
-        kept_tensors += step.averages.tensors.values()
-    kept = {id(tensor): (tensor, _copy(tensor)) for tensor in kept_tensors}
+        every += step.averages.tensors.values()
+    kept = {id(tensor): (tensor, _copy(tensor)) for tensor in every}
     gradients = {parameter: parameter.grad for parameter in towers.parameters()}
     for parameter in gradients:
         parameter.grad = None
