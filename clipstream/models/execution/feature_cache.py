@@ -1,10 +1,10 @@
 """Features of a frozen tower, computed once for each input and kept in memory.
 
 Batches enter; batches whose samples have the tower's features leave. Rows of pixels or token ids that were seen before
-take their features from memory, the others pass through the tower; so the features of a sample are the same bits in all
-of a run, whatever the order of samples. Inputs are told apart by two 64-bit hashes of their bytes. Ranks exchange what
-they compute: all hold the same features. Nothing is removed; when the limit is reached, further features are computed
-each time.
+take their features from memory, the others pass through the tower; so the features of a sample are the same bits until
+the process ends, whatever the order of samples; a resumed run computes them anew, beside other samples, which may round
+otherwise. Inputs are told apart by two 64-bit hashes of their bytes. Ranks exchange what they compute: all hold the
+same features. Nothing is removed; when the limit is reached, further features are computed each time.
 """
 
 from __future__ import annotations
