@@ -66,7 +66,6 @@ from clipstream.utils.words import counted
 
 FEW = 4  # shards a rank; where there are fewer, the ranks take chunks in turn
 LOOKED_AT, LOOKED = 4, 16  # shards that the estimate opens, and samples of each whose captions it counts
-FIRST_BATCHES = 4  # after which the time is estimated
 LINES_EVERY, REFRESH = 30.0, 0.5  # s between lines of progress, and between two redraws of a bar
 SHOWN = 5  # shards in a message
 
@@ -444,7 +443,7 @@ class _Looks:
 
 
 class Progress:
-    """The progress of rank 0: a bar on a terminal, lines elsewhere; after the first batches, the time that is left.
+    """The progress of rank 0, speed and time left included: a bar on a terminal, lines elsewhere.
 
     Args:
         guess: on rank 0; other ranks show nothing.
@@ -453,74 +452,48 @@ class Progress:
 
     def __init__(self, guess: Estimate | None, passes: int, world: World) -> None:
         self.began = self._said = time.monotonic()
-        self._shown, self._ranks = guess is not None, world.size
+        self._shown, self._where = guess is not None, " on rank 0" * (world.size > 1)
         samples = None if guess is None or guess.samples is None else guess.samples * passes
-        self._total = None if samples is None else -(-samples // world.size)
-        self._done = self._batches = self._skipped = 0
-        self._working = 0.0  # when the first batch was done
-        self._first = 0  # samples in it
-        self._bar: RichProgress | None = None
-        if self._shown and sys.stdout.isatty():
-            # Without a refreshing thread, as data workers are forked while the bar is shown.
-            self._bar = RichProgress(
-                TextColumn("precompute"), BarColumn(), TextColumn("{task.description}"),
-                console=Console(force_terminal=True), auto_refresh=False,
-            )  # fmt: skip
-            self._task = self._bar.add_task("", total=1.0)
-            self._bar.start()
+        # Without a refreshing thread, as data workers are forked while the bar is shown.
+        self._bar = RichProgress(
+            TextColumn("precompute"), BarColumn(), TextColumn("{task.description}"),
+            console=Console(force_terminal=True), auto_refresh=False, disable=not (self._shown and sys.stdout.isatty()),
+        )  # fmt: skip
+        self._bar.add_task("", total=None if samples is None else -(-samples // world.size))
+        self._task = self._bar.tasks[0]
+        self._bar.start()
 
     def skip(self, samples: int) -> None:
-        """Count samples whose features are there."""
-        self._skipped += samples
+        """Leave out samples whose features are there."""
+        if samples and self._task.total is not None:
+            self._bar.update(self._task.id, total=max(self._task.total - samples, 0))
 
     def add(self, samples: int) -> None:
         """Count a batch that was encoded, or is being encoded by a GPU."""
-        self._done += samples
-        self._batches += 1
-        if not self._shown:
-            return
+        self._bar.advance(self._task.id, samples)
         now = time.monotonic()
-        if self._batches == 1:
-            self._working, self._first = now, samples
-        if self._batches == FIRST_BATCHES and (left := self._left(now)) is not None:
-            self._say(f"time     about {duration(left)}, at {self._speed(now) * self._ranks:,.0f} samples/s")
-        if now - self._said >= (REFRESH if self._bar else LINES_EVERY):
+        if self._shown and now - self._said >= (LINES_EVERY if self._bar.disable else REFRESH):
             self._said = now
-            self._draw(now)
+            self._draw()
 
     def close(self) -> None:
         """Draw the bar for the last time."""
-        if self._bar is not None:
-            self._draw(time.monotonic())
+        if not self._bar.disable:
+            self._draw()
             self._bar.stop()
 
-    def _say(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            announce(text)
-
-    def _speed(self, now: float) -> float:
-        return (self._done - self._first) / max(now - self._working, 1e-6)
-
-    def _left(self, now: float) -> float | None:
-        """Seconds; None if they cannot be told."""
-        if self._total is None or self._batches < FIRST_BATCHES:
-            return None
-        return max(0, self._total - self._skipped - self._done) / max(self._speed(now), 1e-6)
-
-    def _draw(self, now: float) -> None:
-        of = "" if self._total is None else f" of about {self._total:,}"
-        parts = [f"{self._skipped + self._done:,}{of} samples" + " on rank 0" * (self._ranks > 1)]
-        if self._batches > 1:
-            parts.append(f"{self._speed(now):,.0f} samples/s")
-        if (left := self._left(now)) is not None:
-            parts.append(f"{duration(left)} left")
-        if self._bar is not None:
-            share = min(1.0, (self._skipped + self._done) / self._total) if self._total else 0.0
-            self._bar.update(self._task, completed=share, description="  ".join(parts), refresh=True)
-        else:
+    def _draw(self) -> None:
+        task = self._task
+        of = "" if task.total is None else f" of about {task.total:,.0f}"
+        parts = [f"{task.completed:,.0f}{of} samples{self._where}"]
+        if task.speed:
+            parts.append(f"{task.speed:,.0f} samples/s")
+        if task.time_remaining is not None:
+            parts.append(f"{duration(task.time_remaining)} left")
+        if self._bar.disable:
             announce("  ".join(parts))
+        else:
+            self._bar.update(task.id, description="  ".join(parts), refresh=True)
 
 
 @dataclass
