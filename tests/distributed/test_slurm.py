@@ -64,7 +64,12 @@ def conf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     files = {"key-file": "key", "socket": "munge", "pid-file": "pid", "seed-file": "seed", "log-file": "log"}
     with contextlib.ExitStack() as stack:
         ports = [stack.enter_context(reserved_port()) for _ in range(3)]
-        told = {"host": socket.gethostname(), "user": getpass.getuser(), "cpus": os.cpu_count(), "first": os.getpid()}
+        told = {
+            "host": socket.gethostname(),
+            "user": getpass.getuser(),
+            "cpus": os.cpu_count(),
+            "first": 10 * os.getpid(),
+        }
         (folder / "slurm.conf").write_text(CONF.format(folder=folder, ports=ports, **told))
         env = {**os.environ, "PATH": SBIN, "SLURM_CONF": f"{folder}/slurm.conf"}
         log = stack.enter_context((folder / "daemons.log").open("w"))
@@ -245,7 +250,7 @@ def test_a_warning_before_the_run_has_started(job: Job) -> None:
     """The script is still busy with something else."""
     if not job.torchrun:
         pytest.skip("the warning goes to the tasks")
-    job.submit(text=job.text.replace("srun hostname", "touch busy\nsrun sleep 5"))
+    job.submit("--time=20", text=job.text.replace("srun hostname", "touch busy\nsrun sleep 5"))
     wait_until((job.folder / "busy").exists)
     job.call("scancel", "--signal=USR1", "--batch", job.id)
     job.wait_for("Restarts", "1")
