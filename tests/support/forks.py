@@ -25,6 +25,7 @@ TIMEOUT = 900.0  # s; a busy machine is fifty times slower than an idle one, and
 PRELOADED = [
     "torch", "torch._dynamo", "clipstream.models.towers", "clipstream.train.run", "clipstream.data.build",
     "clipstream.evals.runner", "clipstream.report.data_stall", "hypothesis", "tests.support.runs",
+    "clipstream.training.trainer", "torch._dynamo.backends.debugging",
 ]  # fmt: skip
 
 
