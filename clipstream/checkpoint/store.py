@@ -152,6 +152,8 @@ def pointed(pointer: Path) -> Path | None:
         name = pointer.read_text(encoding="utf-8").partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError):
         return None
+    if not re.fullmatch(r"[\w.-]*\w", name):  # of another file, as open_clip's or a page of HTML
+        return None
     named = pointer.parent / name
     aside = named.with_name(f"{name}{ASIDE}")  # after a crash during a second save of its step
     return aside if aside.is_dir() and not named.is_dir() else named

@@ -365,6 +365,30 @@ def lines(path: Path) -> Iterator[tuple[bytes, Record]]:
                 yield line, record
 
 
+class _Start(TypedDict):
+    time: str
+    ranks: int
+    device: str
+    versions: dict[str, str]
+
+
+class _Counts(TypedDict):
+    dropped: dict[str, Count]
+
+
+class _Operation(TypedDict):
+    name: str
+    calls: int
+    self_cpu: float
+    cpu: float
+
+
+class _Profile(TypedDict):
+    device: str
+    steps: tuple[int, int]
+    operations: list[_Operation]
+
+
 class _Line(TypedDict, total=False):
     """What all records have in common: the position, and mappings by their kind."""
 
@@ -372,12 +396,12 @@ class _Line(TypedDict, total=False):
     samples: Count
     eval: str
     metrics: list[str]
-    start: dict[str, object]
+    start: _Start
     end: dict[str, object]
     rollback: dict[str, object]
-    health: dict[str, dict[str, object]]
+    health: dict[str, _Counts]
     stages: dict[str, dict[str, float | None]]
-    profile: dict[str, object]
+    profile: _Profile
     seconds: float
 
 

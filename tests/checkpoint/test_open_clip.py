@@ -14,6 +14,7 @@ import torch
 
 from clipstream import train
 from clipstream.checkpoint.open_clip import OpenClipCheckpoint
+from clipstream.checkpoint.store import find
 from clipstream.errors import SettingsError
 from clipstream.training.optim import AdamW, build_optimizer
 from tests.support import model_files
@@ -93,3 +94,11 @@ def test_odd_fields_are_named(changed: dict[str, Any], words: str | None, tmp_pa
     optimizer = build_optimizer(towers, AdamW.Settings(lr=1e-3), "ViT-B-32")
     with nullcontext() if words is None else pytest.raises(SettingsError, match=words):
         OpenClipCheckpoint.read(path).load(towers, optimizer)
+
+
+@pytest.mark.parametrize("content", [b"", b"<!DOCTYPE html><html>404</html>", b"../x\n", b"a\0b"])
+def test_a_file_of_anything_is_told(content: bytes, tmp_path: Path) -> None:
+    (path := tmp_path / "epoch_1.pt").write_bytes(content)
+    assert find(tmp_path, str(path)) == path
+    with pytest.raises(SettingsError, match="nor of open_clip's trainer: it is"):
+        OpenClipCheckpoint.read(path)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from clipstream.checkpoint.open_clip import OpenClipCheckpoint
 from clipstream.checkpoint.state import OPTIMIZER, RANDOM, STATE, WEIGHTS, load, read_meta
 from clipstream.checkpoint.store import MARKER, agree, fault, find
 from clipstream.data.order.lanes import Cursor, DataState, LaneState
@@ -273,8 +274,8 @@ def test_which_one_to_resume_from(tmp_path: Path) -> None:
     other = tmp_path / "other"
     for resume in (str(path), str(folder), str(tmp_path), str(folder / "latest")):
         assert find(other, resume) == path
-    with pytest.raises(SettingsError, match="no whole checkpoint"):
-        find(other, str(folder / "step_00000003" / STATE))
+    with pytest.raises(SettingsError, match="nor of open_clip's trainer"):
+        OpenClipCheckpoint.read(find(other, str(folder / "step_00000003" / STATE)) or Path())
 
 
 def test_a_crash_between_the_renames_of_a_new_save_of_a_step(tmp_path: Path) -> None:
