@@ -53,6 +53,7 @@ from clipstream.utils import atomic_write
 SUFFIX = ".index"
 MAGIC = b"clipstream-index 1 "
 LONGEST_HEAD = 1 << 16
+MOST_PACKED = 256  # bytes that a byte of an index unpacks to at most, which shards' are far below: zlib allows 1,032
 # Parts of a URL that differ each time it is signed.
 SIGNED = re.compile(r"(?i)^(?:x-(?:amz|goog|ms)-.*|awsaccesskeyid|googleaccessid|signature|sig|se|st|sp|sv|sr|expires"
                     r"|policy|key-pair-id|.*token.*)=")  # fmt: skip
@@ -169,8 +170,12 @@ def read(path: Path) -> tuple[Head, ShardIndex]:
     if len(body) != head.length or zlib.crc32(body) != head.crc32:
         raise ValueError("its checksum is wrong")
     samples, expected = SampleTable(), 0
+    unpacker = zlib.decompressobj()
     try:
-        packed = json.loads(zlib.decompress(body))
+        text = unpacker.decompress(body, MOST_PACKED * len(body))
+        if not unpacker.eof:
+            raise ValueError(f"it is cut off, or unpacks to more than {MOST_PACKED} times its size")
+        packed = json.loads(text)
         for key, kind, *numbers in packed["samples"]:
             members = {}
             for i, suffix in enumerate(packed["kinds"][kind]):

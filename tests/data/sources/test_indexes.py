@@ -116,6 +116,13 @@ def test_damage_and_other_files_are_no_index(tmp_path: Path) -> None:
     for at in range(0, len(whole), 7):
         place.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
         assert opened_by(shard, None) is None, at
+    line, body = whole.split(b"\n", 1)
+    bomb = zlib.compress(zlib.decompress(body) + b" " * (1 << 24))
+    head = json.dumps({**json.loads(line.split(b" ", 3)[3]), "length": len(bomb), "crc32": zlib.crc32(bomb)}).encode()
+    place.write_bytes(b"clipstream-index 1 %08x %s\n" % (zlib.crc32(head), head) + bomb)
+    with pytest.raises(ValueError, match="unpacks to more than"):
+        read(place)
+    assert opened_by(shard, None) is None
     place.write_bytes(whole)
     os.utime(shard, (1, 1))
     assert opened_by(shard, None) is None, "the shard is not the one that was indexed"
