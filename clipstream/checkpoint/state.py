@@ -33,7 +33,7 @@ from clipstream.models.towers import Towers
 from clipstream.models.weights import finite
 from clipstream.training.optim import CONSTRUCTED, groups_from_json
 from clipstream.training.parallel import shard_like
-from clipstream.training.precision import set_random_state
+from clipstream.training.precision import RandomState, set_random_state
 from clipstream.training.state import TrainState
 from clipstream.utils import atomic_write
 from clipstream.utils.atomic_write import BLOCK
@@ -266,17 +266,19 @@ def load(
     except (RuntimeError, ValueError, LookupError, TypeError, SafetensorError) as error:
         message = shortened(str(error), MISMATCH_SHOWN)
         raise SettingsError(f"{checkpoint} does not fit this run's model and optimiser: {message}") from error
+    set_random_state_of(checkpoint / RANDOM, world)
+    return state
+
+
+def set_random_state_of(path: Path, world: World) -> None:
     try:
-        states = read_object(checkpoint / RANDOM)
-        if not isinstance(states, list) or not states:
-            raise ValueError("it is no list")
+        if not (states := checked(list[RandomState], read_object(path))):
+            raise ValueError("an empty list")
         if world.rank < len(states):
             set_random_state(states[world.rank], world.device)
-    except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-        message = shortened(str(error), MISMATCH_SHOWN)
-        text = f"{RANDOM} in {checkpoint} does not hold the random states of a run: take another checkpoint ({message})"
-        raise SettingsError(text) from error
-    return state
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: bytes that are no state of torch
+        text = f"{RANDOM} in {path.parent} does not hold the random states of a run: take another checkpoint"
+        raise SettingsError(f"{text} ({shortened(str(error), MISMATCH_SHOWN)})") from error
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, torch.Tensor | float]]) -> None:

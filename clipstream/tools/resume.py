@@ -144,8 +144,8 @@ def carried_over(settings: Settings, state: TrainState | None, world: World, *, 
     lanes = None if state is None or own_lanes else state.data.lanes_total
     if state is not None and lanes is not None and world.size <= lanes <= min(settings.data.batch_sizes):
         settings = _with(settings, "data", lanes=lanes)
-        if settings.data.shuffle.open_shards is None:
-            shards = state.data.fingerprint["data.shuffle.shards"]
+        shards = state.data.fingerprint.get("data.shuffle.shards")
+        if settings.data.shuffle.open_shards is None and isinstance(shards, int) and shards > 0:
             shuffle = settings.data.shuffle.model_copy(update={"shards": shards})
             settings = _with(settings, "data", shuffle=shuffle)
     if settings.train.precision == "auto":

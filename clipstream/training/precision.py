@@ -12,12 +12,14 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any, Literal, TypedDict
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pydantic import AfterValidator, Field, InstanceOf
 from torch import nn
+from typing_extensions import NotRequired, TypedDict
 
 from clipstream.distributed.capabilities import computes_bf16
 from clipstream.distributed.world import World
@@ -27,16 +29,33 @@ from clipstream.models.execution.frozen import arithmetic
 Precision = Literal["fp32", "bf16", "fp16", "pure_bf16", "fp64"]
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TF32_CAPABILITY = (8, 0)  # of the first GPUs with TF32 (Ampere)
+TWISTER = 624  # words of the state of a Mersenne Twister
 KEPT_WIDE = 4  # elements of tensors that stay float32: scale and bias, which bfloat16 would freeze, and channel means
 
 
-class RandomState(TypedDict, total=False):
-    """Random states of a process: of Python and NumPy, and of torch's CPU and CUDA generators."""
+def _row(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype not in (torch.uint8, torch.int64) or tensor.ndim != 1:
+        raise ValueError("no row of bytes or of numbers")
+    return tensor
 
-    python: tuple[Any, ...]
-    numpy: tuple[Any, ...]
-    cpu: torch.Tensor
-    cuda: torch.Tensor
+
+_Row = Annotated[InstanceOf[torch.Tensor], AfterValidator(_row)]
+_Word = Annotated[int, Field(ge=0, lt=1 << 32)]
+_Words = Annotated[tuple[_Word, ...], Field(min_length=TWISTER + 1, max_length=TWISTER + 1)]  # the last one: a position
+
+
+class TorchState(TypedDict):
+    """Random states of torch's generators: of the CPU and of a CUDA device."""
+
+    cpu: _Row
+    cuda: NotRequired[_Row]
+
+
+class RandomState(TorchState):
+    """Random states of a process: as `random.getstate` has it, NumPy's with its words as a tensor, and torch's."""
+
+    python: tuple[Literal[3], _Words, float | None]
+    numpy: tuple[Literal["MT19937"], _Row, Annotated[int, Field(ge=0, le=TWISTER)], Literal[0, 1], float]
 
 
 def prepare(module: nn.Module, precision: Precision) -> nn.Module:
@@ -119,28 +138,29 @@ def seed_all(seed: int, rank: int) -> None:
 
 def random_state(device: str | torch.device) -> RandomState:
     """All random states of this process, in types that `torch.load(weights_only=True)` accepts."""
-    name, keys, position, has_gauss, gauss = np.random.get_state()
-    numpy = (name, torch.from_numpy(np.asarray(keys, np.int64)), position, has_gauss, gauss)
-    return {"python": random.getstate(), "numpy": numpy, **torch_state(device)}
+    numpy: Any = np.random.get_state()
+    name, keys, *rest = numpy
+    words = torch.from_numpy(np.asarray(keys, np.int64))
+    return {"python": random.getstate(), "numpy": (name, words, *rest), **torch_state(device)}
 
 
 def set_random_state(state: RandomState, device: str | torch.device) -> None:
     """Restore what `random_state` returned."""
     random.setstate(state["python"])
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    name, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     set_torch_state(state, device)
 
 
-def torch_state(device: str | torch.device) -> RandomState:
+def torch_state(device: str | torch.device) -> TorchState:
     """Random states of torch: the CPU's, and a CUDA device's."""
-    state: RandomState = {"cpu": torch.get_rng_state()}
+    state: TorchState = {"cpu": torch.get_rng_state()}
     if torch.device(device).type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
 
 
-def set_torch_state(state: RandomState, device: str | torch.device) -> None:
+def set_torch_state(state: TorchState, device: str | torch.device) -> None:
     """Restore what `torch_state` returned."""
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.device(device).type == "cuda":

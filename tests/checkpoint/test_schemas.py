@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from clipstream.checkpoint.state import STATE, CheckpointMeta
+from clipstream.checkpoint.state import RANDOM, STATE, CheckpointMeta, set_random_state_of
 from clipstream.checkpoint.store import Best, Marker
+from clipstream.config.settings import load
 from clipstream.data.order.lanes import Cursor, DataState, LaneState
+from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.model_config import ModelConfig, check_sizes, refuse
+from clipstream.tools.resume import carried_over
 from clipstream.training.optim import groups_from_json
+from clipstream.training.precision import random_state, same_randomness
 from clipstream.training.state import TrainState
 from tests.support.model_files import TEXT, VIT
 
@@ -65,9 +72,10 @@ def read(kind: str, text: str, folder: Path) -> None:
 )
 def test_any_value_anywhere_is_read_or_refused(kind: str, tmp_path: Path, data: st.DataObject) -> None:
     content = json.loads(json.dumps(FILES[kind]))
-    at, key = {"": content}, ""
-    while isinstance(at[key], dict | list) and at[key] and data.draw(st.integers(0, 5)):  # type: ignore[index]
-        at = at[key]  # type: ignore[index, assignment]
+    at: Any = {"": content}
+    key: Any = ""
+    while isinstance(at[key], dict | list) and at[key] and data.draw(st.integers(0, 5)):
+        at = at[key]
         key = data.draw(st.sampled_from(list(at) if isinstance(at, dict) else range(len(at))))
     if isinstance(at, dict) and at is not content and data.draw(st.booleans()):
         del at[key]
@@ -85,6 +93,40 @@ def test_any_value_anywhere_is_read_or_refused(kind: str, tmp_path: Path, data: 
 @pytest.mark.parametrize("kind", list(FILES))
 def test_what_was_written_is_read(kind: str, tmp_path: Path) -> None:
     read(kind, json.dumps(FILES[kind]), tmp_path)
+
+
+@given(data=st.data())
+@settings(
+    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_any_random_state_is_set_or_refused(tmp_path: Path, data: st.DataObject) -> None:
+    tensors = st.sampled_from([torch.zeros(0), torch.zeros(624).long(), torch.zeros(5056).byte(), torch.eye(3).long()])
+
+    def changed(value: Any, depth: int) -> Any:
+        if not isinstance(value, dict | list | tuple) or not value or (depth > 1 and not data.draw(st.integers(0, 3))):
+            return data.draw(ODD | tensors)
+        key = data.draw(st.sampled_from(list(value) if isinstance(value, dict) else range(min(len(value), 5))))
+        new = dict(value) if isinstance(value, dict) else dict(enumerate(value))
+        new[key] = changed(value[key], depth + 1)
+        return new if isinstance(value, dict) else type(value)(new.values())
+
+    (tmp_path / RANDOM).unlink(missing_ok=True)  # tensors of the last one may map it
+    with same_randomness("cpu"):
+        torch.save(changed([random_state("cpu")], 0), tmp_path / RANDOM)
+        try:
+            set_random_state_of(tmp_path / RANDOM, World())
+        except SettingsError as error:
+            assert "does not hold the random states of a run: take another checkpoint" in str(error)
+        else:
+            torch.rand(1), np.random.rand(), random.random()
+
+
+@pytest.mark.parametrize("shards", [None, -5, "x", [], {}])
+def test_shards_of_the_shuffle_that_no_run_wrote_are_not_taken_over(shards: object) -> None:
+    settings = load(["--train-data", "synthetic:", "--precision", "fp32"])
+    odd = TrainState(data=DataState(lanes_total=1, fingerprint={"data.shuffle.shards": shards}))
+    for state in (odd, TrainState(data=DataState(lanes_total=1))):
+        assert carried_over(settings, state, World(), own_lanes=False).data.shuffle == settings.data.shuffle
 
 
 def test_files_of_a_checkpoint_are_below_it() -> None:
