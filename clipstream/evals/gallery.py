@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import compress
 
 import torch
 
@@ -49,6 +50,11 @@ class Kept:
         self.ids += batch.ids[:free].clone().unbind()
         self.keys += batch.keys[:free]
         return True
+
+    def only(self, chosen: torch.Tensor) -> None:
+        """Leave out images. `chosen`, bool: one for each, and more."""
+        there = chosen[: len(self)].tolist()
+        self.pixels, self.ids, self.keys = ([*compress(x, there)] for x in (self.pixels, self.ids, self.keys))  # type: ignore[assignment]
 
 
 def show_retrieval(

@@ -32,6 +32,7 @@ from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.data.transport.transfer import ShardError
 from clipstream.errors import DataError, Dropped
 from clipstream.utils.console import ResultConsole
+from clipstream.utils.content import OTHER_NAME
 from clipstream.utils.escape import MESSAGE, printable
 
 T = TypeVar("T")
@@ -236,8 +237,9 @@ def check(source: SourceSettings, given: str, samples: int) -> None:
     read = view.tried
     if not read:
         raise DataError(f"no sample could be read from {view.shards}: see what is wrong with them above")
-    flags = view.profile.suggestion(source.image_key, source.caption)
     reason, count = view.drops.most_common(1)[0]
+    flags = view.profile.suggestion(source.image_key, source.caption)
+    flags = flags if reason != "no_image" or "image-key" in str(flags) else []  # a caption alone is of no use
     hint = f"use {' '.join(flags)}" if flags else f"e.g. {view.examples[reason]}"
     if reason == "no_caption":
         others = [flag for flag in view.profile.captions(source.caption) if flag not in flags]
@@ -246,6 +248,6 @@ def check(source: SourceSettings, given: str, samples: int) -> None:
     scattered = next((fault for fault in view.faults.values() if fault.startswith(SCATTERED)), None)
     if not flags and (scattered or note):
         hint = scattered or "see the note above"
-    if reason == MISSING:
+    if reason == MISSING and OTHER_NAME not in view.examples[reason]:
         hint += "; the pictures' paths begin elsewhere? Say where by --folder"
     raise DataError(f"none of {read:,} samples is usable, {count:,} of them for {reason}: {hint}")

@@ -6,11 +6,16 @@ The first 512 bytes enter; the name of a kind (`kind`), or words with what to do
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any, TextIO
 
 UTF8 = "utf-8-sig"  # a byte order mark is left out
 HEAD = 512  # bytes that are looked at, at most
 PICTURES = ("JPEG", "PNG", "GIF", "WebP", "TIFF", "BMP", "AVIF")  # that are decoded
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
+PICTURE_NAME = re.compile(rf"(?i)(?:{'|'.join(map(re.escape, SUFFIXES))})\s*$")
+OTHER_NAME = "the file's name is"  # where only the suffix differs
 TEXTS = ("utf16", "sep", "JSON", "shards", "CSV")  # what a table of text may be
 _TEXT = rb"(?i)(?:\xef\xbb\xbf)?\s*"
 _XML = _TEXT + rb"(?:<\?xml[^>]*>\s*)?(?:<!--.*?-->\s*)*"
@@ -115,3 +120,27 @@ def read_text(path: Path) -> str:
     data = path.read_bytes()
     encoding = encoding_of(data)
     return data.decode(encoding, "surrogateescape" if encoding == UTF8 else "strict")
+
+
+def open_text(path: Path) -> TextIO:
+    """A file, opened as text in UTF-8 or UTF-16; bytes that are none become surrogates."""
+    with open(path, "rb") as file:
+        encoding = encoding_of(file.read(HEAD))
+    return open(path, newline="", encoding=encoding, errors="surrogateescape" if encoding == UTF8 else "replace")
+
+
+def rows_of(found: Mapping[str, Any]) -> Iterable[Mapping[str, Any]] | None:
+    """The rows of one JSON object that is a table, as pandas or a script writes it; None if it is none."""
+    names, rows, values = found.get("columns"), found.get("data"), list(found.values())
+    if isinstance(rows, list) and all(isinstance(row, list if names else dict) for row in rows):  # "split", "table"
+        return [dict(zip(map(str, names), row, strict=True)) for row in rows] if names else rows
+    if found and all(map(PICTURE_NAME.search, found)):  # by the picture's path
+        return ({"filepath": k, **(v if isinstance(v, dict) else {"title": v})} for k, v in found.items())
+    if len(values) < 2 or len(values[0] if isinstance(values[0], (dict, list)) else ()) < 2:
+        return None
+    if all(isinstance(v, dict) and [*v] == [*values[0]] for v in values):
+        if not all(map(str.isdecimal, found)) and (len(values[0]) > len(values) or "".join(values[0]).isdecimal()):
+            return ({name: inner[key] for name, inner in found.items()} for key in values[0])  # orient="columns"
+        return values  # orient="index"
+    alike = all(isinstance(v, list) and len(v) == len(values[0]) and not isinstance(v[0], dict) for v in values)
+    return [dict(zip(found, row, strict=True)) for row in zip(*values, strict=True)] if alike else None  # "list"

@@ -75,6 +75,11 @@ def test_the_flag_of_a_dialogue_is_that_of_the_answers() -> None:
     rows = [json.dumps({"talk": [{"from": who, "value": text} for who, text in turn]}) for turn in turns]
     profile = profile_of(*({"png": PNG, "json": row} for row in rows))
     assert profile.suggestion("png", TextCaption()) == ["--caption-json 'talk[from=gpt].value'"]
+    turns = [[("user", f"Is it {n}?"), ("assistant", f"a dog and {n} red cats")] for n in range(5)]
+    said = [[{"role": who, "content": [{"type": "text", "text": text}]} for who, text in turn] for turn in turns]
+    profile = profile_of(*({"png": PNG, "json": json.dumps({"messages": one})} for one in said))
+    path = "messages[role=assistant].content.*.text"
+    assert profile.suggestion("png", TextCaption()) == [f"--caption-json '{path}'"]
 
 
 def test_advice_says_what_was_seen() -> None:
@@ -162,6 +167,9 @@ def test_a_manifest_is_seen_with_its_rows(
     assert "missing_picture" in out and "100.0%" not in out
     assert main([f"{tmp_path}/pairs.jsonl", "--caption-json", "caption.en", "--folder", f"{tmp_path}/none"]) == 3
     assert "begin elsewhere? Say where by --folder" in capsys.readouterr().err
+    (tmp_path / "one.jsonl").write_text('{"filepath": {"a": 1}, "title": "a dog"}')
+    assert main([f"{tmp_path}/one.jsonl"]) == 3
+    assert "no_image" in (err := capsys.readouterr().err) and "--caption" not in err, "it would not help"
     assert main([f"{tmp_path}/pairs.jsonl", "--image-key", "path"]) == 3
     assert "its columns are filepath, caption" in (err := capsys.readouterr().err) and "by --image-key" in err
 

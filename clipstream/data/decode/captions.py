@@ -369,7 +369,7 @@ def text_of(sample: RawSample, suffixes: tuple[str, ...], absent: str) -> str:
     try:
         return bytes(value).decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:
-        raise Dropped("caption_not_utf8", str(error)) from error
+        raise Dropped("caption_not_utf8", f"{error}: convert it, e.g. by iconv -f latin1 -t utf-8") from error
 
 
 def object_of(sample: RawSample, suffixes: tuple[str, ...], absent: str) -> JsonObject | list[Any]:

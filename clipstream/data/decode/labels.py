@@ -57,8 +57,9 @@ class LabelField:
         found = self.value(sample)
         if isinstance(found, list) and len(found) != 1:
             raise Dropped("no_label", "it is a list: zero_shot takes several labels of a picture by labels: list")
-        if not (label := label_text(found[0] if isinstance(found, list) else found)):
-            raise Dropped("no_label", "the label is missing, or neither a whole number nor text")
+        label = label_text(found[0] if isinstance(found, list) else found)
+        if not label or number_of(label) in (-1, -100):  # marks of data sets, and of PyTorch's losses
+            raise Dropped("no_label", "the label is missing (or -1, -100), or neither a whole number nor text")
         return label
 
     def value(self, sample: RawSample) -> Any:

@@ -46,6 +46,7 @@ NOT_CAPTIONS = (
 # One word that is a code of a language, has digits or signs, or is very long: an id, a hash, a path, a URL.
 _CODE = re.compile(r"(?i:true|false|none|null|nan)|[a-z]{2}(-[A-Za-z]{2,4})?|(?=.*[\d_=/\\@:])[!-~]+|[!-~]{25,}")
 _WORD = re.compile(r"[^\W\d_]{2,}")
+_ANSWER = re.compile(r"=(?:assistant|gpt|model)]")  # in the filter for who answers in a dialogue
 NO_TEXT = "no member and no JSON field holds text that looks like a caption"
 _UNDOTTED = r"s,\.\([^./]*\.\),_\1,g"  # of neighbouring dots every second one: twice
 RENAMING = f"{UNPACKING.removesuffix('&& ')}--transform='{_UNDOTTED};{_UNDOTTED}' && {PACKING}"
@@ -283,6 +284,7 @@ class Profile:
             alternative = (found.type != "str") + (names[-1:] not in ([one] for one in ("en", *CAPTION_NAMES[:4])))
             key = (found.is_constant, rank, alternative, -found.language, -found.samples)
             paths = [path, *(self._filtered(found) if found.most > 1 else ())]
+            paths.sort(key=lambda one: not _ANSWER.search(one))
             for n, one in enumerate(paths):
                 if place == SHORT_FLAGS and found.member == "json" and ";" not in one:
                     flag = f"--caption-json {shlex.quote(one)}"
@@ -332,20 +334,22 @@ class Profile:
         return dotted
 
     def _filtered(self, found: Field) -> list[str]:
-        """The paths with a filter in place of the last `*`, one per value of a field that distinguishes elements."""
-        stem, star, rest = found.path.rpartition(".*.")
-        apart = [
-            (len(other.texts), other.path.removeprefix(stem + star))
-            for other in self.json_fields.values()
-            if star and other.member == found.member and other.path.startswith(stem + star) and other is not found
-            if other.type == "str" and 2 <= len(other.texts) <= FILTERS and other.count >= 2 * len(other.texts)
-            if _nameable(*other.texts)
-        ]
-        if not apart or len(steps := parse_path(min(apart)[1])) != 1 or not isinstance(steps[0], str):
-            return []
-        texts = self.json_fields[_title(found.member, stem + star + min(apart)[1])].texts
-        values = sorted(texts, key=lambda value: (value != "en", -texts[value]))
-        return [f"{stem}{filter_of(steps[0], value)}.{rest}" for value in values]
+        """The paths with a filter in place of a `*`, one per value of a field that distinguishes elements."""
+        paths: list[str] = []
+        for star in re.finditer(r"\.\*\.", found.path):
+            stem, rest = found.path[: star.start()], found.path[star.end() :]
+            apart = [
+                (len(other.texts), step[0], other.texts)
+                for other in self.json_fields.values()
+                if other.member == found.member and other.path.startswith(f"{stem}.*.") and other is not found
+                if other.type == "str" and 2 <= len(other.texts) <= FILTERS and other.count >= 2 * len(other.texts)
+                if _nameable(*other.texts) and len(step := parse_path(other.path.removeprefix(f"{stem}.*."))) == 1
+                if isinstance(step[0], str)
+            ]
+            for _, name, texts in sorted(apart, key=lambda one: one[:2])[:1]:
+                values = sorted(texts, key=lambda value: (value != "en", -texts[value]))
+                paths += [f"{stem}{filter_of(name, value)}.{rest}" for value in values]
+        return paths
 
     def _add_json(self, suffix: str, data: bytes) -> None:
         found: dict[str, Field] = {}

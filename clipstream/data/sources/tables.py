@@ -29,7 +29,7 @@ from clipstream.data.tar import SampleRef, ShardIndex
 from clipstream.data.transport.shard_cache import ShardCache, cache_root
 from clipstream.data.transport.transfer import ShardError
 from clipstream.errors import DataError, Dropped, SettingsError
-from clipstream.utils.content import HEAD, TEXTS, UTF8, describe, encoding_of, kind
+from clipstream.utils.content import HEAD, OTHER_NAME, PICTURE_NAME, SUFFIXES, TEXTS, describe, kind, open_text, rows_of
 from clipstream.utils.escape import printable
 from clipstream.utils.logs import logger
 from clipstream.utils.words import counted
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 BLOCK = 1000  # most rows of a shard
 BLOCKS = 192  # fewest shards of a source with at least as many rows
-FORM = 3  # of the Arrow files, part of their identity: those of another form are written anew
+FORM = 4  # of the Arrow files, part of their identity: those of another form are written anew
 ROWS = 256  # of a record batch: row r is in batch r // ROWS
 FAULT = "__fault__"  # column of a CSV: the fault of a row whose number of fields is not the header's
 RAW = "__json__"  # column of the unparsed rows of JSON
@@ -48,9 +48,6 @@ LONGEST_FIELD = 1 << 28  # characters of a CSV's field
 MOST_LINES = 100  # of a CSV's row
 SHORTEST_PICTURE = 100  # characters of a picture in base64
 CHUNK = 1 << 20  # characters of a JSON list that are read at once
-BETWEEN = re.compile(r"[\s,]*")
-_SEPARATOR = re.compile(r"\"?sep=(.)\"?\s*$")
-_WORD = re.compile(r"[\w-]+")
 Row = TypeVar("Row")
 MISSING = "missing_picture"  # the reason for a sample whose image file cannot be read
 
@@ -119,23 +116,27 @@ class TableSource(SourceType):
             arrow = self._arrows[url] = store.get_or_make(f"{url}#rows", identity, fill)
         except (ShardError, OSError) as error:
             raise DataError(f"{key}.shards: {redact(url)}: {error}") from error
+        own = os.path.dirname(named or "") if settings.folder is None else settings.folder
         if not (names := columns(arrow)) or not set(names) & set(self._keys):
             with open(local, "rb") as file:
                 head = file.read(HEAD)
             what = "" if kind(head) in (None, *TEXTS, "Parquet", "Arrow") else f"it is {describe(head)}; "
+            files = (PICTURE_NAME.search(name) or os.path.isfile(os.path.join(own, name)) for name in names)
+            if table_format(url) == "csv" and any(files):
+                what = "its header is missing, as its first line is a row: put a line such as filepath,title first; "
+            elif not what and table_format(url) == "json" and len(mapped(arrow).get_batch(0)) == 1 < len(names):
+                what = "it is one JSON object: write one a line (pandas: to_json(..., orient='records', lines=True)); "
             flag = "--image-key" if key == SHORT_FLAGS else f"--{key}.image-key"
             raise DataError(
                 f"{key}.shards: {redact(url)}: {what}none of its columns holds pictures by the names looked for "
-                f"({', '.join(self._keys)}); its columns are {', '.join(names) or 'none'}: name the picture's, a path, "
-                f"by {flag}"
+                f"({', '.join(self._keys)}); its columns are {', '.join(names[:20]) or 'none'}"
+                f"{', …' if len(names) > 20 else ''}: name the picture's, a path, by {flag}"
             )
         # Relative paths start from the setting, the table's folder, or the working folder if only it fits.
-        own = os.path.dirname(named or "")
         folders = [own, ""] if settings.folder is None else []
         found = (folder for folder in folders if _finds_picture(arrow, self._keys, folder))
-        self._folders[url] = next(found, own if settings.folder is None else settings.folder)
-        reader = mapped(arrow)
-        last = reader.num_record_batches - 1
+        self._folders[url] = next(found, own)
+        last = (reader := mapped(arrow)).num_record_batches - 1
         return int(last * ROWS + len(reader.get_batch(last)))
 
 
@@ -206,9 +207,9 @@ def to_arrow(table: Path, url: str, target: Path, *, separator: str | None = Non
 def _csv(path: Path, separator: str | None, quoting: bool) -> Iterator[pa.RecordBatch]:
     import pyarrow as pa
 
-    with _text(path) as file:
+    with open_text(path) as file:
         header, start = file.readline(), 0
-        if said := _SEPARATOR.match(header):  # Excel's first line
+        if said := re.match(r"\"?sep=(.)\"?\s*$", header):  # Excel's first line
             separator, start = separator or said[1], file.tell()
             header = file.readline()
         file.seek(start)
@@ -224,13 +225,6 @@ def _csv(path: Path, separator: str | None, quoting: bool) -> Iterator[pa.Record
         for some in _chunks(fields(number, row) for number, row in numbered if row):
             columns = zip(*some, strict=True)
             yield pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)], schema=schema)
-
-
-def _text(path: Path) -> TextIO:
-    """The table, opened as text in UTF-8 or UTF-16; bytes that are none become surrogates."""
-    with open(path, "rb") as file:
-        encoding = encoding_of(file.read(HEAD))
-    return open(path, newline="", encoding=encoding, errors="surrogateescape" if encoding == UTF8 else "replace")
 
 
 def _csv_rows(file: Iterable[str], separator: str, quoting: bool) -> Iterator[tuple[int, list[str]]]:
@@ -286,7 +280,8 @@ def _quoted(text: str, separator: str) -> list[str] | bool:
     """The fields of a row in which quotes, doubled or behind a backslash, are syntax; else whether one is open."""
     for escape in (None, "\\") if '\\"' in text else (None,):
         try:
-            return next(csv.reader([text], delimiter=separator, doublequote=not escape, escapechar=escape, strict=True))
+            form = {"delimiter": separator, "doublequote": not escape, "escapechar": escape, "skipinitialspace": True}
+            return next(csv.reader([text], strict=True, **form))  # type: ignore[arg-type]
         except csv.Error as error:
             is_open = "unexpected end" in str(error)
     return is_open
@@ -298,28 +293,34 @@ def _are_rows(first: list[str], lines: Sequence[str], separator: str, width: int
     full = [row for row in rows if len(row) == width]
     if not full or len(full) * 5 < len(rows) * 4:
         return False
-    shapes = [{_WORD.sub("w", row[i].strip('" ')) for row in (first, *full)} for i in range(min(width, len(first)))]
+    shapes = [
+        {re.sub(r"[\w-]+", "w", row[i].strip('" ')) for row in (first, *full)} for i in range(min(width, len(first)))
+    ]
     return separator == "\t" or any(len(shape) == 1 and re.search(r"[./]", max(shape)) for shape in shapes)
 
 
 def _json_rows(path: Path) -> Iterator[bytes]:
     """The objects of a JSON list, or the lines that are not blank."""
-    with _text(path) as text:
+    with open_text(path) as text:
         start = text.read(CHUNK).lstrip()
         text.seek(0)
         if start.startswith("["):
             yield from (row.encode("utf-8", "surrogateescape") for row in _elements(text))
             return
-        lines = [line.strip() for line in start.splitlines() if line.strip()]
-        if len(lines) > 1 and lines[0].startswith("{") and not lines[1].startswith("{"):
-            try:
-                json.loads(lines[0])
-            except ValueError:
-                if kind(start[:HEAD].encode()) in ("COCO", "wids"):
-                    raise ValueError(describe(start[:HEAD].encode())) from None
-                several = "one object a line, or a list of objects, is read; this is one over several lines"
-                raise ValueError(several) from None
-    with _text(path) as text:
+        first, second = ([line for line in itertools.islice(text, MOST_LINES) if line.strip()] + ["", ""])[:2]
+    if first.startswith("{") and not second.lstrip().startswith("{"):
+        named, found = kind(start[:HEAD].encode()) in ("COCO", "wids"), None
+        with contextlib.suppress(ValueError), open_text(path) as text:
+            found = json.load(text)
+        if isinstance(found, dict) and not named and (rows := rows_of(found)) is not None:
+            yield from (json.dumps(row).encode() for row in rows)
+            return
+        with contextlib.suppress(ValueError):
+            second = "" if json.loads(first) else second
+        if second:
+            several = "one object a line, or a list of objects, is read; this is one over several lines"
+            raise ValueError(describe(start[:HEAD].encode()) if named else several)
+    with open_text(path) as text:
         yield from (row.encode("utf-8", "surrogateescape") for line in text if (row := line.strip()))
 
 
@@ -328,7 +329,7 @@ def _elements(file: TextIO) -> Iterator[str]:
     decoder = json.JSONDecoder()
     text, at = file.read(CHUNK).lstrip().removeprefix("["), 0
     while True:
-        at = BETWEEN.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
+        at = re.compile(r"[\s,]*").match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
         if text.startswith("]", at):
             return
         if at < len(text) and text[at] != "{":
@@ -529,15 +530,18 @@ class RowShard(OpenShard):
             url = ShardURL(text)
             if url.path is None:
                 raise Dropped(MISSING, f"{url}: a manifest's pictures are files; bring them here first (img2dataset)")
-            where = os.path.join(self._folder, os.path.expanduser(url.path))
-            if "\\" in where and not os.path.exists(where):  # a path of Windows
-                where = where.replace("\\", "/")
-            try:
-                with open(where, "rb") as file:
-                    return {name: file.read()}
-            except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-                shown = where.encode(errors="backslashreplace").decode()  # a name that is no UTF-8
-                raise Dropped(MISSING, f"{shown}: {getattr(error, 'strerror', None) or error}") from error
+            # A path with the spaces around it in the table, and one of Windows, are tried as they are first.
+            for path in dict.fromkeys((url.path, url.path.strip(), url.path.strip().replace("\\", "/"))):
+                where = os.path.join(self._folder, os.path.expanduser(path))
+                try:
+                    with open(where, "rb") as file:
+                        return {name: file.read()}
+                except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+                    fault = getattr(error, "strerror", None) or str(error)
+            shown = where.encode(errors="backslashreplace").decode()  # a name that is no UTF-8
+            others = (PICTURE_NAME.sub("", where) + one for suffix in SUFFIXES for one in (suffix, suffix.upper()))
+            there = os.path.basename(next(filter(os.path.isfile, others), ""))
+            raise Dropped(MISSING, f"{shown}: {fault}{f'; {OTHER_NAME} {there}: write that' if there else ''}")
         return {}
 
 

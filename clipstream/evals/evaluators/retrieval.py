@@ -67,45 +67,49 @@ class Retrieval:
         pairs = torch.cat([nothing, *images]), torch.cat([nothing, *texts])
         of_each = torch.cat([torch.zeros(0, dtype=torch.int64), *counts]).to(nothing.device)
         owners = torch.arange(len(of_each), device=nothing.device).repeat_interleave(of_each)
-        if context.examples_wanted:
-            none = torch.zeros((0, length), dtype=torch.int32)
-            show_retrieval(context, kept, *pairs, owners, torch.cat([none, *ids]).to(nothing.device))
-            matches.show()
+        tokens = torch.cat([torch.zeros((0, length), dtype=torch.int32), *ids]).to(nothing.device)
         if self.groups:
             none = torch.zeros(0, dtype=torch.int64)
             files = context.world.gather_rows(torch.cat([none, *checksums]).to(nothing.device))
             count = len(torch.unique(files))
             if count < len(files):
-                pairs, owners = share_pictures(pairs, owners, files, context.world)
+                own, pairs, owners, tokens = share_pictures(pairs, owners, tokens, files, context.world)
+                kept.only(own)
                 if context.world.is_main and context.AT_MOST is None and not self.told:
                     self.told = True
                     logger.info(
                         f"evaluation {context.name!r}: {len(files):,} samples have {count:,} different pictures: "
                         "samples with the same picture count as one picture with several captions"
                     )
+        if context.examples_wanted:
+            show_retrieval(context, kept, *pairs, owners, tokens)
+            matches.show()
         yield from recalls(*pairs, context.world, owners=owners)
 
 
 def share_pictures(
-    pairs: tuple[torch.Tensor, torch.Tensor], owners: torch.Tensor, files: torch.Tensor, world: World
-) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """(pairs, owners) with each picture once, on the rank of its first sample, and its captions there too.
+    pairs: tuple[torch.Tensor, torch.Tensor], owners: torch.Tensor, ids: torch.Tensor, files: torch.Tensor, world: World
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """(own, pairs, owners, ids) with each picture once, on the rank of its first sample, and its captions there too.
 
-    Every rank holds all captions' features for a moment. Collective.
+    `own`, bool [n], tells which images stay. Every rank holds all captions' features for a moment. Collective.
 
     Args:
         pairs: images [n, D] and texts [m, D] of this rank.
         owners: int64 [m], the image of each caption.
+        ids: int [m, T] of the captions, or [0, T].
         files: int64 [N], checksums of the picture files of all ranks' images, in rank order.
     """
     images, texts = pairs
     start = sum(world.gather_objects(len(images))[: world.rank])
-    distinct, same = torch.unique(files, return_inverse=True)  # same: int64 [N], the picture of each sample
-    first = torch.full_like(distinct, len(files)).scatter_reduce(0, same, torch.arange(len(files)).to(same), "amin")
-    mine = (first >= start) & (first < start + len(images))
-    of_texts = world.gather_rows(same[start + owners])
-    here = mine[of_texts]
-    return (images[first[mine] - start], world.gather_rows(texts)[here]), (mine.cumsum(0) - 1)[of_texts[here]]
+    distinct, same = torch.unique(files, return_inverse=True)
+    samples = torch.arange(len(files)).to(same)
+    first = torch.full_like(distinct, len(files)).scatter_reduce(0, same, samples, "amin")[same]  # with its picture
+    own = (first == samples)[start : start + len(images)]
+    of_texts = world.gather_rows(first[start + owners]) - start
+    here = (of_texts >= 0) & (of_texts < len(images))
+    ids = ids[here] if len(ids := world.gather_rows(ids)) else ids
+    return own, (images[own], world.gather_rows(texts)[here]), (own.cumsum(0) - 1)[of_texts[here]], ids
 
 
 def recalls(

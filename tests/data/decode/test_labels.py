@@ -48,7 +48,8 @@ def array(values: Any, dtype: type) -> bytes:
             ("cls", {"cls": value}, "3")
             for value in (3, 3.0, "3", b"3", np.int64(3), np.float32(3), b"b'3'", b'"3"', b"[3]")
         ),
-        ("cls", {"cls": b"nan"}, "no_label"),
+        *(("cls", {"cls": value}, "no_label") for value in (b"nan", b"-1", -1.0, "-1.0", "-100")),
+        ("cls", {"cls": b"-2"}, "-2"),
         ("npy", {"npy": array(3, np.int64)}, "3"),
         ("json:a", {"json": b'{"a": 1.5}'}, "no_label"),
         ("json:a", {"json": b"[]"}, "json_not_object"),

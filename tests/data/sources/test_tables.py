@@ -106,6 +106,29 @@ def in_base64(path: Path, rows: Rows, prefix: str = "") -> Rows:
     return [{**row, "FilePath": text} for row, text in zip(rows, texts, strict=True)]
 
 
+def write_columns(path: Path, rows: Rows, form: str) -> None:
+    """As pandas' to_json writes it by orient, or the captions by path."""
+    named = {str(n): row for n, row in enumerate(rows)}
+    columns = {name: {n: row[name] for n, row in named.items()} for name in rows[0]}
+    forms: dict[str, Any] = {
+        "columns": columns,
+        "index": named,
+        "list": {name: [*values.values()] for name, values in columns.items()},
+        "split": {"columns": [*columns], "index": [*named], "data": [[*row.values()] for row in rows]},
+        "table": {"schema": {"fields": [], "primaryKey": ["n"]}, "data": [*rows]},
+        "map": {row["FilePath"]: row["title"] for row in rows},
+        "lists": {row["FilePath"]: [row["title"]] for row in rows},
+        "rows": {row["FilePath"]: {"title": row["title"]} for row in rows},
+    }
+    path.write_text(json.dumps(forms[form], indent=1 if form in ("split", "map") else None))
+
+
+def write_spaced(path: Path, rows: Rows) -> None:
+    write_csv(path, rows)
+    text = path.read_text(encoding="utf-8-sig")
+    path.write_text("\n".join(line.replace(",", " , ", 1) for line in text.splitlines()))
+
+
 WRITERS: dict[str, Callable[[Path, Rows], None]] = {
     "pairs.csv": write_csv,
     "pairs.tsv": lambda path, rows: write_csv(path, rows, "\t"),
@@ -121,6 +144,11 @@ WRITERS: dict[str, Callable[[Path, Rows], None]] = {
     "utf16-be.tsv": lambda path, rows: in_utf16(path, rows, "utf-16-be"),
     "sep.csv": lambda path, rows: with_first_line(path, rows, "sep=;"),
     "quoted-sep.csv": lambda path, rows: with_first_line(path, rows, '"sep=;"'),
+    "spaced.csv": write_spaced,
+    **{
+        f"{form}.json": lambda path, rows, form=form: write_columns(path, rows, form)  # type: ignore[misc]
+        for form in ("columns", "index", "list", "split", "table", "map", "lists", "rows")
+    },
     "windows.csv": lambda path, rows: write_csv(path, [{**r, "FilePath": windows(r["FilePath"])} for r in rows]),
     "base64.csv": lambda path, rows: write_csv(path, in_base64(path, rows)),
     "data-url.jsonl": lambda path, rows: write_jsonl(path, in_base64(path, rows, "data:image/jpeg;base64,")),
@@ -349,6 +377,16 @@ def test_pictures_that_are_elsewhere_are_told_with_the_setting(tmp_path: Path, r
     assert "no sample has" not in str(caught.value)
 
 
+@pytest.mark.parametrize("suffix", ["", ".png", ".JPG"])
+def test_a_path_that_lacks_its_suffix_is_told_with_it(tmp_path: Path, rows: Rows, suffix: str) -> None:
+    write_csv(tmp_path / "pairs.csv", [{**row, "FilePath": row["FilePath"][:-4] + suffix} for row in rows])
+    with (
+        pytest.raises(DataError, match=r"the file's name is \d+\.jpg: write that"),
+        loader(source(tmp_path / "pairs.csv")) as one,
+    ):
+        next(one)
+
+
 def test_a_remote_list_that_changed_is_read_anew(tmp_path: Path, rows: Rows) -> None:
     import http.server
     import threading
@@ -389,6 +427,9 @@ def test_a_folder_of_ones_own(tmp_path: Path, rows: Rows) -> None:
         ("a.json", '{"images": [{"id": 1, "file_name": "1.jpg"}], "annotations": [{"image_id": 1}]}', "as COCO has it"),
         ("a.json", '{\n "images": [{"id": 1, "file_name": "1.jpg"}],\n "annotations": []}', "as COCO has it"),
         ("a.json", '{\n "rows": []}', "this is one over several lines"),
+        ("a.json", '{"7": "x", "8": "y"}', "it is one JSON object: write one a line"),
+        ("a.csv", "1.JPG,a dog\n2.JPG,a cat\n", "its header is missing"),
+        ("a.csv", "a.csv,a dog\nb,a cat\n", "its header is missing"),
         ("a.json", '[{"a": 1}, 7]', "a list of objects is read; this one holds '7]'"),
         ("a.json", '[{"a": 1}, {"b"', "bad_manifest"),
         ("a.parquet", "text", "a.parquet: bad_manifest"),

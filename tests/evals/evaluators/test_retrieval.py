@@ -203,7 +203,14 @@ def test_the_first_pairs_only_even_where_a_rank_has_none(pictures: Path, size: i
 
 def evaluate_rows(world: World, shards: str, captions: Literal["all"] | None) -> dict[str, float]:
     settings = RetrievalSettings(data=SourceSettings(shards=shards, caption=CAPTION), captions=captions, batch_size=7)
-    return dict(Retrieval(settings)(context_of(world)))
+    context = context_of(world)
+    context.examples_wanted = 8
+    found = dict(Retrieval(settings)(context))
+    shown = {int(e.pixels.sum()) for e in context.examples}
+    assert len(context.examples) == len(shown), "each picture is shown once"
+    assert shown or not world.is_main or shards.endswith(".csv"), "the table is one shard, of another rank"
+    assert all(" of 40" in e.note for e in context.examples)
+    return found
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
