@@ -31,7 +31,7 @@ def holds_a_run(folder: Path) -> bool:
     if not folder.is_dir():
         return folder.exists()
     names = {path.name for path in folder.iterdir()}
-    if names - _EARLY:
+    if any(name not in _EARLY and not re.fullmatch(r"out-\d+\.log", name) for name in names):
         return True
     metrics = folder / "metrics.jsonl"
     return bool(names) and (b'"loss"' in metrics.read_bytes() if metrics.is_file() else bool(names - {LOCK}))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -70,10 +70,17 @@ _UNSHARDED = Is(
 _CHANGED = Is("not empty", lambda section: section != type(section)())
 PROMPTS = Conflict({"evals.NAME.prompts": SET, "log.pictures": 0},
                    "log.pictures is 0, so nothing is shown: raise it, or leave the prompts out")  # fmt: skip
+_NO_VIEWS = Is("without augmented views", lambda views: views == 0)
+AS_EVALUATED = tuple(
+    Conflict({f"data.{key}": changed, "the features of pictures": _NO_VIEWS},
+             "has no effect, as those in data.image_features are of pictures as evaluation sees them: leave it out",
+             notice=True)
+    for key, changed in (("augment", _CHANGED), ("decoder", other_than("fast")))
+)  # fmt: skip
 PAIRS = (
     *(
         Conflict({f"model.{tower}.cache_gib": SET, "train.parallel": "fsdp", "ranks": _RANKS},
-                 "with fsdp, all ranks take part in each pass of a tower: train with ddp, or leave it out")
+                 "not supported with fsdp, whose ranks take part in each pass: train with ddp, or leave it out")
         for tower in _STORES
     ),
     Conflict({"optim.name": _UNSHARDED, "train.parallel": "fsdp", "ranks": _RANKS},
@@ -122,6 +129,7 @@ PAIRS = (
         "pictures are augmented, so that their features differ each time: give --data.augment.enabled false, or leave "
         "it out",
     ),
+    *AS_EVALUATED,
     Conflict({"model.patch_dropout": SET, "data.image_features": SET},
              "the features in {1} are those of whole pictures: leave it out"),
     Conflict({"data.trace": SET, "data.image_features": SET},
@@ -131,8 +139,8 @@ PAIRS = (
              "there are no averaged weights: give --train.ema as well, as 0.9999"),
     Conflict(
         {"model.text_buckets": "packed", "train.compile": other_than("off")},
-        "packed texts are not compiled, as their number of tokens differs from step to step: give auto, which takes "
-        "buckets under train.compile, or --train.compile off",
+        "not supported: packed texts are not compiled, as their number of tokens differs from step to step: give auto, "
+        "which takes buckets under train.compile, or --train.compile off",
     ),
     *(
         Conflict({every: SET, **other}, reason)
@@ -166,8 +174,7 @@ def validate_run(settings: Settings, world: World) -> None:
     parts = _length(settings), _batches(settings, world), _shards(settings), _evals(settings)
     rest = found(PAIRS, settings, ranks=world.size), _checkpoints(settings), _folders(settings, world)
     _conclude(settings, world, *parts, *rest)
-    for path, text in (*_notices(settings), *found(PAIRS, settings, notices=True)) if world.is_main else ():
-        logger.info(f"notice: {format_problem(settings.places, path, text)}")
+    tell(settings, world, (*_notices(settings), *found(PAIRS, settings, notices=True)))
 
 
 def validate_evals(settings: Settings, *, shown: bool) -> None:
@@ -178,7 +185,9 @@ def validate_evals(settings: Settings, *, shown: bool) -> None:
 
     Raises SettingsError: with one line for each mistake.
     """
-    _conclude(settings, World.from_env(), _evals(settings), found((PROMPTS,) if shown else (), settings))
+    world = World.from_env()
+    _conclude(settings, world, _evals(settings), found((PROMPTS,) if shown else (), settings))
+    tell(settings, world, _notices(settings.evals, ("evals",)))
 
 
 def validate_sources(settings: Settings) -> None:
@@ -196,6 +205,12 @@ def _conclude(settings: Settings, world: World, *parts: Problems) -> None:
     for name, section in settings.evals.items() if world.is_main else ():
         if isinstance(section, LabelledSettings) and (text := repeated(section)):
             logger.warning(format_problem(settings.places, ("evals", name, "classes"), text))
+
+
+def tell(settings: Settings, world: World, notices: Iterable[tuple[Path, str]]) -> None:
+    """Log notices, on rank 0."""
+    for path, text in notices if world.is_main else ():
+        logger.info(f"notice: {format_problem(settings.places, path, text)}")
 
 
 def _notices(section: Any, path: Path = ()) -> Problems:

@@ -510,7 +510,8 @@ class DataSettings(Section):
             for key, value in (("mode", other_than("resampled")), ("shards", "split"), ("replacement", False))
         ),
         Conflict({"batch_schedule": SET, "sampling.mode": "indexed"},
-                 "the mode 'indexed' needs batches of one size: leave it out, or set --data.sampling.mode resampled"),
+                 "not supported: the mode 'indexed' needs batches of one size: leave it out, or set "
+                 "--data.sampling.mode resampled"),
     )  # fmt: skip
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from pathlib import Path
 
 from clipstream.errors import SettingsError
@@ -50,8 +51,7 @@ def _quota() -> float:
 def _given() -> dict[str, str]:
     """What the environment says. Raises SettingsError: it is not written as 'bf16,cores=4'."""
     text = os.environ.get(VARIABLE, "")
-    given = {name.strip(): value.strip() for name, _, value in (part.partition("=") for part in text.split(","))}
-    known = {"", "bf16", "no-bf16", "cores"}
-    if given.keys() - known or not given.get("cores", "1").isdecimal() or given.get("cores") == "0":
+    parts = {part.strip() for part in text.split(",")}
+    if {"bf16", "no-bf16"} <= parts or not all(re.fullmatch("|(no-)?bf16|cores=[1-9][0-9]*", part) for part in parts):
         raise SettingsError(f"{VARIABLE} is {text!r}: give bf16 or no-bf16, and cores=N, separated by commas")
-    return given
+    return {name: value for name, _, value in (part.partition("=") for part in parts)}

@@ -83,6 +83,13 @@ def tower_state(towers: Towers, tower: Tower) -> dict[str, torch.Tensor]:
     }
 
 
+def same_text_weights(towers: Towers, digest: object) -> bool:
+    """Whether a digest is of the text tower's weights, as a module of its own (`text.`) or not."""
+    state = {name.removeprefix("text."): tensor for name, tensor in tower_state(towers, "text").items()}
+    named = (((f"{prefix}{name}", tensor) for name, tensor in state.items()) for prefix in ("", "text."))
+    return any(weights_digest(tensors) == digest for tensors in named)
+
+
 def _tower(towers: Towers, tower: Tower) -> Fingerprint:
     model: Config = towers.config.model_cfg
     section = model["vision_cfg" if tower == "image" else "text_cfg"]

@@ -55,8 +55,10 @@ class StoredTower:
         """
         try:
             with safe_open(self.weights, framework="pt") as file:
-                for name in self.names:
-                    yield name, file.get_tensor(name)
+                keys = set(file.keys())
+                for name in self.names:  # a text tower may be a module of its own in one of the two models
+                    bare = name.removeprefix("text.")
+                    yield name, file.get_tensor(next((key for key in (bare, f"text.{bare}") if key in keys), name))
         except (OSError, SafetensorError) as error:
             raise SettingsError(
                 f"the {self.tower} tower cannot be read from the feature store's model, {self.weights} ({error}): "

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from clipstream.config.section import found
 from clipstream.config.settings import Settings
+from clipstream.config.validate import AS_EVALUATED, tell
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.loader.stored import StoredData
 from clipstream.data.order_plan import reading_of, tokenizer_identity, views_of
+from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.features.manifest import IDS, IMAGE, MODEL, TEXT, differences
 from clipstream.features.store import FeatureStore
 from clipstream.losses.settings import DistillSettings
-from clipstream.models.fingerprint import image_fingerprint, text_fingerprint
+from clipstream.models.fingerprint import image_fingerprint, same_text_weights, text_fingerprint
 from clipstream.models.pretrained import WEIGHT_FILES
 from clipstream.models.teacher import NAME as LIVE
 from clipstream.models.towers import Towers
@@ -53,9 +56,13 @@ def check_stores(stored: StoredData, settings: Settings, towers: Towers, tokeniz
             transform = then.get("transform")
             seed = transform.get("seed", 0) if isinstance(transform, dict) else 0
             views = views_of(settings.data, store.manifest.views, seed)
+            facts = {"the features of pictures": store.manifest.views}
+            tell(settings, World.from_env(), found(AS_EVALUATED, settings, notices=True, **facts))
             now = image_fingerprint(towers, precision="", transform=views)
         else:
             now = text_fingerprint(towers, precision="", tokenizer=identity)
+            if now["weights"] != then["weights"] and same_text_weights(towers, then["weights"]):
+                now["weights"] = then["weights"]
         now.pop(PRECISION)
         _compare(store, f"the {tower} tower", then, now)
 
@@ -99,8 +106,8 @@ def teacher_scales(stored: StoredData, settings: DistillSettings) -> dict[str, f
 
 
 def _compare(store: FeatureStore, what: str, then: Mapping[str, object], now: Mapping[str, object]) -> None:
-    if found := differences(then, now):
-        listed = "".join(f"\n  {line}" for line in found)
+    if lines := differences(then, now):
+        listed = "".join(f"\n  {line}" for line in lines)
         raise SettingsError(
             f"the feature store {store.shown} was made with other settings of {what}:{listed}\n"
             "train with those, or compute the features again, into another folder"

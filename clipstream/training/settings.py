@@ -20,7 +20,8 @@ Compiled = Annotated[
     BeforeValidator(lambda value: ("blocks" if value else "off") if isinstance(value, bool) else value),
 ]
 FP16_SHARDS = Conflict(
-    {"parallel": "fsdp", "precision": "fp16"}, "fsdp has no scaler for fp16: use --precision bf16 or fp32, or ddp"
+    {"parallel": "fsdp", "precision": "fp16"},
+    "fsdp has no scaler for fp16 (not supported): use bf16, fp32 or ddp",
 )
 # What the model or the machine show.
 _NORMS = {"the model": Is("with batch norm")}
@@ -29,7 +30,8 @@ MICRO_NORMS = Conflict(
     "this model has batch norm, whose statistics would be those of the micro-batches: unset it, or take a model "
     "without batch norm (a ViT)",
 )
-SHARDED_NORMS = Conflict({"parallel": Is("fsdp"), **_NORMS}, "fsdp takes models without batch norm (a ViT): use ddp")
+SHARDED_NORMS = Conflict({"parallel": Is("fsdp"), **_NORMS},
+                         "not supported: fsdp takes models without batch norm (a ViT): use ddp")  # fmt: skip
 AUTO_ON_CPU = Conflict(
     {"micro_batch_size": Is("auto"), "the device": Is("a CPU")},
     "auto finds out when a GPU's memory is full; on the CPU the system ends the run instead: give a number",
@@ -108,7 +110,7 @@ class TrainSettings(Section):
         AUTO_ON_CPU,
         replace(AUTO_ON_CPU, when={"kept_micro_batches": Is("auto"), "the device": Is("a CPU")}),
         Conflict({"parallel": "fsdp", "micro_batch_size": "auto"},
-                 "fsdp does not find micro_batch_size by itself, as its ranks wait for each other: name it"),
+                 "not supported with fsdp, as its ranks wait for each other: name it"),
         Conflict({"kept_micro_batches": "auto", "micro_batch_size": None},
                  "there are no micro-batches: give --train.micro-batch-size as well"),
         Conflict(
@@ -118,7 +120,7 @@ class TrainSettings(Section):
             notice=True,
         ),
         Conflict({"kept_micro_batches": "auto", "parallel": "fsdp"},
-                 "fsdp does not find it by itself, as its ranks wait for each other: give a number"),
+                 "not supported with fsdp, as its ranks wait for each other: give a number"),
         Conflict(
             {
                 "kept_micro_batches": Is("auto, or more than 1", lambda n: n == "auto" or n > 1),

@@ -29,7 +29,7 @@ MODES = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with shards, a model with weights, and a store of the features of both of its towers."""
+    """A folder with shards, a model with weights, and stores of the features of both of its towers."""
     folder = furnish(tmp_path_factory.mktemp("stored"))
     for shard, count in enumerate([21, 17, 19, 5]):
         samples = [
@@ -42,8 +42,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ]
         write_tar(folder / "pairs" / f"{shard:05d}.tar", samples)
     model_files.build(str(folder / "model.json"), seed=3).save_pretrained(folder / "model")
-    assert precompute([str(folder / "store"), "--towers", "both", "--views", "1", "--dtype", "float32",
-                       *command(folder, "none", 1)]) == 0  # fmt: skip
+    for name, views in (("store", "1"), ("evaluated", "0")):
+        assert precompute([str(folder / name), "--towers", "both", "--views", views, "--dtype", "float32",
+                           *command(folder, "none", 1)]) == 0  # fmt: skip
     return folder
 
 
@@ -69,7 +70,7 @@ def test_losses_are_those_of_the_frozen_tower(mode: str, place: Path) -> None:
 
 def test_losses_with_stored_texts_are_those_of_the_frozen_text_tower(place: Path) -> None:
     assert main(command(place, "live-text", 3, "--lock-text")) == 0
-    named = ("--optim.wd-exclude", '["token_embedding*"]')  # in the store
+    named = ("--optim.wd-exclude", '["*token_embedding*"]', "--force-custom-text")  # in the store, by another name
     assert main(command(place, "stored-text", 3, "--text-features", f"{place}/store", *named)) == 0
     assert losses(place, "stored-text") == pytest.approx(losses(place, "live-text"), rel=1e-6)
 
@@ -141,9 +142,10 @@ def test_another_transform_or_tokenizer_is_refused(
             ["data.augment.flip=0.5", "data.decoder=exact", "model.patch_dropout=0.5", "train.compile_mode=default",
              "data.sampling.remainder=pad"],
         ),
+        (["--image-features={}/evaluated"], ["data.augment={flip: 0.5}", "data.decoder=exact"]),
         (["--data.sampling.mode=epoch"], ["data.sampling.replacement=false", "optim.text_pooler_own_group=true"]),
     ],
-    ids=["stored", "plain", "epoch"],
+    ids=["stored", "plain", "evaluated", "epoch"],
 )  # fmt: skip
 def test_settings_without_effect_are_told(
     base: list[str], idle: list[str], place: Path, capsys: pytest.CaptureFixture[str]

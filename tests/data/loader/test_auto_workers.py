@@ -15,7 +15,7 @@ from clipstream.data.loader import workers as auto_workers
 from clipstream.data.settings import MAX_AUTO_WORKERS
 from clipstream.distributed import capabilities
 from clipstream.distributed.world import World
-from clipstream.errors import DataError
+from clipstream.errors import DataError, SettingsError
 from tests.support.loaders import data, loader
 from tests.support.pictures import make_shards
 from tests.support.ranks import TIMEOUT
@@ -58,6 +58,10 @@ def test_bfloat16_is_found_unless_it_is_told(monkeypatch: pytest.MonkeyPatch) ->
         for text, computed in {"cores=4": allowed, "": allowed, "bf16": True, "no-bf16,cores=4": False}.items():
             monkeypatch.setenv(capabilities.VARIABLE, text)
             assert capabilities.computes_bf16("cpu") == computed
+    for text in ("fast", "bf16,no-bf16", "bf16=no", "cores=0", "cores=x", "cores"):
+        monkeypatch.setenv(capabilities.VARIABLE, text)
+        with pytest.raises(SettingsError, match=f"is '{text}': give bf16 or no-bf16, and cores=N"):
+            capabilities.computes_bf16("cpu")
 
 
 def test_there_are_no_more_workers_than_lanes_and_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
