@@ -197,7 +197,7 @@ REFUSALS: list[tuple[dict[str, str], str]] = [
     ({"texts": "packed", "compile": "blocks|towers|step"}, "packed texts are not compiled"),
     ({"world": "2 fsdp", "precision": "fp16"}, "fsdp has no scaler"),
     ({"world": "2 fsdp", "compile": "towers|step"}, "give blocks"),
-    ({"world": "2 fsdp", "cache": "on"}, "with fsdp, all ranks take part"),
+    ({"world": "2 fsdp", "cache": "on"}, "not supported with fsdp, whose ranks"),
     ({"world": "2 fsdp", "model": "resnet"}, "without batch norm"),
     ({"model": "resnet", "micro": "5|2", "lock image": "off|last|until"}, "batch norm"),
     ({"model": "resnet", "patch dropout": "0.5"}, "no patches"),
