@@ -106,5 +106,5 @@ def test_settings_that_cannot_work_are_refused(place: Path, capsys: pytest.Captu
         assert main(flags(place, "refused", *more)) == 2
         assert message in capsys.readouterr().err
     argv = flags(place, "refused", "--lock-image", "--data.augment.enabled", "false", *cache, *FSDP)
-    with pytest.raises(SettingsError, match="with fsdp, all ranks take part in each pass of a tower"):
+    with pytest.raises(SettingsError, match="not supported with fsdp, whose ranks take part in each pass"):
         validate_run(load(argv, ranks=2), World(rank=0, size=2))
