@@ -209,7 +209,8 @@ class Recorder:
         phase: Phase = "forward" if self._stack and self.phase == "step" else self.phase
         site = _Site(phase if node is None else "backward", module, norm)  # a recomputation is of the backward pass
         if node is None:
-            self._sites[torch.autograd._get_sequence_nr() - 1] = site
+            # Operators without a gradient, which make no node, come after the one that made the last.
+            self._sites.setdefault(torch.autograd._get_sequence_nr() - 1, site)
         return site
 
     def _enter(self, module: nn.Module, args: object) -> None:

@@ -26,7 +26,7 @@ from clipstream.losses.settings import ClipLossSettings, DistillSettings
 from clipstream.models.execution.feature_cache import FeatureCache
 from clipstream.models.teacher import Teacher
 from clipstream.models.towers import Features
-from clipstream.performance.precision import Severity
+from clipstream.performance.precision import Recorder, Severity
 from clipstream.report.sinks import AUDIT_FILE
 from clipstream.tools.precision_audit import Audit, GradientGroup, audit_step
 from clipstream.train import main as train
@@ -169,6 +169,16 @@ def test_a_wrong_precision_is_found_with_its_module(
     shown = io.StringIO()
     audit.show(Console(file=shown, width=250))  # wide enough that no name is folded
     assert where in shown.getvalue() and what in shown.getvalue()
+
+
+def test_operators_without_a_gradient_do_not_take_the_backward_pass_of_the_module_before() -> None:
+    towers = nn.Sequential(nn.Linear(4, 4), Around(nn.Linear(4, 4), lambda inner, x: x + inner(x.detach()).detach()))
+    towers[1].requires_grad_(False)
+    recorder = Recorder(towers, "bf16", "cpu")
+    with recorder.recording():
+        towers(torch.ones(3, 4)).sum().backward()
+    products = {one.where: one.count for one in recorder.found.values() if one.what == "matrix products in float32"}
+    assert products == {"0": 2, "1.inner": 1}  # forward passes, and the one for the gradient of the first's weights
 
 
 def test_logits_in_16_bits_are_an_error(tmp_path: Path) -> None:
