@@ -106,6 +106,8 @@ def test_captions_that_are_all_the_same_are_told_once_in_training(
     [
         ("{}", "numbers or dates, not texts: 40 of them"), ("2024-01-{}", "numbers or dates"),
         ("['a {}' ... 'b']", "lists or objects, not texts"), ("5 dogs and {} cats", ""), ("[a {} cat]", ""),
+        ("a\0 \0{}\0", "UTF-16 or bytes, not texts: 40 of them"), ("a/cat {}.jpg", ""),
+        ("images/{}.jpg", "paths or URLs, not texts"), ("https://x.org/a?id={}", "paths or URLs"),
     ],
 )  # fmt: skip
 def test_captions_that_are_no_texts_are_told_by_check_and_in_training(

@@ -39,6 +39,13 @@ _SHOWN = 5
 _NUMBER = re.compile(r"(?i)[-+.,:/\d\s%tz]*\d[-+.,:/\d\s%tze]*$|(?:true|false|none|null|nan)$")
 # The beginning of a list or an object in JSON, or as Python and NumPy print it.
 _STRUCTURED = re.compile(r"""\s*(?:array\()?(?:"?\[\s*(?:["'{\[\]]|\d+\s*,|\\")|\{\s*["'}\d]|"\{|b['"])""")
+_PATH = re.compile(r"(?a)(?:https?://)?[\w.%~-]*(?:/[\w.%~?=&-]*)+$|[\w.-]+\.(?:jpe?g|png|webp)$")
+_OTHERS = (
+    ("numbers or dates", _NUMBER, 0.5),
+    ("lists or objects", _STRUCTURED, 0.05),
+    ("UTF-16 or bytes", re.compile(r"[^\0]?\0"), 0.05),
+    ("paths or URLs", _PATH, 0.5),
+)
 
 
 class Captions:
@@ -82,7 +89,7 @@ class Captions:
         )
 
     def warning(self) -> str:
-        """The warning on captions that are nearly constant, numbers, lists or objects; '' if few are or were seen."""
+        """The warning on captions that are nearly constant, or no texts; '' if few are or were seen."""
         counts, number = Counter(self.seen.values()), len(self.seen)
         if number < FEW_SAMPLES:
             return ""
@@ -91,7 +98,7 @@ class Captions:
         if most * 2 >= number or len(counts) <= number // 50:
             few = f"{most:,} of them " if most * 2 >= number else f"there are {len(counts):,} different ones, {most:,} "
             found.append(f"nearly constant: {few}are {printable(text)!r}")
-        for what, pattern, least in (("numbers or dates", _NUMBER, 0.5), ("lists or objects", _STRUCTURED, 0.05)):
+        for what, pattern, least in _OTHERS:
             like = [text for _, text in self.seen.values() if pattern.match(text)]
             if len(like) > least * number:
                 found.append(f"{what}, not texts: {len(like):,} of them are such as {printable(like[0])!r}")
