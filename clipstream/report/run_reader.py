@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
+from typing_extensions import TypedDict
 
 from clipstream.checkpoint.run_lock import is_occupied
 from clipstream.config.section import checked
@@ -19,6 +20,19 @@ from clipstream.report.sinks import AUDIT_FILE, METRICS_FILE, Page, PictureFiles
 _NO_CURVE = ("step", "samples", "epoch")
 
 Points = list[tuple[float, float]]
+
+
+class _Finding(TypedDict):
+    severity: str
+    where: str
+    what: str
+    advice: str
+    count: int
+
+
+class _Audit(TypedDict):
+    precision: str
+    findings: list[_Finding]
 
 
 @dataclass
@@ -80,7 +94,7 @@ def read_run(folder: Path) -> RunContents:
     _take_later_evaluations(run, folder)
     if (audit := folder / AUDIT_FILE).is_file():
         with suppress(OSError, ValueError):  # torn by a kill
-            run.audit = checked(dict[str, object], audit.read_bytes())
+            run.audit = checked(_Audit, audit.read_bytes())
     config = folder / "config.yaml"
     if config.is_file():
         try:
@@ -101,7 +115,7 @@ def take(run: RunContents, record: Record) -> None:
         run.end = {}
     elif "end" in record:
         run.seconds += record.get("seconds", 0.0)
-        run.end = {**{key: value for key, value in record.items() if key != "end"}, **record["end"]}
+        run.end = {**record["end"], **{key: value for key, value in record.items() if key != "end"}}
     elif "rollback" in record:
         run.rollbacks.append({"step": step, **record["rollback"]})
     elif "health" in record:

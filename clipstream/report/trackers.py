@@ -65,6 +65,8 @@ def wandb_run(settings: WandbSettings, run: RunInfo) -> Tracker:
     Raises SettingsError: the package is missing, or the run cannot be started there, for example without a login.
     """
     wandb = _import("wandb")
+    # Without a network, wandb waits for 90 s, and for 30 s a request; its login waits for two times 5 s besides.
+    wait = float(os.environ.get("WANDB_INIT_TIMEOUT", "12"))
     path = run.folder / WANDB_ID
     if run.resume_step is None or not path.exists():
         atomic_write.replace(path, uuid.uuid4().hex[:16].encode())
@@ -81,8 +83,8 @@ def wandb_run(settings: WandbSettings, run: RunInfo) -> Tracker:
             dir=str(run.folder),
             id=path.read_text(encoding="utf-8").strip(),
             resume="allow",
-            # `console` would take the terminal's progress bar for a file; without a network the default is 90 seconds.
-            settings=wandb.Settings(console="off", init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", "20"))),
+            # `console` would take the terminal's progress bar for a file.
+            settings=wandb.Settings(console="off", init_timeout=wait, x_graphql_timeout_seconds=wait),
         )
     except Exception as error:  # of many kinds: no login, no network, a broken settings file
         raise SettingsError(

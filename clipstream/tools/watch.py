@@ -123,7 +123,8 @@ class _Watcher(SinkGroup):
             return
         there = self.folder / FIGURES_FILE
         for _, record in lines(there) if there.is_file() else ():
-            self._note(record)
+            if record.keys() >= {"file", "step", "eval", "metrics"}:
+                self._note(record)
         # TensorBoard hides events of later steps than `resume_step`.
         info = RunInfo(self.folder, 0, max((step for _, step, _ in self._done), default=None), world.size)
         sinks = {name: one for name, one in settings.log.all_sinks.items() if name not in ("metrics", "terminal")}
