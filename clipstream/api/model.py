@@ -335,7 +335,7 @@ def load_model(
         preflight(model, settings.tokenizer)
         train = settings.train.model_copy(update={"precision": precision})
         world = World(device="cuda:0" if device == "cuda" else device)
-        context = context_for(settings.model_copy(update={"train": train}), model, world)
+        context = context_for(settings.model_copy(update={"train": train}), model.not_trained(), world)
     assert isinstance(context.towers, Towers)
     found = Model(context.towers, context)
     return found, found.preprocess, found.tokenizer

@@ -146,7 +146,7 @@ class Recorder:
         where = site.module or "towers" if site.phase in ("forward", "backward") else site.phase
         if (wrong := self._violation(op, product, site, ins, outs)) is not None:
             return self.add("error", where, *wrong)
-        source = ins[-1] if op == "copy_" else ins[0] if op == "_to_copy" and ins else None
+        source = None if not ins else ins[-1] if op == "copy_" else ins[0] if op == "_to_copy" else None
         if source is not None and outs and source.dtype != (target := outs[0].dtype):
             weight = self._weights.get(_address(source))
             if weight and site.phase == "forward" and target.itemsize < source.itemsize:

@@ -35,6 +35,7 @@ from clipstream.utils.words import counted
 
 RECENT = 10  # training lines whose mean speed gives the time left
 SHOWN_KEYS = 4  # samples shown of a skipped step
+FEW = 1000  # answers, below which a line has the interval of their share
 OFF_TERMINAL = 120  # columns where there is no terminal
 IN_NOTEBOOK = 100  # columns of a notebook's cell on a common screen
 REDRAWN = 0.1  # s between two states of the bar in a notebook, each of which is a message to the browser
@@ -255,6 +256,9 @@ def evaluation_line(record: Record, width: int = OFF_TERMINAL) -> str:
     }
     chances = {name: chance_of(record, name) for name in names}
     beside = {name: "" if chance is None else f" (chance {percent(chance)})" for name, chance in chances.items()}
+    for name in names:
+        if not is_minor(name) and (found := interval(record, name)) and record["n"] < FEW:
+            said[name] += f" [{found}]"
     line = "  ".join([head, *(said[name] + beside[name] for name in names), *about])
     if len(line) <= width:
         return line
@@ -312,7 +316,7 @@ def early_stop_line(stop: Record) -> str:
 
 def table(records: Sequence[Record]) -> str:
     """Evaluations as text: a line per metric, with its chance level."""
-    rows = [("evaluation", "metric", "value", "chance")]
+    rows = [("evaluation", "metric", "value", "95% interval", "chance")]
     for record in records:
         for name, value in record.items():
             if name in ("step", "eval") or name.startswith("chance"):
@@ -320,15 +324,30 @@ def table(records: Sequence[Record]) -> str:
             chance = chance_of(record, name)
             number = percent(value) if is_share(name, value) else f"{value:g}"
             shown = duration(value) if name == "seconds" else number
-            rows.append((record["eval"], name, shown, "" if chance is None else percent(chance)))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}" for a, b, c, d in rows]
+            rows.append(
+                (record["eval"], name, shown, interval(record, name), "" if chance is None else percent(chance))
+            )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{cell:{'<' if i < 2 else '>'}{widths[i]}}" for i, cell in enumerate(row)) for row in rows]
     return "\n".join(line.rstrip() for line in lines)
 
 
 def is_share(metric: str, value: Any) -> bool:
     """Whether a metric is shown in percent: a float from 0 to 1 that is neither a loss nor a rank."""
     return isinstance(value, float) and 0 <= value <= 1 and not metric.endswith(("loss", "rank"))
+
+
+def interval(record: Record, metric: str) -> str:
+    """The 95% interval of the share of n answers that are right, top1, top5 or R@k, as 0.9-10.8%; '' of other metrics.
+
+    Wilson's score interval (JASA 22, 1927): (p + z²/2n ± z √(p (1 - p)/n + z²/4n²)) / (1 + z²/n), with z = 1.96.
+    """
+    n, share = record.get("captions" if metric.startswith("text_to_image") else "n", 0), record[metric]
+    if not n or not is_share(metric, share) or not re.fullmatch(r"top\d+|.*_R@\d+", metric):
+        return ""
+    z = 1.96**2 / n
+    middle, half = (share + z / 2) / (1 + z), math.sqrt(z * share * (1 - share) + z * z / 4) / (1 + z)
+    return f"{100 * max(0.0, middle - half):.1f}-{percent(min(1.0, middle + half))}"
 
 
 def chance_of(record: Record, metric: str) -> float | None:

@@ -29,7 +29,7 @@ from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.evals.settings import MeanSettings, PromptedSettings, Weights, sources_of
 from clipstream.models.model_config import LOCAL
 from clipstream.models.pretrained import AVERAGED_FILE, CONFIG_FILE, WEIGHT_FILES, preflight
-from clipstream.models.settings import ModelSettings
+from clipstream.models.settings import ModelSettings, TowerSettings
 from clipstream.report.eval_results import FIGURES_FILE, TABLE_FILE, add, traced
 from clipstream.report.html_report import write_evaluations
 from clipstream.report.sinks import Page, Record
@@ -222,14 +222,14 @@ def evaluate(argv: Sequence[str]) -> int:
     def body(world: World, watch: FailureWatch) -> None:
         check_same(settings, world)
         require_equal(settings, world)
-        run = "" if subject.run is None else f"{subject.run.name} "
-        results = _Results(outputs, report, run + subject.label, settings.log.pictures)
+        label = subject.label if subject.run is None else f"{subject.run.name} {subject.label}"
+        results = _Results(outputs, report, label, settings.log.pictures)
         if world.is_main:
             results.check()
-        context = context_for(settings, model, world)
-        context.examples_wanted = results.pictures
+        context = context_for(settings, model, world, pictures=results.pictures)
         if world.is_main:
-            announce(f"{subject.label} on {', '.join(settings.evals)}, {world.size} x {world.device}")
+            machine = f"{world.size} x {world.device}, {context.precision}"
+            announce(f"{subject.label} on {', '.join(settings.evals)}, {machine}")
         from clipstream.evals.runner import EvalRunner
 
         runner = EvalRunner(
@@ -287,7 +287,7 @@ def locate(path: str | None, flags: Sequence[str] = ()) -> Subject:
 
 
 def model_in(checkpoint: Path, model: ModelSettings, tokenizer_fits: bool, weights: Weights) -> ModelSettings:
-    """The settings of a checkpoint's model, without those of training.
+    """The settings of a checkpoint's model, without those of training, but with the precision of each tower.
 
     Args:
         tokenizer_fits: whether the settings' tokenizer is known to be the model's.
@@ -298,8 +298,12 @@ def model_in(checkpoint: Path, model: ModelSettings, tokenizer_fits: bool, weigh
     averaged = checkpoint / AVERAGED_FILE
     if weights == "averaged" and not averaged.is_file():
         raise SettingsError(f"--weights averaged: {checkpoint} has none; train with --train.ema to get them")
+    own: dict[str, TowerSettings] = {
+        tower: TowerSettings(precision=precision) for tower, precision in model.own_precisions.items()
+    }
     return model.not_trained().model_copy(
         update={
+            **own,
             "name": f"{LOCAL}{checkpoint}",
             "config": None,
             "pretrained": str(averaged) if weights == "averaged" else None,
@@ -371,23 +375,30 @@ class _Results:
         logger.warning(f"{path} could not be written: {why}")
 
 
-def context_for(settings: Settings, model: ModelSettings, world: World) -> EvalContext:
-    """A model with its tokenizer and loss, on this rank's device; downloads it if necessary. Collective."""
+def context_for(settings: Settings, model: ModelSettings, world: World, *, pictures: int = 0) -> EvalContext:
+    """A model with its tokenizer and loss, on this rank's device; downloads it if necessary. Collective.
+
+    Its features are computed as in training: in `train.precision`, a tower of its own precision in that one, and with
+    `train.tf32` where the device is a GPU.
+    """
     from clipstream.data.decode.tokenizers import build_tokenizer
     from clipstream.evals.context import EvalContext
     from clipstream.losses.contrastive import build_loss
     from clipstream.models.build import build_towers
     from clipstream.models.pretrained import fetch
-    from clipstream.training.precision import check_device, prepare, resolve_precision
+    from clipstream.training.precision import check_device, prepare, resolve_precision, set_tf32
 
     fetch(model, settings.tokenizer, world)
-    # This device may not support the bf16 of the machine where the run was trained.
-    precision = resolve_precision("auto" if settings.train.precision == "bf16" else settings.train.precision, world)
+    precision = resolve_precision(settings.train.precision, world)
     check_device(world.device, precision)
+    set_tf32(world.device, settings.train.tf32 and world.device.startswith("cuda"))
     towers = build_towers(model, seed=settings.run.seed, tokenizer=settings.tokenizer).to(world.device).eval()
+    for tower, own in model.own_precisions.items():
+        check_device(world.device, own, f"model.{tower}.precision")
+        towers.requires_grad_(False).set_precision(tower, own, keep=False)
     prepare(towers, precision)
     tokenizer = build_tokenizer(
         settings.tokenizer, towers.open_clip_tokenizer(), towers.context_length, cache_dir=model.cache_dir
     )
     loss = build_loss(settings.loss, towers.loss_type)
-    return EvalContext(towers, tokenizer, world, settings.data, precision, loss)
+    return EvalContext(towers, tokenizer, world, settings.data, precision, loss, examples_wanted=pictures)

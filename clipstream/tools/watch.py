@@ -204,8 +204,7 @@ class _Watcher(SinkGroup):
             for kind in dict.fromkeys(kind for kind, _ in due):
                 model = model_in(held, self.settings.model, self.fits, kind)
                 preflight(model, self.settings.tokenizer, ask=self.world.local_rank == 0)
-                context = context_for(self.settings, model, self.world)
-                context.examples_wanted = self.settings.log.pictures
+                context = context_for(self.settings, model, self.world, pictures=self.settings.log.pictures)
                 runner = EvalRunner(
                     self.settings.evals,
                     context,

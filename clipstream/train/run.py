@@ -512,12 +512,19 @@ def whole_weights(
 ) -> Iterator[Towers]:
     """A context with the whole model on a device: shards are gathered, and stored towers are loaded. Collective.
 
-    Compiled towers run eagerly: evaluations have many shapes, and figures are those of `clipstream evaluate`.
+    Compiled towers run eagerly, with the text setting of eager ones: evaluations have many shapes, and figures must
+    be those of `clipstream evaluate`.
     """
     from clipstream.models.execution.compile import eagerly
 
     with layout.full_weights(device, instead=instead) as towers, towers.whole(device), eagerly(compilation):
-        yield towers
+        compiled = towers.text_buckets
+        if compilation is not None and compiled is not None:
+            towers.text_buckets = compilation.text_buckets
+        try:
+            yield towers
+        finally:
+            towers.text_buckets = compiled
 
 
 def build_writer(

@@ -29,6 +29,7 @@ from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from clipstream.report.terminal import evaluation_line, table
 from clipstream.tools.evaluate import OWN_FLAGS, locate
+from clipstream.train import main as train
 from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState
 from tests.support import hubtree
@@ -36,6 +37,9 @@ from tests.support.browser import look, needs_browser
 from tests.support.evaluating import CONFIG, context_of, tiny_towers
 from tests.support.pictures import ByteTokenizer, make_shards
 from tests.support.ranks import TIMEOUT
+from tests.support.runs import flags as run_flags
+from tests.support.runs import furnish
+from tests.support.runs import lines as run_lines
 from tests.support.savers import damage, fill, small_disk
 
 OWN = Path(__file__).parents[1].parent
@@ -104,6 +108,31 @@ def test_flags_lie_over_the_runs_settings_on_two_ranks(run: Path, tmp_path: Path
     (record,) = lines(output)
     assert (record["eval"], record["n"]) == ("val", 13)
     assert done.stdout.count("image_to_text_R@1 ") == 1
+
+
+FROZEN = ("--lock-image", "--model.image.precision", "bf16")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("bf16", "--train.compile", "towers", "--train.compile-backend", "eager"),
+        ("fp16", *FROZEN),
+        ("pure_bf16", "--train.ema", "0.5"),
+        ("fp32", *FROZEN),
+    ],
+    ids=" ".join,
+)
+def test_figures_are_those_of_the_run(more: tuple[str, ...], tmp_path: Path) -> None:
+    place = furnish(tmp_path)
+    given = ("--precision", *more, "--val-data", f"{place}/val/*.tar", "--checkpoint.every", "4")
+    assert train(run_flags(place, "run", *given, steps=4)) == 0
+    assert main(["--checkpoint", f"{place}/runs/run", "--output", f"{tmp_path}/out.jsonl"]) == 0
+    (found,) = lines(tmp_path / "out.jsonl")
+    (trained,) = run_lines(place, "run", "eval")
+    same = {name for name, value in trained.items() if isinstance(value, float) and name != "time"}
+    assert len(same) > 6 and {name: found[name] for name in same} == {name: trained[name] for name in same}
+    assert found["precision"] == more[0]
 
 
 def test_any_folder_that_open_clip_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,13 +302,22 @@ def test_own_flags_are_taken_out() -> None:
 
 
 def test_the_table() -> None:
-    record = {"step": 7, "eval": "val", "text_to_image_R@1": 0.25, "n": 8, "chance_R@1": 0.125, "seconds": 1.5}
+    record = {"step": 7, "eval": "val", "image_to_text_R@1": 0.25, "n": 8, "chance_R@1": 0.125, "seconds": 1.5}
     assert table([record]) == (
-        "evaluation  metric             value  chance\n"
-        "val         text_to_image_R@1  25.0%   12.5%\n"
+        "evaluation  metric             value  95% interval  chance\n"
+        "val         image_to_text_R@1  25.0%     7.1-59.1%   12.5%\n"
         "val         n                      8\n"
         "val         seconds             1.5s"
     )
+
+
+@pytest.mark.parametrize(
+    ("right", "n", "shown"), [(0, 10, "0.0-27.8%"), (10, 10, "72.2-100.0%"), (81, 263, "25.5-36.6%")]
+)
+def test_intervals_are_wilsons(right: int, n: int, shown: str) -> None:  # 81 of 263: Newcombe, Stat. Med. 17, 1998
+    record = {"step": 7, "eval": "val", "top1": right / n, "n": n, "dropped": 0}
+    assert f"top1 {100 * right / n:.1f}% [{shown}]" in evaluation_line(record)
+    assert shown not in evaluation_line({**record, "n": 10_000})
 
 
 def test_losses_places_and_counts_are_no_shares() -> None:

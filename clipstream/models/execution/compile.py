@@ -59,6 +59,7 @@ class Compilation:
     cached: int = 0
     seconds: float = 0.0
     recompilations: Counter[str] = field(default_factory=Counter)
+    text_buckets: Any = None  # of the towers, before they were compiled
     _told: set[str] = field(default_factory=set)
     _reported: tuple[int, int] = (0, 0)  # graphs, and those from the cache
     _breaks: Counter[str] = field(default_factory=Counter)
@@ -170,6 +171,7 @@ def compile_towers(
                 "model.text_buckets: packed is not compiled, as the number of tokens differs from step to step: give "
                 "auto, which cuts texts into buckets for train.compile, or --train.compile off"
             )
+        compilation.text_buckets = towers.text_buckets
         towers.text_buckets = replace(towers.text_buckets, portions=PORTIONS, packed=None)
     functions: dict[Any, _Function] = {}
     for module, name in found:
