@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -16,6 +17,7 @@ from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.export import main
 from clipstream.features.analysis.export import export
 from clipstream.features.analysis.tables import TableWriter
+from clipstream.testing import SMALL_MODEL
 from tests.support.features import Content
 from tests.support.forks import Fork, wait_until
 from tests.support.stored_features import Made, make_store
@@ -161,3 +163,23 @@ def test_sigterm_leaves_no_drafts(tmp_path: Path) -> None:
     process.terminate()
     assert process.communicate()[1] == b"stopped by SIGTERM\n" and process.returncode == 128 + signal.SIGTERM
     assert list(out.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["clipstream.search", "scores", "STORE", "--out", "OUT/a.txt", "--min-score", "-1"],
+        ["clipstream.bench", "--train-data", "synthetic:", "--model", "MODEL.json", "--counts", "0",
+         "--seconds", "1000", "--output", "OUT/b"],
+    ],
+)  # fmt: skip
+def test_sigterm_ends_search_and_bench_in_a_sentence(tmp_path: Path, argv: list[str]) -> None:
+    make_store(tmp_path / "STORE")
+    (tmp_path / "OUT").mkdir()
+    os.mkfifo(tmp_path / "OUT/a.txt.tmp")  # holds the search up
+    (tmp_path / "MODEL.json").write_text(json.dumps(SMALL_MODEL))
+    process = Fork(["-m", *(str(tmp_path / one) if one.startswith(("STORE", "OUT", "MODEL")) else one for one in argv)])
+    wait_until(lambda: bool(process.stdout.read()), process)
+    process.terminate()
+    assert process.communicate()[1].endswith(b"stopped by SIGTERM\n") and process.returncode == 128 + signal.SIGTERM
+    assert not (tmp_path / "OUT/a.txt").exists()
