@@ -12,7 +12,6 @@ from tests.support import pairs
 from tests.support.runs import lines  # starts processes
 
 SEED = 0
-QUICK = (0, 1, 3, 4, 48, 49, *range(51, 55), 57, 59, 61, 62)  # runs of this seed that `make test` takes
 
 assert lines
 
@@ -62,13 +61,7 @@ def test_each_pair_of_values_occurs() -> None:
         assert not pairs.missing(pairs.rows(seed))
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(row, id=str(number), marks=() if number in QUICK else pytest.mark.slow)
-        for number, row in enumerate(pairs.rows(SEED))
-    ],
-)
+@pytest.mark.parametrize("row", [pytest.param(row, id=str(n)) for n, row in enumerate(pairs.rows(SEED))])
 def test_a_run_equals_its_plain_run(
     row: pairs.Row, place: Path, table: str | None, request: pytest.FixtureRequest
 ) -> None:

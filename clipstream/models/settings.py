@@ -58,8 +58,8 @@ PADDING_COUNTS = Conflict(
     "{1}: give auto or off",
 )
 NOTHING_COMPILED = Conflict(  # of TrainSettings
-    {"compile": Is("blocks or towers"), "the model": Is("without such a part that is computed")},
-    "the model has none, or takes their features from a store: give towers where there are no blocks, else off",
+    {"compile": Is("blocks"), "the model": Is("without repeated blocks")},
+    "no tower has repeated blocks: give towers, or off",
 )
 
 

@@ -288,7 +288,7 @@ def test_wrong_backends_and_towers_without_blocks_are_refused(tmp_path: Path) ->
         compile_towers(make(tmp_path), "blocks", "inductr")
     towers = make(tmp_path, {**VIT, "layers": 1})
     towers.clip.transformer.resblocks = torch.nn.ModuleList([towers.clip.transformer.resblocks[0]])
-    with pytest.raises(SettingsError, match="the model has none"):
+    with pytest.raises(SettingsError, match="no tower has repeated blocks"):
         compile_towers(towers, "blocks", "eager")
 
 

@@ -413,8 +413,9 @@ def launch(argv: list[str], ranks: int, *, fork: bool = False) -> tuple[int, str
 
 
 # Relative to the plain run, of the loss and of the gradient's norm. A precision of a frozen tower's own counts alike.
+# With pure_bf16 many steps move a weight by less than its last digit, which rounding then decides.
 TOLERANCE = {"fp32": (1e-5, 3e-4), "fp64": (1e-5, 3e-4), "bf16": (4e-2, 0.25), "fp16": (2e-2, 0.1),
-             "pure_bf16": (4e-2, 0.25)}  # fmt: skip
+             "pure_bf16": (0.1, 0.25)}  # fmt: skip
 FIGURES = ("step", "samples", "lr", "loss", "grad_norm", "logit_scale")
 
 

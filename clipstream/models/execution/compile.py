@@ -241,7 +241,9 @@ def _targets(towers: Any, parts: Parts) -> list[tuple[nn.Module, str]]:
             name = f"{type(tower).__name__} ({kind} tower)"
             logger.warning(f"train.compile: {name} has no repeated blocks and runs eagerly; `towers` compiles it whole")
         found += [(module, "forward") for module in own]
-    if not found:
+    if not kinds:
+        logger.warning("train.compile: nothing is compiled, as the features of both towers come from stores")
+    elif not found:
         raise NOTHING_COMPILED.error("train.compile")
     return found
 
