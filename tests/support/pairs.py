@@ -395,21 +395,10 @@ def train(world: World, argv: list[str]) -> int:
         return train_on(world, argv)
 
 
-def launch(argv: list[str], ranks: int, *, fork: bool = False) -> tuple[int, str]:
-    """Exit code and messages of a run: in this process, or each rank in one of its own."""
-    if ranks > 1 or fork:
-        ends = end_ranks(ranks, train, argv)
-        return ends[0].code, ends[0].stderr
-    environ = dict(os.environ)
-    torch._dynamo.reset()
-    try:
-        with capture() as text:
-            code = train(World(), argv)
-        return code, text.getvalue()
-    finally:
-        torch.use_deterministic_algorithms(False)
-        os.environ.clear()
-        os.environ.update(environ)
+def launch(argv: list[str], ranks: int) -> tuple[int, str]:
+    """Exit code and messages of a run, each rank in a process of its own."""
+    ends = end_ranks(ranks, train, argv)
+    return ends[0].code, ends[0].stderr
 
 
 # Relative to the plain run, of the loss and of the gradient's norm. A precision of a frozen tower's own counts alike.
@@ -434,11 +423,11 @@ class Outcome:
         return found[-1] if found else self.said[-3000:]
 
 
-def go(place: Path, row: Row, name: str, *more: str, live: bool = False, **options: Any) -> Outcome:
+def go(place: Path, row: Row, name: str, *more: str, live: bool = False) -> Outcome:
     """Take a run to its end."""
     if row["stored"] != "off" or (row["distillation"].startswith("stored") and not live):
         furnish_store(place, row)
-    code, said = launch(flags(place, row, name, *more, live=live), int(row["world"][0]), **options)
+    code, said = launch(flags(place, row, name, *more, live=live), int(row["world"][0]))
     path = place / "runs" / name / "metrics.jsonl"
     return Outcome(name, code, said, lines(place, name) if path.exists() else [])
 
@@ -515,7 +504,7 @@ def check_resumed(place: Path, row: Row, whole: Outcome) -> str:
     if kind in ("signal", "kill"):
         number = signal.SIGTERM if kind == "signal" else signal.SIGKILL
         killer = f"{{type: tests.support.pairs:Killer, signal: {int(number)}, step: {done + (kind == 'kill')}}}"
-        first = go(place, row, name, "--log.sinks.killer", killer, fork=kind == "kill")
+        first = go(place, row, name, "--log.sinks.killer", killer)
         assert first.code == (75 if kind == "signal" else -9), f"ends with {first.code}: {first.error()}"
         # A kill may come before the checkpoint is whole, which is written beside the steps.
         start = ("--resume", "latest" if kind == "signal" else "auto")
