@@ -12,9 +12,11 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch._dynamo.utils import clear_compilation_metrics, counters
+from torch.nn.attention import sdpa_kernel
 
 from clipstream.errors import SettingsError
 from clipstream.models.execution import compile as module
+from clipstream.models.execution.checkpointing import enabled_backends
 from clipstream.models.execution.compile import Compilation, compile_towers, compiling, eagerly
 from clipstream.models.towers import Towers
 from clipstream.training.precision import Precision, autocast
@@ -36,6 +38,13 @@ def no_compiled_code() -> Iterator[None]:
 
 def make(tmp_path: Path, vision: dict[str, Any] | None = None, **settings: Any) -> Towers:
     return build(write(tmp_path, vision, text_cfg={**TEXT, "context_length": TOKENS, "vocab_size": 64}), **settings)
+
+
+@pytest.fixture(autouse=True)
+def same_attention() -> Iterator[None]:
+    """Restore the backends of attention, which compiled towers that are called without `compiling` may change."""
+    with sdpa_kernel(enabled_backends()):
+        yield
 
 
 def inputs(lengths: tuple[int, ...] = LENGTHS) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,6 +103,14 @@ def test_a_step_is_one_graph_with_padded_texts_and_few_with_buckets(policy: str,
         assert list(towers.state_dict()) == names
         check(copy.deepcopy(towers), truth)
         torch._dynamo.reset()
+
+
+def test_a_step_leaves_the_backends_of_attention_as_they_were(tmp_path: Path) -> None:
+    towers = make(tmp_path, grad_checkpointing="matmuls", text_buckets="off").train()
+    compilation, before = compile_towers(towers, "step", "eager"), enabled_backends()
+    with compiling(compilation):
+        gradients(towers, precision="bf16")  # whose compiled recomputation ends early, and restores nothing
+    assert enabled_backends() == before
 
 
 @pytest.mark.parametrize("policy", ["all", "matmuls"])

@@ -106,12 +106,13 @@ def _checkpointed(block: nn.Module, options: dict[str, Any], args: tuple[Any, ..
     if not (block.training and torch.is_grad_enabled()) or _suspended:
         return forward(*args, **kwargs)
     # torch restores random states and autocast. Without the backends, other tensors would be saved.
-    forward = partial(_attending, _enabled_backends(), forward)
+    forward = partial(_attending, enabled_backends(), forward)
     return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _enabled_backends() -> list[SDPBackend]:
+def enabled_backends() -> list[SDPBackend]:
+    """The backends of attention that torch may choose from."""
     return [backend for backend, on in _BACKENDS.items() if on()]
 
 

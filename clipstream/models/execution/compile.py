@@ -24,9 +24,11 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import nn
+from torch.nn.attention import sdpa_kernel
 
 from clipstream.errors import SettingsError
 from clipstream.models.execution.blocks import blocks
+from clipstream.models.execution.checkpointing import enabled_backends
 from clipstream.models.settings import NOTHING_COMPILED
 from clipstream.utils.logs import logger
 from clipstream.utils.words import counted, shortened
@@ -183,20 +185,22 @@ def compile_towers(
     return compilation
 
 
-def compiling(compilation: Compilation | None) -> AbstractContextManager[Any]:
+@contextmanager
+def compiling(compilation: Compilation | None) -> Iterator[None]:
     """A context in which towers may be called that compile: a step.
 
     In it, torch's limit of compilations of a function is raised, and DDP's splitting of graphs is off: it takes no
-    graph with activation checkpointing, and blocks are graphs of their own.
+    graph with activation checkpointing, and blocks are graphs of their own. At its end the backends of attention are
+    those of before: a compiled recomputation that ends early leaves its own.
     """
     if compilation is None:
-        return nullcontext()
+        yield
+        return
     import torch._dynamo.config as config
 
-    found: AbstractContextManager[Any] = config.patch(
-        optimize_ddp=False, recompile_limit=max(GRAPHS, config.recompile_limit)
-    )
-    return found
+    limit = max(GRAPHS, config.recompile_limit)
+    with config.patch(optimize_ddp=False, recompile_limit=limit), sdpa_kernel(enabled_backends()):
+        yield
 
 
 def eagerly(compilation: Compilation | None) -> AbstractContextManager[Any]:
