@@ -298,9 +298,7 @@ def model_in(checkpoint: Path, model: ModelSettings, tokenizer_fits: bool, weigh
     averaged = checkpoint / AVERAGED_FILE
     if weights == "averaged" and not averaged.is_file():
         raise SettingsError(f"--weights averaged: {checkpoint} has none; train with --train.ema to get them")
-    own: dict[str, TowerSettings] = {
-        tower: TowerSettings(precision=precision) for tower, precision in model.own_precisions.items()
-    }
+    own = {str(tower): TowerSettings(precision=kept) for tower, kept in model.own_precisions.items()}
     return model.not_trained().model_copy(
         update={
             **own,
