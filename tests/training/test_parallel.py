@@ -95,7 +95,7 @@ def refused(world: World, batch_norm: bool, precision: Precision) -> str:
 
 @pytest.mark.parametrize(
     ("batch_norm", "precision", "said"),
-    [(True, "fp32", "without batch norm"), (False, "fp16", "--precision bf16 or fp32"), (False, "bf16", "")],
+    [(True, "fp32", "without batch norm"), (False, "fp16", "use bf16, fp32 or ddp"), (False, "bf16", "")],
 )
 def test_what_does_not_go_together(batch_norm: bool, precision: Precision, said: str) -> None:
     for found in run_ranks(2, refused, batch_norm, precision):
