@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
 from clipstream.performance.flops import ModelFlops, Throughput, count_flops
-from clipstream.performance.peaks import find_peak
+from clipstream.performance.peaks import find_peak, peak_tflops
 from tests.support.steps import make_batch
 
 
@@ -94,16 +95,53 @@ def test_counting_a_batch_takes_less_than_a_hundredth_of_a_step(flops: ModelFlop
     assert min(times) < 0.003
 
 
-def test_peaks_of_known_gpus() -> None:
-    assert find_peak("NVIDIA A100-SXM4-80GB", "bf16", tf32=False) == 312
-    assert find_peak("NVIDIA A100-SXM4-80GB", "fp32", tf32=False) == 19.5
-    assert find_peak("NVIDIA A100-SXM4-80GB", "fp32", tf32=True) == 156
-    assert find_peak("NVIDIA H100 80GB HBM3", "bf16", tf32=False) == 989
-    assert find_peak("NVIDIA H100 PCIe", "pure_bf16", tf32=False) == 756
-    assert find_peak("NVIDIA L40S", "bf16", tf32=False) == 362
-    assert find_peak("NVIDIA L4", "bf16", tf32=False) == 121
-    assert find_peak("Tesla T4", "fp16", tf32=True) == 65
-    for name in ("NVIDIA L40", "NVIDIA RTX A1000", "NVIDIA T400 4GB", "NVIDIA GeForce RTX 4090 Laptop GPU"):
-        assert find_peak(name, "bf16", tf32=False) is None
-    assert find_peak("Tesla V100-SXM2-16GB", "bf16", tf32=False) is None
-    assert find_peak("NVIDIA A100-SXM4-80GB", "fp64", tf32=False) is None
+@pytest.mark.parametrize(
+    ("name", "multiprocessors", "precision", "tf32", "expected"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 108, "bf16", False, 312),
+        ("NVIDIA A100-SXM4-80GB", 108, "fp32", False, 19.5),
+        ("NVIDIA A100-SXM4-80GB", 108, "fp32", True, 156),
+        ("NVIDIA A100-SXM4-80GB", 108, "fp64", False, None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 14, "bf16", False, 312 * 14 / 108),
+        ("NVIDIA A800-SXM4-80GB", 108, "bf16", False, 312),
+        ("NVIDIA A10", 72, "bf16", False, 125),
+        ("NVIDIA A10G", 80, "bf16", False, 70),
+        ("NVIDIA A40", 84, "bf16", False, 149.7),
+        ("NVIDIA H100 80GB HBM3", 132, "bf16", False, 989),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 16, "bf16", False, 989 * 16 / 132),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 16, "fp32", True, 494 * 16 / 132),
+        ("NVIDIA H100 PCIe", 114, "pure_bf16", False, 756),
+        ("NVIDIA H100 NVL", 132, "bf16", False, 835),
+        ("NVIDIA H800", 132, "bf16", False, 989),
+        ("NVIDIA H800 PCIe", 114, "bf16", False, 756),
+        ("NVIDIA H20", 78, "bf16", False, 148),
+        ("NVIDIA H20-3e", 78, "bf16", False, 148),
+        ("NVIDIA H200", 132, "bf16", False, 989),
+        ("NVIDIA H200 NVL", 132, "bf16", False, 835),
+        ("NVIDIA GH200 480GB", 132, "bf16", False, 989),
+        ("NVIDIA B200", 148, "bf16", False, 2250),
+        ("NVIDIA GB200", 152, "bf16", False, 2500),
+        ("NVIDIA B300 SXM6 AC", 160, "bf16", False, 2250),
+        ("NVIDIA L40", 142, "bf16", False, 181),
+        ("NVIDIA L40S", 142, "bf16", False, 362),
+        ("NVIDIA L4", 58, "bf16", False, 121),
+        ("Tesla T4", 40, "fp16", True, 65),
+        ("Tesla V100-SXM2-16GB", 80, "bf16", False, None),
+        ("NVIDIA RTX A6000", 84, "bf16", False, 154.8),
+        ("NVIDIA RTX 6000 Ada Generation", 142, "bf16", False, 364.2),
+        ("Quadro RTX 6000", 72, "bf16", False, None),
+        ("NVIDIA RTX A1000", 18, "bf16", False, None),
+        ("NVIDIA T400 4GB", 6, "bf16", False, None),
+        ("NVIDIA GeForce RTX 5090", 170, "bf16", False, 209.5),
+        ("NVIDIA GeForce RTX 5090 D", 170, "bf16", False, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 76, "bf16", False, None),
+    ],
+)
+def test_peaks_of_known_gpus(name: str, multiprocessors: int, precision: str, tf32: bool, expected: float) -> None:
+    assert find_peak(name, precision, tf32=tf32, multiprocessors=multiprocessors) == pytest.approx(expected)
+
+
+def test_the_peak_of_a_device_is_that_of_its_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = SimpleNamespace(name="NVIDIA H100 80GB HBM3 MIG 3g.40gb", multi_processor_count=66)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: half)
+    assert peak_tflops("cuda:0", "bf16") == 989 / 2
