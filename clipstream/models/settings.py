@@ -57,6 +57,7 @@ PADDING_COUNTS = Conflict(
     {"text_buckets": Is("a number, or packed"), "a text tower that depends on padding": Is("(SigLIP)")},
     "{1}: give auto or off",
 )
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of inductor that record CUDA graphs
 NOTHING_COMPILED = Conflict(  # of TrainSettings
     {"compile": Is("blocks"), "the model": Is("without repeated blocks")},
     "no tower has repeated blocks: give towers, or off",

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from clipstream.config.section import GIVEN, SET, Conflict, Is, PathText, Section, other_than
 from clipstream.errors import SettingsError
-from clipstream.models.settings import NOTHING_COMPILED
+from clipstream.models.settings import CUDA_GRAPHS, NOTHING_COMPILED
 from clipstream.training.early_stop import METRIC_BY, By, EarlyStopSettings, Metric, checked_metric
 
 # true and false: YAML's reading of `on` and `off`
@@ -133,6 +133,14 @@ class TrainSettings(Section):
                  "fsdp gathers parameters block by block, outside of compiled code: give blocks"),
         Conflict({"compile_mode": SET, "compile_backend": other_than("inductor")},
                  "modes are those of the backend inductor: leave one of the two out"),
+        Conflict({"compile_mode": CUDA_GRAPHS, "compile": "blocks"},
+                 "{0} records CUDA graphs, and a block may overwrite the output of the block before it (pytorch "
+                 "#152887): give --train.compile towers or step, or a mode without CUDA graphs, default or "
+                 "max-autotune-no-cudagraphs"),
+        Conflict({"compile_mode": CUDA_GRAPHS, "micro_batch_size": GIVEN},
+                 "{0} records CUDA graphs, which overwrite the gradients of the micro-batches before (pytorch "
+                 "#169545): leave micro_batch_size out, or give a mode without CUDA graphs, default or "
+                 "max-autotune-no-cudagraphs"),
         *(
             Conflict(
                 {key: changed, "compile": "off"},

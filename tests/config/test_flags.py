@@ -153,7 +153,9 @@ def test_open_clips_strategies_of_compilation(flags: str, expected: str) -> None
 
 
 def test_backend_and_mode_of_compilation() -> None:
-    train = load(["--train-data=a.tar", "--torchcompile", "--torchcompile-mode=max-autotune"]).train
+    train = load(
+        ["--train-data=a.tar", "--torchcompile", "--torchcompile-strategy=task", "--torchcompile-mode=max-autotune"]
+    ).train
     assert (train.compile_backend, train.compile_mode) == ("inductor", "max-autotune")
     assert (
         load(["--train-data=a.tar", "--torchcompile", "--torchcompile-backend=eager"]).train.compile_backend == "eager"

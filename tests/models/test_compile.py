@@ -18,6 +18,7 @@ from clipstream.errors import SettingsError
 from clipstream.models.execution import compile as module
 from clipstream.models.execution.checkpointing import enabled_backends
 from clipstream.models.execution.compile import Compilation, compile_towers, compiling, eagerly
+from clipstream.models.settings import CUDA_GRAPHS
 from clipstream.models.towers import Towers
 from clipstream.training.precision import Precision, autocast
 from tests.support.model_files import TEXT, VIT, build, write
@@ -322,3 +323,42 @@ def test_a_step_tells_what_it_compiled(caplog: pytest.LogCaptureFixture) -> None
     assert line == "train.compile: compiled 1 graph with eager in a step of 2.0 s"
     assert compilation.summary().startswith("train.compile: 2 graphs in steps of 3.0 s altogether, 1 recompilation:")
     assert module._cause("0/1: tensor 'x' size mismatch") == "tensor 'x' size mismatch"
+
+
+def test_the_modes_that_record_cuda_graphs_are_torchs() -> None:
+    modes = torch._inductor.list_mode_options().items()
+    assert {mode for mode, options in modes if options.get("triton.cudagraphs")} == set(CUDA_GRAPHS)
+
+
+@pytest.mark.parametrize("mode", ["max-autotune", "max-autotune-no-cudagraphs"])
+def test_outputs_of_cuda_graphs_are_copied_and_their_steps_are_marked(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[torch.Tensor] = []  # outputs of the graphs, which the next replay would overwrite
+    marks: list[int] = []
+
+    def recorded(graph: torch.fx.GraphModule, _: Any) -> Any:
+        def run(*args: Any) -> Any:
+            found = graph.forward(*args)
+            kept.extend(found)
+            return found
+
+        return run
+
+    monkeypatch.setattr(module, "_compiler", lambda backend, mode: recorded)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(len(kept)))
+    towers = make(tmp_path, lock_image=True).double().train()
+    truth = gradients(towers)
+    compilation = compile_towers(towers, "towers", "inductor", mode)
+    records = mode in CUDA_GRAPHS
+    assert towers.text_buckets is not None
+    assert len(towers.text_buckets.plan(LENGTHS, TOKENS, "cpu")) == (1 if records else 2)
+    results: list[torch.Tensor] = []
+    for tower in (towers.clip.visual, towers.clip.transformer):
+        tower.register_forward_hook(lambda _, args, found: results.append(found))
+    for _ in range(2):
+        with compiling(compilation):
+            check(towers, truth)
+    assert marks == ([0, len(kept) // 2] if records else [])
+    memory = {tensor.data_ptr() for tensor in kept}
+    assert [result.data_ptr() in memory for result in results] == [not records] * len(results)

@@ -151,3 +151,15 @@ def test_inductor_on_ranks(model: str) -> None:
     for ((found, graphs),) in run_ranks(2, run, model, "clip", [("blocks", "ddp", 1, 4, 1, "off")]):
         assert graphs
         check(found, truth)
+
+
+def test_the_beginning_of_each_step_is_marked_once_for_cuda_graphs(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    marks: list[int] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
+    towers = build(model, loss_type="clip", lock_image=True).train()
+    compilation = compile_towers(towers, "towers", "eager")
+    compilation.cuda_graphs = True
+    step = TrainStep(towers, LOSSES["clip"], sgd(towers), World(), compilation=compilation)
+    for number in range(1, 3):
+        step(part_of_batch(World()), lr=1.0)
+        assert len(marks) == number

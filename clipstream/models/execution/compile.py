@@ -25,11 +25,12 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 from torch.nn.attention import sdpa_kernel
+from torch.utils._pytree import tree_map_only
 
 from clipstream.errors import SettingsError
 from clipstream.models.execution.blocks import blocks
 from clipstream.models.execution.checkpointing import enabled_backends
-from clipstream.models.settings import NOTHING_COMPILED
+from clipstream.models.settings import CUDA_GRAPHS, NOTHING_COMPILED
 from clipstream.utils.logs import logger
 from clipstream.utils.words import counted, shortened
 
@@ -49,6 +50,7 @@ class Compilation:
     Attributes:
         graphs: graphs compiled, forward and backward pass as one.
         cached: those of them that were taken from inductor's cache.
+        cuda_graphs: whether CUDA graphs are recorded, whose outputs are overwritten by later passes.
         strict: whether a failed compilation is an error, not a warning.
         seconds: time that steps took in which something was compiled.
         recompilations: how often a function was compiled once more, by reason.
@@ -56,6 +58,7 @@ class Compilation:
 
     compile: Compiler
     name: str
+    cuda_graphs: bool = False
     strict: bool = False
     graphs: int = 0
     cached: int = 0
@@ -133,7 +136,8 @@ class _Function:
 
         if self.compiled is not None:
             try:
-                return self.compiled(module, *args, **kwargs)
+                found = self.compiled(module, *args, **kwargs)
+                return tree_map_only(torch.Tensor, torch.clone, found) if self.compilation.cuda_graphs else found
             except TorchDynamoException as error:  # raised by the capture, or again below by the code itself
                 failure = error
             self.compiled = None
@@ -154,7 +158,8 @@ def compile_towers(
             from pixels and token ids to normalised features as one graph, or, with text buckets, from pixels to image
             features as one, and of the text tower as with 'towers', whose buckets differ from step to step.
         backend: of torch.compile.
-        mode: of inductor: 'default', 'reduce-overhead', 'max-autotune' or 'max-autotune-no-cudagraphs'.
+        mode: of inductor: 'default', 'reduce-overhead', 'max-autotune' or 'max-autotune-no-cudagraphs'. With those that
+            record CUDA graphs, texts pass in one bucket: each sequence of shapes is recorded anew.
         cache: folder in which inductor and Triton keep compiled code, unless the environment names another one
             ($TORCHINDUCTOR_CACHE_DIR) or it cannot be written; one in the system's temporary folder unless given.
 
@@ -165,7 +170,9 @@ def compile_towers(
     if cache is not None:
         _keep_in(cache)
     clear_compilation_metrics()
-    compilation = Compilation(_compiler(backend, mode), backend, _breaks=Counter(counters["graph_break"]))
+    breaks = Counter(counters["graph_break"])
+    cuda_graphs = backend == "inductor" and mode in CUDA_GRAPHS
+    compilation = Compilation(_compiler(backend, mode), backend, cuda_graphs=cuda_graphs, _breaks=breaks)
     found = _targets(towers, parts)
     if towers.text_buckets is not None:
         if towers.text_buckets.packed == "all":
@@ -174,7 +181,7 @@ def compile_towers(
                 "auto, which cuts texts into buckets for train.compile, or --train.compile off"
             )
         compilation.text_buckets = towers.text_buckets
-        towers.text_buckets = replace(towers.text_buckets, portions=PORTIONS, packed=None)
+        towers.text_buckets = replace(towers.text_buckets, portions=1 if cuda_graphs else PORTIONS, packed=None)
     functions: dict[Any, _Function] = {}
     for module, name in found:
         replaced = vars(module).get(name)  # by activation checkpointing
@@ -187,7 +194,7 @@ def compile_towers(
 
 @contextmanager
 def compiling(compilation: Compilation | None) -> Iterator[None]:
-    """A context in which towers may be called that compile: a step.
+    """A context in which towers may be called that compile: a step, whose beginning CUDA graphs are told of.
 
     In it, torch's limit of compilations of a function is raised, and DDP's splitting of graphs is off: it takes no
     graph with activation checkpointing, and blocks are graphs of their own. At its end the backends of attention are
@@ -198,6 +205,8 @@ def compiling(compilation: Compilation | None) -> Iterator[None]:
         return
     import torch._dynamo.config as config
 
+    if compilation.cuda_graphs:
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
     limit = max(GRAPHS, config.recompile_limit)
     with config.patch(optimize_ddp=False, recompile_limit=limit), sdpa_kernel(enabled_backends()):
         yield
