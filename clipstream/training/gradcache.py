@@ -38,6 +38,12 @@ if TYPE_CHECKING:
     from clipstream.losses.contrastive import ContrastiveLoss
     from clipstream.models.towers import Features
 
+# In errors of CUDA and torch's allocators; of cuBLAS and cuDNN, whose handles take memory at their first use; of cuDNN 9
+# (CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED).
+NO_MEMORY = (
+    "out of memory", "can't allocate memory", "not enough memory", "STATUS_ALLOC_FAILED", "_ALLOCATION_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_NOT_INITIALIZED",
+)  # fmt: skip
 Forward = Callable[..., Any]  # images, texts and options of the model -> features
 
 
@@ -157,9 +163,7 @@ class GradCache:
 
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether an error of CUDA, of its libraries or of the CPU says that memory ran out."""
-    text = str(error)
-    signs = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
-    return isinstance(error, torch.cuda.OutOfMemoryError) or any(words in text for words in signs)
+    return isinstance(error, torch.cuda.OutOfMemoryError) or any(words in str(error) for words in NO_MEMORY)
 
 
 def detached(features: Features) -> Features:

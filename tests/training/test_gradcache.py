@@ -13,6 +13,7 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.training.auto_micro_batch import MicroBatch
+from clipstream.training.gradcache import is_out_of_memory
 from clipstream.training.settings import TrainSettings
 from clipstream.training.step import TrainStep
 from tests.support.ranks import run_ranks
@@ -332,3 +333,24 @@ def test_other_errors_are_not_taken_for_want_of_memory() -> None:
     model = Broken()
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size="auto")(make_batch(), lr=1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("CUDA out of memory. Tried to allocate 2.00 GiB.", True),
+        ("CUDA error: out of memory", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", True),
+        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", True),
+        ("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", True),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", True),
+        ("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried", True),
+        ("[enforce fail at alloc_cpu.cpp:127] data. DefaultCPUAllocator: not enough memory: you tried", True),
+        ("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed a non-contiguous input.", False),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`", False),
+        ("CUDA error: an illegal memory access was encountered", False),
+    ],
+)
+def test_errors_that_say_that_memory_ran_out(text: str, expected: bool) -> None:
+    assert is_out_of_memory(RuntimeError(text)) is expected
