@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from clipstream.losses.contrastive import ContrastiveLoss
     from clipstream.models.towers import Features
 
-# In errors of CUDA and torch's allocators; of cuBLAS and cuDNN, whose handles take memory at their first use; of cuDNN 9
-# (CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED).
+# In errors of CUDA and torch's allocators; of cuBLAS and cuDNN, whose handles take memory at their first use; and of
+# cuDNN 9 (CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED).
 NO_MEMORY = (
     "out of memory", "can't allocate memory", "not enough memory", "STATUS_ALLOC_FAILED", "_ALLOCATION_FAILED",
     "CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_NOT_INITIALIZED",
