@@ -27,6 +27,7 @@ from clipstream.utils.words import counted
 
 PR_SET_PDEATHSIG = 1
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"  # which torch's deterministic algorithms need
+GPU_THREADS = 4  # of a rank on a GPU, whose share of the cores is for its data workers
 SILENT = 20.0  # s that rank 0 waits for the others before it says so
 
 
@@ -51,7 +52,8 @@ def run_ranks(run: RunSettings, body: Callable[[World, FailureWatch], object], *
         )
     world = World.from_env(device)
     # torchrun sets OMP_NUM_THREADS=1, which leaves the other cores idle; and the number decides the bits of sums.
-    torch.set_num_threads(run.threads or max(1, cores() // world.local_size))
+    most = GPU_THREADS if world.device.startswith("cuda") else cores()
+    torch.set_num_threads(run.threads or min(max(1, cores() // world.local_size), most))
     if run.deterministic:
         os.environ.setdefault(CUBLAS, ":4096:8")
         torch.use_deterministic_algorithms(True)

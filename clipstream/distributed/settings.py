@@ -21,7 +21,9 @@ class RunSettings(Section):
     seed: int = Field(0, ge=0, lt=2**63, description="fixes the order of samples, augmentation, weights and dropout")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     threads: int | None = Field(
-        None, ge=1, description="CPU threads of a rank's arithmetic; its share of the cores unless set"
+        None,
+        ge=1,
+        description="CPU threads of a rank's arithmetic; its share of the cores, on a GPU at most 4, unless set",
     )
     deterministic: bool = Field(False, description="torch's deterministic algorithms; slower, equal bits")
     timeout: float = Field(1800.0, gt=0, description="seconds that a rank waits for the others before the run ends")

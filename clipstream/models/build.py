@@ -7,13 +7,16 @@ import pickle
 import re
 from copy import deepcopy
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import open_clip
 import timm
 import torch
 from open_clip.transform import PreprocessCfg, merge_preprocess_dict
+from open_clip.transformer import PatchDropout
 from timm.layers import to_2tuple
+from timm.layers.patch_dropout import patch_dropout_forward
 from torch.func import functional_call
 
 from clipstream.errors import SettingsError
@@ -159,8 +162,19 @@ def _create(source: ModelFiles, model_cfg: Config, seed: int, size: int | None) 
             raise NO_PATCHES.error("model.patch_dropout", None, source.label) from error
         raise SettingsError(f"open_clip cannot build {source.label}: {error}") from error
     clip = clip.float()
+    if isinstance(dropout := getattr(clip.visual, "patch_dropout", None), PatchDropout):
+        dropout.forward = partial(_drop_patches, dropout)
     _check_inputs(clip, source, int(text_cfg.get("context_length", 77)), size)
     return clip
+
+
+def _drop_patches(dropout: PatchDropout, tokens: torch.Tensor) -> torch.Tensor:
+    """`forward` of open_clip's patch dropout, which draws on the CPU: on another device timm's, which draws on it."""
+    if tokens.device.type == "cpu":
+        return cast(torch.Tensor, type(dropout).forward(dropout, tokens))
+    first = int(dropout.exclude_first_token)
+    found = patch_dropout_forward(tokens, dropout.prob, first, ordered=False, training=dropout.training)
+    return cast(torch.Tensor, found[0])
 
 
 def _check_inputs(clip: Any, source: ModelFiles, length: int, size: int | None) -> None:

@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore, TCPStore
 
+from clipstream.distributed import launch
+from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import FIRST_PORT, PORTS, TRIED, World, answers, first_node, meet, step_store
 from clipstream.errors import SettingsError
 from tests.support.ranks import TIMEOUT, end_ranks, reserved_port
@@ -207,3 +209,17 @@ def test_a_reserved_port_is_for_rank_0_alone() -> None:
         store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         store.set("key", "value")
         assert TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).get("key") == b"value"
+
+
+@pytest.mark.parametrize(("device", "threads", "expected"), [("cpu", None, 12), ("cuda", None, 4), ("cuda", 7, 7)])
+def test_threads_of_a_rank(device: str, threads: int | None, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    world = World(device=device, local_size=2)
+    monkeypatch.setattr(World, "from_env", lambda device: world)
+    monkeypatch.setattr(World, "start", lambda *_: None)
+    monkeypatch.setattr(launch, "cores", lambda: 24)
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    for name in ("is_available", "set_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: True)
+    assert launch.run_ranks(RunSettings(device=device, threads=threads), lambda *_: None) == 0
+    assert found == [expected]

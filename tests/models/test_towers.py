@@ -12,8 +12,12 @@ import numpy as np
 import open_clip
 import pytest
 import torch
+from open_clip.transformer import PatchDropout
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
@@ -244,6 +248,31 @@ def test_patch_dropout_leaves_patches_out_in_training_alone(tmp_path: Path) -> N
         assert not torch.equal(first, second)
         towers.eval()
         assert torch.equal(towers.encode_image(pixels), towers.encode_image(pixels))
+
+
+class _Devices(TorchDispatchMode):
+    """Notes where results are."""
+
+    devices: frozenset[str] = frozenset()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        tensors = [one for one in tree_leaves(found) if isinstance(one, torch.Tensor)]
+        self.devices |= {one.device.type for one in tensors}
+        return found
+
+
+def test_patch_dropout_draws_open_clips_patches_on_a_cpu_and_on_the_device_elsewhere(tmp_path: Path) -> None:
+    dropout = build(write(tmp_path), patch_dropout=0.5).clip.visual.patch_dropout.train()
+    tokens = torch.arange(2 * 17.0).view(2, 17, 1)
+    found = []
+    for forward in (dropout, PatchDropout(0.5)):
+        torch.manual_seed(1)
+        found.append(forward(tokens))
+    assert torch.equal(*found)
+    with FakeTensorMode(), _Devices() as mode:
+        assert dropout(torch.empty(2, 17, 1, device="cuda")).shape == found[0].shape
+    assert mode.devices == {"cuda"}
 
 
 def test_the_last_groups_of_a_locked_tower_may_train(tmp_path: Path) -> None:
