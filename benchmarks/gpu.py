@@ -1,13 +1,30 @@
-"""Training on one GPU: samples/s, MFU and memory of B/32, B/16, L/14 and SigLIP B/16, beside open_clip's step.
+"""Training on one GPU: samples/s, MFU, memory and time by part of B/32, B/16, L/14 and SigLIP B/16, beside open_clip's.
 
-    python benchmarks/gpu.py 'shards/{00000..00007}.tar' --csv build/gpu.csv --write docs/performance.md  # 8 minutes
-    python benchmarks/gpu.py --device cpu --small SHARDS   # the same on tiny models, to try the script
+    python benchmarks/gpu.py --models ViT-B-32 ViT-B-16 --csv build/gpu.csv --write docs/benchmarks.md   # 4 minutes
+    python benchmarks/gpu.py --models ViT-L-14 ViT-B-16-SigLIP --csv build/gpu-2.csv                      # 4 minutes
+    python benchmarks/gpu.py --device cpu --small           # the same on tiny models, to try the script
 
-Four rows of each model take turns: batches in memory, the same with packed texts and without compilation, batches read
-from the shards (generated pictures unless given), and `open_clip_train`'s step with amp_bf16 on the same tensors.
-clipstream trains in bf16 with a fused optimizer, text buckets where the tower allows them, and compiled blocks. SigLIP
-has CLIP's tokenizer, which needs no download; its token table is larger so, and its arithmetic the same. `--write FILE`
-puts the table between the markers of that file. Models for which no time is left are named.
+Each model has these rows, in bf16 with a fused optimizer:
+
+    eager-padded, eager-buckets, eager-packed   nothing compiled; texts padded, in buckets by length, or packed
+    compiled             compiled blocks, texts in buckets where the tower allows them
+    shards               the same, each batch read from shards
+    open_clip            the step of open_clip_train with amp_bf16 on the same tensors
+    open_clip-compiled   the same with --torchcompile
+
+A row is written to the CSV file as soon as it is measured. The models share `--minutes` equally; a row may take 60% of
+the time that its model has left, the last one all of it, and says so where that is too short. Before the clock, a row
+passes over all batches that it will be measured on, again until nothing is compiled; `shards` has new batches, and
+tells how many graphs were compiled meanwhile. A figure of speed is the median of the rounds.
+
+Pictures are generated (`made.py`); captions are those of `captions.txt`, written as alternative texts of web pages are:
+3 to 41 tokens, 12 in the median. Shards of your own may be given instead. SigLIP has CLIP's tokenizer, which needs no
+download; its token table is larger so, and its arithmetic the same.
+
+Columns of the CSV file: `X_ms`, time of a part of the step on the GPU's stream, with waits for the host in it
+(`clipstream.performance.parts`); `kernel_ms` and `kernels`, time in which any kernel runs and number of kernels of a
+step, of torch's profiler; `idle`, the share of a step, as measured without the profiler, in which no kernel runs;
+`clock_mhz` and `power_w`, medians of NVML's (`pip install nvidia-ml-py`), empty without it.
 
 No figures yet: they were not measured on a GPU.
 """
@@ -16,29 +33,73 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
+import signal
+import statistics
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from made import make
+from torch._C._autograd import DeviceType
+from torch._dynamo.utils import counters
 
 from clipstream.bench.ladder import Ladder
 from clipstream.bench.options import Options
-from clipstream.bench.results import COLUMNS, GIB, Row
-from clipstream.bench.rungs import Rung
+from clipstream.bench.results import GIB
+from clipstream.bench.rungs import Rung, with_changes
+from clipstream.bench.turns import Parts, PeakMemory, explained, synchronize
 from clipstream.config.settings import load
 from clipstream.distributed.world import World
+from clipstream.errors import ClipstreamError
 from clipstream.models.model_config import builtin
+from clipstream.performance.parts import DATA, PARTS
+from clipstream.performance.peaks import peak_tflops
+from clipstream.performance.timing import StepTimer, timed
 from clipstream.utils.logs import on_terminal
 
 BEGIN, END = "<!-- benchmarks/gpu.py: table -->", "<!-- benchmarks/gpu.py: end -->"
-HEAD = (
-    "| model | batch | | samples/s | range | ratio | MFU | TFLOP/s | peak memory, GiB | |\n"
-    "|---|---|---|---|---|---|---|---|---|---|\n"
+CAPTIONS = Path(__file__).with_name("captions.txt")
+BATCHES = 4  # in memory
+PASSES = 4  # most passes over them before the clock
+PROFILED = 2  # steps
+SHARE = 0.6  # of the time that its model has left, for a row
+INTERVAL = 0.1  # s between two looks at clock and power
+COMPILED = {"train.compile": "blocks"}
+RUNGS = (
+    Rung("eager-padded", {"model.text_buckets": "off"}),
+    Rung("eager-buckets"),
+    Rung("eager-packed", {"model.text_buckets": "packed"}),
+    Rung("open_clip", open_clip=True),
+    Rung("compiled", COMPILED),
+    Rung("shards", COMPILED, from_shards=True),
+    Rung("open_clip-compiled", open_clip=True, torchcompile=True),
 )
+# Title, key and format of a column.
+SPEED = (
+    ("model", "model", ""), ("batch", "batch", ""), ("", "row", ""), ("samples/s", "samples_per_s", ",.0f"),
+    ("range", "range", ""), ("to open_clip", "ratio", ".2f"), ("MFU", "mfu", ".1%"), ("TFLOP/s", "tflops", ".3g"),
+    ("peak memory, GiB", "memory_gib", ".2f"), ("", "note", ""),
+)  # fmt: skip
+TIMES = (
+    ("model", "model", ""), ("", "row", ""), *((f"{part}, ms", f"{part}_ms", ".1f") for part in PARTS),
+    ("step, ms", "step_ms", ".1f"), ("kernels, ms", "kernel_ms", ".1f"), ("kernels", "kernels", ",.0f"),
+    ("idle", "idle", ".1%"), ("MHz", "clock_mhz", ".0f"), ("W", "power_w", ".0f"),
+)  # fmt: skip
+COLUMNS = (
+    "date", "card", "versions", "model", "row", "batch", "samples_per_s", "lowest", "highest", "step_ms", "mfu",
+    "tflops", "memory_gib", *(f"{part}_ms" for part in PARTS), "kernel_ms", "kernels", "idle", "clock_mhz", "power_w",
+    "warmup_s", "warmup_steps", "compiled_graphs", "note",
+)  # fmt: skip
+Row = dict[str, Any]  # by column
 
 
 class Model(NamedTuple):
@@ -49,6 +110,26 @@ class Model(NamedTuple):
 
 
 MODELS = (Model("ViT-B-32", 1024), Model("ViT-B-16", 512), Model("ViT-L-14", 256), Model("ViT-B-16-SigLIP", 512))
+
+
+class OutOfTime(BaseException):
+    """A row has taken its time; no `except Exception` of a compiler takes it for a failure of its own."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """A context that raises OutOfTime in the main thread after so many seconds, at least 0.01."""
+
+    def expired(*_: object) -> None:
+        raise OutOfTime
+
+    before = signal.signal(signal.SIGALRM, expired)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def model_file(name: str, folder: Path, small: bool) -> str:
@@ -70,60 +151,241 @@ def model_file(name: str, folder: Path, small: bool) -> str:
     return str(path)
 
 
-def measure(model: Model, shards: str, folder: Path, args: argparse.Namespace) -> list[Row]:
-    """The rows of a model: in memory, packed, open_clip, from shards."""
+def ladder_of(model: Model, shards: str, folder: Path, args: argparse.Namespace) -> Ladder:
+    """The settings of a model's rows, and their batches in memory."""
     batch = args.batch or (8 if args.small else model.batch)
     cpu = args.device == "cpu"
     flags = [
         "--train-data", shards, "--model", model_file(model.name, folder, args.small), "--device", args.device,
-        "--data.global-batch-size", str(batch), "--precision", "fp32" if cpu else "bf16",
-        "--train.compile", "off" if cpu else "blocks", "--train.tf32", json.dumps(not cpu),
-        "--workers", str(args.workers),
+        "--data.global-batch-size", str(batch), "--precision", "fp32" if cpu else "bf16", "--train.compile", "off",
+        "--train.tf32", json.dumps(not cpu), "--workers", str(args.workers),
+        *(["--train.compile-backend", "eager"] if cpu else []),  # which needs no C++ compiler
     ]  # fmt: skip
-    options = Options(
-        rungs=("shards",), rounds=args.rounds, steps=args.steps, warmup_steps=args.warmup, loss_steps=args.warmup + 1
+    options = Options(rungs=(), loss_steps=BATCHES)
+    return Ladder(load(flags, ranks=1), options, World(device="cpu" if cpu else "cuda:0"))
+
+
+def measure(ladder: Ladder, rung: Rung, seconds: float, args: argparse.Namespace, row: Row) -> None:
+    """Measure a rung for at most so many seconds, and put what is found into `row` as soon as it is known."""
+    until = time.monotonic() + seconds
+    turns, device = ladder.turns, ladder.world.device
+    if rung.name in ("eager-buckets", "eager-packed") and turns.padded is not None:
+        row["note"] = f"not run: {turns.padded}"
+        return
+    memory = PeakMemory(device)
+    with ExitStack() as stack:
+        try:
+            with time_limit(seconds):
+                settings = with_changes(ladder.settings, rung.changes)
+                parts = turns.build(settings, rung, stack)
+                step = step_of(parts, settings.optim.lr, [turns.batches[0]] if rung.open_clip else None)
+                warm_up(step, until - seconds / 2, row)
+                timer, sensors = StepTimer(device), Sensors(device)
+                rates: list[float] = []
+                before = graphs()
+                with timer.active(), sensors:
+                    while len(rates) < args.rounds and (not rates or time.monotonic() < until - 2):
+                        rates.append(rate_of(step, args.steps, timer, device))
+                        row["samples_per_s"], row["lowest"], row["highest"] = (
+                            statistics.median(rates), min(rates), max(rates),
+                        )  # fmt: skip
+                if graphs() > before:
+                    row["compiled_graphs"] = graphs() - before
+                    row["note"] = f"compiled {graphs() - before} graphs in measured steps"
+                row["step_ms"] = 1e3 * row["batch"] / row["samples_per_s"]
+                row["memory_gib"] = memory.peak() / GIB
+                row["tflops"] = turns.tflops(settings, row["samples_per_s"])
+                peak = peak_tflops(device, settings.train.arithmetic)
+                row["mfu"] = None if row["tflops"] is None or peak is None else row["tflops"] / peak
+                row.update(sensors.medians())
+                if not rung.open_clip:
+                    found, steps = timer.take()
+                    row.update({f"{part}_ms": 1e3 * spent / steps for part, spent in found.items()})
+                if device != "cpu":
+                    row["kernel_ms"], row["kernels"] = kernels_of(step, device)
+                    row["idle"] = max(0.0, 1 - row["kernel_ms"] / row["step_ms"])
+        except OutOfTime:
+            row["note"] = f"stopped after {seconds:.0f} s"
+        except (ClipstreamError, RuntimeError) as error:
+            row["note"] = f"{'stopped' if 'samples_per_s' in row else 'not run'}: {explained(error)}"
+
+
+def step_of(parts: Parts, lr: float, batches: Sequence[Any] | None) -> Callable[[], int]:
+    """One step, which returns its number of samples.
+
+    Args:
+        batches: prepared once and repeated; None for those of the parts.
+    """
+    once = None if batches is None else itertools.cycle([(len(batch), parts.prepare(batch)) for batch in batches])
+
+    def step() -> int:
+        if once is not None:
+            count, prepared = next(once)
+            parts.step(prepared, lr / 100)
+            return count
+        with timed(DATA):
+            batch = next(parts.batches)
+        parts.step(batch, lr / 100)
+        return len(batch)
+
+    return step
+
+
+def graphs() -> int:
+    """How many graphs torch.compile has compiled in this process."""
+    return int(counters["stats"]["unique_graphs"])
+
+
+def warm_up(step: Callable[[], int], until: float, row: Row) -> None:
+    """Pass over as many batches as are in memory, and again until nothing is compiled or the time is over."""
+    began, before, row["warmup_steps"] = time.monotonic(), -1, 0
+    while graphs() != before and row["warmup_steps"] < PASSES * BATCHES and time.monotonic() < until:
+        before = graphs()
+        for _ in range(BATCHES):
+            step()
+        row["warmup_steps"] += BATCHES
+    row["warmup_s"] = time.monotonic() - began
+
+
+def rate_of(step: Callable[[], int], steps: int, timer: StepTimer, device: str) -> float:
+    """Samples/s of some steps."""
+    samples = 0
+    synchronize(device)
+    began = time.perf_counter()
+    for _ in range(steps):
+        samples += step()
+        timer.end_step()
+    synchronize(device)
+    return samples / (time.perf_counter() - began)
+
+
+class Sensors:
+    """A context in which a thread reads clock and power of a GPU, where NVML has them."""
+
+    def __init__(self, device: str) -> None:
+        self._device, self._over = torch.device(device), threading.Event()
+        self._read: dict[str, Callable[[Any], float]] = {}
+        self._found: dict[str, list[float]] = {}
+        if self._device.type == "cuda":
+            self._read = {"clock_mhz": torch.cuda.clock_rate, "power_w": lambda one: torch.cuda.power_draw(one) / 1e3}
+
+    def __enter__(self) -> Sensors:
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(1)
+
+    def _run(self) -> None:
+        while self._read and not self._over.wait(INTERVAL):
+            for name, read in list(self._read.items()):
+                try:
+                    self._found.setdefault(name, []).append(read(self._device))
+                except Exception:  # no nvidia-ml-py, no driver, or a GPU without this figure
+                    del self._read[name]
+
+    def medians(self) -> Row:
+        """By column, those that were read."""
+        return {name: statistics.median(values) for name, values in self._found.items() if values}
+
+
+def kernels_of(step: Callable[[], int], device: str) -> tuple[float, float]:
+    """Milliseconds of a step in which some kernel runs on the GPU, and its number of kernels."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(PROFILED):
+            step()
+        synchronize(device)
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profile.events() or ()
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     )
-    ladder = Ladder(load(flags, ranks=1), options, World(device="cpu" if cpu else "cuda:0"))
-    packed = {"model.text_buckets": "packed", "train.compile": "off"}
-    others = [
-        Rung("packed", packed),
-        Rung("open_clip", same_loss=False, open_clip=True),
-        Rung("from shards", from_shards=True),
-    ]
-    return ladder.in_turns([Row(Rung("clipstream"), ladder.plain, 1)], others, cumulative=False)
+    busy, end = 0.0, float("-inf")
+    for start, stop in spans:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return busy / 1e3 / PROFILED, len(spans) / PROFILED
 
 
-def lines(model: Model, rows: list[Row]) -> list[str]:
-    """Rows of the Markdown table; the ratio is that of samples/s to the model's first row."""
-    found = []
+def table(columns: Sequence[tuple[str, str, str]], rows: Sequence[Row]) -> str:
+    """Rows as a Markdown table; columns without a value in any row are left out."""
+    shown = [column for column in columns if any(row.get(column[1]) is not None for row in rows)]
+    if not shown:
+        return ""
+    lines = [[title for title, _, _ in shown], ["---"] * len(shown)]
+    lines += [["" if row.get(key) is None else format(row[key], form) for _, key, form in shown] for row in rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def report(rows: Sequence[Row], args: argparse.Namespace) -> str:
+    """Both tables, with what they were measured on."""
+    theirs = {
+        row["model"]: row["samples_per_s"] for row in rows if row["row"] == "open_clip" and "samples_per_s" in row
+    }
     for row in rows:
-        cells = [""] * 6
-        if row.rates:
-            gain = row.gain(rows[0])
-            cells = [
-                f"{row.rate:,.0f}",
-                f"{min(row.rates):,.0f}-{max(row.rates):,.0f}",
-                "" if gain is None else f"{gain:.2f}",
-                "" if row.mfu is None else f"{row.mfu:.1%}",
-                "" if row.tflops is None else f"{row.tflops:.3g}",
-                f"{row.memory / GIB:.2f}",
-            ]
-        found.append("| " + " | ".join([model.name, str(row.batch), row.rung.name, *cells, row.note()]) + " |")
-    return found
+        if "samples_per_s" in row:
+            row["range"] = f"{row['lowest']:,.0f}-{row['highest']:,.0f}"
+            row["ratio"] = row["samples_per_s"] / theirs[row["model"]] if row["model"] in theirs else None
+    title = f"{date.today()}, {card(args.device)}, {versions()}; medians of {args.rounds} rounds of {args.steps} steps:"
+    return f"{title}\n\n{table(SPEED, rows)}\n{table(TIMES, [row for row in rows if 'step_ms' in row])}".rstrip() + "\n"
+
+
+def card(device: str) -> str:
+    """Name of the GPU, with its driver's version where Linux tells it."""
+    if device == "cpu":
+        return "CPU, float32"
+    try:
+        words = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0].split()
+    except (OSError, IndexError):
+        words = []
+    driver = next((word for word in words if word[:1].isdigit()), None)
+    return torch.cuda.get_device_name() + ("" if driver is None else f", driver {driver}")
+
+
+def versions() -> str:
+    """Of what the figures depend on."""
+    return f"torch {torch.__version__}, CUDA {torch.version.cuda}, open_clip {version('open_clip_torch')}"
 
 
 def page(path: Path) -> str:
-    """The file that the table is for, which has the markers."""
+    """The file that the tables are for, which has the markers."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     if BEGIN not in text or END not in text.partition(BEGIN)[2]:
         raise SystemExit(f"--write: {path} lacks the markers {BEGIN} and {END}")
     return text
 
 
-def write_table(path: Path, table: str) -> None:
-    """Put the table between the markers of a file."""
+def write_tables(path: Path, tables: str) -> None:
+    """Put the tables between the markers of a file."""
     before, _, rest = page(path).partition(BEGIN)
-    path.write_text(f"{before}{BEGIN}\n{table}{END}{rest.partition(END)[2]}", encoding="utf-8")
+    path.write_text(f"{before}{BEGIN}\n{tables}{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+def rows_of(model: Model, until: float, shards: str, folder: Path, args: argparse.Namespace) -> Iterator[Row]:
+    """The rows of a model, each as soon as it is measured, until a time of `time.monotonic`."""
+    ladder, reason = None, "not run: no time is left"
+    try:
+        with time_limit(until - time.monotonic()):
+            ladder = ladder_of(model, shards, folder, args)
+    except OutOfTime:
+        pass
+    except (ClipstreamError, RuntimeError) as error:
+        reason = f"not run: {explained(error)}"
+    rungs = [rung for rung in RUNGS if rung.name in args.rows]
+    for rung in rungs:
+        row: Row = {
+            "date": str(date.today()), "card": card(args.device), "versions": versions(), "model": model.name,
+            "row": rung.name, "note": None,
+        }  # fmt: skip
+        left = until - time.monotonic()
+        if ladder is None or left <= 0:
+            row["note"] = reason
+        else:
+            row["batch"] = ladder.turns.batches[0].global_size
+            measure(ladder, rung, left if rung is rungs[-1] else SHARE * left, args, row)
+        yield row
 
 
 def positive(text: str) -> int:
@@ -133,54 +395,51 @@ def positive(text: str) -> int:
     return number
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shards", nargs="?", help="as --train-data takes them; generated unless given")
-    names = [model.name for model in MODELS]
+    names, ways = [model.name for model in MODELS], [rung.name for rung in RUNGS]
     parser.add_argument("--models", nargs="+", choices=names, default=names)
+    parser.add_argument("--rows", nargs="+", choices=ways, default=ways)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny models and batches")
     parser.add_argument("--batch", type=positive, help="of every model; its own unless given")
-    parser.add_argument("--rounds", type=positive, default=2)
-    parser.add_argument("--steps", type=positive, default=10)
-    parser.add_argument("--warmup", type=positive, default=3)
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--steps", type=positive, default=5, help="measured steps of a round")
     parser.add_argument("--workers", default="auto")
-    parser.add_argument("--minutes", type=float, default=7.0, help="after which no further model is begun")
+    parser.add_argument("--minutes", type=float, default=3.75, help="for all models together (3.75)")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--write", type=Path, help="Markdown file with the markers")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("torch sees no GPU here; --device cpu --small tries the script on tiny models")
     if args.write is not None:  # before the minutes of measuring
         page(args.write)
-    if args.csv is not None:
-        args.csv.open("a").close()
-    began = time.monotonic()
-    device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, float32"
-    measured: list[tuple[Model, list[Row]]] = []
-    left: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name, on_terminal():
-        folder = Path(name)
-        shards = args.shards or "::".join(make("jpeg-512", folder / "made"))
-        for model in MODELS:
-            if model.name not in args.models:
-                continue
-            if time.monotonic() - began > 60 * args.minutes:
-                left.append(model.name)
-                continue
-            measured.append((model, measure(model, shards, folder, args)))
-    title = f"{device}, torch {torch.__version__}, medians of {args.rounds} rounds of {args.steps} steps:\n\n"
-    table = title + HEAD + "\n".join(line for model, rows in measured for line in lines(model, rows)) + "\n"
-    if left:
-        table += f"\nNot measured, as {args.minutes:g} minutes were over: {', '.join(left)}.\n"
-    print(table)
-    if args.csv is not None:
-        with args.csv.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, ("model", *COLUMNS))
+    end, rows = time.monotonic() + 60 * args.minutes, list[Row]()
+    models = [model for model in MODELS if model.name in args.models]
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-gpu-")))
+        stack.enter_context(on_terminal())
+        writer = None
+        if args.csv is not None:
+            file = stack.enter_context(args.csv.open("w", newline="", encoding="utf-8"))
+            writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
             writer.writeheader()
-            writer.writerows({"model": model.name, **row.record()} for model, rows in measured for row in rows)
-    if args.write is not None:
-        write_table(args.write, table)
+            file.flush()
+        shards = args.shards
+        if shards is None:
+            shards = "::".join(make("jpeg-512", folder / "made", CAPTIONS.read_text(encoding="utf-8").splitlines()))
+        for number, model in enumerate(models):
+            until = time.monotonic() + (end - time.monotonic()) / (len(models) - number)
+            for row in rows_of(model, until, shards, folder, args):
+                rows.append(row)
+                if writer is not None:
+                    writer.writerow(row)
+                    file.flush()
+                if args.write is not None:
+                    write_tables(args.write, report(rows, args))
+                print(table(SPEED, [row]).splitlines()[-1], flush=True)
+    print(f"\n{report(rows, args)}", end="")
 
 
 if __name__ == "__main__":

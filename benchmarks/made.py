@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,19 +25,24 @@ KINDS = {  # name -> (longer side in pixels, format, pictures, options of the en
 SHARDS = 4
 
 
-def make(kind: str, folder: Path) -> list[str]:
-    """Shards of one kind, with jpg, png or webp and txt members; their paths."""
+def make(kind: str, folder: Path, captions: Sequence[str] = ()) -> list[str]:
+    """Shards of one kind, with jpg, png or webp and txt members; their paths.
+
+    Args:
+        captions: one for each picture; unless given, the pictures are as many as `KINDS` says.
+    """
     side, form, count, options = KINDS[kind]
+    captions = captions or [f"a made photograph, number {number}, of hills in mist" for number in range(count)]
     folder.mkdir(parents=True)
     suffix = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}[form]
     paths = [str(folder / f"{shard:05d}.tar") for shard in range(SHARDS)]
     for shard, path in enumerate(paths):
         with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-            for number in range(shard, count, SHARDS):
+            for number in range(shard, len(captions), SHARDS):
                 file = io.BytesIO()
                 photograph(side, number).save(file, form, **options)
                 _add(tar, f"{number:08d}.{suffix}", file.getvalue())
-                _add(tar, f"{number:08d}.txt", f"a made photograph, number {number}, of hills in mist".encode())
+                _add(tar, f"{number:08d}.txt", captions[number].encode())
     return paths
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import csv
+import importlib
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from clipstream.config.settings import Settings
+from clipstream.distributed.world import World
 from clipstream.precompute import main as precompute
 from tests.support.forks import ROOT, run_fork
 from tests.support.runs import furnish
@@ -70,18 +78,79 @@ def test_text_buckets(tmp_path: Path) -> None:
 
 
 def test_the_gpus_models(tmp_path: Path) -> None:
-    """All that does not need a GPU: tiny models in place of the four, on the CPU."""
-    shards, page = str(furnish(tmp_path) / "pairs/{00000..00003}.tar"), tmp_path / "page.md"
+    """All that does not need a GPU: tiny models, on the CPU."""
+    page, file = tmp_path / "page.md", tmp_path / "gpu.csv"
     page.write_text("# Figures\n\n<!-- benchmarks/gpu.py: table -->\nold\n<!-- benchmarks/gpu.py: end -->\nAfter it.\n")
-    small = ("--device", "cpu", "--small", "--rounds", "1", "--steps", "1", "--warmup", "1", "--workers", "1")
-    table = output_of("gpu", shards, *small, "--write", str(page), "--csv", str(tmp_path / "gpu.csv"))
-    for model in ("ViT-B-32", "ViT-B-16", "ViT-L-14", "ViT-B-16-SigLIP"):
-        for row in ("clipstream", "open_clip", "from shards"):
-            (line,) = (line for line in table.splitlines() if line.startswith(f"| {model} | 8 | {row} |"))
-            assert "not run" not in line
+    small = ("--device", "cpu", "--small", "--rounds", "1", "--steps", "1", "--workers", "1", "--minutes", "20")
+    ways = ("eager-packed", "open_clip", "compiled", "shards", "open_clip-compiled")
+    models = ("--models", "ViT-B-32", "ViT-B-16-SigLIP", "--rows", *ways)
+    printed = output_of("gpu", *small, *models, "--write", str(page), "--csv", str(file))
+    with file.open(newline="") as opened:
+        rows = {(row["model"], row["row"]): row for row in csv.DictReader(opened)}
+    assert len(rows) == 10
+    for (model, way), row in rows.items():
+        if (model, way) == ("ViT-B-16-SigLIP", "eager-packed"):
+            assert "no causal mask (SigLIP)" in row["note"] and not row["samples_per_s"]
+            continue
+        assert float(row["lowest"]) <= float(row["samples_per_s"]) <= float(row["highest"]) and row["batch"] == "8"
+        assert bool(row["backward_ms"]) == (not way.startswith("open_clip"))
+        assert way == "shards" or not row["note"]
+        assert int(row["warmup_steps"]) == 4 if way in ("eager-packed", "open_clip") else int(row["warmup_steps"]) >= 8
     text = page.read_text()
-    assert text.startswith("# Figures") and text.endswith("After it.\n") and "old" not in text and table.strip() in text
-    assert len((tmp_path / "gpu.csv").read_text().splitlines()) == 17
+    assert text.startswith("# Figures") and text.endswith("After it.\n") and "old" not in text
+    assert text.partition("-->\n")[2].partition("<!--")[0] in printed and "| ViT-B-16-SigLIP | 8 | compiled |" in text
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module benchmarks/gpu.py, whose models have no weights."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    module = importlib.import_module("gpu")
+    batches = [SimpleNamespace(global_size=8)]
+    model = SimpleNamespace(turns=SimpleNamespace(batches=batches, padded=None), world=World(), settings=Settings())
+    monkeypatch.setattr(module, "ladder_of", lambda *_: model)
+    monkeypatch.setattr(module, "make", lambda *_: ["x.tar"])
+    return module
+
+
+def test_each_row_of_the_gpus_is_in_the_file_before_the_next_one_is_measured(
+    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, seen = tmp_path / "gpu.csv", []
+
+    def measure(ladder: Any, rung: Any, seconds: float, args: Any, row: dict[str, Any]) -> None:
+        seen.append((rung.name, file.read_text().splitlines(), seconds))
+        row["note"] = f"{rung.name} was here"
+
+    monkeypatch.setattr(gpu, "measure", measure)
+    ways = ["eager-padded", "compiled", "shards"]
+    gpu.main(["--device", "cpu", "--models", "ViT-B-32", "--minutes", "1", "--csv", str(file), "--rows", *ways])
+    assert [len(lines) for _, lines, _ in seen] == [1, 2, 3] and "compiled was here" in seen[2][1][2]
+    assert [seconds for *_, seconds in seen] == pytest.approx([36, 36, 60], abs=5)  # nothing was used: the last has all
+    gpu.main(["--device", "cpu", "--models", "ViT-B-32", "--minutes", "0", "--csv", str(file), "--rows", *ways])
+    assert len(seen) == 3 and file.read_text().count("no time is left") == 3
+
+
+def test_a_row_of_the_gpus_stops_when_its_time_is_over(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiles_for_long(*_: object) -> None:
+        while True:
+            with suppress(Exception):  # as compilers have it
+                time.sleep(0.01)
+
+    ladder, row = gpu.ladder_of(), {"batch": 8}
+    monkeypatch.setattr(ladder.turns, "build", compiles_for_long, raising=False)
+    gpu.measure(ladder, gpu.RUNGS[0], 0.05, None, row)
+    assert row["note"] == "stopped after 0 s"
+
+
+def test_steps_before_the_clock_go_on_until_nothing_is_compiled(gpu: Any) -> None:
+    new, row = iter([1, 1, 1, 1, 0, 1, *[0] * 100]), dict[str, Any]()
+
+    def step() -> None:
+        gpu.counters["stats"]["unique_graphs"] += next(new)
+
+    gpu.warm_up(step, time.monotonic() + 60, row)
+    assert row["warmup_steps"] == 3 * gpu.BATCHES
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")

@@ -173,7 +173,7 @@ OF_OTHERS = {
     "--nodes", "--ntasks", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time", "--signal",
     "--requeue", "--open-mode", "--wait", "--nnodes", "--nproc-per-node", "--max-restarts", "--rdzv-backend",
     "--rdzv-conf", "--rdzv-endpoint", "--rdzv-id", "--shutdown-timeout", "--signals-to-handle",
-    "--write", "--parts", "--caption", "--kept",  # of benchmarks/gpu.py and benchmarks/text_buckets.py
+    "--write", "--minutes", "--parts", "--caption", "--kept",  # of benchmarks/gpu.py and benchmarks/text_buckets.py
 }  # fmt: skip
 OF_PARSERS = {"--config", "--help", "--version", "--print-config", "--out", "--output"}
 OF_OPEN_CLIP = {"--local-loss", "--gather-with-grad", "--lock-image-freeze-bn-stats"}  # named as theirs

@@ -33,11 +33,14 @@ class OpenClipStep:
         precision: of `PRECISIONS`.
         optim: of type adamw.
         name: the model's name, which betas and eps depend on.
+        backend: of torch.compile, for the model as one graph (--torchcompile); None for no compilation.
 
     Raises SettingsError: open_clip's trainer is not installed, or does not train this model with these settings.
     """
 
-    def __init__(self, towers: Towers, device: str, precision: str, optim: OptimSettings, name: str) -> None:
+    def __init__(
+        self, towers: Towers, device: str, precision: str, optim: OptimSettings, name: str, backend: str | None = None
+    ) -> None:
         try:
             from open_clip.loss import ClipLoss, SigLipLoss
             from open_clip_train.train import train_one_epoch
@@ -62,6 +65,8 @@ class OpenClipStep:
         self.optimizer = torch.optim.AdamW(parameter_groups(model, optim.wd), lr=0.0, betas=betas, eps=eps)
         # open_clip gives a loss of one process no arguments, and that of SigLIP the rank and the number of ranks.
         self.loss: Any = ClipLoss() if towers.loss_type == "clip" else SigLipLoss(rank=0, world_size=1)
+        if backend is not None:
+            model = torch.compile(model, backend=backend)
         scaler = torch.amp.GradScaler(device=device) if precision == "fp16" else None
         self._last = torch.zeros(())
         options = argparse.Namespace(

@@ -36,6 +36,7 @@ class Rung:
         same_loss: whether it computes the same loss as the baseline, up to rounding.
         from_shards: whether each batch is read from the shards when it is needed.
         open_clip: whether the step is that of open_clip's trainer.
+        torchcompile: whether this step compiles the model, as its flag of this name does.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Rung:
     same_loss: bool = True
     from_shards: bool = False
     open_clip: bool = False
+    torchcompile: bool = False
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,9 @@ class UnableError(Exception):
 
 
 @dataclass(frozen=True)
-class _Parts:
+class Parts:
+    """What a turn runs."""
+
     step: Callable[[Any, float], float]  # (prepared batch, learning rate) -> loss
     prepare: Callable[[Batch], Any]  # not measured
     batches: Iterator[Batch]
@@ -132,7 +134,7 @@ class Turns:
             with ExitStack() as stack:
                 parts, reason = None, None
                 try:
-                    parts = self._build(settings, rung, stack)
+                    parts = self.build(settings, rung, stack)
                 except (ClipstreamError, RuntimeError) as error:
                     reason = explained(error)
                 reasons = [text for text in self.world.gather_objects(reason) if text is not None]
@@ -145,15 +147,21 @@ class Turns:
                 raise ClipstreamError(text) from error
             raise UnableError(explained(error)) from error
 
-    def _build(self, settings: Settings, rung: Rung, stack: ExitStack) -> _Parts:
+    def build(self, settings: Settings, rung: Rung, stack: ExitStack) -> Parts:
+        """Build the model and the step of a rung, which the stack's end removes again.
+
+        Raises ClipstreamError, RuntimeError: the rung cannot run here.
+        """
         towers, tokenizer = build_model(settings, self.world, self.stored)
         in_memory = itertools.cycle(self.batches)
         if rung.open_clip:
             for backend, flag in ((torch.backends.cudnn, "benchmark"), (torch.backends.cuda.matmul, "allow_tf32")):
                 stack.callback(setattr, backend, flag, getattr(backend, flag))  # which it sets
             precision, name = settings.train.arithmetic, settings.model.name
-            theirs = OpenClipStep(towers, self.world.device, precision, settings.optim, name)
-            return _Parts(theirs, theirs.prepare, in_memory)
+            compiler = settings.train.compile_backend if rung.torchcompile else None
+            theirs = OpenClipStep(towers, self.world.device, precision, settings.optim, name, compiler)
+            stack.callback(torch._dynamo.reset)
+            return Parts(theirs, theirs.prepare, in_memory)
         teacher = build_teacher(settings, self.world)
         loader = None
         if rung.from_shards:
@@ -163,15 +171,15 @@ class Turns:
         if step.compilation is not None:
             stack.callback(torch._dynamo.reset)  # the compiled code holds the model
             step.compilation.strict = True  # what runs eagerly would be measured as compiled
-        return _Parts(lambda batch, lr: step(batch, lr).loss, lambda batch: batch, loader or in_memory, loader)
+        return Parts(lambda batch, lr: step(batch, lr).loss, lambda batch: batch, loader or in_memory, loader)
 
-    def _measure(self, parts: _Parts, warmup: int, steps: int, memory: PeakMemory, lr: float) -> Turn:
+    def _measure(self, parts: Parts, warmup: int, steps: int, memory: PeakMemory, lr: float) -> Turn:
         seconds: list[float] = []
         losses: list[float] = []
         samples = 0
         for number in range(warmup + steps):
             if number == warmup:
-                _synchronize(self.world.device)
+                synchronize(self.world.device)
             began = time.perf_counter()
             batch = next(parts.batches)
             waited = time.perf_counter() - began
@@ -179,7 +187,7 @@ class Turns:
             began = time.perf_counter()
             losses.append(parts.step(prepared, lr * min(1.0, (number + 1) / self.peak_lr_at)))
             if number == warmup + steps - 1:
-                _synchronize(self.world.device)
+                synchronize(self.world.device)
             seconds.append(waited + time.perf_counter() - began)
             samples += batch.global_size * (number >= warmup)
         found = self.world.gather_objects((sum(seconds[warmup:]), memory.peak(), seconds[0]))
@@ -248,6 +256,7 @@ def _worker_ms(loader: Loader) -> float | None:
     return 1e3 * work / decoded if decoded else None
 
 
-def _synchronize(device: str) -> None:
+def synchronize(device: str) -> None:
+    """Wait for the device's kernels."""
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
