@@ -6,12 +6,16 @@ is no file, and a small /dev/shm (Docker's 64 MB) does not limit it. Nothing is 
 loader decides when a buffer is reused.
 
 On a GPU the copy runs on its own stream, during the step before; the step's stream waits for it, the process does not.
+The memory is page-locked for it if CUDA can do that, after the workers are forked.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import mmap
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +23,14 @@ import numpy as np
 import torch
 
 from clipstream.data.batch import Batch
+from clipstream.utils.logs import logger
 
+PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all GPUs of the process
+UNLOCK_SECONDS = 3.0  # to wait for cudaHostUnregister, which waits for the GPU, where a kernel may hang
 _ALIGN = 4096  # bytes
+_warn_once = functools.cache(logger.warning)
+# By address, memory that CUDA has page-locked. It stays mapped: a copy from a later map there would read the old pages.
+_locked: dict[int, np.ndarray[Any, Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -148,14 +158,11 @@ class HostBatches:
 
 
 class CudaPrefetch(HostBatches):
-    """Copies to a GPU on its own stream, from pinned memory.
+    """Copies to a GPU on its own stream, from page-locked memory; where CUDA cannot lock it, a warning says so.
 
     Args:
         device: torch's name of the GPU.
-        ring: the buffers; their memory is pinned here.
-
-    Raises:
-        RuntimeError: CUDA cannot pin the memory.
+        ring: the buffers; their memory is page-locked here, so that processes are to be forked before.
     """
 
     ahead = True
@@ -167,18 +174,34 @@ class CudaPrefetch(HostBatches):
         self._stream = cuda.Stream(self._device)
         self._done: dict[int, Any] = {}  # step -> event after its copy
         memory = ring.bytes()
-        code = int(cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
-        if code != 0:
-            raise RuntimeError(f"cudaHostRegister of {memory.nbytes} bytes failed with code {code}")
-        self._pinned: int | None = memory.ctypes.data
+        self._address: int | None = None  # of page-locked memory
+        with cuda.device(self._device):
+            error = cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, PORTABLE)
+            if int(error) == 0:
+                self._address = memory.ctypes.data
+                _locked[memory.ctypes.data] = memory
+                return
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device=self._device)  # the launch raises, and clears, the error that CUDA keeps
+            _warn_once(
+                f"the memory of batches cannot be page-locked ({cuda.cudart().cudaGetErrorString(error)}): they are "
+                "copied to the GPU from pageable memory, which is slower; `ulimit -l` may be too low"
+            )
 
     def close(self) -> None:
-        # A later loader of this process may get memory at the same address, which cannot be pinned twice.
-        pinned, self._pinned = self._pinned, None
-        if pinned is not None:
+        address, self._address = self._address, None
+        if address is not None:
+            thread = threading.Thread(target=self._unlock, args=(address,), daemon=True)
+            with contextlib.suppress(RuntimeError):  # no thread starts while Python ends
+                thread.start()
+                thread.join(UNLOCK_SECONDS)
+
+    def _unlock(self, address: int) -> None:
+        cuda: Any = torch.cuda
+        with contextlib.suppress(RuntimeError), cuda.device(self._device):  # an error of a kernel is raised elsewhere
             self._stream.synchronize()
-            cuda: Any = torch.cuda
-            cuda.cudart().cudaHostUnregister(pinned)
+            if int(cuda.cudart().cudaHostUnregister(address)) == 0:
+                del _locked[address]
 
     def start(self, batch: Batch) -> Batch:
         with torch.cuda.stream(self._stream):

@@ -25,7 +25,7 @@ import torch
 
 from clipstream.data.batch import Batch, ImageSpec
 from clipstream.data.decode.tokenizers import Tokenizer
-from clipstream.data.loader.batch_buffers import BufferRing, BufferShape, device_prefetch_for
+from clipstream.data.loader.batch_buffers import BufferRing, BufferShape, HostBatches, device_prefetch_for
 from clipstream.data.loader.health import FIRST_SAMPLES, Budget, Health
 from clipstream.data.loader.pipeline import BatchPart, FilledPart, Lane, Pipeline, Reader, WorkerReport
 from clipstream.data.loader.sampler import LaneSampler, OpenShards
@@ -179,6 +179,7 @@ class Loader:
         self._data_checked: set[str] = set()
         self._ahead: tuple[Sequence[Any], Batch] | None = None  # the next batch, while it is copied to the GPU
         self._workers: list[Worker] = []
+        self._prefetch = HostBatches()
         self._closed = threading.Event()
         self._rows: BatchRows | None = None  # of precomputed features
         self._pipeline: Pipeline | None = None
@@ -192,21 +193,24 @@ class Loader:
         """Make the buffers, and start the workers."""
         plan = self.plan
         self._ring = BufferRing(plan.shape, plan.depth if plan.workers else 1)
-        self._prefetch = device_prefetch_for(plan.device, self._ring, plan.views)
         if plan.features is not None:
             self._rows = BatchRows(plan.features, plan.stored)
         if plan.workers:
             atexit.register(self.close)  # before multiprocessing's, which waits for workers that were not asked to end
-            try:
-                for number in range(plan.workers):
-                    self._workers.append(Worker.start(partial(plan.pipeline, number), self._ring))
-            except OSError as error:
-                started = len(self._workers)
-                self.close()
-                raise DataError(
-                    f"{started} of {plan.workers} data workers could be started ({error.strerror}): "
-                    "use fewer --workers, or raise the system's limit"
-                ) from error
+        try:
+            for number in range(plan.workers):
+                self._workers.append(Worker.start(partial(plan.pipeline, number), self._ring))
+            self._prefetch = device_prefetch_for(plan.device, self._ring, plan.views)  # locks memory: not before a fork
+        except BaseException as error:
+            started = len(self._workers)
+            self.close()
+            if not isinstance(error, OSError):
+                raise
+            raise DataError(
+                f"{started} of {plan.workers} data workers could be started ({error.strerror}): "
+                "use fewer --workers, or raise the system's limit"
+            ) from error
+        if plan.workers:
             self._refill()
             threading.Thread(target=self._watch, args=(list(self._workers),), daemon=True).start()
         else:

@@ -2,71 +2,24 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 
-from clipstream.data.batch import Batch
 from clipstream.data.build import training_loader
+from clipstream.data.loader import batch_buffers
 from clipstream.data.loader.batch_buffers import BufferRing, BufferShape, HostBatches, device_prefetch_for
 from clipstream.data.loader.loader import Loader
 from clipstream.data.order.lanes import DataState
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
+from tests.support.fake_cuda import SECONDS, FakeCuda, SlowCopies
 from tests.support.forks import wait_until
 from tests.support.loaders import IMAGE, data, digest, is_filled
 from tests.support.pictures import ByteTokenizer, make_shards
-
-SECONDS = 0.03  # that a copy takes
-
-
-class SlowCopies:
-    """As a GPU's: it reads the buffer some time after it was told to, beside what the process does meanwhile."""
-
-    ahead = True
-
-    def __init__(self) -> None:
-        self.copies: dict[int, threading.Thread] = {}
-        self.early = 0  # batches that were begun before they were asked for
-        self.asked_for = 0
-
-    def start(self, batch: Batch) -> Batch:
-        self.early += batch.step >= self.asked_for
-        moved = replace(batch, **{name: torch.full_like(value, 7) for name, value in planes(batch).items()})
-
-        def copy() -> None:
-            time.sleep(SECONDS)
-            for name, value in planes(batch).items():
-                getattr(moved, name).copy_(value)
-
-        self.copies[batch.step] = threading.Thread(target=copy)
-        self.copies[batch.step].start()
-        return moved
-
-    def finish(self, batch: Batch) -> Batch:
-        self.asked_for = batch.step + 1  # the process does not wait for the copy
-        return batch
-
-    def close(self) -> None:
-        """Nothing was acquired."""
-
-    def reading(self, step: int, wait: bool = False) -> bool:
-        copy = self.copies.get(step)
-        if copy is None:
-            return False
-        if wait:
-            copy.join()
-        return copy.is_alive()
-
-
-def planes(batch: Batch) -> dict[str, torch.Tensor]:
-    names = ("pixels", "ids", "weights", "sources", "pictures")
-    return {name: getattr(batch, name) for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +64,45 @@ def test_on_the_cpu_views_are_not_copied(shards: list[str]) -> None:
         batch, memory = next(stream), stream._ring.bytes()
         assert batch.pixels is not None
         assert 0 <= batch.pixels.data_ptr() - memory.ctypes.data < memory.nbytes
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("code", [0, 801])
+def test_memory_is_page_locked_after_the_fork_where_cuda_can(
+    shards: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, workers: int, code: int
+) -> None:
+    """And else batches are copied all the same, from buffers that are not filled again before."""
+    with loader(data(shards)) as plain:
+        expected = [digest([next(plain)]) for _ in range(8)]
+    batch_buffers._warn_once.cache_clear()
+    cuda = FakeCuda(monkeypatch, code)
+    cuda.stuck.set()
+    settings = data(shards, workers=workers, prefetch=1)
+    for _ in range(2):
+        cuda.copies = SlowCopies()
+        with training_loader(
+            settings, world=World(device="cuda:1"), seed=3, tokenizer=ByteTokenizer(), image=IMAGE
+        ) as stream:
+            assert list(cuda.registered.values()) == ([] if code else [1])  # cudaHostRegisterPortable
+            assert cuda.error == 0, "the next kernel raises what the registration left"
+            batches = list(islice(stream, 8))
+            cuda.synchronize()
+            assert [digest([batch]) for batch in batches] == expected
+        assert not cuda.registered and not batch_buffers._locked
+    ours = [("register", "cuda:1", workers), *([] if code else [("unregister", "cuda:1", 0)])]
+    assert cuda.calls == 2 * ours
+    told = [record.message for record in caplog.records if "page-locked" in record.message]
+    assert len(told) == (code != 0) and all("(operation not supported)" in text for text in told)
+
+
+def test_a_loader_closes_while_a_kernel_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory stays mapped, as CUDA still has its pages."""
+    monkeypatch.setattr(batch_buffers, "UNLOCK_SECONDS", 0.1)
+    cuda = FakeCuda(monkeypatch)
+    device_prefetch_for("cuda:0", BufferRing(BufferShape(2, 4, 4, 3), 1)).close()
+    assert batch_buffers._locked.keys() == cuda.registered.keys() != set()
+    cuda.stuck.set()
+    wait_until(lambda: not batch_buffers._locked)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
