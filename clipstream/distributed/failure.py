@@ -34,6 +34,7 @@ GRACE = 2.0  # s for the main thread to end by itself (and to close its files) o
 SILENCE = 2.0  # s without a heartbeat after which a rank counts as dead, once a connection broke
 LONG_SILENCE = 8.0  # the same where several ranks are silent, some of which may only be slow
 PATIENCE = 15.0  # s at most that a rank waits for the others to read the cause
+CLEANUP = 30.0  # s at most for cleanups, as long as torchrun lets a process live after SIGTERM
 
 _CAUSE, _NOTED, _DONE, _STOP = "clipstream/cause", "clipstream/noted", "clipstream/done", "clipstream/stop"
 _BEAT = "clipstream/beat/{}"
@@ -133,7 +134,12 @@ class FailureWatch:
                 self._store.set(_STOP, name)
 
     def run_cleanups(self) -> None:
-        """Call the functions registered by `on_exit`; errors are printed."""
+        """Call the functions registered by `on_exit`, and return within CLEANUP seconds; errors are printed."""
+        thread = threading.Thread(target=self._clean_up, daemon=True)
+        thread.start()
+        thread.join(CLEANUP)  # what waits for the GPU may hang in a kernel of NCCL
+
+    def _clean_up(self) -> None:
         for cleanup in self._cleanups:
             try:
                 cleanup()

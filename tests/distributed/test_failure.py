@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,12 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
+from clipstream.data.loader.batch_buffers import BufferRing, BufferShape, device_prefetch_for
+from clipstream.distributed import failure
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, DivergedError, SettingsError, Stopped
+from tests.support.fake_cuda import FakeCuda
 from tests.support.pictures import make_shards
 from tests.support.ranks import TIMEOUT, end_ranks
 from tests.support.runs import MODEL, flags, train_on
@@ -115,6 +120,36 @@ def test_ends_that_all_ranks_agree_on(kind: str, code: int) -> None:
     assert [end.code for end in ends] == [code, code]
     if kind == "stopped":
         assert [end.stderr.splitlines()[-1:] for end in ends] == [["saved step 3"], []]
+
+
+def hang(world: World) -> int:
+    """A run in which a kernel of the GPU waits for ever when rank 1 fails, and rank 0 waits in its main thread too."""
+    patches = pytest.MonkeyPatch()
+    patches.setattr(failure, "CLEANUP", 6.0)
+    FakeCuda(patches)  # its unregistration blocks
+    world.start()
+    watch = FailureWatch(world)
+    watch.start()
+    prefetch = device_prefetch_for("cuda:0", BufferRing(BufferShape(2, 4, 4, 3), 1))
+    watch.on_exit(prefetch.close)
+    watch.on_exit(lambda: print("the next cleanup", file=sys.stderr))
+    watch.on_exit(threading.Event().wait)
+    try:
+        with closing(prefetch):
+            world.barrier()
+            if world.rank == 1:
+                raise DataError(MESSAGE)
+            threading.Event().wait()
+    except BaseException as error:
+        return watch.report(error)
+    return 0
+
+
+def test_a_hanging_gpu_does_not_keep_ranks_from_ending() -> None:
+    ends = end_ranks(2, hang, timeout=120)
+    assert [end.code for end in ends] == [3, 3]
+    assert "the next cleanup" in ends[0].stderr
+    assert all(f"error: rank 1: {MESSAGE}\n" in end.stderr for end in ends)
 
 
 def test_one_rank_prints_and_returns_the_code(capsys: pytest.CaptureFixture[str]) -> None:
