@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -119,6 +120,28 @@ def test_float32_agrees_as_well(tmp_path: Path, buckets: TextBuckets) -> None:
     torch.testing.assert_close(found, truth, rtol=0, atol=1e-6)
     for name, gradient in padded.items():
         assert float((gradients[name] - gradient).abs().max()) <= 1e-6 * max(float(gradient.abs().max()), 1.0), name
+
+
+@pytest.mark.parametrize("buckets", [None, TextBuckets("argmax", 0, 2)])
+def test_attention_is_told_that_it_is_causal(
+    tmp_path: Path, buckets: TextBuckets | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels without a mask can run: of padded texts, and of those in buckets."""
+    name, ids, told = write(tmp_path, text_cfg=CAUSAL), make_ids("clip", [[3] * 5, [4] * 18]), []
+    attention = F.scaled_dot_product_attention
+
+    def watched(q: Any, k: Any, v: Any, mask: Any, dropout: float, is_causal: bool) -> torch.Tensor:
+        told.append(mask is None and is_causal)
+        return attention(q, k, v, mask, dropout, is_causal)
+
+    truth, padded = text_pass(build(name, text_buckets="off"), ids, None)
+    model = build(name)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    found, gradients = text_pass(model, ids, buckets)
+    assert told and all(told)
+    torch.testing.assert_close(found, truth, rtol=0, atol=1e-6)
+    for parameter, gradient in padded.items():
+        torch.testing.assert_close(gradients[parameter], gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_texts_without_an_end_and_of_padding_alone(towers: dict[str, Towers]) -> None:

@@ -11,7 +11,7 @@ import inspect
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -115,9 +115,6 @@ def ends_of_packed(tower: Any, ids: torch.Tensor, lengths: tuple[int, ...], ends
         lengths: of each text, ascending, known on the host so that no step waits for the device.
         ends: [n], the place in each text.
     """
-    for block in tower.transformer.resblocks:
-        if "forward" not in vars(block.attn):  # a partial, which deep copies and pickles bind to their own layer
-            block.attn.forward = partial(_attention, block.attn)
     total, dtype = sum(lengths), tower.transformer.get_cast_dtype()
     counts = torch.tensor(lengths).to(ids.device, non_blocking=True)
     borders = F.pad(counts.cumsum(0), (1, 0))
@@ -132,14 +129,17 @@ def ends_of_packed(tower: Any, ids: torch.Tensor, lengths: tuple[int, ...], ends
     return cast(torch.Tensor, x[0].index_select(0, places))
 
 
-def _attention(
-    self: nn.MultiheadAttention, query: torch.Tensor, *inputs: Any, attn_mask: Any = None, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`forward` of an attention layer that takes a Packing for a mask."""
-    if isinstance(attn_mask, Packing):
-        return _packed(self, query[0], attn_mask)[None], None
-    options["attn_mask"] = attn_mask
-    return type(self).forward(self, query, *inputs, **options)
+class CausalAttention(nn.MultiheadAttention):
+    """Attention of tokens to those before them, which torch computes without reading the mask where it has a kernel."""
+
+    def forward(
+        self, query: torch.Tensor, *inputs: Any, attn_mask: Any = None, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See nn.MultiheadAttention; `attn_mask` is causal, or a Packing."""
+        if isinstance(attn_mask, Packing):
+            return _packed(self, query[0], attn_mask)[None], None
+        options |= {"attn_mask": attn_mask, "is_causal": attn_mask is not None}
+        return super().forward(query, *inputs, **options)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -24,7 +24,7 @@ from open_clip.hf_model import ClsLastHiddenStatePooler, ClsPooler, HFTextEncode
 from open_clip.transformer import TextTransformer, text_global_pool
 
 from clipstream.errors import SettingsError
-from clipstream.models.execution.packed_text import ends_of_packed, why_unpackable
+from clipstream.models.execution.packed_text import CausalAttention, ends_of_packed, why_unpackable
 from clipstream.models.settings import PADDING_COUNTS
 
 STEP = 8  # tokens between the lengths of buckets
@@ -100,6 +100,9 @@ class TextBuckets:
             total = sum(p.numel() for p in tower.transformer.parameters())
             table = sum(p.numel() for p in tower.transformer.get_input_embeddings().parameters())
             return cls("padding", int(tower.config.pad_token_id), most, embeddings=total / max(total - table, 1))
+        for block in tower.transformer.resblocks:
+            if type(getattr(block, "attn", None)) is torch.nn.MultiheadAttention:
+                block.attn.__class__ = CausalAttention
         rule, eos = _pooling(tower)
         return cls(rule, eos if rule == "eos" else 0, most, packed=packed)
 
