@@ -257,9 +257,6 @@ def build_loader(
     device = usable_device(device)
     world = World.of_group(device)
     world = World.from_env(device) if world.size == 1 else world
-    if world.device == "cuda":
-        alone = torch.cuda.device_count() <= world.local_rank
-        world = World(**{**vars(world), "device": f"cuda:{0 if alone else world.local_rank}"})
     chosen = DTYPES.get(str(dtype).removeprefix("torch."))
     if chosen is None:
         raise SettingsError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")

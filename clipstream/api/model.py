@@ -127,7 +127,7 @@ class TextTokenizer:
 
 
 def usable_device(device: str | torch.device) -> str:
-    """torch's name of the device; auto is a GPU if there is one.
+    """torch's name of the device; auto is a GPU if there is one, and 'cuda' that of this rank (see `World.gpu`).
 
     Raises SettingsError: torch has no such device, or sees no GPU.
     """
@@ -135,13 +135,15 @@ def usable_device(device: str | torch.device) -> str:
         raise wrong_type("device", "torch's name of a device, such as 'cpu'", device)
     device = str(device)
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise SettingsError(f"device is {device!r}, but torch sees no GPU here: use 'cpu', or look at nvidia-smi")
     try:
-        return str(torch.device(device))
+        device = str(torch.device(device))
     except RuntimeError as error:
         raise SettingsError(f"device is {device!r}: {str(error).splitlines()[0]}") from error
+    group = World.of_group(device)
+    return (World.from_env(device) if group.size == 1 else group).device
 
 
 class Model:
@@ -334,7 +336,7 @@ def load_model(
         settings, model = _settings_of(source, weights, **found_paths)
         preflight(model, settings.tokenizer)
         train = settings.train.model_copy(update={"precision": precision})
-        world = World(device="cuda:0" if device == "cuda" else device)
+        world = World(device=device)
         context = context_for(settings.model_copy(update={"train": train}), model.not_trained(), world)
     assert isinstance(context.towers, Towers)
     found = Model(context.towers, context)

@@ -13,12 +13,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 from clipstream.distributed.capabilities import cores
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.signals import SIGNALS
-from clipstream.distributed.world import World
+from clipstream.distributed.world import DUMP, World
 from clipstream.errors import SettingsError
 from clipstream.utils import early_signals
 from clipstream.utils.file_limit import many_files
@@ -63,9 +64,8 @@ def run_ranks(run: RunSettings, body: Callable[[World, FailureWatch], object], *
     watch = FailureWatch(world, debug=run.debug, embedded=embedded)
     theirs = embedded and world.size > 1 and torch.distributed.is_initialized()  # the program's own process group
     try:
-        if not theirs:
-            with announce_waiting(world), early_signals.watched():
-                world.start(timedelta(seconds=run.timeout))
+        with announce_waiting(world), early_signals.watched():
+            world.start(timedelta(seconds=run.timeout))
         watch.start()
         body(world, watch)
         watch.stop()
@@ -87,7 +87,8 @@ def run_embedded(run: RunSettings, body: Callable[[World, FailureWatch], object]
     """`run_ranks` within a user's program: the error of the first rank that failed is raised, and not printed.
 
     What is set for the whole process is restored afterwards: signal handlers, torch's threads, determinism and TF32,
-    and the limit of open files. A process group that the program has made is used, and left as it is.
+    the current GPU, variables of torch, and the limit of open files. A process group that the program has made is used,
+    and left as it is.
 
     Raises SettingsError: `run.device` does not exist.
     """
@@ -95,7 +96,9 @@ def run_embedded(run: RunSettings, body: Callable[[World, FailureWatch], object]
 
     main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in SIGNALS} if main else {}
-    threads, variable = torch.get_num_threads(), os.environ.get(CUBLAS)
+    threads, variables = torch.get_num_threads(), {name: os.environ.get(name) for name in (CUBLAS, DUMP)}
+    cuda: Any = torch.cuda  # untyped in torch
+    gpu = cuda.current_device() if cuda.is_initialized() else 0
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     tf32 = torch.backends.cuda.matmul.allow_tf32
@@ -109,8 +112,11 @@ def run_embedded(run: RunSettings, body: Callable[[World, FailureWatch], object]
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         torch.backends.cuda.matmul.allow_tf32 = tf32
-        if variable is None:
-            os.environ.pop(CUBLAS, None)
+        if cuda.is_initialized():
+            cuda._maybe_exchange_device(gpu)  # unlike set_device, takes no memory of a GPU that is not used
+        for name, value in variables.items():
+            if value is None:
+                os.environ.pop(name, None)
 
 
 @contextmanager

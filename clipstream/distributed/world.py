@@ -31,6 +31,8 @@ TRIED = 8  # ports of a Slurm step, from its first one on
 ANSWER, LONGEST_ANSWER = 3.0, 100  # s and bytes; a program that takes more is not rank 0
 ERROR = "{}/error"  # the name by which rank 0 of a step answers if it has an error (see `same_error`)
 SHORTEST, LONGEST = 0.02, 0.5  # s between two looks into the store
+# Has NCCL's watchdog write the last exchanges to a file; torch records them from version 2.11 on.
+DUMP = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 _NUMBER, _ANSWER, _ARRIVED = "clipstream/number/{}", "clipstream/answer/{}", "clipstream/heard/{}"  # keys of a store
 _NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
@@ -58,8 +60,7 @@ class World:
         """The world that the variables of torchrun or srun describe; a single process without them.
 
         Args:
-            device: 'cpu', 'cuda' (GPU `local_rank` of this node, or the only one that srun shows to the task), or
-                'cuda:N' with one rank.
+            device: 'cpu', 'cuda' (see `gpu`), or 'cuda:N' with one rank.
 
         Raises SettingsError: the variables are incomplete or not numbers.
         """
@@ -68,8 +69,6 @@ class World:
         given = {name: env[name] for name in names if name in env}
         if "RANK" not in given and "WORLD_SIZE" not in given:
             world = slurm_world(env) or cls()
-            alone = len(env.get("CUDA_VISIBLE_DEVICES", ",").split(",")) == 1  # srun --gpus-per-task 1
-            gpu = 0 if alone else world.local_rank
         else:
             try:
                 rank, size = int(given["RANK"]), int(given["WORLD_SIZE"])
@@ -79,8 +78,7 @@ class World:
                     f"the environment has {given}, which is not what a launcher sets: start the run with torchrun, "
                     "or unset RANK and WORLD_SIZE"
                 ) from error
-            gpu = world.local_rank
-        return replace(world, device=f"cuda:{gpu}" if device == "cuda" else device)
+        return replace(world, device=world.gpu(env) if device == "cuda" else device)
 
     @classmethod
     def of_group(cls, device: str = "cpu") -> World:
@@ -91,26 +89,39 @@ class World:
             return cls(device=device)
         rank, size = dist.get_rank(), dist.get_world_size()
         local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        return cls(rank, size, *local, device=device)
+        world = cls(rank, size, *local)
+        return replace(world, device=world.gpu(os.environ) if device == "cuda" else device)
+
+    def gpu(self, env: Mapping[str, str]) -> str:
+        """torch's name of this rank's GPU: the only one that the process sees, else number `local_rank` of its node."""
+        alone = len(env.get("CUDA_VISIBLE_DEVICES", ",").split(",")) == 1  # as of srun --gpus-per-task 1
+        return f"cuda:{0 if alone else self.local_rank}"
 
     def start(self, timeout: timedelta = timedelta(minutes=30)) -> None:
-        """Make the process group (nccl with gloo beside it on CUDA, gloo on the CPU); nothing with one rank.
+        """Make this rank's GPU the current one, and the process group: nccl with gloo beside it on CUDA, else gloo.
+
+        There is no group with one rank, and none is made if the program has one.
 
         Args:
             timeout: how long a rank waits for the others, here and in every collective.
 
-        Raises SettingsError: some ranks did not arrive.
+        Raises SettingsError: some ranks did not arrive, or NCCL cannot connect the GPUs.
         """
+        backend, gpu = "gloo", None
+        if self.device.startswith("cuda"):
+            import torch
+
+            backend, gpu = "cpu:gloo,cuda:nccl", torch.device(self.device)
+            torch.cuda.set_device(self.device)
         if self.size == 1:
             return
-        import torch
         import torch.distributed as dist
         from torch.distributed.rendezvous import rendezvous
 
-        backend = "gloo"
-        if self.device.startswith("cuda"):
-            torch.cuda.set_device(self.device)
-            backend = "cpu:gloo,cuda:nccl"
+        if dist.is_initialized():
+            return
+        if gpu is not None:
+            os.environ.setdefault(DUMP, "1")
         where = f"tcp://{self.address}" if self.address else "env://"
         try:
             if self.step:
@@ -120,8 +131,16 @@ class World:
                 store.set_timeout(timeout)
             word = meet(store, self.rank, self.size, timeout)
             attempt = dist.PrefixStore(word, store)  # type: ignore[attr-defined]
-            dist.init_process_group(backend, store=attempt, timeout=timeout, rank=self.rank, world_size=self.size)
+            # With `device_id`, NCCL connects the GPUs here and not in the first exchange.
+            dist.init_process_group(
+                backend, store=attempt, timeout=timeout, rank=self.rank, world_size=self.size, device_id=gpu
+            )
         except (RuntimeError, ValueError, TimeoutError) as error:  # ValueError: no MASTER_ADDR
+            if isinstance(error, dist.DistBackendError) and gpu is not None:
+                raise SettingsError(
+                    f"NCCL cannot connect {self.device} of rank {self.rank} with the other GPUs: has each rank a GPU "
+                    f"of its own? NCCL_DEBUG=WARN shows more ({str(error).splitlines()[-1]})"
+                ) from error
             raise SettingsError(
                 f"the {self.size} ranks did not connect at {self.rendezvous} (--run.timeout is "
                 f"{timeout.total_seconds():g} s): are all of them started? MASTER_ADDR and MASTER_PORT name another "

@@ -99,7 +99,7 @@ class Recorder:
             before.remove()
             after.remove()
         if self._events:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.device)
         for finding, start, stop in self._events:
             self._took(finding, start.elapsed_time(stop) / 1e3)
         for (weight, target), count in self._weight_casts.items():
@@ -117,9 +117,9 @@ class Recorder:
         packet = getattr(func, "overloadpacket", func)
         name, site = str(getattr(packet, "__name__", packet)), self._site()
         cuda = torch.device(self.device).type == "cuda"
-        start = _event() if cuda else time.perf_counter()
+        start = _event(self.device) if cuda else time.perf_counter()
         out = func(*args, **kwargs)
-        stop = _event() if cuda else time.perf_counter()
+        stop = _event(self.device) if cuda else time.perf_counter()
         if getattr(func, "is_view", False) or name.startswith(ALLOCATIONS):
             return out
         ins = [tensor for tensor in tensors((*args, *kwargs.values())) if tensor.is_floating_point()]
@@ -231,10 +231,9 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._recorder.operator(func, args, kwargs or {})
 
 
-def _event() -> Any:
+def _event(device: str) -> Any:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
+    return torch.cuda.current_stream(device).record_event(event)
 
 
 def named(dtype: torch.dtype) -> str:

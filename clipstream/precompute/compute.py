@@ -222,7 +222,8 @@ def position_of(parts: Sequence[BatchPart]) -> Cursor:
 
 def _to_host(tensors: dict[str, torch.Tensor]) -> Callable[[], dict[str, torch.Tensor]]:
     """A function that returns the tensors on the CPU; those of a GPU are copied in the background."""
-    if not any(tensor.is_cuda for tensor in tensors.values()):
+    gpu = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+    if gpu is None:
         return lambda: tensors
     copies = {}
     for name, tensor in tensors.items():
@@ -231,8 +232,7 @@ def _to_host(tensors: dict[str, torch.Tensor]) -> Callable[[], dict[str, torch.T
             copies[name].copy_(tensor, non_blocking=True)
         else:
             copies[name] = tensor
-    done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    done.record()
+    done: Any = torch.cuda.current_stream(gpu).record_event()
 
     def wait() -> dict[str, torch.Tensor]:
         done.synchronize()

@@ -33,6 +33,9 @@ STEP = {
 def test_torchruns_variables_stand_above_slurms() -> None:
     world = World.from_env("cuda", {**STEP, **TORCHRUN})
     assert world == World(rank=3, size=4, local_rank=1, local_size=2, device="cuda:1")
+    # A process that sees one GPU calls it 0, whoever starts it.
+    assert World.from_env("cuda", {**TORCHRUN, "CUDA_VISIBLE_DEVICES": "5"}).device == "cuda:0"
+    assert World.from_env("cuda", {**TORCHRUN, "CUDA_VISIBLE_DEVICES": "4,5"}).device == "cuda:1"
 
 
 def test_without_any_it_is_alone() -> None:
