@@ -4,22 +4,25 @@ The cause travels through the process group's key-value store, over a connection
 are blocked in a collective. Nothing here raises; with one rank the error is only printed.
 
 A rank that was killed (SIGKILL, out of memory) is noticed by broken connections, and identified by the heartbeats that
-each rank's thread leaves in the store. Under nccl, where a peer's death breaks no connection, the launcher (torchrun,
-srun --kill-on-bad-exit) has to end the others. A rank that waits longer than `run.timeout` for the others ends all of
-them; a rank that is stuck prints its stack.
+each rank's thread leaves in the store. A rank that waits longer than `run.timeout` for the others ends all of them; a
+rank that is stuck prints its stack.
+
+Under nccl a peer's death breaks no connection, and a wait raises nothing: its watchdog aborts the process. Therefore
+the threads compare how many collectives their ranks have called, and end the run a little earlier than the watchdog.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -33,11 +36,12 @@ POLL = 0.2  # s between two looks into the store
 GRACE = 2.0  # s for the main thread to end by itself (and to close its files) once a cause is known
 SILENCE = 2.0  # s without a heartbeat after which a rank counts as dead, once a connection broke
 LONG_SILENCE = 8.0  # the same where several ranks are silent, some of which may only be slow
+EARLIER = 0.9  # of NCCL's timeout, after which ranks are compared
 PATIENCE = 15.0  # s at most that a rank waits for the others to read the cause
 CLEANUP = 30.0  # s at most for cleanups, as long as torchrun lets a process live after SIGTERM
 
 _CAUSE, _NOTED, _DONE, _STOP = "clipstream/cause", "clipstream/noted", "clipstream/done", "clipstream/stop"
-_BEAT = "clipstream/beat/{}"
+_BEAT, _CALLED = "clipstream/beat/{}", "clipstream/called/{}"
 
 
 @dataclass(frozen=True)
@@ -90,12 +94,18 @@ class FailureWatch:
     Attributes:
         on_end: called as on_end(code, message) after the cause is printed, on rank 0; it must not raise.
         held: contexts to close last, after the cause is printed: a lock, a log file.
+        step: returns the number of steps done, for messages; 0 where there are none.
+        limit: seconds without a new collective, after which this rank may have waited too long for others.
     """
 
     def __init__(self, world: World, *, debug: bool = False, embedded: bool = False) -> None:
         self.world, self.debug, self.embedded = world, debug, embedded
         self.on_end: Callable[[int, str], object] | None = None
         self.held = contextlib.ExitStack()
+        self.step: Callable[[], int] = lambda: 0
+        self.limit = math.inf
+        self._backend: Any = None
+        self._called, self._looks = (-1, 0), 0  # collectives and steps, and looks since this last changed
         self._store: Any = None
         self._cause: Cause | None = None
         self._cleanups: list[Callable[[], object]] = []
@@ -111,8 +121,12 @@ class FailureWatch:
         """Begin to watch, once the process group exists; with one rank, do nothing."""
         if self.world.size == 1:
             return
+        import torch
         from torch.distributed import distributed_c10d
 
+        if self.world.device.startswith("cuda"):
+            self._backend = distributed_c10d._get_default_group()._get_backend(torch.device(self.world.device))
+            self.limit = EARLIER * self._backend.options._timeout.total_seconds()
         # A clone has its own connection, so the thread and the process group never block each other.
         self._store = distributed_c10d._get_default_store().clone()
         self._store.set_timeout(timedelta(seconds=PATIENCE))
@@ -204,6 +218,9 @@ class FailureWatch:
                 if self._on_stop is not None and self._store.check([_STOP]):
                     callback, self._on_stop = self._on_stop, None
                     callback(self._store.get(_STOP).decode())
+                if self._backend is not None and (cause := self._compare()) is not None:
+                    self._cause = self._publish(cause)
+                    break
             except RuntimeError:  # the store's host is gone
                 if self._ending.wait(GRACE) or self._stopped.is_set() or _launcher_holds_store():
                     return  # a launcher that ends sends its ranks SIGTERM (see `launch`): they save first
@@ -221,6 +238,31 @@ class FailureWatch:
         self._tell(self._cause, None)
         os._exit(self._cause.code)
 
+    def _compare(self) -> Cause | None:
+        """In the thread: the cause if this rank waits longer than `limit` for ranks that called fewer collectives."""
+        called = self._backend._get_sequence_number_for_group(), self.step()
+        if called != self._called:
+            self._called, self._looks = called, 0
+            self._store.set(_CALLED.format(self.world.rank), f"{called[0]} {called[1]}")
+        self._looks += 1
+        keys = [_CALLED.format(rank) for rank in range(self.world.size)]
+        if self._looks * POLL < self.limit or not self._store.check(keys):
+            return None
+        self._looks = 0
+        by_rank = [[int(number) for number in text.split()] for text in self._store.multi_get(keys)]
+        fewest = min(by_rank)[0]
+        if fewest >= called[0]:  # a long task of each rank, or a fault of the network, which NCCL reports
+            return None
+        late = [rank for rank, (count, _) in enumerate(by_rank) if count == fewest]
+        if silent := self._silent_ranks(late):
+            return Cause.of_dead(silent)
+        where = [f"{f'step {step}, ' if step else ''}collective {count}" for count, step in (min(by_rank), called)]
+        message = (
+            f"waited longer than {EARLIER:.0%} of --run.timeout for {', '.join(f'rank {rank}' for rank in late)}, stuck"
+            f" or busy after {where[0]} (this rank: {where[1]}): stacks are printed above or in the ranks' own output"
+        )
+        return Cause(self.world.rank, 1, message, stuck=True)
+
     def _force_exit(self, mine: Cause) -> None:
         time.sleep(PATIENCE + GRACE)
         self.run_cleanups()
@@ -229,7 +271,7 @@ class FailureWatch:
             self._print(cause, None)
         os._exit(cause.code)
 
-    def _publish(self, cause: Cause, error: BaseException) -> Cause:
+    def _publish(self, cause: Cause, error: BaseException | None = None) -> Cause:
         """Put the cause into the store unless there is one; return the one that is there then.
 
         A broken connection is no cause itself: either a rank is dead, or one publishes its cause meanwhile.
@@ -242,7 +284,7 @@ class FailureWatch:
         broken = broken or (isinstance(error, RuntimeError) and any(word in str(error) for word in words))
         try:
             if broken:
-                silent = self._silent_ranks()
+                silent = self._silent_ranks(range(self.world.size))
                 message = f"the connection to another rank broke: {_first_line(str(error))}"
                 cause = Cause.of_dead(silent) if silent else replace(cause, code=1, message=message)
             text = json.dumps(asdict(cause))
@@ -250,9 +292,9 @@ class FailureWatch:
         except RuntimeError:
             return self._lost_store() if broken else cause
 
-    def _silent_ranks(self) -> list[int]:
-        """The ranks that beat no more. Looks are counted, as time also passes while this process is suspended."""
-        silent = {r: self._store.add(_BEAT.format(r), 0) for r in range(self.world.size) if r != self.world.rank}
+    def _silent_ranks(self, ranks: Iterable[int]) -> list[int]:
+        """Those other ranks that beat no more. Looks are counted: time also passes while this process is suspended."""
+        silent = {rank: self._store.add(_BEAT.format(rank), 0) for rank in ranks if rank != self.world.rank}
         for look in range(1, round(LONG_SILENCE / POLL) + 1):
             time.sleep(POLL)
             silent = {rank: beats for rank, beats in silent.items() if self._store.add(_BEAT.format(rank), 0) == beats}

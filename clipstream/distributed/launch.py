@@ -6,6 +6,7 @@ The run's settings and a function enter; an exit code leaves. All verbs that hav
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -61,6 +62,8 @@ def run_ranks(run: RunSettings, body: Callable[[World, FailureWatch], object], *
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         # Save and end when torchrun is killed: a restarted job must not find this one's ranks in its folder.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if not (embedded or faulthandler.is_enabled()):
+        faulthandler.enable(2)  # NCCL's watchdog aborts the process: prints where its threads are
     watch = FailureWatch(world, debug=run.debug, embedded=embedded)
     theirs = embedded and world.size > 1 and torch.distributed.is_initialized()  # the program's own process group
     try:

@@ -227,6 +227,7 @@ def fit(
         first=partial(audit_first, settings, step) if log.audit_precision else None,
     )
     watch.on_exit(writer.close)
+    watch.step = lambda: trainer.step
     if ending is not None:
         outputs.ending, ending.step = ending, lambda: trainer.step
     if world.is_main:  # only now: a failed resume leaves the run's config.yaml as it was

@@ -10,18 +10,23 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import distributed_c10d
+from torch.distributed import HashStore, distributed_c10d
 
 from clipstream.data.loader.batch_buffers import BufferRing, BufferShape, device_prefetch_for
 from clipstream.distributed import failure
-from clipstream.distributed.failure import FailureWatch
+from clipstream.distributed.failure import POLL, FailureWatch
+from clipstream.distributed.launch import run_ranks
+from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, DivergedError, SettingsError, Stopped
 from tests.support.fake_cuda import FakeCuda
@@ -188,6 +193,73 @@ def test_a_rank_that_is_waited_for_too_long_says_where_it_is() -> None:
         assert end.stderr.splitlines()[-1].startswith(
             "error: rank 0: waited longer than --run.timeout for another rank"
         )
+
+
+def behind(world: World, kind: str) -> int:
+    """As `stuck`, where gloo stands in for nccl: it waits, and breaks no connection."""
+    world.start()
+    watch = FailureWatch(replace(world, device="cuda:0"))
+    watch.step = lambda: 18 - world.rank
+    watch.start()
+    if watch.limit != 0.9 * 1800:
+        return 5
+    watch.limit = 1.0
+    if world.rank == 0:
+        world.all_reduce_sum(torch.ones(1))
+    if kind == "dead":
+        watch._stopped.set()  # beats no more
+        watch._thread.join()
+        with suppress(RuntimeError):  # until rank 0, which holds the store, has ended
+            while not watch._store.check(["never"]):
+                time.sleep(0.1)
+        os._exit(9)
+    time.sleep(TIMEOUT)
+    return 6
+
+
+@pytest.mark.parametrize("kind", ["stuck", "dead"])
+def test_a_rank_that_nccl_waits_for_is_named_before_its_watchdog_aborts(kind: str) -> None:
+    ends = end_ranks(2, behind, kind)
+    if kind == "dead":
+        assert [end.code for end in ends] == [1, 9]
+        assert "error: rank 1: rank 1 ended without an error message" in ends[0].stderr
+        return
+    assert [end.code for end in ends] == [1, 1]
+    for rank, end in enumerate(ends):
+        assert f"rank {rank} is at:" in end.stderr and "in behind" in end.stderr
+        assert end.stderr.splitlines()[-1].startswith(
+            "error: rank 0: waited longer than 90% of --run.timeout for rank 1, stuck or busy after step 17, "
+            "collective 0 (this rank: step 18, collective 1)"
+        )
+
+
+def test_ranks_that_called_as_many_collectives_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure, "LONG_SILENCE", POLL)
+    calls, store = [7, 7, 6], HashStore()
+    watches = [FailureWatch(World(rank, 3)) for rank in range(3)]
+    for rank, watch in enumerate(watches):
+        watch._store, watch.limit = store, 3 * POLL
+        watch._backend = SimpleNamespace(_get_sequence_number_for_group=partial(calls.__getitem__, rank))
+    found = []
+    for look in range(8):  # rank 2 is behind in the first one alone, and the others in the last one
+        calls[2] = 6 if look == 0 else 8 if look == 7 else 7
+        found += [watch._compare() for watch in watches]
+    assert found == [None] * 24
+    for _ in range(2):
+        found = [watch._compare() for watch in watches]
+    assert (
+        found[:2] == [None, None] and found[2] is not None and found[2].dead == [0, 1]
+    )  # as their threads are not there
+
+
+def abort(world: World) -> int:
+    """A run that is aborted, as by NCCL's watchdog, in a thread that has no Python stack."""
+    return run_ranks(RunSettings(device="cpu"), lambda world, watch: os.abort())
+
+
+def test_an_aborted_rank_prints_where_its_threads_are() -> None:
+    (end,) = end_ranks(1, abort)
+    assert end.code == -signal.SIGABRT and "in run_ranks" in end.stderr
 
 
 class Faulty:
