@@ -11,24 +11,28 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from clipstream.utils.logs import on_terminal
 from tests.support.environment import hide
 
 HOME = hide()  # before a test module imports torch or the Hub's client
 
-settings.register_profile("shared", deadline=None)
-settings.load_profile("shared")
+with suppress(ImportError):  # tests/gpu runs without
+    from hypothesis import settings
+
+    settings.register_profile("shared", deadline=None)
+    settings.load_profile("shared")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--wds-secure` instead of the variable, which is hidden as all others are."""
     parser.addoption("--wds-secure", action="store_true", help="run the tests with WDS_SECURE=1")
+    parser.addoption("--gpu-device", choices=("cuda", "cpu"), default="cuda", help="device of tests/gpu")
     parser.addoption("--pairs-seed", help="seed of the slow test in tests/test_pairs.py, in place of a drawn one")
     parser.addoption("--pairs-table", help="file to which tests/test_pairs.py appends the table of its runs")
 

@@ -1,0 +1,103 @@
+"""Towers on a GPU: packed texts, activation checkpointing, compilation, CUDA graphs, and no wait for the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clipstream.models.execution.compile import compile_towers
+from clipstream.models.execution.packed_text import takes_varlen
+from tests.support.gpu_steps import assert_close, gradients, make_batch, make_step, make_towers
+
+
+@pytest.mark.parametrize("policy", ["off", "all", "matmuls"])
+def test_packed_texts_in_bf16_are_as_near_as_padded_ones(device: str, policy: str, tmp_path: Path) -> None:
+    if device != "cpu" and not takes_varlen(torch.zeros(3, 2, 32, dtype=torch.bfloat16, device=device)):
+        pytest.skip("this GPU has no variable-length attention")
+    found = {}
+    for buckets, precision in (("off", "fp32"), ("off", "bf16"), ("packed", "bf16")):
+        settings = {"text_buckets": buckets, "grad_checkpointing": policy if buckets == "packed" else "off"}
+        step = make_step(make_towers(tmp_path, device, **settings), device, precision=precision)
+        found[buckets, precision] = gradients(step, make_batch())
+    exact = found.pop(("off", "fp32"))
+    padded, packed = ({n: float((g - exact[n]).norm()) for n, g in one.items()} for one in found.values())
+    largest = max(float(tensor.norm()) for tensor in exact.values())
+    for name, error in packed.items():
+        assert error <= 2 * padded[name] + 1e-3 * largest, name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_activation_checkpointing_gives_the_same_gradients(device: str, precision: Any, tmp_path: Path) -> None:
+    found = [
+        gradients(
+            make_step(make_towers(tmp_path, device, grad_checkpointing=policy), device, precision=precision),
+            make_batch(),
+        )
+        for policy in ("off", "all", "matmuls")
+    ]
+    for other in found[1:]:
+        assert_close(other, found[0], 1e-5 if precision == "fp32" else 0.05)
+
+
+@pytest.fixture
+def _compiler() -> Iterator[None]:
+    """Compiled code, which holds its towers, goes at the end."""
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(folder: Path, device: str, parts: Any, mode: str | None = None) -> Any:
+    """A step with compiled towers; on the CPU they are captured alone, which needs no compiler."""
+    towers = make_towers(folder, device)
+    compilation = compile_towers(towers, parts, "eager" if device == "cpu" else "inductor", mode)
+    compilation.strict = True
+    return make_step(towers, device, compilation=compilation)
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_compiled_blocks_give_the_losses_of_eager_ones(device: str, tmp_path: Path) -> None:
+    step, eager = compiled(tmp_path, device, "blocks"), make_step(make_towers(tmp_path, device), device)
+    for number in range(4):
+        batch = make_batch(seed=number)
+        assert step(batch, lr=1e-4).loss == pytest.approx(eager(batch, lr=1e-4).loss, rel=1e-3)
+    graphs = step.compilation.graphs
+    for number in range(4):
+        step(make_batch(seed=number), lr=1e-4)
+    assert 2 <= graphs == step.compilation.graphs <= 20
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_cuda_graphs_give_the_losses_of_eager_steps(cuda: str, tmp_path: Path) -> None:
+    step, eager = compiled(tmp_path, cuda, "step", "reduce-overhead"), make_step(make_towers(tmp_path, cuda), cuda)
+    for number in range(6):
+        batch = make_batch(seed=number % 3)
+        assert step(batch, lr=1e-4).loss == pytest.approx(eager(batch, lr=1e-4).loss, rel=1e-3)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """A context in which torch raises where the host waits for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batch_size": 4, "kept": 1}], ids=["whole", "micro-batches"])
+@pytest.mark.parametrize("buckets", ["auto", "packed"])
+def test_passes_do_not_wait_for_the_gpu(cuda: str, buckets: str, options: dict[str, Any], tmp_path: Path) -> None:
+    step = make_step(make_towers(tmp_path, cuda, text_buckets=buckets), cuda, precision="bf16", **options)
+    batch = make_batch()
+    step(batch, lr=1e-3)
+    lengths = step.towers.text_lengths(batch.ids)
+    on_gpu = batch.to(cuda)
+    torch.cuda.synchronize()
+    with no_waiting():
+        step.gradcache(dataclasses.replace(on_gpu, lengths=lengths))
