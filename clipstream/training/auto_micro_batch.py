@@ -6,10 +6,12 @@ minimum over the ranks is used. The search is repeated when a larger batch arriv
 For micro-batches of a given size (`finds_kept`), the number of the last ones whose graphs are held at once is found in
 the same way, and again for each larger batch.
 
-**Running out later.** Until all ranks have finished their chunks, none waits for another: each runs its chunks alone,
-then the ranks agree whether all succeeded, and only then are gradients summed, by a pass of one sample with zero
-gradients. If a rank failed, all take smaller chunks, or keep fewer graphs, and repeat the batch with the same random
-numbers. The loss itself is collective: on several ranks, running out of memory in it ends the run.
+**Running out later.** In the first TRUSTED steps after a search, no rank waits for another until all have finished
+their chunks: each runs its chunks alone, then the ranks agree whether all succeeded, and only then are gradients
+summed, by a pass of one sample with zero gradients. In later steps, DDP sums during the last backward pass, as it does
+without this module; a rank that ran out of memory before that pass adds zeros, and then the ranks agree. If a rank
+failed, all take smaller chunks, or keep fewer graphs, and repeat the batch with the same random numbers. The loss is
+collective, and so is the pass that sums: on several ranks, running out of memory in one of them ends the run.
 """
 
 from __future__ import annotations
@@ -19,18 +21,23 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from clipstream.data.batch import Batch
 from clipstream.errors import SettingsError
 from clipstream.training.gradcache import GradCache, cut, detached, is_out_of_memory, propagate
+from clipstream.training.parallel import sums_gradients
 from clipstream.training.precision import same_randomness, set_torch_state, torch_state
 from clipstream.utils.logs import logger
 
+if TYPE_CHECKING:
+    from clipstream.models.towers import Features
+
 MicroBatch = int | Literal["auto"] | None
 FINENESS = 8  # the size found is at most 1/8 below the largest that fits
+TRUSTED = 8  # steps in a row that fitted on all ranks, after which gradients are summed during the backward pass
 FIRST = 8  # samples of the first trial: with huge batches, some libraries fail with errors other than out of memory
 
 
@@ -43,6 +50,7 @@ class AutoMicroBatch(GradCache):
     # global batch size of the last search, whose samples all fit if `size` is None; 0 before the first
     tried_for: int = 0
     finds_kept: bool = False  # whether `size` is given and `kept` is searched
+    fitted: int = 0  # steps since the last search, or since the model changed
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """See GradCache; all ranks repeat a step together.
@@ -55,6 +63,7 @@ class AutoMicroBatch(GradCache):
             state = torch_state(self.world.device)
             found = self._attempt(batch)
             if found is not None:
+                self.fitted += 1
                 return found
             self.model.zero_grad(set_to_none=True)
             set_torch_state(state, self.world.device)
@@ -75,27 +84,51 @@ class AutoMicroBatch(GradCache):
 
     def _attempt(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor] | None:
         """One try of the step; None on all ranks if one ran out of memory while no rank waited for it."""
-        made = self._try(lambda: self.forward(batch, self._unsummed))
-        if not all(self.world.gather_objects(made is not None)):
+        overlapped, summing = self.fitted >= TRUSTED, False
+
+        def last(*args: Any, **options: Any) -> Features:
+            nonlocal summing
+            features = self._features(*args, **options) if overlapped else self._unsummed(*args, **options)
+            summing = sums_gradients(self.model) and overlapped
+            return features
+
+        made = self._try(lambda: self.forward(batch, last))
+        if any(self.world.any(made is None)):
+            del made
+            if overlapped:  # a rank's DDP may be set to sum in the next backward pass, whichever it is
+                self._sum_zeros(batch)
             return None
         features, backward = made
         found = self._try(lambda: self._loss(features, batch))
         if found is None:
             if self.world.size == 1:
                 return None
-            flag = "--train.kept-micro-batches" if self.finds_kept else "--train.micro-batch-size"
-            raise SettingsError(
-                f"memory ran out in the loss, in which ranks wait for each other: give {flag} a number, so that more "
-                "is left for it, or take a smaller batch"
-            )
+            raise self._too_late("the loss")
         leaves, share = found
-        if not all(self.world.gather_objects(self._try(lambda: (backward(leaves),)) is not None)):
+        done = self._try(lambda: (backward(leaves),)) is not None
+        if summing and not done:
+            raise self._too_late("the backward pass that sums gradients")
+        if overlapped and not done:
+            self._sum_zeros(batch)
+        if any(self.world.any(not done)):
             return None
+        if not overlapped:
+            self._sum_zeros(batch)
+        return share, leaves.logit_scale.detach()
+
+    def _sum_zeros(self, batch: Batch) -> None:
+        """Take part in the sum of gradients over the ranks, adding nothing."""
         if self.world.size > 1:
             with same_randomness(self.world.device):
                 one = self._features(batch.images[:1], batch.texts[:1], **options_of(batch))
                 propagate(one, detached(one))
-        return share, leaves.logit_scale.detach()
+
+    def _too_late(self, where: str) -> SettingsError:
+        flag, now = ("kept-micro-batches", self.kept) if self.finds_kept else ("micro-batch-size", self.size)
+        return SettingsError(
+            f"memory ran out in {where}, in which ranks wait for each other: give --train.{flag} a number"
+            f"{f' below {now}' if now else ''}, so that more is left for it, or take a smaller batch"
+        )
 
     def _search(self, batch: Batch, most: int | None = None) -> None:
         """Find `size`, at most `most` samples if given. Collective.
@@ -125,7 +158,7 @@ class AutoMicroBatch(GradCache):
                 "--grad-checkpointing, or another --precision"
             )
         first = not self.tried_for
-        self.tried_for = batch.global_size
+        self.tried_for, self.fitted = batch.global_size, 0
         self.size = min(limits) if limits else None
         if limits and first:
             self._log(logging.INFO, f"train.micro_batch_size: {self.size} samples fit at once")
@@ -150,7 +183,7 @@ class AutoMicroBatch(GradCache):
         # A rank that could keep all of its chunks but one sets no limit.
         limits = [found for found, possible in counts if found < possible] + ([] if most is None else [most])
         self.kept = min(limits) if limits else max(possible for _, possible in counts)
-        self.tried_for = batch.global_size
+        self.tried_for, self.fitted = batch.global_size, 0
         if most is None:
             text = f"train.kept_micro_batches: {self.kept} of {count} micro-batches keep their activations"
             self._log(logging.INFO, text)

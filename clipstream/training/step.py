@@ -148,6 +148,8 @@ class TrainStep:
         self.gradcache.model = self.towers
         gc.collect()  # the former DDP module, whose hooks on the parameters go with it
         self.gradcache.model = wrap(self.towers, self.world)
+        if isinstance(self.gradcache, AutoMicroBatch):
+            self.gradcache.fitted = 0  # more is trained than before
         self._warm_up()
 
     def _warm_up(self) -> None:

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from clipstream.data.batch import Batch
+from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.training.auto_micro_batch import MicroBatch
+from clipstream.training.auto_micro_batch import TRUSTED, MicroBatch
 from clipstream.training.gradcache import is_out_of_memory
 from clipstream.training.settings import TrainSettings
 from clipstream.training.step import TrainStep
-from tests.support.ranks import run_ranks
+from tests.support.ranks import end_ranks, run_ranks
 from tests.support.steps import LOSSES, Features, TinyTowers, make_batch, reference, sgd
 
 
@@ -44,11 +45,13 @@ class TightTowers(TinyTowers):
         super().__init__(kind, **more)
         self.limits = {False: without, True: forward}
         self.back = back
+        self.passes = 0  # with a graph
 
     def forward(self, pixels: torch.Tensor, ids: torch.Tensor) -> Features:
         """As Towers.forward, while there is memory."""
         if len(pixels) > self.limits[torch.is_grad_enabled()]:
             raise torch.cuda.OutOfMemoryError("a stand-in: the forward pass needs more than there is")
+        self.passes += torch.is_grad_enabled()
         features = super().forward(pixels, ids)
         return features._replace(image=_Full.apply(features.image, self.back))  # type: ignore[no-untyped-call]
 
@@ -98,6 +101,70 @@ def test_auto_takes_what_fits_and_a_step_without_memory_is_repeated_with_less(
                     torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-10)
         assert [[at_once for _, _, at_once in steps] for steps in found[:2]] == [[start, less]] * 2
         assert [steps[1][2] for steps in found[2:]] == [least] * 2
+
+
+def overlapped_steps(world: World, first: dict[str, int], then: dict[str, int]) -> list[Any]:
+    """Of steps from the same weights, with less memory in the last but one: loss, gradients, size and passes."""
+    torch.set_num_threads(1)
+    model, last = TightTowers().double(), world.rank == world.size - 1
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    step = TrainStep(model, LOSSES["clip"], sgd(model), world, precision="fp64", micro_batch_size="auto")
+    found = []
+    for number in range(TRUSTED + 4):
+        if last and number in (0, TRUSTED + 2):
+            limits = then if number else first
+            model.limits[True], model.back = limits.get("forward", 99), limits.get("back", 99)
+        model.load_state_dict(before)
+        model.passes = 0
+        loss = step(make_batch(0, world.rank, world.size), lr=1.0).loss
+        gradients = {name: before[name] - p.detach() for name, p in model.named_parameters()}
+        found.append((loss, gradients, step.gradcache.size, model.passes))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "sizes"),
+    [({}, {"forward": 2}, (None, 2)), ({"forward": 2}, {"back": 1}, (2, 1)), ({"back": 2}, {"forward": 1}, (2, 1))],
+)
+def test_steps_that_fitted_are_followed_by_sums_in_the_backward_pass(
+    first: dict[str, int], then: dict[str, int], sizes: tuple[int | None, int]
+) -> None:
+    loss, truth = reference("clip", torch.ones(10))
+    for found in run_ranks(2, overlapped_steps, first, then):
+        for of_step, gradients, *_ in found:
+            assert of_step == pytest.approx(float(loss), abs=1e-10)
+            for name, gradient in truth.items():
+                torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-10)
+        assert [size for *_, size, _ in found] == [sizes[0]] * (TRUSTED + 2) + [sizes[1]] * 2
+        passes = [passes for *_, passes in found]
+        assert passes[1:TRUSTED] == [passes[TRUSTED] + 1] * (TRUSTED - 1)  # a pass that only sums
+        assert passes[TRUSTED] == passes[TRUSTED + 1] and passes[-1] > passes[TRUSTED]
+
+
+def late(world: World) -> int:
+    """The exit code of steps of which one runs out of memory, on one rank, in the pass that sums."""
+    torch.set_num_threads(1)
+    world.start()
+    watch = FailureWatch(world)
+    watch.start()
+    model = TightTowers()
+    step = TrainStep(model, LOSSES["clip"], sgd(model), world, micro_batch_size="auto")
+    try:
+        for number in range(TRUSTED + 1):
+            if number == TRUSTED and world.rank == 1:
+                model.back = 2
+            step(make_batch(0, world.rank, world.size), lr=0.0)
+    except (SettingsError, RuntimeError) as error:
+        return watch.report(error)
+    return 0
+
+
+def test_all_ranks_end_if_one_runs_out_of_memory_in_the_pass_that_sums() -> None:
+    ends = end_ranks(2, late)
+    assert [end.code for end in ends] == [2, 2]
+    assert "backward pass that sums gradients, in which ranks wait for each other: give --train.micro-batch" in (
+        ends[0].stderr
+    )
 
 
 def test_a_repeated_step_draws_the_same_dropout_as_one_of_that_size(capsys: pytest.CaptureFixture[str]) -> None:
