@@ -205,7 +205,7 @@ class Towers(nn.Module):
         with self._arithmetic("text"):
             return self._unit(self.text_buckets.encode(self.clip, ids.to(self.mean.device), lengths))
 
-    def text_lengths(self, ids: torch.Tensor) -> Lengths | None:
+    def text_lengths(self, ids: torch.Tensor) -> tuple[int, ...] | None:
         """True lengths in tokens of ids [n, T] on the CPU; None without buckets, or for ids on another device."""
         return None if self.text_buckets is None or "text" in self.stored else self.text_buckets.lengths(ids)
 

@@ -16,6 +16,7 @@ take part in it only, so that they are counted once.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -141,6 +142,8 @@ class GradCache:
     def _features(
         self, images: torch.Tensor, texts: torch.Tensor, *, module: nn.Module | None = None, **options: Any
     ) -> Features:
+        if is_sharded(module or self.model) and "lengths" in options:
+            options["lengths"] = array("i", options["lengths"])  # FSDP2 would look at each number of a tuple
         with autocast(self.world.device, self.precision), timed(FORWARD):
             features: Features = (module or self.model)(images, texts, **options)
         if sums_gradients(self.model):

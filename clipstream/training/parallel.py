@@ -56,12 +56,11 @@ def wrap(module: nn.Module, world: World) -> nn.Module:
     """
     if world.size == 1 or is_sharded(module):
         return module
-    device = torch.device(world.device)
     # 1 x 1 convolutions warn on each backward pass, as their strides are ambiguous.
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-    ids = [device] if device.type == "cuda" else None
     options: Any = {_SYNC_BUFFERS: False}
-    return DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True, **options)
+    # No `device_ids`: with them, DDP looks at each number of the texts' lengths, to move it to the device.
+    return DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[Any]:

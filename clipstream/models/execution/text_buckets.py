@@ -34,7 +34,7 @@ STEP = 8  # tokens between the lengths of buckets
 PASS_TOKENS = {"cpu": 64, "cuda": 8192}
 
 Setting = int | Literal["auto", "off", "packed"]
-Lengths = tuple[int, ...]
+Lengths = Sequence[int]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -110,7 +110,7 @@ class TextBuckets:
         """The same number of passes on all ranks: one, unless a number is set."""
         return replace(self, most=self.most or 1, exactly=True)
 
-    def lengths(self, ids: torch.Tensor) -> Lengths | None:
+    def lengths(self, ids: torch.Tensor) -> tuple[int, ...] | None:
         """True length of each text of ids [n, T] on the CPU, 1 to T; None for ids on a device, which would have to
         be waited for.
         """
@@ -171,7 +171,7 @@ class TextBuckets:
         places = None
         if len(buckets) != 1:
             order = sorted(range(len(lengths)), key=lengths.__getitem__)
-            lengths = tuple(lengths[row] for row in order)
+            lengths = [lengths[row] for row in order]
             ids = ids.index_select(0, torch.tensor(order).to(ids.device, non_blocking=True))
             places = torch.empty(len(order), dtype=torch.long)
             places[order] = torch.arange(len(order))
@@ -182,7 +182,7 @@ class TextBuckets:
         if self.exactly and buckets:  # the further passes take a text whose features nobody uses
             parts += [parts[0][:1]] * ((self.most or 1) - len(parts))
         if packed:
-            features = _projected(tower, ends_of_packed(tower, ids, lengths, self._ends(ids)))
+            features = _projected(tower, ends_of_packed(tower, ids, tuple(lengths), self._ends(ids)))
         else:
             features = _padded(clip, parts) if self.rule == "padding" else _causal(tower, parts)
         if places is None:
