@@ -10,8 +10,12 @@ gradients are averaged over the ranks as soon as they are complete; everything o
 Scale and bias of the logits are single numbers, which cannot be sharded: every rank holds them, and `finish_gradients`
 averages their gradients. A rank holds 1/N of parameters, gradients and moments, and one or two whole units. Parameters
 are communicated in each pass forward and back, gradients in each pass back; so every micro-batch costs as much as a
-whole batch, as accumulating gradients would take the memory of whole ones. Numerics are those of the run without
-sharding: parameters are gathered in their own dtype, and gradients summed in at least float32.
+whole batch, as accumulating gradients would take the memory of whole ones.
+
+Numerics are those of the run without sharding. With `bf16`, the matrices of blocks are gathered in bfloat16 (torch 2.15
+or newer): autocast would round them alike, and keep its copies, which are not sharded, until the backward pass. Norms,
+biases and everything outside of blocks are gathered in float32, and gradients are summed in at least float32. FSDP2
+gathers the next block while one runs: by itself in the backward pass, in the forward pass as the host is ahead.
 
 **Batch norm** uses statistics of the whole global batch: torch's SyncBatchNorm on CUDA; torch has none for the CPU,
 where it is built here from sums over the ranks.
@@ -24,6 +28,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -43,6 +48,7 @@ from clipstream.training.settings import FP16_SHARDS, SHARDED_NORMS
 # torch 2.13 renamed the argument.
 _NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
+_SELECTS_DTYPES = hasattr(MixedPrecisionPolicy, "param_dtype_override_fn")  # per parameter; torch 2.15
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -154,11 +160,18 @@ class ShardedTowers:
         if (buckets := getattr(towers, "text_buckets", None)) is not None:
             towers.text_buckets = buckets.for_shards()  # the ranks must take the same number of passes
         mesh = init_device_mesh(torch.device(world.device).type, (world.size,))
-        # No separate dtype for parameters: autocast converts matrices, and leaves embeddings and norms.
-        reduce_dtype = torch.float32 if precision == "pure_bf16" else None
-        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        reduce_dtype = torch.float32 if precision in ("bf16", "pure_bf16") else None
+        policy = of_blocks = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        if precision == "bf16" and _SELECTS_DTYPES:
+            frozen = getattr(towers, "own_precision", {}).values()
+            own = {id(tensor) for tower in frozen for tensor in tower.tensors(towers.clip)}
+
+            def unchanged(parameter: nn.Parameter) -> torch.dtype | None:
+                return parameter.dtype if parameter.ndim < 2 or id(parameter) in own else None
+
+            of_blocks = replace(policy, param_dtype=torch.bfloat16, param_dtype_override_fn=unchanged)
         for block in blocks(towers):
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+            fully_shard(block, mesh=mesh, mp_policy=of_blocks, reshard_after_forward=reshard_after_forward)
         fully_shard(towers, mesh=mesh, mp_policy=policy, ignored_params=set(_scalars(towers)))
         towers.to(world.device)
 

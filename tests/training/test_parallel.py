@@ -1,4 +1,4 @@
-"""FSDP2: training, evaluation, saving and resuming equal those of whole weights. Batch norm over unequal ranks."""
+"""FSDP2: training, evaluation, saving and resuming equal those of whole weights. DDP, batch norm over unequal ranks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
 
+from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.build import build_towers
 from clipstream.models.execution.blocks import blocks
 from clipstream.models.settings import ModelSettings
-from clipstream.training.parallel import ShardedTowers, parallelize, shard_like, synchronize_batch_norm
+from clipstream.training.parallel import ShardedTowers, parallelize, shard_like, synchronize_batch_norm, wrap
 from clipstream.training.precision import Precision
 from clipstream.training.step import TrainStep
 from tests.support.pictures import make_shards
@@ -199,3 +205,73 @@ def test_gathered_weights_may_stay_until_the_backward_pass() -> None:
     freed, kept = (run_ranks(2, gathered_after_forward, reshard) for reshard in (True, False))
     assert {whole for _, whole in freed} == {False} and {whole for _, whole in kept} == {True}
     assert kept[0][0] == pytest.approx(freed[0][0], abs=1e-12)
+
+
+def bf16_step(world: World, config: Path, parallel: str) -> dict[str, Any]:
+    """Of a step: loss, dtypes of the blocks' parameters, matrices kept for the backward pass, leaves of the options."""
+    torch.set_num_threads(1)
+    towers = build_towers(ModelSettings(name=str(config)), seed=0).train()
+    towers.lock_text()
+    towers.set_precision("text", "fp32")
+    parallelize(towers, world, parallel=parallel, precision="bf16")
+    found: dict[str, Any] = {"matrix": set(), "vector": set(), "frozen": set()}
+    saved: list[torch.Tensor] = []
+
+    def note(block: nn.Module, inputs: Any, output: Any) -> None:
+        for p in block.parameters():
+            found["frozen" if not p.requires_grad else "matrix" if p.ndim > 1 else "vector"].add(p.dtype)
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    for block in blocks(towers):
+        block.register_forward_hook(note, prepend=True)
+    towers.register_forward_hook(
+        lambda module, args, options, output: found.update(leaves=len(tree_leaves(options))), with_kwargs=True
+    )
+    step = TrainStep(towers, LOSSES["clip"], sgd(towers), world, precision="bf16")
+    pixels = torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    part, keys = slice(2 * world.rank, 2 * world.rank + 2), ("a", "b")
+    batch = Batch(pixels[part], torch.arange(16).reshape(2, 8).int(), torch.ones(2), keys, torch.zeros(2), 0, 4)
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        features = step.gradcache.forward(batch, step.gradcache._features)
+    sizes = {p.numel() for p in towers.clip.visual.transformer.parameters() if p.ndim > 1}
+    held = [tuple(tensor.shape) for tensor in saved if tensor.numel() in sizes and tensor.untyped_storage().nbytes()]
+    del features
+    result = step(batch, lr=0.0)
+    return {**found, "held": held, "figures": (result.loss, result.grad_norm)}
+
+
+@pytest.mark.skipif(not hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"), reason="a torch before 2.15")
+def test_blocks_are_gathered_in_bf16_and_leave_no_copy_of_their_weights(tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_text(json.dumps({**MODEL, **LAYERS}))
+    whole, *_ = run_ranks(2, bf16_step, tmp_path / "model.json", "ddp")
+    for found in run_ranks(2, bf16_step, tmp_path / "model.json", "fsdp"):
+        assert found["matrix"] == {torch.bfloat16} and found["vector"] == found["frozen"] == {torch.float32}
+        assert whole["held"] and not found["held"]
+        assert found["figures"] == pytest.approx(whole["figures"], rel=1e-6)
+        assert whole["leaves"] == 2 and found["leaves"] == 1  # of the texts' lengths, one for each text with DDP
+
+
+class Unread(tuple[int, ...]):
+    """Numbers that nobody may look at one by one."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("looked at")
+
+
+def test_ddp_on_a_gpu_does_not_move_the_lengths_of_texts_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_verify_param_shape_across_processes", "_sync_module_states"):  # they read parameters
+        monkeypatch.setattr(torch.nn.parallel.distributed, name, lambda *args, **options: None)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with FakeTensorMode(), torch.no_grad():
+            tower = nn.Linear(4, 4, device="cuda")
+            monkeypatch.setattr(tower, "forward", lambda x, lengths: lengths)
+            lengths = Unread(range(1024))
+            assert (
+                wrap(tower, World(0, 2, device="cuda:0"))(torch.zeros(2, 4, device="cuda"), lengths=lengths) is lengths
+            )
+    finally:
+        dist.destroy_process_group()
