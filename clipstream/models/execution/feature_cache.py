@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import islice
 
 import torch
 
@@ -26,7 +27,7 @@ from clipstream.performance.timing import timed
 from clipstream.utils.logs import logger
 
 ENTRY = 256  # bytes of a row in the table of keys, about
-ROWS = 64  # that are hashed at a time
+ROWS = {"cpu": 4, "cuda": 256}  # that are hashed at a time: they fit into a core's cache, or make few kernels
 
 
 class FeatureCache:
@@ -115,17 +116,18 @@ class FeatureCache:
         names = torch.tensor(keys, dtype=torch.int64).view(-1, 2).to(rows.device)
         all_keys = [(first, second) for first, second in self.world.gather_rows(names, counts).tolist()]
         all_rows = self.world.gather_rows(rows, counts).to("cpu")
-        for key, row in zip(all_keys, all_rows, strict=True):
-            if len(self) == self.capacity:
-                if self.world.is_main:
-                    logger.info(
-                        f"model.{self.tower}.cache_gib: full with {len(self):,} features; those of other samples are "
-                        "computed each time"
-                    )
-                return
+        first_rows: dict[tuple[int, int], int] = {}
+        for row, key in enumerate(all_keys):
             if key not in self._places:
-                self._rows[len(self)] = row
-                self._places[key] = len(self)
+                first_rows.setdefault(key, row)
+        kept, free = dict(islice(first_rows.items(), self.capacity - len(self))), len(self)
+        self._rows[free : free + len(kept)] = all_rows[list(kept.values())]
+        self._places.update(zip(kept, range(free, free + len(kept)), strict=True))
+        if len(self) == self.capacity and self.world.is_main:
+            logger.info(
+                f"model.{self.tower}.cache_gib: full with {len(self):,} features; those of other samples are computed "
+                "each time"
+            )
 
     def _keys(self, inputs: torch.Tensor) -> list[tuple[int, int]]:
         """Two hashes of each row: sums of its 32-bit words times random numbers, modulo 2^64 (multilinear hashing,
@@ -138,7 +140,7 @@ class FeatureCache:
             drawn = torch.randint(least, most, (2, words), dtype=torch.int64, generator=draw)
             self._multipliers = drawn.to(inputs.device)
         found = []
-        for part in torch.split(inputs, ROWS):
+        for part in torch.split(inputs, ROWS.get(inputs.device.type, 256)):
             flat = part.reshape(len(part), -1).contiguous().view(torch.uint8)
             flat = torch.nn.functional.pad(flat, (0, 4 * words - flat.shape[1]))
             values = flat.view(torch.int32).long()
