@@ -89,9 +89,9 @@ def run_ranks(run: RunSettings, body: Callable[[World, FailureWatch], object], *
 def run_embedded(run: RunSettings, body: Callable[[World, FailureWatch], object]) -> None:
     """`run_ranks` within a user's program: the error of the first rank that failed is raised, and not printed.
 
-    What is set for the whole process is restored afterwards: signal handlers, torch's threads, determinism and TF32,
-    the current GPU, variables of torch, and the limit of open files. A process group that the program has made is used,
-    and left as it is.
+    What is set for the whole process is restored afterwards: signal handlers, torch's threads, determinism, TF32 and
+    cuDNN's measuring, the current GPU, variables of torch, and the limit of open files. A process group that the
+    program has made is used, and left as it is.
 
     Raises SettingsError: `run.device` does not exist.
     """
@@ -104,7 +104,7 @@ def run_embedded(run: RunSettings, body: Callable[[World, FailureWatch], object]
     gpu = cuda.current_device() if cuda.is_initialized() else 0
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    tf32 = torch.backends.cuda.matmul.allow_tf32
+    tf32, benchmark = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.benchmark
     world = World.from_env()
     try:
         with many_files(), on_terminal(world.rank if world.size > 1 else None):
@@ -114,7 +114,7 @@ def run_embedded(run: RunSettings, body: Callable[[World, FailureWatch], object]
             signal.signal(number, handler)
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        torch.backends.cuda.matmul.allow_tf32 = tf32
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.benchmark = tf32, benchmark
         if cuda.is_initialized():
             cuda._maybe_exchange_device(gpu)  # unlike set_device, takes no memory of a GPU that is not used
         for name, value in variables.items():

@@ -402,6 +402,7 @@ def build_step(
     """
     from clipstream.losses.contrastive import build_loss
     from clipstream.losses.distillation import DistilledLoss
+    from clipstream.models.execution.channels_last import tune_convolutions
     from clipstream.models.execution.compile import compile_towers
     from clipstream.models.teacher import NAME
     from clipstream.tools.feature_stores import teacher_scales
@@ -424,6 +425,7 @@ def build_step(
     auto = [key for key in ("micro_batch_size", "kept_micro_batches") if getattr(train, key) == "auto"]
     if auto and not world.device.startswith("cuda"):
         raise AUTO_ON_CPU.error(f"train.{auto[0]}")
+    tune_convolutions(towers, world.device)
     caches = fit_memory(settings, world, towers)
     compilation = None
     if train.compile != "off":

@@ -10,7 +10,7 @@ import timm
 import torch
 
 from clipstream.errors import SettingsError
-from clipstream.models.execution.channels_last import ChannelsLast
+from clipstream.models.execution.channels_last import ChannelsLast, tune_convolutions
 from clipstream.models.towers import Towers
 from tests.support.model_files import build, write
 
@@ -62,6 +62,24 @@ def test_auto_takes_convolutional_towers_where_it_is_safe(tmp_path: Path) -> Non
     assert ChannelsLast.of(unsafe, "auto") is None
     with pytest.raises(SettingsError, match=r"model\.channels_last: .*1 x 1"):
         ChannelsLast.of(unsafe, "on")
+
+
+@pytest.mark.parametrize(
+    ("vision", "device", "deterministic", "expected"),
+    [
+        (RESNET, "cuda:1", False, True),
+        (RESNET, "cuda:1", True, False),
+        (RESNET, "cpu", False, False),
+        (None, "cuda:1", False, False),
+    ],
+)
+def test_cudnn_measures_convolutions(
+    vision: Any, device: str, deterministic: bool, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    tune_convolutions(build(write(tmp_path, vision)), device)
+    assert torch.backends.cudnn.benchmark is expected
 
 
 def test_on_a_gpu_it_is_for_16_bits() -> None:

@@ -21,6 +21,19 @@ from clipstream.errors import SettingsError
 VECTOR = 16
 
 
+def is_convolutional(tower: nn.Module) -> bool:
+    """Whether a tower has several convolutions over neighbouring pixels, more than a ViT's patch embedding."""
+    return sum(isinstance(module, nn.Conv2d) and max(module.kernel_size) > 1 for module in tower.modules()) > 1
+
+
+def tune_convolutions(towers: nn.Module, device: str) -> None:
+    """Let cuDNN measure, in this process, which algorithm is the fastest for each shape, if a tower is convolutional;
+    not with torch's deterministic algorithms, as the choice may differ between runs.
+    """
+    if device.startswith("cuda") and not torch.are_deterministic_algorithms_enabled() and is_convolutional(towers):
+        torch.backends.cudnn.benchmark = True
+
+
 @dataclass(frozen=True)
 class ChannelsLast:
     """How an image tower takes its pixels.
@@ -34,8 +47,8 @@ class ChannelsLast:
 
     @classmethod
     def of(cls, tower: nn.Module, setting: Literal["auto", "on", "off"]) -> ChannelsLast | None:
-        """The layout for a tower; None for contiguous pixels: for 'off', and for 'auto' where it does not pay, in
-        towers with at most one convolution over neighbouring pixels (a ViT's patch embedding), or is not safe.
+        """The layout for a tower; None for contiguous pixels: for 'off', and for 'auto' where it does not pay (a ViT)
+        or is not safe.
 
         Raises SettingsError: 'on' where it is not safe.
         """
@@ -49,8 +62,7 @@ class ChannelsLast:
                     "errors on the CPU: give auto or off"
                 )
             return cls(always=True)
-        spatial = sum(max(convolution.kernel_size) > 1 for convolution in convolutions)
-        return None if setting == "off" or spatial < 2 or unsafe else cls()
+        return None if setting == "off" or unsafe or not is_convolutional(tower) else cls()
 
     def apply(self, pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Pixels [n, 3, H, W] in the layout for a tower with weights of `dtype`, outside or inside of autocast."""
