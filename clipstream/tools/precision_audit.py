@@ -216,7 +216,7 @@ def _watching(step: TrainStep, recorder: Recorder, gradients: list[GradientGroup
 
     watched: list[tuple[Any, str, Any]] = [
         (scaler, "unscale_", read),
-        (scaler, "step", partial(within, "optimizer", scaler.step)),
+        (step.optimizer, "step", partial(within, "optimizer", step.optimizer.step)),
         (step.gradcache, "loss", _WatchedLoss(loss, recorder, partial(within, "loss", loss))),
     ]
     if (teacher := getattr(loss, "_add_features", None)) is not None:

@@ -214,6 +214,7 @@ def fit(
         log_every=log.every,
         write=outputs.write,
         evaluate=evaluate,
+        evaluation_due=run_evals.due,
         writer=writer,
         signals=signals,
         rollback=Rollback(train, partial(restore_checkpoint, writer, step, found), state.rollback),

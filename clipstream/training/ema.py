@@ -11,7 +11,9 @@ is sharded likewise; unsharded, every rank holds the same averages.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -36,12 +38,11 @@ class WeightAverages:
 
     Attributes:
         tensors: averages by parameter name in the towers (by all names of a tied parameter).
-        updates: number of updates.
+        updates: number of updates; to read it waits for the device.
     """
 
     def __init__(self, towers: nn.Module, decay: float, *, warmup: bool = False) -> None:
         self.decay, self.warmup = decay, warmup
-        self.updates = 0
         trained = {name: p for name, p in towers.named_parameters(remove_duplicate=False) if p.requires_grad}
         self._parameters = list({id(p): p for p in trained.values()}.values())
         # In at least float32: a narrower average would lose what an update adds.
@@ -49,16 +50,34 @@ class WeightAverages:
         self._averages = [p.detach().to(dtype).clone() for p, dtype in zip(self._parameters, wide, strict=True)]
         of = {id(p): average for p, average in zip(self._parameters, self._averages, strict=True)}
         self.tensors = {name: of[id(p)] for name, p in trained.items()}
+        device = self._averages[0].device if self._averages else None
+        self._updates = torch.zeros((), dtype=torch.float64, device=device)
 
-    def decay_at(self, update: int) -> float:
-        """Decay of update number `update`, from 1."""
-        return min(self.decay, 1 - update**-WARMUP_POWER) if self.warmup else self.decay
+    @property
+    def updates(self) -> int:
+        return int(self._updates.item())
+
+    @updates.setter
+    def updates(self, number: int) -> None:
+        self._updates.fill_(number)
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Move the averages towards the present weights, after a step."""
-        self.updates += 1
-        share = 1 - self.decay_at(self.updates)
+    def update(self, found_inf: torch.Tensor) -> None:
+        """Move the averages towards the present weights, after a step.
+
+        Args:
+            found_inf: float32 scalar on the device; if it is 1, nothing changes.
+        """
+        self._updates += 1 - found_inf
+        share: Any = 1 - self.decay
+        if self.warmup:
+            share = self._updates.pow(-WARMUP_POWER).clamp(min=share)
+            share = share.float() if share.is_cuda else share  # as the kernel of CUDA takes it
+        # With these signs a step of SGD is a lerp, average += share (weight - average), that takes the flag.
+        move = partial(
+            torch._fused_sgd_, momentum_buffer_list=[], weight_decay=-1.0, momentum=0.0, lr=-share, dampening=0.0,
+            nesterov=False, maximize=False, is_first_step=False, found_inf=found_inf,
+        )  # fmt: skip
         averages, weights = [], []
         for average, parameter in zip(
             map(local_tensor, self._averages), map(local_tensor, self._parameters), strict=True
@@ -67,9 +86,9 @@ class WeightAverages:
                 averages.append(average)
                 weights.append(parameter)
             else:
-                average.lerp_(parameter.to(average.dtype), share)
+                move([average], [parameter.to(average.dtype)])
         if averages:
-            torch._foreach_lerp_(averages, weights, share)
+            move(averages, weights)
 
     def among(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors of a state dict, with averages in place of trained weights; sharded tensors stay sharded."""

@@ -3,19 +3,24 @@
 The result is the same on all ranks. How gradients are computed, at once or in micro-batches, is in `gradcache` and
 `auto_micro_batch`.
 
-**Non-finite steps.** If the loss or a gradient is not finite on some rank, it is not finite on any, as all hold the
-same sums: all skip the step, and weights, moments, averages and batch statistics stay as they were.
+**Non-finite steps.** If the loss or the norm of the gradients is not finite on some rank, it is not finite on any, as
+all hold the same sums: all skip the step, and weights, moments, averages and batch statistics stay as they were.
 
-**fp16** scales the loss, and so all gradients, by a factor that torch's GradScaler adapts. If the loss is finite and a
-gradient is not, the factor was too large: the step changes no weight, lowers the factor, and counts as an overflow.
+**fp16** scales the loss, and so all gradients, by a factor that torch's GradScaler adapts. If the loss is finite and
+the norm is not, the factor was too large: the step changes no weight, lowers the factor, and counts as an overflow.
+
+**The host does not wait for the device** in a step: a flag on the device, torch's `found_inf`, decides whether it is
+skipped, and `TrainStep.start` returns before the step's figures are there. Optimizers that do not take the flag are the
+exception: all but torch's fused ones, and any in the first step of a parameter. For these the host reads it, once.
 """
 
 from __future__ import annotations
 
 import gc
+import inspect
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -117,6 +122,9 @@ class TrainStep:
         self.scaler = torch.amp.GradScaler(torch.device(world.device).type, enabled=precision == "fp16")
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._statistics = batch_statistics(model)
+        # By torch's contract with GradScaler, but for its deprecated form.
+        takes_flag = getattr(optimizer, "_step_supports_amp_scaling", False)
+        self._takes_flag = takes_flag and "grad_scaler" not in inspect.signature(optimizer.step).parameters
         self._compared = not world.is_main  # whether the terms of the loss were compared
         self._set_locks(0)
         parts = (model, wrap(model, world), loss, world, precision, self.scaler.scale)
@@ -157,7 +165,14 @@ class TrainStep:
             warm_up_buckets(self.gradcache.model, self.gradcache.warm_up, self.world)
 
     def __call__(self, batch: Batch, lr: float) -> StepResult:
-        """One step on this rank's part of a batch, at least one sample."""
+        """One step on this rank's part of a batch, at least one sample; waits for its result."""
+        return self.start(batch, lr)()
+
+    def start(self, batch: Batch, lr: float) -> Callable[[], StepResult]:
+        """Start one step, and return the function that waits for its result.
+
+        The next step may be started before: the device then has work while the host reads the result.
+        """
         began = time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
@@ -177,51 +192,68 @@ class TrainStep:
         norm = gradient_norm(self.parameters, self.world)
         parts: dict[str, torch.Tensor] = getattr(self.gradcache.loss, "parts", {})
         totals = self.world.all_reduce_sum(torch.stack([share.double(), *(part.double() for part in parts.values())]))
-        figures = torch.cat([totals, torch.stack([norm.double(), scale.double()])])
-        loss, *of_parts, grad_norm, logit_scale = figures.tolist()
+        finite = totals[0].isfinite() & norm.isfinite()
+        found_inf = (~finite).float()
+        clip_gradients(self.parameters, norm, self.clip_norm)
+        self._update(found_inf)
+        restore(self._statistics, statistics, ~finite)
+        if self.averages is not None:
+            self.averages.update(found_inf)
+        figures = [*totals, norm, scale]
+        if self.scaler.is_enabled():
+            figures += self._adapt_scale(found_inf, totals[0].isfinite())
+        values = read_later(torch.stack([figure.double() for figure in figures]))
+        if self.compilation is not None:
+            self.compilation.on_step(time.perf_counter() - began, shown=self.world.is_main)
+        return partial(self._result, values, batch.global_size, list(parts))
+
+    @torch.no_grad()
+    def _update(self, found_inf: torch.Tensor) -> None:
+        """Update the weights, unless `found_inf` is 1."""
+        log_scale = self.towers.clip.logit_scale
+        log_before = log_scale.detach().clone()
+        optimizer: Any = self.optimizer
+        # Fused SGD would begin with momentum that nothing has filled.
+        if self._takes_flag and all(p in optimizer.state for p in self.parameters if p.grad is not None):
+            optimizer.found_inf, optimizer.grad_scale = found_inf, None
+            optimizer.step()
+            del optimizer.found_inf, optimizer.grad_scale
+        elif not found_inf.item():
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if self.max_logit_scale is not None and log_scale.requires_grad:
+            log_scale.copy_(torch.minimum(log_scale, log_before.clamp(min=math.log(self.max_logit_scale))))
+        if self.min_logit_scale is not None and log_scale.requires_grad:
+            log_scale.copy_(torch.maximum(log_scale, log_before.clamp(max=math.log(self.min_logit_scale))))
+
+    def _adapt_scale(self, found_inf: torch.Tensor, finite_loss: torch.Tensor) -> list[torch.Tensor]:
+        """Adapt the loss scale of fp16; returns whether it was too large, and what it is now.
+
+        It stays where it is not the cause: the loss is not finite, or no smaller scale would help.
+        """
+        scaler: Any = self.scaler
+        state = [scaler._scale, scaler._growth_tracker]
+        before = [tensor.clone() for tensor in state]
+        overflow = found_inf.bool() & finite_loss & (scaler._scale > SMALLEST_SCALE)
+        for flag in scaler._found_inf_per_device(self.optimizer).values():
+            flag.copy_(found_inf)  # also where the norm of finite gradients is not finite
+        scaler.update()
+        restore(state, before, found_inf.bool() & ~overflow)
+        return [overflow, scaler._scale]
+
+    def _result(self, values: Callable[[], list[float]], n: int, names: list[str]) -> StepResult:
+        """The result of a step from its figures, which are waited for."""
+        loss, *rest = values()
+        of_parts, (grad_norm, logit_scale, *scaling) = rest[: len(names)], rest[len(names) :]
+        parts = dict(zip(names, of_parts, strict=True))
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         if finite and not self._compared:
             self._compared = True
             factors = getattr(self.gradcache.loss, "factors", {})
-            self._compare({name: factors.get(name, 1.0) * part for name, part in zip(parts, of_parts, strict=True)})
-        can_scale_down = self.scaler.is_enabled() and self.scaler.get_scale() > SMALLEST_SCALE
-        overflow = not finite and math.isfinite(loss) and can_scale_down
+            self._compare({name: factors.get(name, 1.0) * part for name, part in parts.items()})
+        overflow, loss_scale = (bool(scaling[0]), scaling[1]) if scaling else (False, None)
         skipped = not finite and not overflow
-        if skipped:
-            if self.scaler.is_enabled():
-                self.scaler.update(self.scaler.get_scale())  # unchanged: the scale is not the cause
-            self.optimizer.zero_grad(set_to_none=True)
-            with torch.no_grad():
-                for tensor, before in zip(self._statistics, statistics, strict=True):
-                    tensor.copy_(before)
-        else:
-            if finite:
-                clip_gradients(self.parameters, norm, self.clip_norm)
-            log_scale = self.towers.clip.logit_scale
-            log_before = log_scale.detach().clone()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            self.optimizer.zero_grad(set_to_none=True)
-            with torch.no_grad():
-                if self.max_logit_scale is not None and log_scale.requires_grad:
-                    log_scale.copy_(torch.minimum(log_scale, log_before.clamp(min=math.log(self.max_logit_scale))))
-                if self.min_logit_scale is not None and log_scale.requires_grad:
-                    log_scale.copy_(torch.maximum(log_scale, log_before.clamp(max=math.log(self.min_logit_scale))))
-        if finite and self.averages is not None:
-            self.averages.update()
-        if self.compilation is not None:
-            self.compilation.on_step(time.perf_counter() - began, shown=self.world.is_main)
-        loss_scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
-        return StepResult(
-            loss,
-            grad_norm,
-            logit_scale,
-            batch.global_size,
-            loss_scale,
-            overflow=overflow,
-            skipped=skipped,
-            parts=dict(zip(parts, of_parts, strict=True)),
-        )
+        return StepResult(loss, grad_norm, logit_scale, n, loss_scale, overflow, skipped, parts)
 
     @staticmethod
     def _compare(terms: dict[str, float]) -> None:
@@ -270,6 +302,30 @@ class TrainStep:
             self.gradcache.size = state.micro_batch  # None: all samples fitted, which is tried again
         elif state.kept_micro_batches is not None:
             self.gradcache.kept, self.gradcache.tried_for = state.kept_micro_batches
+
+
+@torch.no_grad()
+def restore(tensors: Sequence[torch.Tensor], before: Sequence[torch.Tensor], where: torch.Tensor) -> None:
+    """Set tensors to what they were before if `where`, a scalar on their device, is true."""
+    for tensor, kept in zip(tensors, before, strict=True):
+        tensor.copy_(torch.where(where, kept, tensor))
+
+
+def read_later(tensor: torch.Tensor) -> Callable[[], list[float]]:
+    """Start to copy a vector to the host, and return the function that waits for its values."""
+    if tensor.device.type != "cuda":
+        return tensor.tolist
+    copied = tensor.to("cpu", non_blocking=True)  # into pinned memory
+    cuda: Any = torch.cuda  # untyped in torch
+    done = cuda.Event()
+    done.record(cuda.current_stream(tensor.device))
+
+    def values() -> list[float]:
+        done.synchronize()
+        found: list[float] = copied.tolist()
+        return found
+
+    return values
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], world: World | None = None) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import KW_ONLY, InitVar, dataclass, field
@@ -90,6 +90,7 @@ class Trainer:
     early_stop: EarlyStop = field(default_factory=lambda: EarlyStop(EarlyStopSettings()))
     throughput: Throughput | None = None  # adds `tokens_per_s`, `tflops` and `mfu` to the training lines
     profiler: StepProfiler | None = None  # writes a profile of some steps
+    evaluation_due: Callable[[int], object] = lambda step: False  # whether `evaluate` has something to do after a step
 
     def __post_init__(self, state: TrainState | None) -> None:
         self._saved_step = -1
@@ -101,6 +102,7 @@ class Trainer:
         self._interval, self._evaluation_pending = start.interval, start.evaluation_pending
         self._health_before = [start.health] if start.health else []
         self._health_step = -1
+        self._started: _Started | None = None
         self._clock = _Clock()
         self._timer = StepTimer(self.world.device)
         self._usage = Usage(self.world.device, self.loader.worker_pids)
@@ -159,32 +161,16 @@ class Trainer:
                 self.first = None
             if self.throughput is not None:
                 self.throughput.add(batch)
-            result = self.train_step(batch, lr)
+            result = self.train_step.start(batch, lr)
             self._timer.end_step()
+            self._settle()  # the step before, while the device is at this one
             self.loader.mark_trained()
             self.step += 1
             self._profile(begins=False)
-            self.samples += result.n
-            self._clock.samples += result.n
-            sums = self._interval
-            sums.loss += 0.0 if result.skipped else result.loss
-            for name, part in result.parts.items():
-                sums.parts[name] = sums.parts.get(name, 0.0) + (0.0 if result.skipped else part)
-            sums.grad_norm += 0.0 if result.skipped or result.overflow else result.grad_norm
-            sums.overflows += result.overflow
-            sums.skipped += result.skipped
-            sums.steps += 1
-            if result.skipped:
-                keys = [key for part in self.world.gather_objects(batch.keys) for key in part]
-                figures = {"loss": f"{result.loss:g}", "grad_norm": f"{result.grad_norm:g}"}  # JSON has no NaN
-                self._write({"step": self.step, "nonfinite": {**figures, "keys": keys}})
-            if self.step % self.log_every == 0 or self.step == self.total_steps:
-                with self._timer.paused():  # as the clock begins anew at its end
-                    self._log(result, lr)
+            self._started = _Started(result, batch.keys, lr)
+            if self._settles():
+                self._settle()
             with self._paused():
-                row = self.rollback.state.nonfinite + 1
-                if (restored := self.rollback.on_step(self.step, result)) is not None:
-                    self._write({"step": self.step, "rollback": {"to": restored, "skipped": row}})
                 if self.step == self.total_steps:
                     break
                 self.writer.check()
@@ -192,6 +178,40 @@ class Trainer:
                 # Weights that may be broken must not replace good ones.
                 if self.writer.due(self.step) and not self.rollback.state.nonfinite:
                     self._save(must=False)
+
+    def _settles(self) -> bool:
+        """Whether the result of the last step is needed now: something is to be written, or to follow from it."""
+        due = self.step % self.log_every == 0 or self.step == self.total_steps
+        due = due or self.writer.due(self.step) or bool(self.evaluation_due(self.step))
+        return due or self.rollback.state.nonfinite + 1 >= self.rollback.settings.max_nonfinite
+
+    def _settle(self) -> None:
+        """Wait for the result of the last step, and count, log and handle it; nothing if that is done. Collective."""
+        if self._started is None:
+            return
+        (wait, keys, lr), self._started = self._started, None
+        result = wait()
+        self.samples += result.n
+        self._clock.samples += result.n
+        sums = self._interval
+        sums.loss += 0.0 if result.skipped else result.loss
+        for name, part in result.parts.items():
+            sums.parts[name] = sums.parts.get(name, 0.0) + (0.0 if result.skipped else part)
+        sums.grad_norm += 0.0 if result.skipped or result.overflow else result.grad_norm
+        sums.overflows += result.overflow
+        sums.skipped += result.skipped
+        sums.steps += 1
+        if result.skipped:
+            every = [key for part in self.world.gather_objects(keys) for key in part]
+            figures = {"loss": f"{result.loss:g}", "grad_norm": f"{result.grad_norm:g}"}  # JSON has no NaN
+            self._write({"step": self.step, "nonfinite": {**figures, "keys": every}})
+        if self.step % self.log_every == 0 or self.step == self.total_steps:
+            with self._timer.paused():  # as the clock begins anew at its end
+                self._log(result, lr)
+        with self._paused():
+            row = self.rollback.state.nonfinite + 1
+            if (restored := self.rollback.on_step(self.step, result)) is not None:
+                self._write({"step": self.step, "rollback": {"to": restored, "skipped": row}})
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -235,6 +255,8 @@ class Trainer:
         except ClipstreamError as raised:
             error = raised
         stop, failed = self.world.any(batch is None or self._stop_requested(), error is not None)
+        if stop or failed:
+            self._settle()
         if not failed:
             if stop or batch is None:
                 self._stop(before)
@@ -366,6 +388,14 @@ class Trainer:
         self.writer.save(deepcopy(state))
         self._saved_step = self.step
         self.rollback.on_save(self.step)
+
+
+class _Started(NamedTuple):
+    """A step whose result is not known yet."""
+
+    wait: Callable[[], StepResult]
+    keys: Sequence[str]  # of this rank's samples
+    lr: float
 
 
 class _Interval(NamedTuple):

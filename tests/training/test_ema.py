@@ -39,8 +39,6 @@ def test_they_are_timms(warmup: bool) -> None:
     for number in range(12):
         step(make_batch(number), lr=1.0)
         theirs.update(model, step=number + 1 if warmup else None)
-    decays = [averages.decay_at(update) for update in (1, 2, 12)]
-    assert decays == ([0.0, pytest.approx(1 - 2 ** (-2 / 3)), 0.7] if warmup else [0.7] * 3)
     for name, expected in theirs.module.named_parameters():
         torch.testing.assert_close(averages.tensors[name], expected.data, rtol=0, atol=1e-6)
         assert not torch.equal(averages.tensors[name], model.get_parameter(name))
@@ -86,7 +84,7 @@ def test_they_are_float32_at_least(precision: Precision, kind: torch.dtype) -> N
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
-    averages.update()
+    averages.update(torch.zeros(()))
     weight = "clip.visual.0.weight"
     moved = (averages.tensors[weight] - before[weight]).mean()
     assert moved == pytest.approx(0.001, rel=0.05)  # bfloat16 would have lost it

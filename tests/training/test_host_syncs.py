@@ -1,114 +1,193 @@
-"""A step reads results from the device once, after its backward pass: earlier reads leave a GPU without work."""
+"""The host does not wait for the device in a step: it would leave a GPU without work.
+
+The meta device stands for a GPU: its tensors have no content, so that nothing can be read from them in secret.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import clipstream
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.losses.contrastive import build_loss
-from clipstream.losses.settings import ClipLossSettings, SiglipLossSettings
-from clipstream.losses.tiled import _none_on_cpu
+from clipstream.losses.distillation import DistilledLoss
+from clipstream.losses.settings import ClipLossSettings, DistillSettings, SiglipLossSettings
 from clipstream.models.execution.text_buckets import TextBuckets
+from clipstream.training.ema import WeightAverages
 from clipstream.training.optim import parameter_groups
-from clipstream.training.step import TrainStep
-from tests.support.model_files import build, write
+from clipstream.training.step import TrainStep, read_later
+from tests.support.model_files import VIT, build, write
 
 PACKAGE = Path(clipstream.__file__).resolve().parent
-READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
-# Read what is on the CPU on any machine, or do not read on a GPU.
-HOST = ("text_buckets.py:lengths", "tiled.py:_none_on_cpu")
 
 
-class _Reads(TorchDispatchMode):
-    """Notes operators whose result the host waits for."""
+class Waits(TorchDispatchMode):
+    """Notes the places where the host would wait for a GPU, as 'file:function operator'.
 
-    WAITING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2")
+    These are operators whose result the host reads or whose size depends on values, and copies between host and device
+    that are not asynchronous, those of indices on the host included.
+    """
 
-    def __init__(self, note: Callable[[str], None]) -> None:
+    READING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal")
+    WITHOUT_META = ("_fused_sgd_", "_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_")
+
+    def __init__(self) -> None:
         super().__init__()
-        self.note = note
+        self.found: list[str] = []
+        self.updates = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name().split(".")[0] in self.WAITING:
-            self.note(func.name())
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        name = func.name().removeprefix("aten::").split(".")[0]
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        kinds = {tensor.device.type for tensor in tensors}
+        self.updates += name == "_fused_adamw_"
+        if "meta" in kinds and name in self.READING:
+            self._note(name)
+            return 0.0 if name == "_local_scalar_dense" else torch.zeros(1, dtype=torch.long)
+        to = getattr(kwargs.get("device"), "type", "")
+        moves = name in ("_to_copy", "copy_") and len(kinds | {to} - {""}) > 1
+        if moves and not kwargs.get("non_blocking") and not any(one is True for one in args):
+            self._note(name)
+        if kinds == {"cpu", "meta"} and name in ("index", "index_put_", "index_put"):
+            self._note(name)
+        if moves and to == "cpu":
+            return torch.zeros(args[0].shape, dtype=args[0].dtype)
+        if name in self.WITHOUT_META:
+            return args[0] if func._schema.returns else None
+        return func(*args, **kwargs)
 
-
-@contextmanager
-def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The places of this package that read values of tensors within the context, as 'file:function'."""
-    found: list[str] = []
-
-    def note(what: str) -> None:
-        frame: Any = sys._getframe(1)
+    def _note(self, what: str) -> None:
+        frame: Any = sys._getframe(2)
         while frame is not None and PACKAGE not in Path(frame.f_code.co_filename).resolve().parents:
             frame = frame.f_back
-        place = what if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"
-        if place not in HOST:
-            found.append(place)
-
-    def noting(name: str, original: Any) -> Any:
-        def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            note(name)
-            with torch.utils._python_dispatch._disable_current_modes():
-                return original(self, *args, **kwargs)
-
-        return read
-
-    with monkeypatch.context() as patch, _Reads(note):
-        for name in READS:
-            patch.setattr(torch.Tensor, name, noting(name, getattr(torch.Tensor, name)))
-        yield found
+        code = None if frame is None else frame.f_code
+        self.found.append(what if code is None else f"{Path(code.co_filename).name}:{code.co_name} {what}")
 
 
-@pytest.mark.parametrize("buckets", [9, "packed"])
-@pytest.mark.parametrize("kept", [None, 0, 1, 3])
-@pytest.mark.parametrize("kind", ["clip", "siglip"])
-def test_a_step_waits_for_the_device_once(
-    tmp_path: Path, kind: str, kept: int | None, buckets: int | str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = ClipLossSettings() if kind == "clip" else SiglipLossSettings()
-    towers = build(write(tmp_path), loss_type=kind, text_buckets=buckets).train()
-    optimizer = torch.optim.AdamW(parameter_groups(towers, 0.1), fused=True)
-    chunks: dict[str, Any] = {} if kept is None else {"micro_batch_size": 2, "kept": kept}
-    step = TrainStep(towers, build_loss(settings, kind), optimizer, World(), clip_norm=1.0, **chunks)
-    pixels = torch.randint(0, 256, (8, 3, *towers.image.size), dtype=torch.uint8)
+@pytest.fixture
+def meta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meta device in place of a GPU."""
+    monkeypatch.setattr(torch, "autocast", lambda *args, **options: nullcontext())
+    module = sys.modules[torch.optim.Optimizer.__module__]
+    monkeypatch.setattr(module, "_get_fused_kernels_supported_devices", lambda: ["meta"])
+
+
+def started(folder: Path, kind: str = "clip", *, fused: bool = True, loss: Any = None, **options: Any) -> Waits:
+    """What a step waits for after its first one."""
+    ema, given = options.pop("ema", False), options.pop("settings", {})
+    model = {"text_buckets": options.pop("text_buckets", "auto"), "patch_dropout": options.pop("patch_dropout", None)}
+    settings = ClipLossSettings if kind == "clip" else SiglipLossSettings
+    towers = build(write(folder, options.pop("vision", VIT)), loss_type=kind, **model).train()
     ids = towers.open_clip_tokenizer()(["a", "b c", "d e f", "g"] * 2).int()
-    batch = Batch(pixels, ids, torch.ones(8), ("",) * 8, torch.zeros(8), step=0, global_size=8)
-    step(batch, lr=1e-3)  # the optimizer makes its moments
-    with reads(monkeypatch) as found:
-        step(batch, lr=1e-3)
-    assert found == ["step.py:__call__"]
+    towers = towers.to("meta")
+    base = build_loss(settings(**given), kind)
+    loss = base if loss is None else loss(base)
+    optimizer = torch.optim.AdamW(parameter_groups(towers, 0.1), fused=fused)
+    averages = WeightAverages(towers, 0.9, warmup=True) if ema else None
+    step = TrainStep(towers, loss, optimizer, World(device="meta"), averages=averages, max_logit_scale=100.0, **options)
+    teachers = {f"t.{part}": torch.rand(8, 24) for part in ("image", "text")}
+    pixels = torch.randint(0, 256, (8, 3, *towers.image.size), dtype=torch.uint8)
+    batch = Batch(pixels, ids, torch.ones(8), ("",) * 8, torch.zeros(8), step=0, global_size=8, features=teachers)
+    batch = replace(batch, pictures=torch.arange(8))
+    waits = Waits()
+    with waits:
+        step.start(batch, lr=1e-3)  # the optimizer makes its moments
+        first, waits.found = waits.found, []
+        step.start(batch, lr=1e-3)
+    assert waits.updates >= 2 or not fused
+    assert first == ["step.py:_update _local_scalar_dense"]
+    return waits
 
 
-def test_reads_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = torch.ones(3)
-    ways: dict[str, Callable[[torch.Tensor], object]] = {
-        "item": lambda tensor: tensor.item(),
-        "tolist": lambda tensor: tensor.tolist(),
-        "if": bool,
-        "float": float,
-        "nonzero": torch.nonzero,
-        "mask": lambda tensor: tensor[tensor > 0],
+def distilled(base: Any) -> DistilledLoss:
+    return DistilledLoss(base, DistillSettings(weight=1.0, features=1.0), {"t": 50.0})
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sigmoid": {"kind": "siglip", "text_buckets": 9},
+    "micro": {"micro_batch_size": 2, "kept": 0, "text_buckets": 9},
+    "kept": {"micro_batch_size": 2, "kept": 2, "kind": "siglip", "text_buckets": "packed"},
+    "patches": {"patch_dropout": 0.5, "micro_batch_size": 4},
+    "distillation": {"loss": distilled},
+    "averages": {"ema": True, "clip_norm": 1.0},
+    "fp16": {"precision": "fp16", "ema": True, "clip_norm": 1.0},
+    "mask": {"settings": {"duplicates": "mask", "duplicates_by": "pictures"}},
+    "batch norm": {"vision": {"image_size": 64, "layers": [1, 1, 1, 1], "width": 8, "head_width": 16}},
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("meta")
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_does_not_wait_for_the_device(tmp_path: Path, case: str) -> None:
+    assert started(tmp_path, **CASES[case]).found == []
+
+
+@pytest.mark.usefixtures("meta")
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_step_waits_once_for_an_optimizer_that_takes_no_flag(tmp_path: Path, precision: str) -> None:
+    found = started(tmp_path, fused=False, precision=precision, ema=True).found
+    assert found == ["step.py:_update _local_scalar_dense"]
+
+
+def test_waits_are_found() -> None:
+    values, index = torch.ones(3, device="meta"), torch.tensor([1, 0])
+    ways: dict[str, Callable[[], object]] = {
+        "item": values.sum().item,
+        "tolist": values.tolist,
+        "if": partial(bool, values.sum()),
+        "float": partial(float, values.sum()),
+        "nonzero": partial(torch.nonzero, values),
+        "to the host": values.cpu,
+        "from the host": partial(index.to, "meta"),
+        "copy": partial(values.copy_, torch.ones(3)),
+        "index": lambda: values[index],
     }
     for name, way in ways.items():
-        with reads(monkeypatch) as found:
-            way(values.sum())
-        assert found, name
+        with Waits() as waits:
+            way()
+        assert waits.found, name
+    with Waits() as waits:
+        index.to("meta", non_blocking=True), values.to("cpu", non_blocking=True), values + torch.tensor(1.0)
+    assert not waits.found
 
 
-def test_the_host_ones_read_nothing_from_a_device() -> None:
-    flags, ids = torch.zeros(3, device="meta", dtype=torch.bool), torch.zeros(3, 4, device="meta", dtype=torch.int32)
-    assert not _none_on_cpu(flags)  # a tensor without content raises when it is read
-    assert TextBuckets("argmax", 0).lengths(ids) is None
-    assert _none_on_cpu(torch.zeros(3, dtype=torch.bool)) and not _none_on_cpu(torch.ones(3, dtype=torch.bool))
+def test_figures_are_copied_without_waiting_and_read_after_their_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+
+    class Figures:
+        device = torch.device("cuda:1")
+
+        def to(self, *args: Any, **options: Any) -> torch.Tensor:
+            told.append((args, options))
+            return torch.tensor([1.0, 2.0])
+
+    class Event:
+        def record(self, stream: Any) -> None:
+            told.append(stream)
+
+        def synchronize(self) -> None:
+            told.append("synchronize")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    read = read_later(Figures())  # type: ignore[arg-type]
+    assert told == [(("cpu",), {"non_blocking": True}), "stream of cuda:1"]
+    assert read() == [1.0, 2.0] and told[2:] == ["synchronize"]
+
+
+def test_lengths_of_texts_are_counted_on_the_host_alone() -> None:
+    assert TextBuckets("argmax", 0).lengths(torch.zeros(3, 4, device="meta", dtype=torch.int32)) is None

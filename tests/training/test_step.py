@@ -169,14 +169,17 @@ class BreaksOnRank1:
         return share * math.nan if self.kind == "loss" else share + none.sqrt()
 
 
-def left_out(world: World, kind: str, precision: Precision, fsdp: bool) -> tuple[StepResult, bool, bool]:
+def left_out(
+    world: World, kind: str, precision: Precision, fsdp: bool, make: type[torch.optim.Optimizer], fused: bool
+) -> tuple[StepResult, bool, bool]:
     """A step that breaks on the last rank, whether it changed nothing, and whether the next one is as without it."""
     ends = []
     for number in (7, 3):
         model = TinyTowers(batch_norm=not fsdp)
         parallelize(model, world, parallel="fsdp" if fsdp else "ddp", precision=precision)
-        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.2)
-        averages = WeightAverages(model, 0.9)
+        options: Any = {"momentum": 0.9} if make is torch.optim.SGD else {}
+        optimizer = make(model.parameters(), weight_decay=0.2, fused=fused, **options)
+        averages = WeightAverages(model, 0.9, warmup=True)
         step = TrainStep(model, BreaksOnRank1(kind), optimizer, world, precision=precision, averages=averages)
         if step.scaler.is_enabled():
             step.scaler.load_state_dict({**step.scaler.state_dict(), "scale": 256.0})
@@ -195,24 +198,28 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer, averages: Wei
     """Copies of all tensors that a step may change, this rank's part."""
     moments = [value for state in optimizer.state.values() for value in state.values()]
     tensors = [*model.parameters(), *model.buffers(), *moments, *averages.tensors.values()]
+    tensors.append(torch.tensor(averages.updates))
     return [(t.to_local() if isinstance(t, DTensor) else t).detach().clone() for t in tensors]
 
 
 @pytest.mark.parametrize(
-    ("size", "kind", "precision", "fsdp"),
+    ("size", "kind", "precision", "fsdp", "make", "fused"),
     [
-        (1, "loss", "fp32", False),
-        (1, "loss", "fp16", False),
-        (2, "loss", "fp32", False),
-        (2, "gradient", "fp32", False),
-        (2, "loss", "bf16", True),
-        (2, "gradient", "fp32", True),
+        (1, "loss", "fp32", False, torch.optim.AdamW, False),
+        (1, "loss", "fp32", False, torch.optim.AdamW, True),
+        (1, "gradient", "fp64", False, torch.optim.SGD, True),
+        (1, "loss", "fp16", False, torch.optim.AdamW, False),
+        (1, "loss", "fp16", False, torch.optim.AdamW, True),
+        (2, "loss", "fp32", False, torch.optim.AdamW, True),
+        (2, "gradient", "fp32", False, torch.optim.AdamW, False),
+        (2, "loss", "bf16", True, torch.optim.AdamW, True),
+        (2, "gradient", "fp32", True, torch.optim.AdamW, True),
     ],
 )
 def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(
-    size: int, kind: str, precision: Precision, fsdp: bool
+    size: int, kind: str, precision: Precision, fsdp: bool, make: type[torch.optim.Optimizer], fused: bool
 ) -> None:
-    for broken, kept, same in run_ranks(size, left_out, kind, precision, fsdp):
+    for broken, kept, same in run_ranks(size, left_out, kind, precision, fsdp, make, fused):
         assert broken.skipped and not broken.overflow and kept and same
         assert math.isfinite(broken.loss) == (kind == "gradient") and not math.isfinite(broken.grad_norm)
         assert broken.loss_scale == (256.0 if precision == "fp16" else None)  # its factor is for overflows
@@ -263,6 +270,35 @@ def test_fp16_leaves_out_a_step_whose_gradients_overflow_and_lowers_their_factor
     done = [result for result in results if not result.overflow]
     assert len(done) > 5 and results[-1] is done[-1] and math.isfinite(done[0].grad_norm)
     assert not all(torch.equal(b, p) for b, p in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_first_step_that_is_left_out_leaves_no_state(fused: bool) -> None:
+    model = TinyTowers()
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, fused=fused)  # whose fused momentum begins unfilled
+    step = TrainStep(model, BreaksOnRank1("loss"), optimizer, World())
+    assert step(make_batch(7), lr=0.1).skipped and not optimizer.state
+    assert not step(make_batch(3), lr=0.1).skipped and all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_fp16_leaves_out_a_step_whose_finite_gradients_have_no_finite_norm(fused: bool) -> None:
+    class Steep:
+        """The softmax loss, with a slope whose square is above the largest number in float32."""
+
+        def __call__(self, features: Any, batch: Batch, world: World) -> torch.Tensor:
+            slope = 1e22 if batch.step == 7 else 0.0
+            return LOSSES["clip"](features, batch, world) + slope * features.logit_scale
+
+    model = TinyTowers(batch_norm=True)
+    optimizer, averages = torch.optim.AdamW(model.parameters(), fused=fused), WeightAverages(model, 0.9)
+    step = TrainStep(model, Steep(), optimizer, World(), precision="fp16", clip_norm=1.0, averages=averages)
+    step.scaler.load_state_dict({**step.scaler.state_dict(), "scale": 256.0})
+    step(make_batch(1), lr=0.1)
+    before = everything(model, optimizer, averages)
+    result = step(make_batch(7), lr=0.1)
+    assert result.overflow and result.loss_scale == 128.0 and math.isinf(result.grad_norm)
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(model, optimizer, averages), strict=True))
 
 
 def test_fp16_gives_up_where_no_factor_helps() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -104,16 +106,14 @@ def test_a_signal_on_one_rank_stops_all_after_a_save(size: int) -> None:
 def stopped_in_a_step(world: World) -> tuple[int, int, list[int]]:
     """A run whose last rank gets a signal during step 4 of 10: steps done, position of the data, saved steps."""
     run = Run(world, 10)
-    train = run.trainer.train_step
+    start = run.trainer.train_step.start
 
-    def step(batch: Batch, lr: float) -> StepResult:
+    def started(batch: Batch, lr: float) -> Callable[[], StepResult]:
         if run.trainer.step == 3 and world.rank == world.size - 1:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return train(batch, lr)
+        return start(batch, lr)
 
-    step.has_finite_weights, step.state = train.has_finite_weights, train.state  # type: ignore[attr-defined]
-    step.unlock = train.unlock  # type: ignore[attr-defined]
-    run.trainer.train_step = step  # type: ignore[assignment]
+    run.trainer.train_step.start = started  # type: ignore[method-assign]
     with pytest.raises(Stopped):
         run.go()
     return run.trainer.step, run.saves[-1].state.data.step, [save.state.step for save in run.saves]
@@ -184,3 +184,47 @@ def test_ctrl_c_twice_interrupts() -> None:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_result_is_read_while_the_next_step_runs_unless_something_follows_from_it() -> None:
+    run, order = Run(World(), 7, save_every=5), []
+    start = run.trainer.train_step.start
+
+    def started(batch: Batch, lr: float) -> Callable[[], StepResult]:
+        wait = start(batch, lr)
+        order.append(f"start {batch.step}")
+        return lambda: order.append(f"read {batch.step}") or wait()  # type: ignore[func-returns-value]
+
+    run.trainer.train_step.start = started  # type: ignore[method-assign]
+    run.go()
+    pairs = "0 1 -0 2 -1 -2 3 4 -3 -4 5 -5 6 -6"  # lines after 3 and 6, a checkpoint after 5, the end after 7
+    assert order == [f"read {n[1:]}" if n[0] == "-" else f"start {n}" for n in pairs.split()]
+
+
+class Broken:
+    """The softmax loss, but not a number in some steps, from 1."""
+
+    max_logit_scale = None
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def __call__(self, features: Any, batch: Batch, world: World) -> torch.Tensor:
+        share = LOSSES["clip"](features, batch, world)
+        return share * torch.nan if batch.step + 1 in self.steps else share
+
+
+@pytest.mark.parametrize("end", [1000, 13])  # the data end after a step whose result is not read yet
+def test_results_that_are_read_late_change_nothing(end: int) -> None:
+    courses = []
+    for due in (False, True):  # an evaluation needs the result at once
+        run = Run(World(), 14, save_every=4, loss=Broken(2, 5, 6, 9, 10, 11), end=end)
+        run.trainer.evaluation_due = lambda step, due=due: due
+        with nullcontext() if end > 14 else pytest.raises(DataError):
+            run.go()
+        other = [line for line in run.lines if "loss" not in line and "step" in line and "stages" not in line]
+        states = [save.state.to_json() for save in run.saves]
+        courses.append(json.dumps([run.training_lines(), other, states, run.trainer.samples]))
+        courses.append(torch.cat([p.detach().flatten() for p in run.model.parameters()]))
+    assert courses[0] == courses[2] and torch.equal(courses[1], courses[3])
+    assert '"rollback": {"to": 4' in courses[0]
