@@ -250,15 +250,17 @@ def test_patch_dropout_leaves_patches_out_in_training_alone(tmp_path: Path) -> N
         assert torch.equal(towers.encode_image(pixels), towers.encode_image(pixels))
 
 
-class _Devices(TorchDispatchMode):
-    """Notes where results are."""
+class _Results(TorchDispatchMode):
+    """Notes on which devices results are, and the shapes of those of kernels."""
 
     devices: frozenset[str] = frozenset()
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         tensors = [one for one in tree_leaves(found) if isinstance(one, torch.Tensor)]
         self.devices |= {one.device.type for one in tensors}
+        self.shapes += tuple(tuple(one.shape) for one in tensors)
         return found
 
 
@@ -270,9 +272,26 @@ def test_patch_dropout_draws_open_clips_patches_on_a_cpu_and_on_the_device_elsew
         torch.manual_seed(1)
         found.append(forward(tokens))
     assert torch.equal(*found)
-    with FakeTensorMode(), _Devices() as mode:
+    with FakeTensorMode(), _Results() as mode:
         assert dropout(torch.empty(2, 17, 1, device="cuda")).shape == found[0].shape
     assert mode.devices == {"cuda"}
+
+
+def test_a_gpu_normalises_pixels_in_one_kernel(tmp_path: Path) -> None:
+    """The values are those of the CPU: tests/gpu compares them, and here their formula is."""
+    towers, pixels = build(write(tmp_path)), torch.arange(256, dtype=torch.uint8).repeat(24).view(2, 3, 32, 32)
+    seen = []
+    towers.clip.visual.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    towers.encode_image(pixels)
+    fused = torch.addcmul(-towers.mean / towers.std, pixels, 1 / (255 * towers.std))
+    torch.testing.assert_close(fused, seen[0], rtol=0, atol=1e-6)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        towers.clip.encode_image = lambda images: images.flatten(1)
+        towers.mean, towers.std = (torch.empty(1, 3, 1, 1, device="cuda") for _ in range(2))
+        pixels = torch.empty(2, 3, 32, 32, dtype=torch.uint8, device="cuda")
+        with _Results() as mode:
+            towers.encode_image(pixels)
+    assert mode.shapes.count((2, 3, 32, 32)) == 1
 
 
 def test_the_last_groups_of_a_locked_tower_may_train(tmp_path: Path) -> None:
