@@ -229,6 +229,18 @@ class World:
 
         return [bool(count) for count in self.all_reduce_sum(torch.tensor(flags, dtype=torch.int32)).tolist()]
 
+    def gather_counts(self, count: int) -> tuple[int, ...]:
+        """Every rank's `count`, in rank order; no GPU waits for it if the process group has gloo."""
+        if self.size == 1:
+            return (count,)
+        import torch
+        import torch.distributed as dist
+
+        device = "cpu" if "cpu:" in dist.get_backend_config() else self.device
+        counts = torch.zeros(self.size, dtype=torch.int64, device=device)
+        counts[self.rank] = count
+        return tuple(self.all_reduce_sum(counts).tolist())
+
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over the ranks, in place, and return it."""
         if self.size > 1:
@@ -249,11 +261,15 @@ class World:
         import torch.distributed as dist
 
         counts = self.gather_objects(tensor.shape[0]) if counts is None else counts
-        longest = max(counts)
-        padded = tensor.new_zeros((longest, *tensor.shape[1:]))
-        padded[: tensor.shape[0]] = tensor
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(parts, padded)
+        longest, mine = max(counts), tensor.contiguous()
+        if tensor.shape[0] < longest:
+            mine = tensor.new_zeros((longest, *tensor.shape[1:]))
+            mine[: tensor.shape[0]] = tensor
+        found = mine.new_empty((self.size * longest, *tensor.shape[1:]))
+        dist.all_gather_into_tensor(found, mine)
+        if min(counts) == longest:
+            return found
+        parts = found.view(self.size, longest, *tensor.shape[1:])
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
