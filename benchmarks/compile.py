@@ -135,9 +135,7 @@ def main() -> None:
         compare(f"step, {options.batch} samples", cases, options.rounds)
     for n in options.loss_samples if "loss" in options.parts else ():
         images, texts = (torch.nn.functional.normalize(torch.randn(n, 512), dim=-1) for _ in range(2))
-        pairs = tiled.Pairs(
-            images, texts, torch.tensor(10.0), None, torch.ones(n), Ring.of(n, World(), torch.device("cpu"))
-        )
+        pairs = tiled.Pairs(images, texts, torch.tensor(10.0), None, torch.ones(n), Ring.of(n, World(), 0))
         eager = partial(tiled.softmax, pairs, gradients=True)
         compiled = partial(torch.compile(tiled.softmax, dynamic=False, backend=options.backend), pairs, gradients=True)
         began = time.perf_counter()

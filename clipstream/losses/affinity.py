@@ -10,9 +10,9 @@ That is the mean over rows and columns of the Kullback-Leibler divergence. The c
 log P', the teacher's negative entropy: another value with the same gradient.
 
 As for the softmax of `tiled`, a first pass computes the logsumexp of the rows and columns of both matrices, and a
-second one recomputes each tile: value and gradient. The teacher's texts travel around the ring with the student's. With
+second one recomputes each tile: value and gradient. The teacher's texts go with the student's to all ranks. With
 features of D numbers of the student and E of the teacher: 4 n B D + 2 n B E multiply-adds. Memory beside features and
-their gradients: 6 tiles and, on several ranks, the texts of both and the sums in transit.
+their gradients: 6 tiles and, on several ranks, the texts of both and the sums, of all ranks or in transit (see `ring`).
 """
 
 from __future__ import annotations

@@ -74,12 +74,13 @@ class _BuiltinLoss:
     def __init__(self, settings: ClipLossSettings | SiglipLossSettings) -> None:
         self.max_logit_scale: float | None = settings.max_logit_scale
         self.min_logit_scale: float | None = settings.min_logit_scale
+        self.gather_gib: float | None = settings.gather_gib
         self._settings = settings
 
     def _share(self, kind: Kind, features: Features, batch: Batch, world: World) -> torch.Tensor:
         duplicates = self._settings.duplicates
         labels = None if duplicates == "negatives" else _labels(batch, self._settings.duplicates_by)
-        return loss_share(kind, features, batch.weights, world, labels, duplicates)
+        return loss_share(kind, features, batch.weights, world, labels, duplicates, self.gather_gib)
 
 
 def loss_share(
@@ -89,6 +90,7 @@ def loss_share(
     world: World,
     labels: torch.Tensor | None = None,
     duplicates: Duplicates = "negatives",
+    gather_gib: float | None = None,
 ) -> torch.Tensor:
     """This rank's share of a loss. Collective.
 
@@ -96,32 +98,32 @@ def loss_share(
         weights: of this rank's samples, [n].
         labels: int64 [n], equal for duplicates; None where these are negatives.
         duplicates: 'negatives', 'mask' or 'positives'.
+        gather_gib: GiB of all ranks' texts up to which they are gathered; None for 1 on a GPU and 0 on the CPU.
     """
-    device = features.image.device
-    with torch.autocast(device.type, enabled=False):
-        ring = Ring.of(len(features.image), world, device)
-        labels = None if labels is None else ring.gather(labels)
-        gathered = ring.gather(weights)
-        loss = tiled.softmax if kind == "softmax" else tiled.sigmoid
+    loss = tiled.softmax if kind == "softmax" else tiled.sigmoid
 
-        def compute(wide: Leaves, gradients: bool) -> tiled.Found:
-            image, text, scale, bias = wide
-            pairs = tiled.Pairs(image, text, scale, bias, gathered.to(image.dtype), ring, labels, duplicates)
-            return loss(pairs, gradients=gradients)
+    def compute(wide: Leaves, gradients: bool) -> tiled.Found:
+        image, text, scale, bias = wide
+        ring = Ring.of(len(image), world, text.shape[1] * text.itemsize, gather_gib)
+        texts, present, same = ring.collect([text], weights, labels)
+        bias = bias if kind == "sigmoid" else None
+        pairs = tiled.Pairs(image, texts, scale, bias, present.to(image.dtype), ring, same, duplicates)
+        return loss(pairs, gradients=gradients)
 
+    with torch.autocast(features.image.device.type, enabled=False):
         return with_gradients(features, compute)
 
 
 class SoftmaxLoss(_BuiltinLoss):
     """Softmax over the rows and columns of the B x B logits (CLIP, arXiv:2103.00020, figure 3).
 
-    With logits s_ij = scale * <x_i, y_j> (+ bias), over the samples j that are present:
+    With logits s_ij = scale * <x_i, y_j>, over the samples j that are present:
 
         l_i = 1/2 (logsumexp_j s_ij - s_ii) + 1/2 (logsumexp_j s_ji - s_ii)
 
     A rank computes the logits of its own n images with all texts, twice; the logsumexp of a text is combined from all
-    ranks. Communication per rank: texts around the ring twice and their gradients once, 3 B D numbers, and a few
-    vectors of B. Arithmetic: 4 n B D multiply-adds. Memory: see `tiled`.
+    ranks. Communication per rank: texts once, or twice around the ring, and their gradients once, 2 or 3 B D numbers,
+    and a few vectors of B. Arithmetic: 4 n B D multiply-adds. Memory: see `tiled`.
     """
 
     def __call__(self, features: Features, batch: Batch, world: World) -> torch.Tensor:
@@ -137,8 +139,8 @@ class SigmoidLoss(_BuiltinLoss):
         l_i = 1/2 sum_j softplus(-z_ij s_ij) + 1/2 sum_j softplus(-z_ji s_ji)
 
     With all weights 1 that is the paper's sum over all pairs divided by B. Pair (i, j) thus counts (w_i + w_j) / 2, and
-    belongs to the rank of image i. Communication per rank: texts and their gradients around the ring once, 2 B D
-    numbers, and a vector of B. Arithmetic: 3 n B D multiply-adds. Memory: see `tiled`.
+    belongs to the rank of image i. Communication per rank: texts and their gradients once, 2 B D numbers, and a vector
+    of B. Arithmetic: 3 n B D multiply-adds. Memory: see `tiled`.
     """
 
     def __call__(self, features: Features, batch: Batch, world: World) -> torch.Tensor:
@@ -185,7 +187,7 @@ def _labels(batch: Batch, by: str | None) -> torch.Tensor:
         return batch.pictures
     draw = torch.Generator().manual_seed(0)
     factors = torch.randint(-(2**62), 2**62, (batch.ids.shape[1],), generator=draw) * 2 + 1
-    return (batch.ids.long() * factors.to(batch.ids.device)).sum(dim=1)
+    return (batch.ids.long() * factors.to(batch.ids.device, non_blocking=True)).sum(dim=1)
 
 
 def warn_of_duplicates(settings: LossSettings, batch: Batch, world: World) -> None:
@@ -246,7 +248,7 @@ def gather_rows(rows: torch.Tensor, world: World) -> tuple[torch.Tensor, int]:
     """All ranks' rows [n_r, K] as one [B, K] in rank order, with gradient, and the index of this rank's first row."""
     if world.size == 1:
         return rows, 0
-    ring = Ring.of(len(rows), world, rows.device)
+    ring = Ring(world, world.gather_counts(len(rows)))
     return cast(torch.Tensor, _Gather.apply(rows, ring)), ring.start
 
 
@@ -256,7 +258,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, ring: Ring) -> torch.Tensor:
         ctx.ring = ring
-        return ring.gather(rows)
+        return ring.world.gather_rows(rows, ring.counts)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:

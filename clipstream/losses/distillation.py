@@ -81,6 +81,7 @@ class DistilledLoss:
         self.max_logit_scale: float | None = base.max_logit_scale
         self.min_logit_scale: float | None = getattr(base, "min_logit_scale", None)
         self._base, self._settings, self._scales = base, settings, dict(scales)
+        self._gather_gib: float | None = getattr(base, "gather_gib", None)
         self._add_features = add_features
         self.parts: dict[str, torch.Tensor] = {}
         self.factors = {
@@ -99,20 +100,19 @@ class DistilledLoss:
         if self._add_features is not None:
             batch = self._add_features(batch)
         with torch.autocast(device.type, enabled=False):
-            ring = Ring.of(len(features.image), world, device)
-            weights = ring.gather(batch.weights)
+            total = world.all_reduce_sum(batch.weights.to(dtype).sum()) if settings.features else None
             for name, scale in self._scales.items():
                 teacher = [_unit(batch.features[f"{name}.{kind}"], dtype) for kind in ("image", "text")]
                 if settings.weight:
-                    found[settings.type].append(self._relational(features, teacher, scale, weights, ring))
-                if settings.features:
-                    found["features"].append(_distance(name, features, teacher, weights, ring))
+                    found[settings.type].append(self._relational(features, teacher, scale, batch.weights, world))
+                if total is not None:
+                    found["features"].append(_distance(name, features, teacher, batch.weights, total))
         parts = {name: torch.stack(shares).mean() for name, shares in found.items()}
         self.parts = {name: part.detach() for name, part in parts.items()}
         return torch.stack([self.factors[name] * part for name, part in parts.items()]).sum()
 
     def _relational(
-        self, features: Features, teacher: list[torch.Tensor], scale: float, weights: torch.Tensor, ring: Ring
+        self, features: Features, teacher: list[torch.Tensor], scale: float, weights: torch.Tensor, world: World
     ) -> torch.Tensor:
         """This rank's share of the relational loss."""
         settings = self._settings
@@ -122,9 +122,12 @@ class DistilledLoss:
         def compute(wide: Leaves, gradients: bool) -> tiled.Found:
             image, text, learned, _ = wide
             own = learned if settings.temperature is None else torch.full_like(learned, 1 / settings.temperature)
-            present = weights.to(image.dtype)
-            student = tiled.Pairs(image, text, own, None, present, ring)
-            other = tiled.Pairs(teacher[0].contiguous(), teacher[1], torch.full_like(own, scale), None, present, ring)
+            row_bytes = (text.shape[1] + teacher[1].shape[1]) * text.itemsize
+            ring = Ring.of(len(image), world, row_bytes, self._gather_gib)
+            texts, others, present = ring.collect([text, teacher[1]], weights)
+            present = present.to(image.dtype)
+            student = tiled.Pairs(image, texts, own, None, present, ring)
+            other = tiled.Pairs(teacher[0].contiguous(), others, torch.full_like(own, scale), None, present, ring)
             found = affinity(student, other, divergence=settings.type != "logits", gradients=gradients)
             return found if settings.temperature is None else found._replace(scale=torch.zeros_like(learned))
 
@@ -137,9 +140,9 @@ def _unit(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _distance(
-    name: str, features: Features, teacher: list[torch.Tensor], weights: torch.Tensor, ring: Ring
+    name: str, features: Features, teacher: list[torch.Tensor], weights: torch.Tensor, total: torch.Tensor
 ) -> torch.Tensor:
-    """This rank's share of the loss of features. Raises SettingsError: the widths differ."""
+    """This rank's share of the loss of features, with `total`, W. Raises SettingsError: the widths differ."""
     width, other = features.image.shape[1], teacher[0].shape[1]
     if width != other:
         raise SettingsError(
@@ -147,7 +150,6 @@ def _distance(
             "it to 0 and use --distill.type logits, affinity or relational, which compare features of any width"
         )
     dtype = teacher[0].dtype
-    weights = weights.to(dtype)
-    shares = weights[ring.own] / weights.sum().clamp_min(torch.finfo(dtype).tiny)
+    shares = weights.to(dtype) / total.clamp_min(torch.finfo(dtype).tiny)
     squares = (features.image.to(dtype) - teacher[0]).square() + (features.text.to(dtype) - teacher[1]).square()
     return (shares * squares.mean(dim=1)).sum()

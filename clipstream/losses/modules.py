@@ -45,8 +45,9 @@ class ClipLoss(_GlobalLoss):
     """CLIP's softmax loss over the global batch, exact on any number of ranks (arXiv:2103.00020, figure 3).
 
     Takes the place of `open_clip.loss.ClipLoss(local_loss=…, gather_with_grad=…, rank=…, world_size=…)`; there is
-    nothing to set. Every rank calls it, each with as many pairs as it has. Texts go round the ranks in a ring and
-    logits exist a tile at a time, so that memory grows with the batch and not with its square. Call `backward` once.
+    nothing to set. Every rank calls it, each with as many pairs as it has. Texts are gathered on a GPU while they take
+    less than 1 GiB, and else go round the ranks in a ring; logits exist a tile at a time, so that memory grows with the
+    batch and not with its square. Call `backward` once.
 
     **What is averaged.** The loss that is returned is the mean over all pairs of all ranks, the same on each rank.
     `backward` gives gradients that are those of this mean when the ranks' gradients are averaged, as DDP and FSDP do.

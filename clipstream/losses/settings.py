@@ -12,6 +12,10 @@ from clipstream.models.settings import ModelSettings
 
 Duplicates = Literal["negatives", "mask", "positives"]
 _DUPLICATES = "how samples that are equal count for each other: negatives, mask (ignored), positives"
+_GATHER = (
+    "GiB that the texts of all ranks may take to be gathered at once, with as much for their gradients; larger batches "
+    "pass them from rank to rank; 1 on a GPU and 0 on the CPU unless set"
+)
 _BY = "which samples are equal: captions (equal ids) unless set, or pictures (equal files)"
 
 
@@ -26,6 +30,7 @@ class _BuiltinLoss(LossSettings):
 
     duplicates: Duplicates = Field("negatives", description=_DUPLICATES)
     duplicates_by: Literal["captions", "pictures"] | None = Field(None, description=_BY)
+    gather_gib: float | None = Field(None, ge=0, description=_GATHER)
 
     pairs: ClassVar[tuple[Conflict, ...]] = (
         Conflict({"duplicates_by": SET, "duplicates": "negatives"},

@@ -1,10 +1,10 @@
 """Contrastive losses over tiles of the logits: value and gradients, without the whole matrix.
 
-Of the B x B logits s_ij = scale <x_i, y_j> + bias, a rank computes the rows of its own n images, while the texts of all
-ranks pass by in a ring (see `ring`). Only one tile exists at a time, in reused buffers. Memory beside features and
-their gradients: 3 tiles, a few numbers for each of the B samples and, on several ranks, the texts and sums in transit
-(up to 5 n D). There is no autograd: gradients are computed with the value. Sums have the dtype of the features, float32
-or float64. `reference` has the same losses in a few lines.
+Of the B x B logits s_ij = scale <x_i, y_j> + bias, a rank computes the rows of its own n images, with the texts of all
+ranks (see `ring`). Only one tile exists at a time, in reused buffers. Memory beside features and their gradients: 3
+tiles, a few numbers for each of the B samples and, on several ranks, the texts and sums of all of them (2 B D) or those
+in transit (up to 5 n D). There is no autograd: gradients are computed with the value. Sums have the dtype of the
+features, float32 or float64. `reference` has the same losses in a few lines.
 
 The targets t_ij say which pairs match: t_ij = [i = j], or 1 for all pairs with the same label. k_i is the number of
 present samples that match i.
@@ -36,10 +36,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from clipstream.losses.ring import Ring
+from clipstream.distributed.world import World
+from clipstream.losses.ring import Ring, is_gathered
 from clipstream.losses.settings import Duplicates
 
-ROWS, COLUMNS = 1024, 1024  # of a tile: 4 MiB in float32
+ROWS, COLUMNS = 1024, 1024  # of a tile: 4 MiB in float32, for the caches of a CPU
+GPU_ROWS, GPU_COLUMNS = 4096, 8192  # 128 MiB: fewer kernels, which take longer than their launch
 EXACT = 40.0  # above it softplus(s) is s, to the last bit of a float64
 
 
@@ -48,9 +50,9 @@ class Pairs:
     """The inputs of a rank's logits, all of one dtype, float32 or float64."""
 
     images: torch.Tensor  # x, [n, D], of this rank
-    texts: torch.Tensor  # y, [n, D], of this rank
+    texts: torch.Tensor  # y as `Ring.around` takes them: of this rank, [n, D], or of all
     scale: torch.Tensor  # scalar
-    bias: torch.Tensor | None  # scalar; None for none
+    bias: torch.Tensor | None  # scalar; None for none, and for a softmax, which it does not change
     weights: torch.Tensor  # w of all ranks' samples, [B]
     ring: Ring  # the ranks
     labels: torch.Tensor | None = None  # int64 [B], equal for duplicates; None if duplicates are negatives
@@ -135,6 +137,13 @@ def sigmoid(pairs: Pairs, *, gradients: bool) -> Found:
     return tiles.scaled(found, pairs.ring.around(pairs.texts, carry))
 
 
+def peak_bytes(n: int, total: int, width: int, world: World, gather_gib: float | None) -> int:
+    """About the memory that a loss of n of `total` samples takes on a GPU: features, gradients, sums and tiles."""
+    texts = 4 * total * width
+    others = 2 * texts if world.size > 1 and is_gathered(world, texts, gather_gib) else 0
+    return others + 6 * 4 * n * width + 4 * 4 * min(n, GPU_ROWS) * min(total, GPU_COLUMNS)
+
+
 class Tiles:
     """Iterates over a rank's tiles, which share buffers.
 
@@ -153,11 +162,16 @@ class Tiles:
         total = pairs.weights.sum().clamp_min(torch.finfo(pairs.weights.dtype).tiny)  # 0 / 0 would be nan
         self.halves: torch.Tensor = pairs.weights / (2 * total)
         self.diagonal_targets: bool = pairs.duplicates != "positives"
-        self._buffers = [pairs.images.new_empty(ROWS * COLUMNS) for _ in range(buffers)]
+        rows, columns = (GPU_ROWS, GPU_COLUMNS) if pairs.images.is_cuda else (ROWS, COLUMNS)
+        self._rows, self._columns = max(1, min(rows, len(pairs.images))), min(columns, len(pairs.weights))
+        self._buffers = [pairs.images.new_empty(self._rows * self._columns) for _ in range(buffers)]
         # Far below all logits; with -inf, rows without a present sample would give nan.
         self._low = torch.finfo(pairs.images.dtype).min / 8
         gone = pairs.weights == 0
         self._absent = None if _none_on_cpu(gone) else gone.to(pairs.images.dtype) * self._low
+        self._added = pairs.bias  # to the logits; by columns, as one kernel adds it with the product
+        if self._absent is not None:
+            self._added = self._absent if pairs.bias is None else self._absent + pairs.bias
         self._labels = pairs.labels
         if pairs.labels is not None:  # an absent sample has no duplicates
             self._labels = torch.where(gone, -1 - torch.arange(len(gone), device=gone.device), pairs.labels)
@@ -165,22 +179,24 @@ class Tiles:
     def iterate(self, start: int, texts: torch.Tensor) -> Iterator[Tile]:
         """The tiles of this rank's images with the texts [m, D] from index `start`; each is valid until the next."""
         pairs = self.pairs
-        for row in range(0, len(pairs.images), ROWS):
-            images = pairs.images[row : row + ROWS] * pairs.scale
-            for column in range(0, len(texts), COLUMNS):
-                some = texts[column : column + COLUMNS]
+        for row in range(0, len(pairs.images), self._rows):
+            images = pairs.images[row : row + self._rows] * pairs.scale
+            for column in range(0, len(texts), self._columns):
+                some = texts[column : column + self._columns]
                 s = self._buffers[0][: len(images) * len(some)].view(len(images), len(some))
-                torch.mm(images, some.T, out=s)
-                if pairs.bias is not None:
-                    s += pairs.bias
                 tile = Tile(
                     s,
                     rows=slice(row, row + len(images)),
                     block=slice(column, column + len(some)),
                     columns=slice(start + column, start + column + len(some)),
                 )
-                if self._absent is not None:
-                    s.add_(self._absent[None, tile.columns]).add_(self._absent[self._own(tile), None])
+                if self._added is None:
+                    torch.mm(images, some.T, out=s)
+                elif self._absent is None:
+                    torch.addmm(self._added, images, some.T, out=s)
+                else:
+                    torch.addmm(self._added[tile.columns], images, some.T, out=s)
+                    s += self._absent[self._own(tile), None]
                 if pairs.duplicates == "mask":
                     same = self._same(tile)
                     self._at_diagonal(same, tile).fill_(False)
@@ -239,16 +255,16 @@ class Tiles:
         if self.diagonal_targets:
             return torch.ones_like(self.halves)
         assert self._labels is not None
-        _, where, counts = torch.unique(self._labels, return_inverse=True, return_counts=True)
-        of_each: torch.Tensor = counts[where]
-        return of_each.to(self.halves.dtype)
+        ordered = self._labels.sort().values
+        first, after = (torch.searchsorted(ordered, self._labels, right=right) for right in (False, True))
+        return (after - first).to(self.halves.dtype)
 
     def right(self, values: torch.Tensor) -> torch.Tensor:
         """sum_i 2 v_i s_ii over this rank's samples, of v [B]."""
         pairs, total = self.pairs, self.pairs.images.new_zeros(())
+        texts = pairs.texts[pairs.ring.own] if pairs.ring.gathers else pairs.texts
         for some, own in self._strips():
-            s = (pairs.images[some] * pairs.texts[some]).sum(dim=1) * pairs.scale
-            total += (2 * values[own] * (s if pairs.bias is None else s + pairs.bias)).sum()
+            total += (2 * values[own] * (pairs.images[some] * texts[some]).sum(dim=1) * pairs.scale).sum()
         return total
 
     def begin(self, share: torch.Tensor, *, gradients: bool) -> Found:
@@ -272,9 +288,9 @@ class Tiles:
         return found._replace(images=found.images.mul_(pairs.scale), texts=of_texts.mul_(pairs.scale))
 
     def _strips(self) -> Iterator[tuple[slice, slice]]:
-        """This rank's samples in slices of ROWS: among its own, and among all."""
-        for row in range(0, len(self.pairs.images), ROWS):
-            some = slice(row, min(row + ROWS, len(self.pairs.images)))
+        """This rank's samples in slices of a tile's rows: among its own, and among all."""
+        for row in range(0, len(self.pairs.images), self._rows):
+            some = slice(row, min(row + self._rows, len(self.pairs.images)))
             yield some, slice(self.pairs.ring.start + some.start, self.pairs.ring.start + some.stop)
 
 

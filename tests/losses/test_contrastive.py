@@ -27,11 +27,13 @@ REFERENCES: dict[str, Any] = {"clip": softmax_loss, "siglip": sigmoid_loss}
 TILES = ((1024, 1024), (2, 1))  # many on a rank, and a part of one
 DUPLICATES = ("negatives", "mask", "positives")
 CAPTIONS = torch.tensor([0, 1, 0, 2, 1, 3, 4, 5, 0])  # of 9 samples; two of them are there several times
+GATHER_GIB = (0.0, 1.0)  # texts go around the ranks, or are gathered
 COUNTS = {1: [9], 2: [6, 3], 3: [4, 1, 4], 4: [2, 5, 0, 2]}
 
 
-def make_loss(kind: str, duplicates: str = "negatives") -> ContrastiveLoss:
-    return build_loss(LossSettings.model_validate({"type": kind, "duplicates": duplicates}), kind)
+def make_loss(kind: str, duplicates: str = "negatives", gather_gib: float | None = None) -> ContrastiveLoss:
+    given = {"type": kind, "duplicates": duplicates, "gather_gib": gather_gib}
+    return build_loss(LossSettings.model_validate(given), kind)
 
 
 def make_batch(weights: torch.Tensor, ids: torch.Tensor | None = None, global_size: int | None = None) -> Batch:
@@ -58,6 +60,7 @@ def loss_and_gradients(
     world: World,
     captions: torch.Tensor | None = None,
     duplicates: str = "negatives",
+    gather_gib: float | None = None,
 ) -> dict[str, torch.Tensor]:
     """This rank's share and its gradients of tower weights, scale and bias."""
     leaves = {name: inputs[name].clone().requires_grad_() for name in ("visual", "text", "scale", "bias")}
@@ -69,23 +72,24 @@ def loss_and_gradients(
     )
     captions = torch.arange(len(weights)) if captions is None else captions
     batch = make_batch(weights[rows], captions[rows, None], len(weights))
-    loss = make_loss(kind, duplicates)(features, batch, world)
+    loss = make_loss(kind, duplicates, gather_gib)(features, batch, world)
     loss.backward()
     found = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
     return {"loss": loss.detach(), **found}
 
 
-def play_rank(world: World, counts: list[int], tile: tuple[int, int]) -> dict[tuple[str, str, str], Any]:
-    """This rank's share and gradients summed over the ranks, by loss, duplicates and name."""
+def play_rank(world: World, counts: list[int], tile: tuple[int, int]) -> dict[tuple[str, str, float, str], Any]:
+    """This rank's share and gradients summed over the ranks, by loss, duplicates, GiB to gather and name."""
     tiled.ROWS, tiled.COLUMNS = tile
     start = sum(counts[: world.rank])
     rows = slice(start, start + counts[world.rank])
     inputs, weights = make_inputs(sum(counts)), make_weights(sum(counts))
     return {
-        (kind, duplicates, name): world.all_reduce_sum(tensor).numpy()
+        (kind, duplicates, gib, name): world.all_reduce_sum(tensor).numpy()
         for kind in KINDS
         for duplicates in DUPLICATES
-        for name, tensor in loss_and_gradients(kind, inputs, weights, rows, world, CAPTIONS, duplicates).items()
+        for gib in GATHER_GIB
+        for name, tensor in loss_and_gradients(kind, inputs, weights, rows, world, CAPTIONS, duplicates, gib).items()
     }
 
 
@@ -104,8 +108,8 @@ def test_shares_of_uneven_ranks_sum_to_the_full_batch(size: int, monkeypatch: py
     for found in itertools.chain(*(run_ranks(size, play_rank, counts, tile) for tile in TILES)):
         for kind, duplicates in itertools.product(KINDS, DUPLICATES):
             whole = loss_and_gradients(kind, inputs, weights, slice(None), World(), CAPTIONS, duplicates)
-            for name, wanted in whole.items():
-                share = torch.as_tensor(found[kind, duplicates, name])
+            for (name, wanted), gib in itertools.product(whole.items(), GATHER_GIB):
+                share = torch.as_tensor(found[kind, duplicates, gib, name])
                 torch.testing.assert_close(share, wanted, rtol=0, atol=1e-10)
 
 

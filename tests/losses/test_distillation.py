@@ -11,9 +11,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
@@ -26,6 +23,7 @@ from clipstream.losses.reference import feature_loss, relational_loss, sigmoid_l
 from clipstream.losses.settings import ClipLossSettings, DistillSettings, SiglipLossSettings
 from clipstream.training.gradcache import GradCache
 from clipstream.training.parallel import finish_gradients, full_tensor, is_sharded, parallelize, wrap
+from tests.support.peak_memory import PeakMemory
 from tests.support.ranks import run_ranks
 from tests.support.steps import CUTS, Features, TinyTowers, make_batch
 
@@ -34,8 +32,10 @@ SCALES = {"large": 20.0, "small": 7.5}  # of the logits of two teachers
 LEAVES = ("image", "text", "scale", "bias")
 
 
-def make_loss(kind: str = "clip", scales: dict[str, float] | None = None, **given: Any) -> DistilledLoss:
-    base = SoftmaxLoss(ClipLossSettings()) if kind == "clip" else SigmoidLoss(SiglipLossSettings())
+def make_loss(
+    kind: str = "clip", scales: dict[str, float] | None = None, gather_gib: float | None = None, **given: Any
+) -> DistilledLoss:
+    base = SoftmaxLoss(ClipLossSettings(gather_gib=gather_gib)) if kind == "clip" else SigmoidLoss(SiglipLossSettings())
     return DistilledLoss(base, DistillSettings.model_validate(given), SCALES if scales is None else scales)
 
 
@@ -155,16 +155,16 @@ def test_distance_of_features(n: int, width: int, seed: int) -> None:
     assert_equal(found, wanted_of(inputs, weights, chosen, scales, "clip"))
 
 
-def play_rank(world: World, counts: list[int], tile: tuple[int, int]) -> dict[str, dict[str, Any]]:
-    """This rank's share and gradients summed over the ranks, by type of loss and name."""
+def play_rank(world: World, counts: list[int], tile: tuple[int, int]) -> dict[tuple[str, float], dict[str, Any]]:
+    """This rank's share and gradients summed over the ranks, by type of loss, GiB to gather and name."""
     tiled.ROWS, tiled.COLUMNS = tile
     n, start = sum(counts), sum(counts[: world.rank])
     rows = slice(start, start + counts[world.rank])
     found = {}
-    for kind in TYPES:
-        loss = make_loss(scales={"small": 7.5}, type=kind, features=0.4)
+    for kind, gib in itertools.product(TYPES, (0.0, 1.0)):
+        loss = make_loss(scales={"small": 7.5}, gather_gib=gib, type=kind, features=0.4)
         made = loss_and_gradients(loss, make_inputs(n), make_weights(n), rows, world)
-        found[kind] = {name: world.all_reduce_sum(tensor).numpy() for name, tensor in made.items()}
+        found[kind, gib] = {name: world.all_reduce_sum(tensor).numpy() for name, tensor in made.items()}
     return found
 
 
@@ -173,9 +173,9 @@ def test_shares_of_uneven_ranks_sum_to_the_full_batch(counts: list[int], monkeyp
     for name in ("ROWS", "COLUMNS"):
         monkeypatch.setattr(tiled, name, getattr(tiled, name))  # one rank plays in this process
     for ranks in (run_ranks(len(counts), play_rank, counts, tile) for tile in ((1024, 1024), (2, 1))):
-        for found, kind in itertools.product(ranks, TYPES):
+        for found, kind, gib in itertools.product(ranks, TYPES, (0.0, 1.0)):
             chosen = {"type": kind, "features": 0.4}
-            assert_equal(found[kind], wanted_of(make_inputs(9), make_weights(9), chosen, {"small": 7.5}, "clip"))
+            assert_equal(found[kind, gib], wanted_of(make_inputs(9), make_weights(9), chosen, {"small": 7.5}, "clip"))
 
 
 def test_equals_open_clip() -> None:
@@ -255,26 +255,6 @@ def test_settings() -> None:
         DistillSettings.model_validate({"pretrained": "openai"})
     loss = make_loss("clip")
     assert (loss.max_logit_scale, loss.min_logit_scale) == (100.0, 1.0)
-
-
-class PeakMemory(TorchDispatchMode):
-    """Records the largest sum of the sizes of all tensors that are made inside and alive at once, in bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and record the tensors that it returns."""
-        found = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(found):
-            if isinstance(tensor, torch.Tensor):
-                ref = StorageWeakRef(tensor.untyped_storage())
-                self.alive[ref.cdata] = ref, tensor.untyped_storage().nbytes()
-        self.alive = {key: value for key, value in self.alive.items() if not value[0].expired()}
-        self.most = max(self.most, sum(size for _, size in self.alive.values()))
-        return found
 
 
 def test_memory_grows_linearly(monkeypatch: pytest.MonkeyPatch) -> None:
