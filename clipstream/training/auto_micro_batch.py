@@ -27,6 +27,7 @@ import torch
 
 from clipstream.data.batch import Batch
 from clipstream.errors import SettingsError
+from clipstream.losses.tiled import peak_bytes
 from clipstream.training.gradcache import GradCache, cut, detached, is_out_of_memory, propagate
 from clipstream.training.parallel import sums_gradients
 from clipstream.training.precision import same_randomness, set_torch_state, torch_state
@@ -142,8 +143,7 @@ class AutoMicroBatch(GradCache):
             """Passes of the first samples, with zero gradients and the memory that a loss takes."""
             with same_randomness(self.world.device), self.trial_context():
                 features = self._unsummed(batch.images[:tried], batch.texts[:tried], **options_of(batch))
-                # Features and gradients of the whole batch, and as much under way between ranks.
-                loss_memory = features.image.new_empty((6, n, features.image.shape[1]))
+                loss_memory = self._loss_memory(features.image, batch)
                 propagate(features, detached(features))
                 del loss_memory
             return True
@@ -163,6 +163,12 @@ class AutoMicroBatch(GradCache):
         if limits and first:
             self._log(logging.INFO, f"train.micro_batch_size: {self.size} samples fit at once")
 
+    def _loss_memory(self, rows: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """As much memory as the loss of the batch takes, whose features are as wide as `rows`."""
+        limit = getattr(self.loss, "gather_gib", None)
+        size = peak_bytes(len(batch), batch.global_size, rows.shape[1], self.world, limit)
+        return rows.new_empty(size, dtype=torch.uint8)
+
     def _search_kept(self, batch: Batch, most: int | None = None) -> None:
         """Find `kept`, of all chunks but one, at most `most` if given. Collective."""
         n, size = len(batch), self.size or len(batch)
@@ -174,7 +180,7 @@ class AutoMicroBatch(GradCache):
             with same_randomness(self.world.device):
                 chunk = cut(batch, count, kept)[0][-1]
                 features = self._unsummed(*chunk.images_texts(batch), **chunk.options(batch.known))
-                loss_memory = features.image.new_empty((6, n, features.image.shape[1]))
+                loss_memory = self._loss_memory(features.image, batch)
                 propagate(features, detached(features))
                 del loss_memory
             return True

@@ -13,6 +13,7 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
+from clipstream.training import auto_micro_batch
 from clipstream.training.auto_micro_batch import TRUSTED, MicroBatch
 from clipstream.training.gradcache import is_out_of_memory
 from clipstream.training.settings import TrainSettings
@@ -388,6 +389,13 @@ def test_auto_goes_with_fp16() -> None:
 def test_memory_for_no_sample_at_all_is_an_error() -> None:
     model = TightTowers(back=0)
     step = TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size="auto")
+    with pytest.raises(SettingsError, match="a single sample"):
+        step(make_batch(), lr=1.0)
+
+
+def test_room_is_left_for_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_micro_batch, "peak_bytes", lambda *args: 2**60)
+    step = TrainStep(TinyTowers(), LOSSES["clip"], sgd(TinyTowers()), World(), micro_batch_size="auto")
     with pytest.raises(SettingsError, match="a single sample"):
         step(make_batch(), lr=1.0)
 
