@@ -300,7 +300,7 @@ def kernels_of(step: Callable[[], int], device: str) -> tuple[float, float]:
     spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in profile.events() or ()
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
     )
     busy, end = 0.0, float("-inf")
     for start, stop in spans:

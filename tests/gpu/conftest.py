@@ -42,6 +42,7 @@ def _as_it_was() -> Iterator[None]:
     yield
     matmul.allow_tf32, cudnn.allow_tf32 = before
     if torch.cuda.is_initialized():
+        torch.cuda.set_device(0)
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
