@@ -108,3 +108,9 @@ def test_the_limit_is_1_gib_of_texts_on_a_gpu_and_none_on_the_cpu() -> None:
     assert Ring.of(2**16 - 1, gpu, row_bytes=2048).gathers and not Ring.of(2**16, gpu, row_bytes=2048).gathers
     assert not Ring.of(1, cpu, row_bytes=4).gathers and Ring.of(1, cpu, row_bytes=4, gather_gib=1).gathers
     assert not Ring.of(2**14, gpu, row_bytes=2048, gather_gib=0.25).gathers
+
+
+@pytest.mark.parametrize("fake_group", [8], indirect=True)
+def test_counts_are_exchanged_on_the_cpu(fake_group: World) -> None:
+    world = World(rank=1, size=8, device="meta")  # whose tensors have no values
+    assert world.gather_counts(5) == (0, 5, 0, 0, 0, 0, 0, 0)  # fake groups add nothing
