@@ -320,7 +320,7 @@ class Snapshot:
                 del self.files[name]
             for name, tensors in files.items():
                 if name not in self.files:
-                    self.files[name] = TensorFile(tensors, pin=self._stream is not None)
+                    self.files[name] = TensorFile(tensors, pin=None if self._stream is None else self._device)
         stable: set[int] = set()  # addresses that only the optimizer's update writes to
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))

@@ -13,7 +13,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import mmap
 import struct
+import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,6 +29,7 @@ from typing_extensions import TypedDict
 from clipstream.checkpoint import store
 from clipstream.checkpoint.open_clip import OpenClipCheckpoint
 from clipstream.config.section import checked
+from clipstream.data.loader.batch_buffers import page_lock
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.pickles import read_object
@@ -107,14 +111,13 @@ class TensorFile:
 
     Args:
         tensors: names, types and shapes, without their values; of sharded tensors the full shape.
-        pin: whether to use page-locked memory, if available, so that a GPU can copy into it asynchronously. torch
-            allocates it in powers of two: up to twice the size.
+        pin: a GPU that is to copy into the memory asynchronously: it is page-locked, if that is possible.
 
     Attributes:
         views: name -> a tensor in the file's body, to be filled.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], *, pin: bool = False) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, pin: str | None = None) -> None:
         self._layout = _layout(tensors)
         # Wide types first, as in safetensors: every tensor is aligned to its item size.
         order = sorted(self._layout, key=lambda name: (-self._layout[name][0].itemsize, name))
@@ -124,12 +127,16 @@ class TensorFile:
             dtype, shape = self._layout[name]
             start, end = end, end + math.prod(shape) * dtype.itemsize
             self._offsets[name] = (start, end)
-        memory = torch.empty(0, dtype=torch.uint8)
-        if pin:
-            with contextlib.suppress(RuntimeError):  # not enough page-locked memory
-                memory = torch.empty(end + BLOCK, dtype=torch.uint8, pin_memory=True)
-        if not len(memory):
+        if pin is None:
             memory = torch.empty(end + BLOCK, dtype=torch.uint8)
+        else:  # shared with forked processes: of private pages the GPU might keep those of before the fork
+            memory = torch.frombuffer(mmap.mmap(-1, end + BLOCK), dtype=torch.uint8)
+        if pin is not None and page_lock(memory.data_ptr(), len(memory), pin):
+            with contextlib.suppress(RuntimeError):  # not enough page-locked memory
+                # torch allocates it in powers of two: up to twice the size.
+                memory = torch.empty(end + BLOCK, dtype=torch.uint8, pin_memory=True)
+        elif pin is not None:
+            weakref.finalize(self, _unlock, memory).atexit = False
         begin = -memory.data_ptr() % BLOCK  # direct I/O needs memory aligned to the disk's blocks
         self._body = memory[begin : begin + end]
         self.views: dict[str, torch.Tensor] = {}
@@ -154,6 +161,17 @@ class TensorFile:
     def nbytes(self) -> int:
         """Size of the body in bytes."""
         return self._body.numel()
+
+
+def _unlock(memory: torch.Tensor) -> None:
+    """Let a thread unlock memory, and free it then: the call waits for the GPU, where a kernel may hang."""
+
+    def unlock(memory: torch.Tensor) -> None:
+        cuda: Any = torch.cuda  # untyped in torch
+        cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+    with contextlib.suppress(RuntimeError):  # no thread starts while Python ends
+        threading.Thread(target=unlock, args=(memory,), daemon=True).start()
 
 
 def read(path: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -23,6 +23,7 @@ from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState
 from clipstream.training.step import TrainStep
 from clipstream.utils import atomic_write
+from tests.support.fake_cuda import FakeCuda
 from tests.support.forks import TIMEOUT, run_fork, wait_until
 from tests.support.ranks import run_ranks
 from tests.support.savers import fill, names, parts, saver_of, small_disk, write
@@ -184,6 +185,33 @@ def test_files_of_tensors_are_those_of_the_library(tmp_path: Path) -> None:
     )
     assert metadata(tmp_path / "f.safetensors") == {"format": "pt", "é": '"'}
     assert file.fits(tensors) and not file.fits({**tensors, "ids": torch.arange(4)})
+
+
+@pytest.mark.parametrize("code", [0, 801])
+def test_memory_for_a_gpus_copies_is_locked_in_its_exact_size(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's page-locked memory, of a power of two, is taken where CUDA registers no memory."""
+    cuda, empty = FakeCuda(monkeypatch, code), torch.empty
+    register, locked, pinned = cuda.cudaHostRegister, list[int](), list[bool]()
+
+    def registered(address: int, size: int, flags: int) -> int:
+        locked.append(size)
+        return register(address, size, flags)
+
+    def allocated(size: int, *, dtype: torch.dtype, pin_memory: bool = False) -> torch.Tensor:
+        pinned.append(pin_memory)
+        return empty(size, dtype=dtype)
+
+    monkeypatch.setattr(cuda, "cudaHostRegister", registered)
+    monkeypatch.setattr(torch, "empty", allocated)
+    tensors = {"a": torch.arange(1500.0)}
+    file = TensorFile(tensors, pin="cuda:1")
+    assert locked == [6000 + atomic_write.BLOCK] and pinned == [True] * bool(code)
+    assert len(cuda.registered) == (code == 0) and cuda.error == 0
+    file.views["a"].copy_(tensors["a"])
+    del file  # does not wait for a kernel that hangs
+    assert len(cuda.registered) == (code == 0)
+    cuda.stuck.set()
+    wait_until(lambda: not cuda.registered)
 
 
 def evaluated(saver: AsyncWriter, step: int, value: float) -> None:

@@ -157,6 +157,18 @@ class HostBatches:
         """Release what was acquired; no batch may be started afterwards."""
 
 
+def page_lock(address: int, size: int, device: str | torch.device) -> str:
+    """Page-lock `size` bytes of memory, for copies from and to GPUs; returns why CUDA cannot, or '' if it did."""
+    cuda: Any = torch.cuda  # untyped in torch
+    with cuda.device(device):
+        error = cuda.cudart().cudaHostRegister(address, size, PORTABLE)
+        if int(error) == 0:
+            return ""
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=device)  # the launch raises, and clears, the error that CUDA keeps
+        return str(cuda.cudart().cudaGetErrorString(error))
+
+
 class CudaPrefetch(HostBatches):
     """Copies to a GPU on its own stream, from page-locked memory; where CUDA cannot lock it, a warning says so.
 
@@ -175,18 +187,14 @@ class CudaPrefetch(HostBatches):
         self._done: dict[int, Any] = {}  # step -> event after its copy
         memory = ring.bytes()
         self._address: int | None = None  # of page-locked memory
-        with cuda.device(self._device):
-            error = cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, PORTABLE)
-            if int(error) == 0:
-                self._address = memory.ctypes.data
-                _locked[memory.ctypes.data] = memory
-                return
-            with contextlib.suppress(RuntimeError):
-                torch.ones(1, device=self._device)  # the launch raises, and clears, the error that CUDA keeps
+        if error := page_lock(memory.ctypes.data, memory.nbytes, self._device):
             _warn_once(
-                f"the memory of batches cannot be page-locked ({cuda.cudart().cudaGetErrorString(error)}): they are "
-                "copied to the GPU from pageable memory, which is slower; `ulimit -l` may be too low"
+                f"the memory of batches cannot be page-locked ({error}): they are copied to the GPU from pageable "
+                "memory, which is slower; `ulimit -l` may be too low"
             )
+        else:
+            self._address = memory.ctypes.data
+            _locked[memory.ctypes.data] = memory
 
     def close(self) -> None:
         address, self._address = self._address, None
