@@ -211,22 +211,26 @@ def measure(ladder: Ladder, rung: Rung, seconds: float, args: argparse.Namespace
 
 
 def step_of(parts: Parts, lr: float, batches: Sequence[Any] | None) -> Callable[[], int]:
-    """One step, which returns its number of samples.
+    """One step, which returns its number of samples; as in training, its loss is read when the next one has started.
 
     Args:
         batches: prepared once and repeated; None for those of the parts.
     """
     once = None if batches is None else itertools.cycle([(len(batch), parts.prepare(batch)) for batch in batches])
 
+    started: list[Callable[[], float]] = []
+
     def step() -> int:
         if once is not None:
-            count, prepared = next(once)
-            parts.step(prepared, lr / 100)
-            return count
-        with timed(DATA):
-            batch = next(parts.batches)
-        parts.step(batch, lr / 100)
-        return len(batch)
+            count, batch = next(once)
+        else:
+            with timed(DATA):
+                batch = next(parts.batches)
+            count = len(batch)
+        started.append(parts.step(batch, lr / 100))
+        if len(started) > 1:
+            started.pop(0)()
+        return count
 
     return step
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,9 +70,9 @@ class OpenClipStep:
             model = torch.compile(model, backend=backend)
         scaler = torch.amp.GradScaler(device=device) if precision == "fp16" else None
         self._last = torch.zeros(())
-        options = argparse.Namespace(
+        options = argparse.Namespace(  # of a rank that logs nothing: it would wait for the loss
             device=device, precision=PRECISIONS[precision], distill=False, accum_freq=1, skip_scheduler=True,
-            grad_clip_norm=optim.grad_clip_norm, horovod=False, local_rank=0, rank=0, log_local=False, world_size=1,
+            grad_clip_norm=optim.grad_clip_norm, horovod=False, local_rank=0, rank=1, log_local=False, world_size=1,
             log_every_n_steps=1000, wandb=False, trackio=False,
         )  # fmt: skip
 
@@ -90,10 +91,14 @@ class OpenClipStep:
 
     def __call__(self, batch: Prepared, lr: float) -> float:
         """One step; the loss before the update."""
+        return self.start(batch, lr)()
+
+    def start(self, batch: Prepared, lr: float) -> Callable[[], float]:
+        """Start one step, and return the function that waits for its loss."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self._run(batch)
-        return float(self._last)
+        return partial(float, self._last)
 
     def _noted(self, *args: Any, **kwargs: Any) -> Any:
         losses = self.loss(*args, **kwargs)

@@ -68,7 +68,8 @@ class UnableError(Exception):
 class Parts:
     """What a turn runs."""
 
-    step: Callable[[Any, float], float]  # (prepared batch, learning rate) -> loss
+    # (prepared batch, learning rate) -> function that waits for the loss, which the trainer calls a step later
+    step: Callable[[Any, float], Callable[[], float]]
     prepare: Callable[[Batch], Any]  # not measured
     batches: Iterator[Batch]
     loader: Loader | None = None  # of `batches`, where they are not in memory
@@ -161,7 +162,7 @@ class Turns:
             compiler = settings.train.compile_backend if rung.torchcompile else None
             theirs = OpenClipStep(towers, self.world.device, precision, settings.optim, name, compiler)
             stack.callback(torch._dynamo.reset)
-            return Parts(theirs, theirs.prepare, in_memory)
+            return Parts(theirs.start, theirs.prepare, in_memory)
         teacher = build_teacher(settings, self.world)
         loader = None
         if rung.from_shards:
@@ -171,10 +172,16 @@ class Turns:
         if step.compilation is not None:
             stack.callback(torch._dynamo.reset)  # the compiled code holds the model
             step.compilation.strict = True  # what runs eagerly would be measured as compiled
-        return Parts(lambda batch, lr: step(batch, lr).loss, lambda batch: batch, loader or in_memory, loader)
+
+        def start(batch: Batch, lr: float) -> Callable[[], float]:
+            result = step.start(batch, lr)
+            return lambda: result().loss
+
+        return Parts(start, lambda batch: batch, loader or in_memory, loader)
 
     def _measure(self, parts: Parts, warmup: int, steps: int, memory: PeakMemory, lr: float) -> Turn:
         seconds: list[float] = []
+        started: list[Callable[[], float]] = []
         losses: list[float] = []
         samples = 0
         for number in range(warmup + steps):
@@ -185,11 +192,14 @@ class Turns:
             waited = time.perf_counter() - began
             prepared = parts.prepare(batch)
             began = time.perf_counter()
-            losses.append(parts.step(prepared, lr * min(1.0, (number + 1) / self.peak_lr_at)))
+            started.append(parts.step(prepared, lr * min(1.0, (number + 1) / self.peak_lr_at)))
+            if number:
+                losses.append(started.pop(0)())
             if number == warmup + steps - 1:
                 synchronize(self.world.device)
             seconds.append(waited + time.perf_counter() - began)
             samples += batch.global_size * (number >= warmup)
+        losses.append(started.pop()())
         found = self.world.gather_objects((sum(seconds[warmup:]), memory.peak(), seconds[0]))
         slowest, most, first_step = (max(column) for column in zip(*found, strict=True))
         input_ms = None if parts.loader is None else _worker_ms(parts.loader)

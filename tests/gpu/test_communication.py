@@ -64,9 +64,11 @@ def test_each_collective(device: str, world: World) -> None:
     world.barrier()
 
 
-def test_rows_go_around_the_ring(device: str, world: World) -> None:
+@pytest.mark.parametrize("gather_gib", [0.0, 1.0], ids=["ring", "gathered"])
+def test_rows_are_seen_and_their_sums_come_back(device: str, world: World, gather_gib: float) -> None:
     rows = torch.arange(6.0, device=device).view(3, 2)
-    found = Ring.of(3, world, torch.device(device)).around(rows, lambda start, block: 2 * block + start)
+    ring = Ring.of(3, world, 8, gather_gib)
+    found = ring.around(ring.collect([rows], torch.ones(3, device=device))[0], lambda start, block: 2 * block + start)
     assert found is not None and torch.equal(found, 2 * rows)
 
 
