@@ -408,7 +408,7 @@ def build_step(
     from clipstream.models.teacher import NAME
     from clipstream.tools.feature_stores import teacher_scales
     from clipstream.training.ema import WeightAverages
-    from clipstream.training.parallel import parallelize, synchronize_batch_norm
+    from clipstream.training.parallel import parallelize, synchronize_batch_norm, wrap
     from clipstream.training.settings import AUTO_ON_CPU
     from clipstream.training.step import TrainStep
 
@@ -452,6 +452,7 @@ def build_step(
         averages=None if train.ema is None else WeightAverages(towers, train.ema, warmup=train.ema_warmup),
         caches=caches,
         compilation=compilation,
+        ddp=partial(wrap, bucket_mib=train.ddp_bucket_mib, bf16=train.ddp_hook == "bf16"),
     )
     if teacher is not None:
         teacher.chunk = lambda: step.gradcache.size

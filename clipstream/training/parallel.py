@@ -34,6 +34,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -52,13 +53,17 @@ _SELECTS_DTYPES = hasattr(MixedPrecisionPolicy, "param_dtype_override_fn")  # pe
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def wrap(module: nn.Module, world: World) -> nn.Module:
+def wrap(module: nn.Module, world: World, *, bucket_mib: int | None = None, bf16: bool = False) -> nn.Module:
     """The module in DDP, with rank 0's weights; the module itself with one rank, or if it is sharded.
 
     DDP averages gradients, so a rank's share of the loss is multiplied by `world.size` before `backward`. Buffers are
     not broadcast: batch statistics are the same on all ranks (`synchronize_batch_norm`). There is no static graph: it
     would only save the search for unused parameters, which is off, it excludes `no_sync`, which micro-batches need, and
     it would hide a parameter without a gradient.
+
+    Args:
+        bucket_mib: size of the gradients that are summed in one exchange; None for torch's default.
+        bf16: whether gradients are rounded to bfloat16 and summed in it.
     """
     if world.size == 1 or is_sharded(module):
         return module
@@ -66,7 +71,10 @@ def wrap(module: nn.Module, world: World) -> nn.Module:
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
     options: Any = {_SYNC_BUFFERS: False}
     # No `device_ids`: with them, DDP looks at each number of the texts' lengths, to move it to the device.
-    return DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
+    wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib, **options)
+    if bf16:
+        wrapped.register_comm_hook(None, bf16_compress_hook)
+    return wrapped
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[Any]:

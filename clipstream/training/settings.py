@@ -67,6 +67,13 @@ class TrainSettings(Section):
     parallel: Literal["ddp", "fsdp"] = Field(
         "ddp", description="on several ranks: each holds the whole model (ddp), or a shard of it (fsdp, FSDP2)"
     )
+    ddp_bucket_mib: int | None = Field(
+        None, ge=1, description="with ddp: MiB of gradients that ranks sum in one exchange; torch's 25 unless set"
+    )
+    ddp_hook: Literal["off", "bf16"] = Field(
+        "off",
+        description="with ddp: bf16 sums gradients in bfloat16, which halves the traffic and rounds them to 8 bits",
+    )
     reshard_after_forward: bool = Field(
         True, description="with fsdp: free a block's gathered weights until its backward pass; false takes more memory"
     )
@@ -128,6 +135,10 @@ class TrainSettings(Section):
             },
             "auto finds the largest micro-batch whose activations fit, which leaves no memory for those of more: leave "
             "one of the two out",
+        ),
+        *(
+            Conflict({key: changed, "parallel": "fsdp"}, "has no effect with fsdp: leave it out", notice=True)
+            for key, changed in (("ddp_bucket_mib", SET), ("ddp_hook", "bf16"))
         ),
         Conflict({"compile": ("towers", "step"), "parallel": "fsdp"},
                  "fsdp gathers parameters block by block, outside of compiled code: give blocks"),

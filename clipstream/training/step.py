@@ -92,6 +92,7 @@ class TrainStep:
         averages: updated after each step that changed the weights.
         caches: of the features of frozen towers.
         compilation: of the model's parts, if any is compiled; told of each step, and logged by rank 0.
+        ddp: wraps the model for several ranks (`parallel.wrap`).
 
     Raises SettingsError: micro-batches with batch norm, whose features would depend on the cut.
     """
@@ -112,11 +113,12 @@ class TrainStep:
         averages: WeightAverages | None = None,
         caches: Sequence[FeatureCache] = (),
         compilation: Compilation | None = None,
+        ddp: Callable[[nn.Module, World], nn.Module] = wrap,
     ) -> None:
         if micro_batch_size is not None and model.has_batch_norm:
             raise MICRO_NORMS.error("train.micro_batch_size")
         self.towers: Any = model
-        self.optimizer, self.world = optimizer, world
+        self.optimizer, self.world, self._ddp = optimizer, world, ddp
         self.clip_norm, self.averages, self.caches, self.compilation = clip_norm, averages, caches, compilation
         self.max_logit_scale, self.min_logit_scale = max_logit_scale, min_logit_scale
         self.scaler = torch.amp.GradScaler(torch.device(world.device).type, enabled=precision == "fp16")
@@ -127,7 +129,7 @@ class TrainStep:
         self._takes_flag = takes_flag and "grad_scaler" not in inspect.signature(optimizer.step).parameters
         self._compared = not world.is_main  # whether the terms of the loss were compared
         self._set_locks(0)
-        parts = (model, wrap(model, world), loss, world, precision, self.scaler.scale)
+        parts = (model, ddp(model, world), loss, world, precision, self.scaler.scale)
         self.gradcache: GradCache
         if isinstance(micro_batch_size, str) or isinstance(kept, str):
 
@@ -155,7 +157,7 @@ class TrainStep:
             return
         self.gradcache.model = self.towers
         gc.collect()  # the former DDP module, whose hooks on the parameters go with it
-        self.gradcache.model = wrap(self.towers, self.world)
+        self.gradcache.model = self._ddp(self.towers, self.world)
         if isinstance(self.gradcache, AutoMicroBatch):
             self.gradcache.fitted = 0  # more is trained than before
         self._warm_up()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from clipstream.training.precision import Precision
 from clipstream.training.step import TrainStep
 from tests.support.pictures import make_shards
 from tests.support.ranks import end_ranks, run_ranks
-from tests.support.runs import MODEL, flags, lines, train_on, weights
+from tests.support.runs import MODEL, flags, furnish, lines, train_on, weights
 from tests.support.sharded import FSDP, LAYERS, DeepTowers
-from tests.support.steps import LOSSES, TinyTowers, make_batch, sgd
+from tests.support.steps import LOSSES, TinyTowers, make_batch, reference, sgd
 
 
 def sharded_gradients(world: World, kind: str, micro: int | None) -> tuple[Any, dict[str, Any]]:
@@ -275,3 +276,34 @@ def test_ddp_on_a_gpu_does_not_move_the_lengths_of_texts_one_by_one(monkeypatch:
             )
     finally:
         dist.destroy_process_group()
+
+
+def summed_in_bf16(world: World) -> tuple[int, dict[str, torch.Tensor]]:
+    """The size of a bucket in bytes, and the gradients of a step."""
+    model = TinyTowers().double()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    options: dict[str, Any] = {"micro_batch_size": 2, "ddp": partial(wrap, bucket_mib=3, bf16=True)}
+    step = TrainStep(model, LOSSES["clip"], sgd(model), world, precision="fp64", **options)
+    step(make_batch(0, world.rank, world.size), lr=1.0)
+    size = step.gradcache.model._get_ddp_logging_data()["bucket_cap_bytes"]
+    return size, {name: before[name] - p.detach() for name, p in model.named_parameters()}
+
+
+def test_ddp_sums_in_buckets_of_a_size_and_in_bf16() -> None:
+    truth = reference("clip", torch.ones(10))[1]
+    for size, gradients in run_ranks(2, summed_in_bf16):
+        assert size == 3 << 20
+        for name, gradient in gradients.items():
+            rounded = gradient.bfloat16().double()
+            torch.testing.assert_close(gradient, rounded, rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(gradient, truth[name], rtol=0, atol=0.02 * float(truth[name].abs().max()))
+
+
+def test_a_run_sums_in_bf16(tmp_path: Path) -> None:
+    norms = []
+    for name, more in {"plain": (), "hook": ("--train.ddp-hook", "bf16", "--train.ddp-bucket-mib", "1")}.items():
+        place = furnish(tmp_path) if not norms else tmp_path
+        ends = end_ranks(2, train_on, flags(place, name, *more, steps=1))
+        assert [end.code for end in ends] == [0, 0], ends[0].stderr
+        norms.append(lines(place, name)[0]["grad_norm"])
+    assert norms[0] != norms[1] == pytest.approx(norms[0], rel=0.01)
