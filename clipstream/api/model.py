@@ -33,6 +33,7 @@ from clipstream.models.model_config import HUB, LOCAL
 from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
+from clipstream.performance.matmul_precision import restored_matmul_precision
 from clipstream.tools.evaluate import context_for, locate, model_in
 from clipstream.training.precision import Precision, autocast
 from clipstream.utils.logs import on_terminal
@@ -332,7 +333,7 @@ def load_model(
         if chosen not in known:
             raise SettingsError(f"{name}: {chosen!r} is not one of {', '.join(known)}")
     found_paths = {name: None if value is None else os.fspath(value) for name, value in paths.items()}
-    with on_terminal():
+    with on_terminal(), restored_matmul_precision():
         settings, model = _settings_of(source, weights, **found_paths)
         preflight(model, settings.tokenizer)
         train = settings.train.model_copy(update={"precision": precision})

@@ -29,6 +29,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
 from clipstream.models.execution.text_buckets import TextBuckets, why_inexact
 from clipstream.performance.flops import ModelFlops, Work, count_flops
+from clipstream.performance.matmul_precision import restored_matmul_precision
 from clipstream.train.run import build_loader, build_model, build_step, build_teacher
 from clipstream.utils.words import shortened
 
@@ -156,8 +157,8 @@ class Turns:
         towers, tokenizer = build_model(settings, self.world, self.stored)
         in_memory = itertools.cycle(self.batches)
         if rung.open_clip:
-            for backend, flag in ((torch.backends.cudnn, "benchmark"), (torch.backends.cuda.matmul, "allow_tf32")):
-                stack.callback(setattr, backend, flag, getattr(backend, flag))  # which it sets
+            stack.enter_context(restored_matmul_precision())  # open_clip's step sets this, and the next
+            stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
             precision, name = settings.train.arithmetic, settings.model.name
             compiler = settings.train.compile_backend if rung.torchcompile else None
             theirs = OpenClipStep(towers, self.world.device, precision, settings.optim, name, compiler)

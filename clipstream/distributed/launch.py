@@ -22,6 +22,7 @@ from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.signals import SIGNALS
 from clipstream.distributed.world import DUMP, World
 from clipstream.errors import SettingsError
+from clipstream.performance.matmul_precision import restored_matmul_precision
 from clipstream.utils import early_signals
 from clipstream.utils.file_limit import many_files
 from clipstream.utils.logs import logger, on_terminal
@@ -104,17 +105,17 @@ def run_embedded(run: RunSettings, body: Callable[[World, FailureWatch], object]
     gpu = cuda.current_device() if cuda.is_initialized() else 0
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    tf32, benchmark = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.benchmark
+    benchmark = torch.backends.cudnn.benchmark
     world = World.from_env()
     try:
-        with many_files(), on_terminal(world.rank if world.size > 1 else None):
+        with many_files(), restored_matmul_precision(), on_terminal(world.rank if world.size > 1 else None):
             run_ranks(run, body, embedded=True)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.benchmark = tf32, benchmark
+        torch.backends.cudnn.benchmark = benchmark
         if cuda.is_initialized():
             cuda._maybe_exchange_device(gpu)  # unlike set_device, takes no memory of a GPU that is not used
         for name, value in variables.items():

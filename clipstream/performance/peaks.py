@@ -55,8 +55,8 @@ def peak_tflops(device: str, precision: str) -> float | None:
     """Peak TFLOP/s of a device ('cuda:0') at `train.precision`; None on a CPU and where it is not known."""
     if torch.device(device).type != "cuda":
         return None
-    allowed, found = torch.backends.cuda.matmul.allow_tf32, torch.cuda.get_device_properties(device)
-    return find_peak(found.name, precision, tf32=allowed, multiprocessors=found.multi_processor_count)
+    tf32, found = torch.backends.cuda.matmul.fp32_precision == "tf32", torch.cuda.get_device_properties(device)
+    return find_peak(found.name, precision, tf32=tf32, multiprocessors=found.multi_processor_count)
 
 
 def find_peak(name: str, precision: str, *, tf32: bool, multiprocessors: int) -> float | None:

@@ -384,17 +384,16 @@ def context_for(settings: Settings, model: ModelSettings, world: World, *, pictu
     from clipstream.losses.contrastive import build_loss
     from clipstream.models.build import build_towers
     from clipstream.models.pretrained import fetch
-    from clipstream.training.precision import check_device, prepare, resolve_precision, set_tf32
+    from clipstream.training.precision import check_device, prepare_towers, resolve_precision
 
     fetch(model, settings.tokenizer, world)
     precision = resolve_precision(settings.train.precision, world)
-    check_device(world.device, precision)
-    set_tf32(world.device, settings.train.tf32 and world.device.startswith("cuda"))
+    tf32 = settings.train.tf32 and world.device.startswith("cuda")
+    check_device(world.device, precision, tf32=tf32)
     towers = build_towers(model, seed=settings.run.seed, tokenizer=settings.tokenizer).to(world.device).eval()
-    for tower, own in model.own_precisions.items():
-        check_device(world.device, own, f"model.{tower}.precision")
-        towers.requires_grad_(False).set_precision(tower, own, keep=False)
-    prepare(towers, precision)
+    if model.own_precisions:
+        towers.requires_grad_(False)
+    prepare_towers(towers, precision, model, world.device, tf32=tf32, keep=False)
     tokenizer = build_tokenizer(
         settings.tokenizer, towers.open_clip_tokenizer(), towers.context_length, cache_dir=model.cache_dir
     )

@@ -255,11 +255,11 @@ def build_model(settings: Settings, world: World, stored: StoredData | None) -> 
     from clipstream.models.build import build_towers
     from clipstream.models.pretrained import fetch
     from clipstream.tools.feature_stores import check_stores, remove_towers
-    from clipstream.training.precision import check_device, prepare, seed_all, set_tf32
+    from clipstream.training.precision import check_device, prepare_towers, seed_all
 
     model, seed = settings.model, settings.run.seed
-    check_device(world.device, settings.train.arithmetic)
-    set_tf32(world.device, settings.train.tf32)
+    precision, tf32 = settings.train.arithmetic, settings.train.tf32
+    check_device(world.device, precision, tf32=tf32)
     fetch(model, settings.tokenizer, world)
     seed_all(seed, world.rank)
     towers = build_towers(model, seed=seed, loss_type=chosen_loss_type(settings.loss), tokenizer=settings.tokenizer)
@@ -273,10 +273,7 @@ def build_model(settings: Settings, world: World, stored: StoredData | None) -> 
         )
     if stored is not None:
         check_stores(stored, settings, towers, tokenizer)
-    for tower, precision in model.own_precisions.items():
-        check_device(world.device, precision, f"model.{tower}.precision")
-        towers.set_precision(tower, precision, keep=world.is_main)
-    prepare(towers, settings.train.arithmetic)
+    prepare_towers(towers, precision, model, world.device, tf32=tf32, keep=world.is_main)
     if stored is not None:
         remove_towers(stored, towers)
     return towers, tokenizer

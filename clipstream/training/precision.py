@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -25,6 +25,10 @@ from clipstream.distributed.capabilities import computes_bf16
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.execution.frozen import arithmetic
+
+if TYPE_CHECKING:
+    from clipstream.models.settings import ModelSettings
+    from clipstream.models.towers import Towers
 
 Precision = Literal["fp32", "bf16", "fp16", "pure_bf16", "fp64"]
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -98,26 +102,42 @@ def resolve_precision(wanted: Precision | Literal["auto"], world: World) -> Prec
     return "bf16" if narrow else "fp16" if world.device.startswith("cuda") else "fp32"
 
 
-def check_device(device: str | torch.device, precision: str, key: str = "train.precision") -> None:
-    """Refuse a precision that the device only emulates. Raises SettingsError: bfloat16 on a GPU without support."""
-    if "bf16" in precision and str(device).startswith("cuda") and not computes_bf16(str(device)):
+def check_device(
+    device: str | torch.device, precision: str, key: str = "train.precision", *, tf32: bool = False
+) -> None:
+    """Refuse a precision that the device only emulates.
+
+    Raises SettingsError: bfloat16 on a GPU without support, or TF32 on a CPU or a GPU without it.
+    """
+    cuda = torch.device(device).type == "cuda"
+    if "bf16" in precision and cuda and not computes_bf16(str(device)):
         name = torch.cuda.get_device_name(device)
         raise SettingsError(f"{key}: {name} computes no bfloat16: use fp16 or fp32")
+    if tf32 and (not cuda or torch.cuda.get_device_capability(device) < TF32_CAPABILITY):
+        name = torch.cuda.get_device_name(device) if cuda else "the CPU"
+        raise SettingsError(f"train.tf32: {name} computes no TF32: leave it out")
 
 
-def set_tf32(device: str | torch.device, enabled: bool) -> None:
-    """Let products of float32 matrices on the GPU round their factors to TF32 (10 bits of mantissa), or not.
+def prepare_towers(
+    towers: Towers, precision: Precision, model: ModelSettings, device: str, *, tf32: bool, keep: bool
+) -> None:
+    """`prepare` for a device, with the settings' own precision of a tower, and with TF32 or without.
 
-    Convolutions are computed in TF32 in either case, as is torch's default.
+    With TF32, products of float32 matrices on a GPU round their factors to 10 bits of mantissa. Convolutions do in
+    either case, as is torch's default.
 
-    Raises SettingsError: it is to be enabled, and the device is no GPU or has no TF32 (compute capability below 8.0).
+    Args:
+        keep: see `Towers.set_precision`.
+
+    Raises SettingsError: the device does not compute a tower's precision, or the tower is trained.
     """
-    if enabled:
-        cuda = torch.device(device).type == "cuda"
-        if not cuda or torch.cuda.get_device_capability(device) < TF32_CAPABILITY:
-            name = torch.cuda.get_device_name(device) if cuda else "the CPU"
-            raise SettingsError(f"train.tf32: {name} computes no TF32: leave it out")
-    torch.backends.cuda.matmul.allow_tf32 = enabled
+    matmul = torch.backends.cuda.matmul
+    if torch.device(device).type == "cuda" and (matmul.fp32_precision == "tf32") is not tf32:
+        matmul.allow_tf32 = tf32  # see performance.matmul_precision
+    for tower, own in model.own_precisions.items():
+        check_device(device, own, f"model.{tower}.precision")
+        towers.set_precision(tower, own, keep=keep)
+    prepare(towers, precision)
 
 
 @contextmanager

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from clipstream.performance.matmul_precision import restored_matmul_precision
+
 BLOCK = 16384  # rows of a block, by default
 TILE = 1 << 22  # scores computed at once
 WORKSPACE = TILE * 96  # bytes that the scores of a tile and what is made of them take
@@ -141,12 +143,9 @@ def _margins(queries: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def _full_precision() -> Iterator[None]:
     """Products of float32 in float32, never in TF32 or bf16."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
+    with restored_matmul_precision():
+        torch.set_float32_matmul_precision("highest")
         yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 class Groups:
