@@ -102,15 +102,10 @@ def resolve_precision(wanted: Precision | Literal["auto"], world: World) -> Prec
     return "bf16" if narrow else "fp16" if world.device.startswith("cuda") else "fp32"
 
 
-def check_device(
-    device: str | torch.device, precision: str, key: str = "train.precision", *, tf32: bool = False
-) -> None:
-    """Refuse a precision that the device only emulates.
-
-    Raises SettingsError: bfloat16 on a GPU without support, or TF32 on a CPU or a GPU without it.
-    """
+def check_device(device: str, precision: str, key: str = "train.precision", *, tf32: bool = False) -> None:
+    """Raises SettingsError: bfloat16 on a GPU that only emulates it, or TF32 on a CPU or a GPU that has none."""
     cuda = torch.device(device).type == "cuda"
-    if "bf16" in precision and cuda and not computes_bf16(str(device)):
+    if "bf16" in precision and cuda and not computes_bf16(device):
         name = torch.cuda.get_device_name(device)
         raise SettingsError(f"{key}: {name} computes no bfloat16: use fp16 or fp32")
     if tf32 and (not cuda or torch.cuda.get_device_capability(device) < TF32_CAPABILITY):
