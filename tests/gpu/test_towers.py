@@ -12,6 +12,7 @@ import torch
 
 from clipstream.models.execution.compile import compile_towers
 from clipstream.models.execution.packed_text import takes_varlen
+from clipstream.training.ema import WeightAverages
 from tests.support.gpu_steps import assert_close, gradients, make_batch, make_step, make_towers
 
 
@@ -92,7 +93,9 @@ def no_waiting() -> Iterator[None]:
 @pytest.mark.parametrize("options", [{"precision": "bf16"}, {"precision": "fp16", "micro_batch_size": 4}], ids=str)
 @pytest.mark.parametrize("buckets", ["auto", "packed"])
 def test_a_step_does_not_wait_for_the_gpu(cuda: str, buckets: str, options: dict[str, Any], tmp_path: Path) -> None:
-    step = make_step(make_towers(tmp_path, cuda, text_buckets=buckets), cuda, clip_norm=1.0, **options)
+    towers = make_towers(tmp_path, cuda, text_buckets=buckets)
+    averages = WeightAverages(towers, 0.9, warmup=True)
+    step = make_step(towers, cuda, clip_norm=1.0, averages=averages, **options)
     while step(make_batch(), lr=1e-3).overflow:  # until the optimizer has made its moments
         pass
     with no_waiting():

@@ -125,7 +125,7 @@ CASES: dict[str, dict[str, Any]] = {
     "distillation": {"loss": distilled},
     "averages": {"ema": True, "clip_norm": 1.0},
     "fp16": {"precision": "fp16", "ema": True, "clip_norm": 1.0},
-    "mask": {"settings": {"duplicates": "mask", "duplicates_by": "pictures"}},
+    "mask": {"settings": {"duplicates": "mask"}},
     "batch norm": {"vision": {"image_size": 64, "layers": [1, 1, 1, 1], "width": 8, "head_width": 16}},
 }  # fmt: skip
 
