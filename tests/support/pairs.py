@@ -40,7 +40,9 @@ from tests.support.tars import write_tar
 STEPS, BATCH = 4, 12
 BACKEND = "eager"  # of compilation: Dynamo's part of it, without AOTAutograd's, which takes most of the time
 SPREAD = 1.7  # of the weights, so that features differ
+CANDIDATES = 20  # for each run of the array
 Row = dict[str, str]
+Item = tuple[str, str]  # a factor and its value
 
 VIT = {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8}
 TEXT = {"context_length": 12, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2}
@@ -124,8 +126,8 @@ SAME = ("model", "loss", "patch dropout", "lock image", "lock text", "ema", "mod
 # Masks of patch dropout depend on how many samples pass at once, and on the rank; stored views differ from crops.
 MASKS, VIEWS = ("world", "micro", "kept", "texts", "cache", "stored"), ("stored",)
 # New pairs that a value must add to be worth its time.
-COSTS = {"2 ddp": 2, "2 fsdp": 3, "blocks": 1, "towers": 1, "step": 1, "checkpoint": 1, "other ranks": 1, "signal": 2,
-         "kill": 2}  # fmt: skip
+COSTS = {"2 ddp": 2, "2 fsdp": 3, "blocks": 3, "towers": 3, "step": 3, "checkpoint": 2, "other ranks": 2, "signal": 3,
+         "kill": 4, "profile": 3}  # fmt: skip
 OF_STORES = ("model", "augmentation", "decoder", "source", "custom text")
 LOCKED = {"lock image": "all", "lock text": "all", "augmentation": "off", "micro": "5"}
 STORED = {"off": (), "image": ("image",), "text": ("text",), "both": ("image", "text")}
@@ -241,24 +243,28 @@ def may_own(row: Row, tower: str) -> bool:
 
 
 def rows(seed: int) -> list[Row]:
-    """Possible runs in which each pair of values occurs that may, chosen greedily.
+    """Possible runs in which each pair of values occurs that may, chosen greedily (AETG).
 
-    A run begins with a pair that has not occurred; each further factor takes the value that adds the most new pairs,
-    less what it costs, and is possible. The simplest values complete a run that nothing else completes.
+    The next run is the best of CANDIDATES. One begins with a pair that has not occurred; each further factor takes the
+    value that adds the most new pairs, less what it costs, and is possible. The simplest values complete it.
     """
-    draw, factors = random.Random(seed), sorted(FACTORS)
-    left = {
-        frozenset([(a, one), (b, other)])
-        for a, b in combinations(factors, 2)
-        for one, other in product(FACTORS[a], FACTORS[b])
-    }
+    draw = random.Random(seed)
+    items = [(factor, value) for factor in sorted(FACTORS) for value in FACTORS[factor]]
+    left = {item: {other for other in items if other[0] != item[0]} for item in items}
+    pairs = [pair for pair in combinations(items, 2) if pair[0][0] != pair[1][0]]
     made: list[Row] = []
-    for pair in draw.sample(sorted(left, key=sorted), len(left)):
-        if pair not in left:
-            continue
-        if (row := completed(dict(pair), left, draw)) is not None:
-            made.append(row)
-            left -= {frozenset(two) for two in combinations(row.items(), 2)}
+    while pairs := [pair for pair in pairs if pair[1] in left[pair[0]]]:
+        draw.shuffle(pairs)
+        candidates: list[Row] = []
+        while len(candidates) < min(CANDIDATES, len(pairs)):
+            if (row := completed(dict(pairs[len(candidates)]), left, draw)) is not None:
+                candidates.append(row)
+            else:
+                del pairs[len(candidates)]
+        if candidates:
+            made.append(max(candidates, key=lambda row: sum(len(left[item] & row.items()) for item in row.items())))
+            for item in made[-1].items():
+                left[item] -= made[-1].items()
     return made
 
 
@@ -274,19 +280,17 @@ def missing(made: list[Row]) -> list[Row]:
     return [pair for pair in pairs if all(refusal(simplest() | base | pair) is None for base in ({}, LOCKED))]
 
 
-def completed(row: Row, left: set[frozenset[tuple[str, str]]], draw: random.Random) -> Row | None:
+def completed(row: Row, left: dict[Item, set[Item]], draw: random.Random) -> Row | None:
     """A possible run with these values; None if there is none."""
     for base in ({}, LOCKED):
         whole = simplest() | base | row
         if refusal(whole) is not None:
             continue
         for factor in draw.sample(sorted(FACTORS.keys() - row.keys()), len(FACTORS) - len(row)):
-            chosen, most = whole[factor], -math.inf
-            for value in draw.sample(sorted(FACTORS[factor]), len(FACTORS[factor])):
-                new = sum(frozenset([(factor, value), item]) in left for item in row.items()) - COSTS.get(value, 0)
-                if new > most and refusal(whole | {factor: value}) is None:
-                    chosen, most = value, new
-            row = row | {factor: chosen}
+            values = draw.sample(sorted(FACTORS[factor]), len(FACTORS[factor]))
+            values.sort(key=lambda value: COSTS.get(value, 0) - len(left[factor, value] & row.items()))
+            possible = (value for value in values if refusal(whole | {factor: value}) is None)
+            row = row | {factor: next(possible, whole[factor])}
             whole = whole | row
         return whole
     return None
