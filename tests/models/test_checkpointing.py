@@ -96,6 +96,21 @@ def test_the_recomputation_runs_as_its_pass(tmp_path: Path, context: str, vision
         assert all(torch.equal(found[key], wanted[key]) for key in wanted), policy
 
 
+@pytest.mark.parametrize("policy", ["all", "matmuls"])
+def test_passes_that_share_the_casts_of_weights_recompute(tmp_path: Path, policy: str) -> None:
+    """Text buckets are such passes: autocast casts a weight in the first one, and not in the second."""
+    name, gradients = write(tmp_path, VIT), []
+    pixels, ids = torch.rand(4, 3, 32, 32), torch.randint(4, 60, (4, 12))
+    for each in ("off", policy):
+        towers = build(name, grad_checkpointing=each, text_buckets="off").train()
+        with autocast("cpu", "bf16"):
+            first, second = (towers(pixels[rows], ids[rows]) for rows in (slice(2), slice(2, 4)))
+        (first.image @ second.text.T + second.image @ first.text.T).square().sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in towers.clip.parameters() if p.grad is not None]))
+    wanted, found = gradients
+    assert (found - wanted).norm() < 0.02 * wanted.norm()
+
+
 def test_a_hugging_face_tower_recomputes_with_its_dropout(tmp_path: Path) -> None:
     from transformers import BertConfig, BertModel
 

@@ -183,7 +183,9 @@ def plain(row: Row) -> tuple[Row, bool]:
 def flags(place: Path, row: Row, name: str, *more: str, live: bool = False) -> list[str]:
     """The command line of a run; with `live`, stored teachers run."""
     towers = own_towers(row)
-    known = {"place": place, "model": row["model"], "store": place / store_name(row), "backend": BACKEND}
+    # Dynamo alone recomputes selectively checkpointed blocks of FSDP2 with other casts than those of their pass.
+    backend = "aot_eager" if row["world"] == "2 fsdp" else BACKEND
+    known = {"place": place, "model": row["model"], "store": place / store_name(row), "backend": backend}
     given = [COMMON]
     for factor, value in row.items():
         text = LIVE.get(value, FACTORS[factor][value]) if live and factor == "distillation" else FACTORS[factor][value]
@@ -406,9 +408,10 @@ def launch(argv: list[str], ranks: int) -> tuple[int, str]:
 
 
 # Relative to the plain run, of the loss and of the gradient's norm. A precision of a frozen tower's own counts alike.
-# With pure_bf16 many steps move a weight by less than its last digit, which rounding then decides.
+# With pure_bf16 many steps move a weight by less than its last digit, which rounding then decides; Muon rounds the
+# matrices of an update to bfloat16.
 TOLERANCE = {"fp32": (1e-5, 3e-4), "fp64": (1e-5, 3e-4), "bf16": (4e-2, 0.25), "fp16": (2e-2, 0.1),
-             "pure_bf16": (0.1, 0.25)}  # fmt: skip
+             "pure_bf16": (0.1, 0.25), "muon": (1e-3, 1e-2)}  # fmt: skip
 FIGURES = ("step", "samples", "lr", "loss", "grad_norm", "logit_scale")
 
 
@@ -458,18 +461,24 @@ def check(place: Path, row: Row, name: str) -> str:
     wanted = plain_outcome(place, row)
     assert wanted.code == 0, f"the plain run ends with {wanted.code}: {wanted.error()}"
     near = compare(row, whole, wanted)
-    if row["precision"] in ("fp32", "fp64") and row["own precision"] in ("off", "fp32"):
+    exact = row["precision"] in ("fp32", "fp64") and row["own precision"] in ("off", "fp32")
+    if exact and row["optimizer"] != "muon":  # which makes a whole update of the rounding of gradients that are zero
         near += " " + compare_weights(place, row, name, wanted.name)
     if row["resume"] != "off":
         near += " " + check_resumed(place, row, whole)
     return near
 
 
+def tolerance(row: Row) -> tuple[float, float]:
+    """How far the loss and the gradient's norm may be from the plain run, relatively."""
+    found = [TOLERANCE[row[key]] for key in ("precision", "own precision", "optimizer") if row[key] in TOLERANCE]
+    return max(loss for loss, _ in found), max(norm for _, norm in found)
+
+
 def compare(row: Row, run: Outcome, wanted: Outcome) -> str:
     """Compare the figures of training and of evaluations."""
     assert [line["step"] for line in run.lines] == list(range(1, STEPS + 1))
-    precisions = [row["precision"], *([row["own precision"]] if row["own precision"] != "off" else [])]
-    of_loss, of_norm = (max(TOLERANCE[one][i] for one in precisions) for i in range(2))
+    of_loss, of_norm = tolerance(row)
     worst = [0.0, 0.0]
     for line, other in zip(run.lines, wanted.lines, strict=True):
         told = f"step {line['step']}: {[line[key] for key in FIGURES]} for {[other[key] for key in FIGURES]}"
@@ -522,7 +531,7 @@ def check_resumed(place: Path, row: Row, whole: Outcome) -> str:
     if kind == "other ranks":
         if row["patch dropout"] == "off":
             for line, other in zip(ours, theirs, strict=True):
-                most = TOLERANCE[row["precision"]][0]
+                most = tolerance(row)[0]
                 assert abs(line["loss"] - other["loss"]) <= most * other["loss"], f"{line} for {other}"
         return "resumed"
     if row["cache"] == "on":  # the resumed run computes features anew, in passes of other samples

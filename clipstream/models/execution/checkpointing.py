@@ -101,8 +101,18 @@ def _recompute_but_matmuls(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return _checkpointed(block, {"context_fn": contexts}, args, kwargs)
 
 
+def _casting_anew(forward: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A pass that finds no weight cast by autocast: the recomputation finds none, and must take the same operations."""
+    kind = x.device.type
+    dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    with torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False):
+        return forward(x, *args, **kwargs)
+
+
 def _checkpointed(block: nn.Module, options: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     forward = partial(type(block).forward, block)  # which torch.compile can capture, unlike a method made here
+    if options:
+        forward = partial(_casting_anew, forward)
     if not (block.training and torch.is_grad_enabled()) or _suspended:
         return forward(*args, **kwargs)
     # torch restores random states and autocast. Without the backends, other tensors would be saved.
