@@ -27,7 +27,7 @@ from clipstream.data.decode.train_transform import TrainTransform
 from clipstream.data.order.rng import SampleRNG
 from clipstream.data.settings import AugmentSettings
 from clipstream.data.sources.registry import expand
-from clipstream.data.tar import Shard
+from clipstream.storage.tar import Shard
 
 SPARES = {
     "fast": train_transform.SPARE,

@@ -22,7 +22,7 @@ Pictures are generated (`made.py`); captions are those of `captions.txt`, writte
 download; its token table is larger so, and its arithmetic the same.
 
 Columns of the CSV file: `X_ms`, time of a part of the step on the GPU's stream, with waits for the host in it
-(`clipstream.performance.parts`); `kernel_ms` and `kernels`, time in which any kernel runs and number of kernels of a
+(`clipstream.utils.timing.parts`); `kernel_ms` and `kernels`, time in which any kernel runs and number of kernels of a
 step, of torch's profiler; `idle`, the share of a step, as measured without the profiler, in which no kernel runs;
 `clock_mhz` and `power_w`, medians of NVML's (`pip install nvidia-ml-py`), empty without it.
 
@@ -61,10 +61,10 @@ from clipstream.config.settings import load
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
 from clipstream.models.model_config import builtin
-from clipstream.performance.parts import DATA, PARTS
 from clipstream.performance.peaks import peak_tflops
-from clipstream.performance.timing import StepTimer, timed
 from clipstream.utils.logs import on_terminal
+from clipstream.utils.timing.parts import DATA, PARTS
+from clipstream.utils.timing.step_timer import StepTimer, timed
 
 BEGIN, END = "<!-- benchmarks/gpu.py: table -->", "<!-- benchmarks/gpu.py: end -->"
 CAPTIONS = Path(__file__).with_name("captions.txt")

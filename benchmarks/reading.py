@@ -23,7 +23,7 @@ from pathlib import Path
 
 import webdataset as wds
 
-from clipstream.data.tar import Shard
+from clipstream.storage.tar import Shard
 
 KINDS = {"small": (2_000, 2_000, 10_000), "photos": (20_000, 120_000, 1_000)}  # bytes of a picture, samples of a shard
 

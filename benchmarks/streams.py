@@ -163,8 +163,8 @@ def _floor(options: Options, number: int, counts: Connection) -> None:
     from clipstream.data.decode.train_transform import TrainTransform
     from clipstream.data.order.rng import SampleRNG
     from clipstream.data.settings import AugmentSettings
-    from clipstream.data.tar import Shard
     from clipstream.errors import Dropped
+    from clipstream.storage.tar import Shard
 
     torch.set_num_threads(1)
     transform = TrainTransform(ImageSpec((options.size, options.size)), AugmentSettings(), "white")

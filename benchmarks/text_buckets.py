@@ -38,10 +38,10 @@ from clipstream.models.execution.packed_text import why_unpackable
 from clipstream.models.execution.text_buckets import STEP, Setting, TextBuckets, _causal
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
-from clipstream.performance.parts import IMAGE_FORWARD
-from clipstream.performance.timing import StepTimer
 from clipstream.training.optim import OptimSettings
 from clipstream.training.step import TrainStep
+from clipstream.utils.timing.parts import IMAGE_FORWARD
+from clipstream.utils.timing.step_timer import StepTimer
 
 MOST = 99  # as many buckets as the cost model finds; `auto` packs texts on the CPU
 Cases = dict[str, Callable[[], object]]

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from clipstream.cli.callable_module import make_callable
 from clipstream.cli.main import run_main
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.python_settings import PathLike
 from clipstream.config.settings import load
 from clipstream.data.settings import SourceSettings
 from clipstream.errors import SettingsError, each, wrong_type
-from clipstream.utils.callable_module import make_callable
 from clipstream.utils.logs import on_terminal
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ def _main(argv: list[str]) -> int:
         parser.error(f"--samples must be 0 or more, not {options.samples}")
     # Not before, so that --help and wrong usage answer at once.
     from clipstream.data.decode.sample_profile import SHORT_FLAGS
-    from clipstream.data.shard_url import redact
     from clipstream.data.sources.patterns import in_braces
+    from clipstream.storage.shard_url import redact
     from clipstream.tools.check import check as print_checked
 
     shards = "::".join(in_braces(options.shards))

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from clipstream.cli.main import run_main
 from clipstream.config.error_messages import enumerate_words
-from clipstream.config.section import own_path, with_home
 from clipstream.errors import SettingsError
 from clipstream.report.html_report import write_comparison
 from clipstream.report.run_reader import read_run
 from clipstream.utils.logs import logger
+from clipstream.utils.section import own_path, with_home
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from clipstream.utils.early_signals import STOPPED
-from clipstream.utils.escape import printable, printable_lines
+from clipstream.utils.text import printable, printable_lines
 
 
 class ClipstreamError(Exception):

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from clipstream.cli.callable_module import make_callable
 from clipstream.cli.main import run_main, show_help
 from clipstream.config.python_settings import Config, settings_from
 from clipstream.config.settings import Settings
@@ -18,7 +19,6 @@ from clipstream.tools.evaluate import OWN_FLAGS
 from clipstream.tools.evaluate import evaluate as evaluate_command
 from clipstream.tools.watch import OWN_FLAGS as WATCH_FLAGS
 from clipstream.tools.watch import follow
-from clipstream.utils.callable_module import make_callable
 from clipstream.utils.logs import on_terminal
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from clipstream.cli.main import run_main
-from clipstream.config.section import own_path, with_home
+from clipstream.utils.section import own_path, with_home
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -26,10 +26,10 @@ from clipstream.bench import train as bench_train
 from clipstream.cli.help import default_note, generic_key, value_form
 from clipstream.cli.main import VERBS
 from clipstream.config.flag_aliases import ALIASES, BY_FLAG
-from clipstream.config.section import leaves
 from clipstream.config.settings import Settings
 from clipstream.tools import stage, watch
 from clipstream.tools.evaluate import OWN_FLAGS as OF_EVALUATE
+from clipstream.utils.section import leaves
 from tests.support import hubtree
 from tests.support.doc_pages import OUTPUT, PAGES, Session, blocks, make_folder
 from tests.support.pictures import picture

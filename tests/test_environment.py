@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.data.transport.shard_cache import cache_root
 from clipstream.distributed.world import World
+from clipstream.storage.shard_cache import cache_root
 from tests.support.environment import FIXED, KEPT, KEPT_PREFIXES
 from tests.support.ranks import ROOT, TIMEOUT, run_ranks
 

@@ -36,8 +36,8 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, each
 from clipstream.models.build import build_towers
 from clipstream.models.pretrained import fetch
-from clipstream.utils.file_limit import many_files
 from clipstream.utils.logs import on_terminal
+from clipstream.utils.processes import many_files
 
 Size: TypeAlias = "int | tuple[int, int]"
 CLIP_CONTEXT = 77  # tokens of a text, where nothing else says how many

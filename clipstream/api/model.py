@@ -33,10 +33,10 @@ from clipstream.models.model_config import HUB, LOCAL
 from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
-from clipstream.performance.matmul_precision import restored_matmul_precision
 from clipstream.tools.evaluate import context_for, locate, model_in
 from clipstream.training.precision import Precision, autocast
 from clipstream.utils.logs import on_terminal
+from clipstream.utils.matmul_precision import restored_matmul_precision
 
 Picture: TypeAlias = "Image.Image | str | os.PathLike[str] | bytes | torch.Tensor"
 FILES = (Image.Image, str, os.PathLike, bytes)  # what a picture is decoded from

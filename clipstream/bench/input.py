@@ -30,7 +30,7 @@ from clipstream.report.terminal import duration, milliseconds, percent
 from clipstream.utils import atomic_write
 from clipstream.utils.console import ResultConsole
 from clipstream.utils.logs import set_level
-from clipstream.utils.words import counted
+from clipstream.utils.text import counted
 
 if TYPE_CHECKING:
     from clipstream.data.batch import ImageSpec

@@ -20,10 +20,10 @@ from typing import TypeVar
 
 from clipstream.checkpoint import store
 from clipstream.checkpoint.store import ASIDE, BEST, LATEST, MARKER, NAME, Marker
-from clipstream.data.shard_url import ShardURL, redact, with_variables
-from clipstream.data.transport import object_store
-from clipstream.data.transport.transfer import Monitor, ShardError, pause
 from clipstream.errors import SettingsError
+from clipstream.storage import object_store
+from clipstream.storage.shard_url import ShardURL, redact, with_variables
+from clipstream.storage.transfer import Monitor, ShardError, pause
 from clipstream.training.settings import CheckpointSettings
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger

@@ -28,7 +28,6 @@ from typing_extensions import TypedDict
 
 from clipstream.checkpoint import store
 from clipstream.checkpoint.open_clip import OpenClipCheckpoint
-from clipstream.config.section import checked
 from clipstream.data.loader.batch_buffers import page_lock
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -41,8 +40,9 @@ from clipstream.training.precision import RandomState, set_random_state
 from clipstream.training.state import TrainState
 from clipstream.utils import atomic_write
 from clipstream.utils.atomic_write import BLOCK
+from clipstream.utils.section import checked
+from clipstream.utils.text import shortened
 from clipstream.utils.versions import versions
-from clipstream.utils.words import shortened
 
 WEIGHTS, OPTIMIZER, RANDOM, STATE = "open_clip_model.safetensors", "optimizer.safetensors", "rng.pt", "state.json"
 VERSION = 1  # of state.json

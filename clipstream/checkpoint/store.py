@@ -22,11 +22,11 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
-from clipstream.config.section import Count, checked
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
+from clipstream.utils.section import Count, checked
 
 MARKER, LATEST, BEST = "COMPLETE", "latest", "best"
 NAME = re.compile(r"step_(\d{8})(\.old)?")  # .old: moved aside for a new save of the same step

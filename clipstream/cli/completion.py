@@ -11,8 +11,8 @@ from pydantic.fields import FieldInfo
 
 from clipstream.cli.main import VERBS
 from clipstream.config.flag_aliases import ALIASES
-from clipstream.config.section import kinds, leaves
 from clipstream.config.settings import Settings
+from clipstream.utils.section import kinds, leaves
 
 SOURCE, EVALUATOR = "data.sources.NAME.", "evals.NAME."  # keys below a name of the user's own
 NAMES = {SOURCE: "data.sources.train.", EVALUATOR: "evals.val."}  # the names that the flags of open_clip set

@@ -20,8 +20,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from clipstream.config.flag_aliases import ALIASES, BY_FLAG, TOGETHER, FlagAlias
-from clipstream.config.section import Section, all_fields, entries_of, kinds, section_of, types_of
 from clipstream.errors import SettingsError, did_you_mean
+from clipstream.utils.section import Section, all_fields, entries_of, kinds, section_of, types_of
 
 _NAMES = {str: "TEXT", int: "INT", float: "NUMBER", bool: "true|false"}
 ALL = "all"

@@ -25,9 +25,9 @@ from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, Stopped, did_you_mean
 from clipstream.utils import early_signals
 from clipstream.utils.early_signals import INTERRUPTED
-from clipstream.utils.escape import printable, printable_lines
-from clipstream.utils.file_limit import many_files
 from clipstream.utils.logs import drop_output, on_terminal, set_level
+from clipstream.utils.processes import many_files
+from clipstream.utils.text import printable, printable_lines
 
 VERBS = {
     "train": "train a model, evaluate it, save it",

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from clipstream.config.section import (
+from clipstream.utils.section import (
     Path,
     PluginSection,
     Section,
@@ -27,7 +27,7 @@ from clipstream.config.section import (
     required_section,
     section_of,
 )  # fmt: skip
-from clipstream.utils.escape import printable
+from clipstream.utils.text import printable
 
 # YAML 1.1 reads 1e-3 as text; here it is a number.
 _NUMBER = re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")

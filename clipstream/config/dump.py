@@ -19,11 +19,8 @@ import braceexpand
 from pydantic_core import PydanticUndefined
 
 from clipstream.config.config_sources import to_yaml
-from clipstream.config.plugins import is_plugin
-from clipstream.config.section import PluginSection, Section, Tree, entries_of, section_of
 from clipstream.config.settings import Settings, by_key
 from clipstream.data.settings import DataSettings, PathTokenizer, SourceSettings
-from clipstream.data.shard_url import PATH_SCHEMES, ShardURL, has_secret, parts_of, redact, redact_value
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -31,10 +28,13 @@ from clipstream.evals.settings import LabelledSettings, ZeroShotSettings
 from clipstream.losses.settings import DistillSettings
 from clipstream.models.model_config import LOCAL, ModelConfig
 from clipstream.models.settings import ModelSettings
+from clipstream.storage.shard_url import PATH_SCHEMES, ShardURL, has_secret, parts_of, redact, redact_value
 from clipstream.training.settings import CheckpointSettings
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
-from clipstream.utils.words import counted
+from clipstream.utils.plugins import is_plugin
+from clipstream.utils.section import PluginSection, Section, Tree, entries_of, section_of
+from clipstream.utils.text import counted
 
 S = TypeVar("S", bound=Section)
 FLAG, ALL = "--print-config", "all"

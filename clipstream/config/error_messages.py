@@ -8,7 +8,8 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 
 from clipstream.config.config_sources import Node
-from clipstream.config.section import (
+from clipstream.errors import did_you_mean
+from clipstream.utils.section import (
     Path,
     PluginSection,
     Section,
@@ -21,7 +22,6 @@ from clipstream.config.section import (
     leaves,
     section_of,
 )  # fmt: skip
-from clipstream.errors import did_you_mean
 
 RENAMED = {"tail": "remainder", "starving": "data_stall_warning"}  # former names of keys
 _EXPECTED = {

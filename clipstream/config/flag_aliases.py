@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from clipstream.config.section import Path
+from clipstream.utils.section import Path
 
 Sets = list[tuple[Path, Any]]
 SOURCE: Path = ("data", "sources", "train")

@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from clipstream.config.flag_aliases import CAPTION, IMAGENETS
-from clipstream.config.plugins import is_plugin
-from clipstream.config.section import Path
 from clipstream.data.json_path import step_of
+from clipstream.utils.plugins import is_plugin
+from clipstream.utils.section import Path
 
 Given = Mapping[str, str]
 Found = Iterator[tuple[str, Path, Any]]

@@ -26,9 +26,9 @@ from clipstream.config.flag_groups import (
     zero_shot_sets,
 )  # fmt: skip
 from clipstream.config.open_clip_flags import notice, refusal, value_notice
-from clipstream.config.section import Path, Section, child, dotted, entries_of, leaves, with_home, with_shipped
-from clipstream.data.shard_url import parts_of, redact, table_format
 from clipstream.errors import SettingsError, nearest
+from clipstream.storage.shard_url import parts_of, redact, table_format
+from clipstream.utils.section import Path, Section, child, dotted, entries_of, leaves, with_home, with_shipped
 
 
 class Given(NamedTuple):

@@ -21,9 +21,7 @@ from pydantic import Field, PrivateAttr, SerializeAsAny, ValidationError
 from clipstream.config.config_sources import Node, merged, plain, read_yaml
 from clipstream.config.error_messages import enumerate_words, format_errors, format_problem
 from clipstream.config.flags import flag_tree, split
-from clipstream.config.section import SET, Conflict, Is, Path, Section, Tree
 from clipstream.data.settings import DataSettings, TokenizerSettings
-from clipstream.data.shard_url import redact
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -31,9 +29,11 @@ from clipstream.evals.settings import EvalSettings
 from clipstream.losses.settings import DistillSettings, LossSettings
 from clipstream.models.settings import ModelSettings
 from clipstream.report.settings import LogSettings
+from clipstream.storage.shard_url import redact
 from clipstream.training.optim import ConstCooldown, OptimSettings, ScheduleSettings
 from clipstream.training.settings import CheckpointSettings, TrainSettings
 from clipstream.utils.logs import logger
+from clipstream.utils.section import SET, Conflict, Is, Path, Section, Tree
 
 if TYPE_CHECKING:
     from clipstream.data.order.epochs import EpochPlan

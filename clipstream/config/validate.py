@@ -15,7 +15,15 @@ from typing import Any
 from clipstream.checkpoint.remote_sync import RemoteDir
 from clipstream.checkpoint.run_lock import holds_a_run
 from clipstream.config.error_messages import enumerate_words, format_problem
-from clipstream.config.section import (
+from clipstream.config.settings import INDEXED_EPOCH, Settings
+from clipstream.data.sources.registry import expand
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.evals.classes import repeated, unreadable
+from clipstream.evals.settings import EvalSettings, LabelledSettings, eval_name, sources_of
+from clipstream.storage.shard_url import ShardURL
+from clipstream.utils.logs import logger
+from clipstream.utils.section import (
     SET,
     UNSET,
     Conflict,
@@ -28,15 +36,7 @@ from clipstream.config.section import (
     section_of,
     types_of,
 )
-from clipstream.config.settings import INDEXED_EPOCH, Settings
-from clipstream.data.shard_url import ShardURL
-from clipstream.data.sources.registry import expand
-from clipstream.distributed.world import World
-from clipstream.errors import SettingsError
-from clipstream.evals.classes import repeated, unreadable
-from clipstream.evals.settings import EvalSettings, LabelledSettings, eval_name, sources_of
-from clipstream.utils.escape import printable
-from clipstream.utils.logs import logger
+from clipstream.utils.text import printable
 
 Problems = Iterator[tuple[Path, str]]
 _NEVER = "step {0} is never reached: the run has {1}"

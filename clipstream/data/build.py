@@ -26,16 +26,16 @@ from clipstream.data.order.lanes import Cursor, DataState, Fingerprint, LaneSlot
 from clipstream.data.order.rng import mix
 from clipstream.data.order_plan import TOKENIZER, differences, fingerprint_of, order_plan, source_order, stable_names
 from clipstream.data.settings import MAX_PIXELS, DataSettings, JsonCaption, SourceSettings
-from clipstream.data.shard_url import ShardURL, redact
 from clipstream.data.sources.indexes import count_samples
 from clipstream.data.sources.protocol import SourceContext
 from clipstream.data.sources.registry import Source, expand
-from clipstream.data.transport.downloader import MOST, Fetcher
-from clipstream.data.transport.shard_cache import ShardCache
-from clipstream.data.transport.transfer import GIB, ShardError
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
 from clipstream.features.manifest import IDS
+from clipstream.storage.downloader import MOST, Fetcher
+from clipstream.storage.shard_cache import ShardCache
+from clipstream.storage.shard_url import ShardURL, redact
+from clipstream.storage.transfer import GIB, ShardError
 from clipstream.utils.logs import logger
 from clipstream.utils.openmp import spinning_notice
 

@@ -17,9 +17,9 @@ from clipstream.data.order.epochs import EpochPlan, IndexedOrder
 from clipstream.data.order.lanes import Fingerprint, Mix, SourceMix
 from clipstream.data.order.windows import Order, SourceOrder, group_size_for
 from clipstream.data.settings import DataSettings, SourceSettings
-from clipstream.data.shard_url import redact, stable_name
 from clipstream.data.sources.indexes import count_samples
 from clipstream.data.sources.registry import Source
+from clipstream.storage.shard_url import redact, stable_name
 
 ORDER_VERSION = 2  # of the algorithm; another number is another order
 MIXED_ORDER_VERSION = 3  # the same, of several sources and of the mode `epoch`

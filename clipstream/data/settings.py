@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
-from clipstream.config.plugins import is_plugin, load_function
-from clipstream.config.section import SET, Conflict, PathText, PluginSection, Section, other_than
 from clipstream.data.json_path import parse_path
-from clipstream.data.shard_url import parts_of, redact, table_format
+from clipstream.storage.shard_url import parts_of, redact, table_format
+from clipstream.utils.plugins import is_plugin, load_function
+from clipstream.utils.section import SET, Conflict, PathText, PluginSection, Section, other_than
 
 Share = Annotated[float, Field(ge=0, le=1)]
 CSV_CAPTION = "title;txt"  # columns of a CSV with the caption: open_clip's default, or that of other tables

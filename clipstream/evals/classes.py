@@ -21,8 +21,8 @@ from clipstream.data.sources.clip_benchmark import MULTILABEL, Benchmark, of_sou
 from clipstream.errors import SettingsError, each
 from clipstream.evals.settings import LabelledSettings, ZeroShotSettings
 from clipstream.utils.content import read_text
-from clipstream.utils.escape import printable
 from clipstream.utils.logs import logger
+from clipstream.utils.text import printable
 
 if TYPE_CHECKING:
     from clipstream.data.batch import Batch

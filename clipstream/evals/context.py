@@ -20,12 +20,12 @@ from clipstream.data.decode.captions import CaptionExtractor
 from clipstream.data.decode.tokenizers import Tokenizer, readable
 from clipstream.data.loader.workers import auto_workers
 from clipstream.data.settings import DataSettings, SourceSettings
-from clipstream.data.shard_url import redact
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, Interrupted, Stopped
 from clipstream.evals.fingerprints import Reading, of_weights
 from clipstream.losses.contrastive import ContrastiveLoss
 from clipstream.models.towers import Features
+from clipstream.storage.shard_url import redact
 from clipstream.training.precision import Precision, autocast
 
 

@@ -19,7 +19,6 @@ from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol
 
-from clipstream.config.plugins import make_plugin
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, DataError, SettingsError, Stopped, did_you_mean
 from clipstream.evals.context import DryRun, EvalContext, Example, Table, evaluating
@@ -34,6 +33,7 @@ from clipstream.evals.settings import EvalSettings, MeanSettings, Weights, eval_
 from clipstream.training.gradcache import is_out_of_memory
 from clipstream.training.precision import same_randomness
 from clipstream.utils.logs import logger
+from clipstream.utils.plugins import make_plugin
 
 if TYPE_CHECKING:
     import torch

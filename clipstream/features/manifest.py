@@ -21,10 +21,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import ConfigDict, Field, InstanceOf
 
-from clipstream.config.section import checked
 from clipstream.errors import SettingsError
 from clipstream.features.codec import DTYPES, ID_DTYPES, row_bytes
-from clipstream.utils.escape import file_name
+from clipstream.utils.section import checked
+from clipstream.utils.text import file_name
 
 VERSION = 1
 STORE, DRAFT, MODEL = "store.json", "draft.json", "model"

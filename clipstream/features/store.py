@@ -3,7 +3,7 @@
 Rows of a part are one array over all chunks of a source (`region`), so that a batch is one `np.take`, without Python
 for each sample. A shard has to be held while its rows are read; holding it checks each chunk's CRC-32 once per process.
 Local uncompressed chunks are mapped where they are; all others become local files first, in the cache or in a temporary
-folder (`data.transport.shard_cache`).
+folder (`storage.shard_cache`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from clipstream.data.shard_url import ShardURL
-from clipstream.data.transport.shard_cache import ShardCache
-from clipstream.data.transport.transfer import ShardError
 from clipstream.errors import DataError, SettingsError, did_you_mean
 from clipstream.features import chunks
 from clipstream.features.chunks import DamagedChunk, Header
@@ -40,6 +37,9 @@ from clipstream.features.manifest import (
     sample_dtype,
 )
 from clipstream.features.region import Changes, Region
+from clipstream.storage.shard_cache import ShardCache
+from clipstream.storage.shard_url import ShardURL
+from clipstream.storage.transfer import ShardError
 from clipstream.utils.atomic_write import BLOCK
 
 AHEAD = 1024  # rows whose beginnings are read before they are copied

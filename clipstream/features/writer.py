@@ -20,9 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from clipstream.data.shard_url import ShardURL
-from clipstream.data.transport.downloader import Fetcher
-from clipstream.data.transport.transfer import Monitor, ShardError
 from clipstream.errors import DataError, SettingsError
 from clipstream.features import chunks
 from clipstream.features.chunks import KEYS, ORIGIN, ROWS, ChunkID, DamagedChunk, Header
@@ -42,8 +39,11 @@ from clipstream.features.manifest import (
     part_folder,
     sample_dtype,
 )
+from clipstream.storage.downloader import Fetcher
+from clipstream.storage.shard_url import ShardURL
+from clipstream.storage.transfer import Monitor, ShardError
 from clipstream.utils import atomic_write
-from clipstream.utils.escape import printable
+from clipstream.utils.text import printable
 
 REASON = "reason"  # metadata of the chunk of a shard that could not be opened
 LOCK = ".lock"

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 import torch
 from torch.autograd.function import once_differentiable
 
-from clipstream.config.plugins import make_plugin
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -37,6 +36,7 @@ from clipstream.losses import tiled
 from clipstream.losses.ring import Ring
 from clipstream.losses.settings import ClipLossSettings, LossSettings, SiglipLossSettings
 from clipstream.utils.logs import logger
+from clipstream.utils.plugins import make_plugin
 
 if TYPE_CHECKING:
     from clipstream.models.towers import Features

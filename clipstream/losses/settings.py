@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from clipstream.config.section import SET, Conflict, PathText, PluginSection, Section
 from clipstream.models.settings import ModelSettings
+from clipstream.utils.section import SET, Conflict, PathText, PluginSection, Section
 
 Duplicates = Literal["negatives", "mask", "positives"]
 _DUPLICATES = "how samples that are equal count for each other: negatives, mask (ignored), positives"

@@ -19,8 +19,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, FiniteFloat
 from typing_extensions import NotRequired, TypedDict
 
-from clipstream.config.section import checked
 from clipstream.errors import SettingsError, did_you_mean
+from clipstream.utils.section import checked
 
 HUB, LOCAL = "hf-hub:", "local-dir:"
 # Defaults of open_clip (CLIPVisionCfg and CLIPTextCfg in open_clip/model.py).

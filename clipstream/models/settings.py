@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from typing_extensions import Self
 
-from clipstream.config.section import SET, ConfigPathText, Conflict, Is, PathText, Section
+from clipstream.utils.section import SET, ConfigPathText, Conflict, Is, PathText, Section
 
 Level = Annotated[float, Field(ge=0, le=1)]
 Deviation = Annotated[float, Field(gt=0, le=1)]

@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from timm.layers import to_2tuple
 from torch import nn
 
-from clipstream.config.plugins import not_trusted
 from clipstream.data.batch import ImageSpec
 from clipstream.errors import SettingsError
 from clipstream.features.codec import decode_rows
@@ -32,8 +31,9 @@ from clipstream.models.pretrained import (
     WEIGHT_FILES,
 )
 from clipstream.models.stored import StoredTower, Tower, members
-from clipstream.performance.parts import IMAGE_FORWARD, TEXT_FORWARD
-from clipstream.performance.timing import begin
+from clipstream.utils.plugins import not_trusted
+from clipstream.utils.timing.parts import IMAGE_FORWARD, TEXT_FORWARD
+from clipstream.utils.timing.step_timer import begin
 
 
 class Features(NamedTuple):

@@ -15,7 +15,6 @@ from typing import Any
 from clipstream.cli.main import run_main, show_help
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.flags import own_flags
-from clipstream.config.section import own_path
 from clipstream.config.settings import Settings, load
 from clipstream.config.validate import validate_sources
 from clipstream.distributed.world import World
@@ -25,6 +24,7 @@ from clipstream.models.pretrained import preflight, preflight_teacher
 from clipstream.models.settings import ModelSettings
 from clipstream.precompute.options import STORED_DTYPES, StoreOptions
 from clipstream.utils.logs import set_level
+from clipstream.utils.section import own_path
 
 CHUNK_ROWS, ROWS_MULTIPLE = 8192, 4096
 NAME = re.compile(r"[A-Za-z0-9][\w-]{0,60}")

@@ -35,11 +35,8 @@ from clipstream.data.loader.workers import auto_workers
 from clipstream.data.order.rng import mix
 from clipstream.data.order_plan import reading_of, stable_names, tokenizer_identity, views_of
 from clipstream.data.settings import JsonCaption, TokenizerSettings
-from clipstream.data.shard_url import redact
 from clipstream.data.sources.protocol import SourceContext
 from clipstream.data.sources.registry import Source
-from clipstream.data.transport.shard_cache import ShardCache
-from clipstream.data.transport.transfer import ShardError
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
@@ -58,11 +55,13 @@ from clipstream.models.weights import read_weights
 from clipstream.precompute.compute import ChunkComputer, Pass
 from clipstream.precompute.options import StoreOptions
 from clipstream.report.terminal import duration
+from clipstream.storage.shard_cache import ShardCache
+from clipstream.storage.shard_url import redact
+from clipstream.storage.transfer import ShardError
 from clipstream.training.precision import Precision, autocast, check_device, prepare, resolve_precision
 from clipstream.utils import atomic_write, early_signals
-from clipstream.utils.escape import printable, printable_lines
 from clipstream.utils.logs import announce, logger
-from clipstream.utils.words import counted
+from clipstream.utils.text import counted, printable, printable_lines
 
 FEW = 4  # shards a rank; where there are fewer, the ranks take chunks in turn
 LOOKED_AT, LOOKED = 4, 16  # shards that the estimate opens, and samples of each whose captions it counts

@@ -15,8 +15,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from clipstream.data.shard_url import redact
 from clipstream.report.sinks import AppendedFile, JsonLines, Record, flat, json_line, lines
+from clipstream.storage.shard_url import redact
 from clipstream.utils import atomic_write
 from clipstream.utils.versions import versions
 

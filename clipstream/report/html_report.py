@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from clipstream import __version__
-from clipstream.performance.parts import PARTS
 from clipstream.report.eval_results import groups
 from clipstream.report.run_reader import Points, RunContents, fewer, read_run, take
 from clipstream.report.sinks import Page, Record, Sink
 from clipstream.report.terminal import chance_of, duration, early_stop_line, is_minor, is_share, milliseconds, percent
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
+from clipstream.utils.timing.parts import PARTS
 
 REPORT_FILE = "report.html"
 TEMPLATE = "page.html"

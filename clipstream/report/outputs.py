@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clipstream.config.plugins import make_plugin, raised
-from clipstream.data.shard_url import redact_value
 from clipstream.distributed.run_record import command_line, end_record, start_record
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -38,8 +36,10 @@ from clipstream.report.sinks import (
 )
 from clipstream.report.terminal import ProgressDisplay
 from clipstream.report.trackers import trackio_run, wandb_run
+from clipstream.storage.shard_url import redact_value
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
+from clipstream.utils.plugins import make_plugin, raised
 
 if TYPE_CHECKING:
     from clipstream.data.batch import Batch

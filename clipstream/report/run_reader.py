@@ -11,11 +11,11 @@ import yaml
 from typing_extensions import TypedDict
 
 from clipstream.checkpoint.run_lock import is_occupied
-from clipstream.config.section import checked
-from clipstream.data.shard_url import redact
 from clipstream.errors import SettingsError
 from clipstream.report.eval_results import FIGURES_FILE, WATCH_FOLDER, way_of
 from clipstream.report.sinks import AUDIT_FILE, METRICS_FILE, Page, PictureFiles, Record, flat, lines
+from clipstream.storage.shard_url import redact
+from clipstream.utils.section import checked
 
 _NO_CURVE = ("step", "samples", "epoch")
 

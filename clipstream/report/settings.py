@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import Field, SerializeAsAny, field_validator
 
-from clipstream.config.plugins import is_plugin, load_function
-from clipstream.config.section import PathText, PluginSection, Section
+from clipstream.utils.plugins import is_plugin, load_function
+from clipstream.utils.section import PathText, PluginSection, Section
 
 Progress = Literal["auto", "bar", "lines", "none"]
 

@@ -22,10 +22,10 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Protocol
 from pydantic import ConfigDict, Field, InstanceOf
 from typing_extensions import NotRequired, TypedDict
 
-from clipstream.config.section import Count, checked
 from clipstream.errors import SettingsError
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
+from clipstream.utils.section import Count, checked
 
 if TYPE_CHECKING:
     from clipstream.evals.context import Example, Table

@@ -27,11 +27,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Column
 
-from clipstream.data.shard_url import redact
 from clipstream.report.sinks import NONFINITE_FILE, Record, Sink, flat
-from clipstream.utils.escape import printable_lines
+from clipstream.storage.shard_url import redact
 from clipstream.utils.logs import Tee, below, log_displayed, logger
-from clipstream.utils.words import counted
+from clipstream.utils.text import counted, printable_lines
 
 RECENT = 10  # training lines whose mean speed gives the time left
 SHOWN_KEYS = 4  # samples shown of a skipped step

@@ -23,17 +23,17 @@ from clipstream.data.decode.images import check_shape, converted, loaded, opaque
 from clipstream.data.decode.sample_profile import NO_TEXT, SHORT_FLAGS, Profile
 from clipstream.data.loader.health import Captions
 from clipstream.data.settings import AugmentSettings, SourceSettings, rgb
-from clipstream.data.shard_url import redact
 from clipstream.data.sources.protocol import SourceContext
 from clipstream.data.sources.registry import Source
 from clipstream.data.sources.tables import MISSING
-from clipstream.data.tar import SCATTERED
-from clipstream.data.transport.shard_cache import ShardCache
-from clipstream.data.transport.transfer import ShardError
 from clipstream.errors import DataError, Dropped
+from clipstream.storage.shard_cache import ShardCache
+from clipstream.storage.shard_url import redact
+from clipstream.storage.tar import SCATTERED
+from clipstream.storage.transfer import ShardError
 from clipstream.utils.console import ResultConsole
 from clipstream.utils.content import OTHER_NAME
-from clipstream.utils.escape import MESSAGE, printable
+from clipstream.utils.text import MESSAGE, printable
 
 T = TypeVar("T")
 SHARDS_READ = 10  # of a large data set, spread over it

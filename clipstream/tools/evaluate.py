@@ -21,7 +21,6 @@ from clipstream.config.error_messages import enumerate_words
 from clipstream.config.flags import own_flags
 from clipstream.config.settings import Settings, load, require_equal
 from clipstream.config.validate import validate_evals
-from clipstream.data.shard_url import ShardURL
 from clipstream.data.sources.registry import expand
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.world import World
@@ -34,6 +33,7 @@ from clipstream.report.eval_results import FIGURES_FILE, TABLE_FILE, add, traced
 from clipstream.report.html_report import write_evaluations
 from clipstream.report.sinks import Page, Record
 from clipstream.report.terminal import table
+from clipstream.storage.shard_url import ShardURL
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import announce, logger, set_level
 

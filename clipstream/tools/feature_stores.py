@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from clipstream.config.section import found
 from clipstream.config.settings import Settings
 from clipstream.config.validate import AS_EVALUATED, tell
 from clipstream.data.decode.tokenizers import Tokenizer
@@ -22,6 +21,7 @@ from clipstream.models.fingerprint import image_fingerprint, same_text_weights, 
 from clipstream.models.pretrained import WEIGHT_FILES
 from clipstream.models.teacher import NAME as LIVE
 from clipstream.models.towers import Towers
+from clipstream.utils.section import found
 
 PRECISION = "precision"  # of the forward pass that made the features; training may compute in another one
 

@@ -10,17 +10,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from clipstream.data.shard_url import ShardURL, redact
 from clipstream.data.sources import indexes
 from clipstream.data.sources.registry import typed_shards
-from clipstream.data.tar import scan
-from clipstream.data.transport.shard_cache import ShardCache
-from clipstream.data.transport.transfer import ShardError
 from clipstream.distributed.capabilities import cores
 from clipstream.errors import DataError, SettingsError
-from clipstream.utils.escape import printable
+from clipstream.storage.shard_cache import ShardCache
+from clipstream.storage.shard_url import ShardURL, redact
+from clipstream.storage.tar import scan
+from clipstream.storage.transfer import ShardError
 from clipstream.utils.logs import logger
 from clipstream.utils.processes import Crashed, Done, run
+from clipstream.utils.text import printable
 
 REPORT_SECONDS = 5.0
 LISTED = 10  # shards that a message names

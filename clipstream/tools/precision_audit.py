@@ -43,7 +43,7 @@ from clipstream.training.precision import same_randomness
 from clipstream.training.step import TrainStep
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import announce, logger
-from clipstream.utils.words import counted
+from clipstream.utils.text import counted
 
 MOST_STEPS = 24  # of fp16, whose loss scale falls by half until no gradient overflows
 ROWS = 12  # of the table of costs

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 from PIL import ExifTags, Image
 
 from clipstream.data.decode.images import eight_bits, opened, orientation_of
-from clipstream.data.tar import LINK, ShardIndex
+from clipstream.storage.tar import LINK, ShardIndex
 
 Format = Literal["keep", "jpg", "webp", "png"]
 _NAMES = {"jpg": "JPEG", "webp": "WEBP", "png": "PNG"}

@@ -26,9 +26,9 @@ from clipstream.checkpoint.state import CheckpointMeta, read_meta
 from clipstream.config.dump import portable
 from clipstream.config.settings import Settings, by_key, shown
 from clipstream.data.order.lanes import DataState
-from clipstream.data.shard_url import ShardURL, redact_value
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
+from clipstream.storage.shard_url import ShardURL, redact_value
 from clipstream.training.precision import Precision, resolve_precision
 from clipstream.training.state import StepState, TrainState
 from clipstream.utils import atomic_write

@@ -7,12 +7,12 @@ from pathlib import Path
 from clipstream.checkpoint import store
 from clipstream.checkpoint.state import CheckpointMeta
 from clipstream.config.settings import Settings, open_sources
-from clipstream.data.shard_url import redact
 from clipstream.distributed.world import World
 from clipstream.models.towers import Towers
+from clipstream.storage.shard_url import redact
 from clipstream.tools.resume import changes
 from clipstream.utils.logs import announce
-from clipstream.utils.words import counted
+from clipstream.utils.text import counted
 
 
 def print_summary(

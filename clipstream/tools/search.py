@@ -30,7 +30,7 @@ from clipstream.features.store import FeatureStore
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from clipstream.utils.console import ResultConsole
-from clipstream.utils.escape import printable
+from clipstream.utils.text import printable
 
 SHOWN = 25  # rows of a table
 CELL = 100  # characters of a caption or query

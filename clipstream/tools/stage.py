@@ -27,11 +27,9 @@ from clipstream.checkpoint.run_lock import held
 from clipstream.config.config_sources import to_yaml
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.flags import own_flags, split
-from clipstream.config.section import Tree, own_path
 from clipstream.config.settings import Settings, load
 from clipstream.data.decode.captions import split_keys
 from clipstream.data.settings import SourceSettings
-from clipstream.data.shard_url import USER_INFO, ShardURL, parts_of, redact, stable_name
 from clipstream.data.sources.indexes import SIGNED
 from clipstream.data.sources.patterns import in_braces
 from clipstream.data.sources.registry import entries, expand, source_type, typed_shards
@@ -39,6 +37,7 @@ from clipstream.data.sources.tars import SIZES
 from clipstream.distributed.capabilities import cores
 from clipstream.errors import DataError, SettingsError, Stopped
 from clipstream.report.terminal import duration
+from clipstream.storage.shard_url import USER_INFO, ShardURL, parts_of, redact, stable_name
 from clipstream.tools.reencode import Format, Recipe
 from clipstream.tools.stage_copies import (
     PARTS,
@@ -51,8 +50,9 @@ from clipstream.tools.stage_copies import (
     write_records,
 )
 from clipstream.utils import atomic_write
-from clipstream.utils.escape import printable
 from clipstream.utils.logs import set_level
+from clipstream.utils.section import Tree, own_path
+from clipstream.utils.text import printable
 
 SETTINGS_FILE = "staged.yaml"
 COPYING = 16  # default number of processes, which mostly wait for servers and disks

@@ -25,18 +25,18 @@ from rich.progress import Progress as RichProgress
 
 from clipstream.data.decode.captions import split_keys
 from clipstream.data.settings import SourceSettings
-from clipstream.data.shard_url import ShardURL, redact
 from clipstream.data.sources import indexes
-from clipstream.data.tar import scan
-from clipstream.data.transport.cache_eviction import crc_of
-from clipstream.data.transport.downloader import Fetcher
-from clipstream.data.transport.transfer import FileInfo, Monitor, ShardError
 from clipstream.errors import DataError
 from clipstream.report.terminal import duration
+from clipstream.storage.cache_eviction import crc_of
+from clipstream.storage.downloader import Fetcher
+from clipstream.storage.shard_url import ShardURL, redact
+from clipstream.storage.tar import scan
+from clipstream.storage.transfer import FileInfo, Monitor, ShardError
 from clipstream.tools.reencode import Recipe, rewrite
 from clipstream.utils import atomic_write
-from clipstream.utils.escape import printable_lines
 from clipstream.utils.processes import Crashed, Progress, run
+from clipstream.utils.text import printable_lines
 
 RECORDS = "staged.jsonl"
 PARTS = ".parts"  # subfolder for incomplete copies

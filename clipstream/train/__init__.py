@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from clipstream.cli.callable_module import make_callable
 from clipstream.cli.main import load_or_help, run_main
 from clipstream.config.python_settings import Config, Overrides, settings_from
 from clipstream.config.settings import Settings, with_known_epoch
@@ -19,7 +20,6 @@ from clipstream.distributed.world import World
 from clipstream.errors import Stopped
 from clipstream.losses.settings import chosen_loss_type
 from clipstream.train.run import train_rank
-from clipstream.utils.callable_module import make_callable
 from clipstream.utils.logs import on_terminal, set_level
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from clipstream.checkpoint.run_lock import occupied
 from clipstream.config.dump import redacted, write_config
 from clipstream.config.settings import Settings, require_equal, resolve
-from clipstream.data.transport.shard_cache import cache_root
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, Interrupted, SettingsError, Stopped
 from clipstream.losses.settings import chosen_loss_type
 from clipstream.report.sinks import RunInfo
+from clipstream.storage.shard_cache import cache_root
 from clipstream.training.early_stop import EarlyStop
 from clipstream.training.optim import build_optimizer, build_schedule
 from clipstream.utils import atomic_write, early_signals
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from clipstream.models.teacher import Teacher
     from clipstream.models.towers import Towers
     from clipstream.performance.flops import Throughput
-    from clipstream.performance.step_profile import StepProfiler
     from clipstream.report.outputs import Ending, Outputs
     from clipstream.training.parallel import FullTowers, ShardedTowers
     from clipstream.training.state import TrainState
     from clipstream.training.step import TrainStep
+    from clipstream.utils.timing.step_profile import StepProfiler
 
 FREE_SPACE = 64 << 10  # bytes that a run writes before its first step
 
@@ -301,7 +301,7 @@ def build_throughput(settings: Settings, world: World, towers: Towers) -> Throug
 
 def build_profiler(settings: Settings, world: World, done: int) -> StepProfiler | None:
     """The profiler of some of the steps after `done`; None without any."""
-    from clipstream.performance.step_profile import StepProfiler
+    from clipstream.utils.timing.step_profile import StepProfiler
 
     steps = settings.log.profiled(done, settings.total_steps)
     if world.is_main and settings.log.profile is not None and not steps and done < settings.total_steps:

@@ -14,8 +14,8 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from clipstream.config.section import SET, UNSET, Conflict, Section, other_than
 from clipstream.errors import SettingsError, did_you_mean
+from clipstream.utils.section import SET, UNSET, Conflict, Section, other_than
 
 By = Literal["auto", "max", "min"]
 EvalRecord = Mapping[str, str | float]  # step, eval (the evaluator's name) and its metrics

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field, field_validator
 
-from clipstream.config.plugins import make_plugin, raised
-from clipstream.config.section import GIVEN, SET, Conflict, Is, PluginSection, checked
 from clipstream.errors import ClipstreamError, SettingsError
+from clipstream.utils.plugins import make_plugin, raised
+from clipstream.utils.section import GIVEN, SET, Conflict, Is, PluginSection, checked
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ from clipstream.errors import DivergedError
 from clipstream.training.settings import TrainSettings
 from clipstream.training.state import RollbackState
 from clipstream.training.step import StepResult
-from clipstream.utils.words import counted
+from clipstream.utils.text import counted
 
 REMEMBERED = 100  # saves: older ones are rarely kept
 Restore = Callable[[Sequence[int]], int | None]

@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from clipstream.config.section import GIVEN, SET, Conflict, Is, PathText, Section, other_than
 from clipstream.errors import SettingsError
 from clipstream.models.settings import CUDA_GRAPHS, NOTHING_COMPILED
 from clipstream.training.early_stop import METRIC_BY, By, EarlyStopSettings, Metric, checked_metric
+from clipstream.utils.section import GIVEN, SET, Conflict, Is, PathText, Section, other_than
 
 # true and false: YAML's reading of `on` and `off`
 Compiled = Annotated[

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
-from clipstream.config.section import Count, checked
 from clipstream.data.order.lanes import DataState
 from clipstream.training.early_stop import EarlyStopState
+from clipstream.utils.section import Count, checked
 
 SourceHealth = dict[str, int | str | dict[str, int | str]]  # as clipstream.data.loader.health.merge_counts
 

@@ -34,8 +34,6 @@ from clipstream.distributed.world import World
 from clipstream.losses.contrastive import ContrastiveLoss
 from clipstream.models.execution.compile import Compilation, compiling, eagerly
 from clipstream.models.execution.feature_cache import FeatureCache
-from clipstream.performance.parts import COPY, OPTIMIZER
-from clipstream.performance.timing import begin, timed
 from clipstream.training.auto_micro_batch import AutoMicroBatch, MicroBatch
 from clipstream.training.ema import WeightAverages
 from clipstream.training.gradcache import GradCache
@@ -51,6 +49,8 @@ from clipstream.training.precision import Precision
 from clipstream.training.settings import MICRO_NORMS
 from clipstream.training.state import StepState
 from clipstream.utils.logs import logger
+from clipstream.utils.timing.parts import COPY, OPTIMIZER
+from clipstream.utils.timing.step_timer import begin, timed
 
 SMALLEST_SCALE = 2.0**-10  # of fp16: gradients that are not finite at this scale never will be
 

@@ -23,15 +23,15 @@ from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, DataError, Interrupted, Stopped
 from clipstream.performance.flops import Throughput, Work
-from clipstream.performance.parts import DATA, PARTS
-from clipstream.performance.step_profile import StepProfiler
-from clipstream.performance.timing import StepTimer, timed
-from clipstream.performance.usage import Usage, over_ranks
 from clipstream.training.early_stop import EarlyStop, EarlyStopSettings
 from clipstream.training.rollback import Rollback
 from clipstream.training.state import IntervalState, SourceHealth, TrainState
 from clipstream.training.step import StepResult, TrainStep
 from clipstream.utils.early_signals import BEFORE_TRAINING
+from clipstream.utils.timing.parts import DATA, PARTS
+from clipstream.utils.timing.step_profile import StepProfiler
+from clipstream.utils.timing.step_timer import StepTimer, timed
+from clipstream.utils.timing.usage import Usage, over_ranks
 
 if TYPE_CHECKING:
     from clipstream.data.loader.loader import Loader

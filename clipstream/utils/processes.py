@@ -11,13 +11,14 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -194,3 +195,16 @@ def _work(do: Callable[..., Any], connection: Connection, parents_end: Connectio
             connection.send(answer)
     except (Ended, EOFError, BrokenPipeError, ConnectionResetError):
         return  # requested by the parent, or because it died
+
+
+@contextlib.contextmanager
+def many_files() -> Iterator[None]:
+    """Raise this process's limit of open files to the system's: 1,024 are few, as each lane keeps shards open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS refuses an infinite limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -12,8 +12,8 @@ import pytest
 from clipstream.cli.completion import console_parser, flag_of, script
 from clipstream.cli.main import VERBS
 from clipstream.config.flag_aliases import ALIASES
-from clipstream.config.section import leaves
 from clipstream.config.settings import Settings
+from clipstream.utils.section import leaves
 from tests.support.commands import python
 
 

@@ -15,11 +15,11 @@ from clipstream.bench import train as bench_train
 from clipstream.config.config_sources import accepts_text
 from clipstream.config.dump import _RULES
 from clipstream.config.flags import own_flags
-from clipstream.config.section import leaves
 from clipstream.config.settings import Settings, load
 from clipstream.data.settings import PathTokenizer
 from clipstream.data.sources.registry import expand
 from clipstream.tools import evaluate, stage, watch
+from clipstream.utils.section import leaves
 from tests.support.tars import write_tar
 
 # Keys whose text is no path; a new one is told here, or has the type `section.PathText`.

@@ -14,9 +14,9 @@ import pytest
 from clipstream.cli import main
 from clipstream.cli.help import help_text
 from clipstream.config.flag_aliases import ALIASES
-from clipstream.config.section import leaves
 from clipstream.config.settings import Settings
 from clipstream.errors import ClipstreamError, DataError, DivergedError, SettingsError, Stopped
+from clipstream.utils.section import leaves
 from tests.support.commands import ROOT, python
 
 

@@ -13,10 +13,10 @@ import yaml
 
 from clipstream.config.dump import dump, portable, secrets
 from clipstream.config.settings import load
-from clipstream.data.shard_url import has_secret
 from clipstream.errors import SettingsError
 from clipstream.evaluate import main as evaluate
 from clipstream.models.pretrained import resolve
+from clipstream.storage.shard_url import has_secret
 from clipstream.train import main
 from tests.support.runs import MODEL, flags, furnish, lines
 

@@ -14,11 +14,11 @@ from clipstream.cli import main
 from clipstream.config import flag_groups
 from clipstream.config.flag_aliases import BY_FLAG
 from clipstream.config.open_clip_flags import MAIN, NOTICES, RELEASED, fate, notice, refusal, table
-from clipstream.config.section import leaves
 from clipstream.config.settings import Settings, load
 from clipstream.data.settings import JsonCaption, TextCaption
 from clipstream.errors import SettingsError
 from clipstream.training.optim import AdamW, Timm
+from clipstream.utils.section import leaves
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,9 +18,9 @@ from clipstream.data.decode.sample_profile import Profile
 from clipstream.data.loader.stage_timing import Stopwatch
 from clipstream.data.settings import CaptionSettings, JsonCaption, TextCaption
 from clipstream.data.sources.patterns import in_braces
-from clipstream.data.tar import scan
 from clipstream.errors import DataError
 from clipstream.index import main as index
+from clipstream.storage.tar import scan
 from tests.support.hostile_text import HOSTILE, obeyed
 from tests.support.loaders import data, loader
 from tests.support.pictures import picture

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from clipstream.checkpoint.store import best_of
-from clipstream.config import plugins
 from clipstream.data.decode.captions import RawSample
 from clipstream.data.loader.stage_timing import SLOWEST, Stopwatch
 from clipstream.data.settings import DataSettings
 from clipstream.errors import DataError
+from clipstream.utils import plugins
 from tests.support.clocks import START, Clock
 from tests.support.forks import ROOT, Fork, wait_until
 from tests.support.loaders import data, loader

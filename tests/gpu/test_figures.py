@@ -12,8 +12,8 @@ import torch
 from clipstream.features.store import FeatureStore
 from clipstream.performance.flops import Throughput, count_flops
 from clipstream.performance.peaks import peak_tflops
-from clipstream.performance.usage import Usage
 from clipstream.precompute import main as precompute
+from clipstream.utils.timing.usage import Usage
 from tests.support.gpu_steps import make_batch, make_step, make_towers
 from tests.support.models import MODEL
 from tests.support.pictures import make_shards

@@ -15,8 +15,8 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.execution.feature_cache import ENTRY, FeatureCache
 from clipstream.models.stored import TOWERS, Tower
-from clipstream.performance.timing import StepTimer
 from clipstream.utils.logs import logger
+from clipstream.utils.timing.step_timer import StepTimer
 from tests.support.model_files import build, write
 from tests.support.ranks import run_ranks
 

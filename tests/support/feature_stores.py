@@ -19,8 +19,6 @@ from clipstream.data.order_plan import stable_names
 from clipstream.data.settings import DataSettings
 from clipstream.data.sources.protocol import SourceContext
 from clipstream.data.sources.registry import Source
-from clipstream.data.transport.shard_cache import ShardCache
-from clipstream.data.transport.transfer import ShardError
 from clipstream.errors import Dropped
 from clipstream.features.codec import encode_rows
 from clipstream.features.manifest import (
@@ -33,6 +31,8 @@ from clipstream.features.manifest import (
     sample_dtype,
 )
 from clipstream.features.writer import StoreWriter
+from clipstream.storage.shard_cache import ShardCache
+from clipstream.storage.transfer import ShardError
 from tests.support.pictures import ByteTokenizer
 
 WIDTH = 6

@@ -14,8 +14,8 @@ from PIL import ExifTags, Image, features
 
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.images import EvalTransform, Pixels
-from clipstream.data.tar import Shard, scan
 from clipstream.errors import Dropped
+from clipstream.storage.tar import Shard, scan
 from clipstream.tools.reencode import Format, Recipe, recode, rewrite
 from tests.support.tars import write_tar
 

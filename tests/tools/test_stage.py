@@ -23,9 +23,9 @@ from clipstream.checkpoint.run_lock import held
 from clipstream.config.settings import load
 from clipstream.data.sources import indexes
 from clipstream.data.sources.registry import expand
-from clipstream.data.tar import Shard, scan
-from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.stage import main
+from clipstream.storage.shard_cache import ShardCache
+from clipstream.storage.tar import Shard, scan
 from tests.support.forks import ROOT, TIMEOUT, wait_until
 from tests.support.loaders import data, digests, loader
 from tests.support.pictures import make_shards, picture

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from clipstream.data.settings import SourceSettings
-from clipstream.data.transport.transfer import FileInfo
 from clipstream.errors import DataError
+from clipstream.storage.transfer import FileInfo
 from clipstream.tools.stage_copies import Copier, Copies, Failure, PlannedShard, Record, Report
 from tests.support.pictures import make_shards
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 from pydantic_core import from_json
 
-from clipstream.config.plugins import load_function, make_plugin, raised
 from clipstream.data.json_path import ABSENT as ABSENT
 from clipstream.data.json_path import parse_path, structure, values_at
 from clipstream.data.settings import CaptionSettings, JsonCaption, TextCaption
 from clipstream.errors import Dropped, SettingsError
-from clipstream.utils.escape import printable
+from clipstream.utils.plugins import load_function, make_plugin, raised
+from clipstream.utils.text import printable
 
 if TYPE_CHECKING:
     from clipstream.data.order.rng import SampleRNG, SampleRNGs

@@ -20,11 +20,11 @@ import numpy as np
 import simplejpeg
 from PIL import ExifTags, Image, PngImagePlugin, UnidentifiedImageError
 
-from clipstream.config.plugins import make_plugin, raised
 from clipstream.data.batch import ImageSpec
 from clipstream.data.settings import MAX_PIXELS, ImageTransformSettings, rgb
 from clipstream.errors import Dropped, SettingsError
 from clipstream.utils.content import describe
+from clipstream.utils.plugins import make_plugin, raised
 
 if TYPE_CHECKING:
     from clipstream.data.order.rng import SampleRNG

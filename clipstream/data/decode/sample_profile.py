@@ -20,10 +20,10 @@ import yaml
 from clipstream.data.decode.captions import RawSample, build_caption, candidates, split_keys
 from clipstream.data.json_path import filter_of, parse_path, step_of, structure
 from clipstream.data.settings import CaptionSettings, JsonCaption, TextCaption
-from clipstream.data.tar import PACKING, UNPACKING
 from clipstream.errors import Dropped
+from clipstream.storage.tar import PACKING, UNPACKING
 from clipstream.utils import content
-from clipstream.utils.escape import printable
+from clipstream.utils.text import printable
 
 MAX_FIELDS = 500  # a JSON member whose names are ids would otherwise fill the memory
 MAX_SUFFIXES = 5000

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from clipstream.config.plugins import make_plugin, not_trusted, raised
 from clipstream.data.settings import HubTokenizer, PathTokenizer, TokenizerSettings
 from clipstream.errors import SettingsError
+from clipstream.utils.plugins import make_plugin, not_trusted, raised
 
 if TYPE_CHECKING:
     import torch

@@ -34,13 +34,13 @@ from clipstream.data.loader.stored import BatchRows, StoredData, StoredSamples
 from clipstream.data.loader.workers import Worker
 from clipstream.data.order.lanes import DataState, Fingerprint, LaneSlots, Mix
 from clipstream.data.sources.registry import Source
-from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.errors import ClipstreamError, DataError, Interrupted
 from clipstream.features.manifest import IMAGE
-from clipstream.performance.parts import COPY
-from clipstream.performance.timing import timed
-from clipstream.utils.escape import printable_lines
+from clipstream.storage.shard_cache import ShardCache
 from clipstream.utils.logs import logger
+from clipstream.utils.text import printable_lines
+from clipstream.utils.timing.parts import COPY
+from clipstream.utils.timing.step_timer import timed
 
 POLL = 0.2  # s between checks for interruption and stalls while a batch is waited for
 WATCH = 2.0  # s between checks for killed workers while no batch is asked for

@@ -21,13 +21,13 @@ from clipstream.data.loader.stored import StoredSamples
 from clipstream.data.order.lanes import Cursor
 from clipstream.data.order.rng import mix
 from clipstream.data.order.windows import Order
-from clipstream.data.shard_url import redact
 from clipstream.data.sources.protocol import OpenShard
 from clipstream.data.sources.registry import Source
-from clipstream.data.tar import SampleRef, ShardIndex
-from clipstream.data.transport.pipe import end_command
-from clipstream.data.transport.transfer import ShardError
 from clipstream.errors import DataError, Dropped
+from clipstream.storage.pipe import end_command
+from clipstream.storage.shard_url import redact
+from clipstream.storage.tar import SampleRef, ShardIndex
+from clipstream.storage.transfer import ShardError
 
 CLOSE_SECONDS = 2.0  # to wait for a background download to end
 MOST_EMPTY_GROUPS = 1000  # in a row, of one lane: if half of the shards are broken, chance gives 1e-301

@@ -21,11 +21,11 @@ from clipstream.data.decode.key_lists import NOT_KEPT, SampleFilter
 from clipstream.data.loader.health import DroppedSample, SourceHealth
 from clipstream.data.order.lanes import Numbers
 from clipstream.data.order.rng import Keys, SampleRNG, SampleRNGs
-from clipstream.data.shard_url import redact
 from clipstream.errors import DataError, Dropped, SettingsError
 from clipstream.features.codec import DTYPES
 from clipstream.features.manifest import IDS, IMAGE, TEXT
 from clipstream.features.store import FeatureStore, StoredSource
+from clipstream.storage.shard_url import redact
 
 if TYPE_CHECKING:
     from clipstream.data.loader.batch_buffers import BatchBuffer

@@ -28,12 +28,12 @@ from clipstream.data.loader.pipeline import Pipeline
 from clipstream.data.loader.stage_timing import IDLE, OPEN, Stopwatch
 from clipstream.data.order.lanes import lanes_of_rank
 from clipstream.data.settings import MAX_AUTO_WORKERS, DataSettings
-from clipstream.data.transport.pipe import end_commands
 from clipstream.distributed.capabilities import cores
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
+from clipstream.storage.pipe import end_commands
 from clipstream.utils.processes import END, Ended, end, end_with, listen
-from clipstream.utils.words import counted
+from clipstream.utils.text import counted
 
 ON_CPU = 2  # workers of a rank whose model is on the CPU
 PATIENCE = 0.2  # s that a worker has to notice that its loader was closed

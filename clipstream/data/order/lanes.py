@@ -20,8 +20,8 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from clipstream.config.section import Count
 from clipstream.data.order.rng import GOLDEN, MASK, mix
+from clipstream.utils.section import Count
 
 MIN_LANES, MAX_LANES = 192, 3072
 Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]

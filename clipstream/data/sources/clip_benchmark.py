@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from clipstream.config.section import with_home
 from clipstream.data.settings import AUTO
-from clipstream.data.shard_url import ShardURL, redact, with_variables
 from clipstream.data.sources.tars import TarSource
-from clipstream.data.transport.shard_cache import ShardCache
-from clipstream.data.transport.transfer import ShardError
 from clipstream.errors import SettingsError
+from clipstream.storage.shard_cache import ShardCache
+from clipstream.storage.shard_url import ShardURL, redact, with_variables
+from clipstream.storage.transfer import ShardError
+from clipstream.utils.section import with_home
 
 SCHEME = "benchmark"
 HUB_PAGE = re.compile(r"(https://huggingface\.co/datasets/[^/]+/[^/]+)(?:/tree/([^/]+))?/?")

@@ -41,14 +41,14 @@ import yaml
 from pydantic import InstanceOf
 from typing_extensions import NotRequired, TypedDict
 
-from clipstream.config.section import Count, checked
 from clipstream.data.settings import SourceSettings
-from clipstream.data.shard_url import ShardURL, redact
 from clipstream.data.sources.registry import Source
-from clipstream.data.tar import BLOCK, Fault, SampleTable, ShardIndex, scan
-from clipstream.data.transport.downloader import compression_of
 from clipstream.errors import SettingsError
+from clipstream.storage.downloader import compression_of
+from clipstream.storage.shard_url import ShardURL, redact
+from clipstream.storage.tar import BLOCK, Fault, SampleTable, ShardIndex, scan
 from clipstream.utils import atomic_write
+from clipstream.utils.section import Count, checked
 
 SUFFIX = ".index"
 MAGIC = b"clipstream-index 1 "

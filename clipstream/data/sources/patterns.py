@@ -14,9 +14,9 @@ from pathlib import Path
 
 import braceexpand
 
-from clipstream.config.section import with_home
-from clipstream.data.shard_url import TABLE_FORMATS, ShardURL, redact
 from clipstream.errors import SettingsError
+from clipstream.storage.shard_url import TABLE_FORMATS, ShardURL, redact
+from clipstream.utils.section import with_home
 
 # In a command only {00..99} and {a,b} name shards; awk '{print $1, $2}' and ${HOME} are the shell's.
 PIPE_BRACES = re.compile(r"""(?<!\$)(\{[^\s{}$'":]*(?:\.\.|,)[^\s{}$'":]*\})""")

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from clipstream.data.settings import SourceSettings
-from clipstream.data.shard_url import redact
-from clipstream.data.tar import SampleRef as SampleRef
-from clipstream.data.tar import ShardIndex as ShardIndex
-from clipstream.data.transport.shard_cache import ShardCache
-from clipstream.utils.words import counted
+from clipstream.storage.shard_cache import ShardCache
+from clipstream.storage.shard_url import redact
+from clipstream.storage.tar import SampleRef as SampleRef
+from clipstream.storage.tar import ShardIndex as ShardIndex
+from clipstream.utils.text import counted
 
 
 class OpenShard(Protocol):

@@ -11,16 +11,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import cache
 from typing import TypeVar
 
-from clipstream.config.plugins import load_plugin, raised
-from clipstream.config.section import with_home
 from clipstream.data.settings import AUTO, SourceSettings
-from clipstream.data.shard_url import TABLE_FORMATS, ShardURL, parts_of, table_format, with_variables
 from clipstream.data.sources.patterns import expand_pattern, expand_pipe
 from clipstream.data.sources.protocol import OpenShard, SourceContext, SourceType
-from clipstream.data.tar import SampleRef, ShardIndex
-from clipstream.data.transport.transfer import ShardError
 from clipstream.errors import ClipstreamError, Dropped, SettingsError
-from clipstream.utils.escape import printable
+from clipstream.storage.shard_url import TABLE_FORMATS, ShardURL, parts_of, table_format, with_variables
+from clipstream.storage.tar import SampleRef, ShardIndex
+from clipstream.storage.transfer import ShardError
+from clipstream.utils.plugins import load_plugin, raised
+from clipstream.utils.section import with_home
+from clipstream.utils.text import printable
 
 Result = TypeVar("Result")
 

@@ -23,16 +23,15 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar, overload
 from clipstream.data.decode.captions import json_object, split_keys
 from clipstream.data.decode.sample_profile import SHORT_FLAGS
 from clipstream.data.settings import SourceSettings
-from clipstream.data.shard_url import ShardURL, redact, table_format
 from clipstream.data.sources.protocol import OpenShard, SourceContext, SourceType
-from clipstream.data.tar import SampleRef, ShardIndex
-from clipstream.data.transport.shard_cache import ShardCache, cache_root
-from clipstream.data.transport.transfer import ShardError
 from clipstream.errors import DataError, Dropped, SettingsError
+from clipstream.storage.shard_cache import ShardCache, cache_root
+from clipstream.storage.shard_url import ShardURL, redact, table_format
+from clipstream.storage.tar import SampleRef, ShardIndex
+from clipstream.storage.transfer import ShardError
 from clipstream.utils.content import HEAD, OTHER_NAME, PICTURE_NAME, SUFFIXES, TEXTS, describe, kind, open_text, rows_of
-from clipstream.utils.escape import printable
 from clipstream.utils.logs import logger
-from clipstream.utils.words import counted
+from clipstream.utils.text import counted, printable
 
 if TYPE_CHECKING:
     import pyarrow as pa

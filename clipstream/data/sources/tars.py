@@ -9,12 +9,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from clipstream.config.section import Count, checked
 from clipstream.data.settings import SourceSettings
-from clipstream.data.shard_url import ShardURL
 from clipstream.data.sources import indexes
 from clipstream.data.sources.protocol import OpenShard, SourceContext, SourceType
-from clipstream.data.tar import Shard
+from clipstream.storage.shard_url import ShardURL
+from clipstream.storage.tar import Shard
+from clipstream.utils.section import Count, checked
 
 SIZES = "sizes.json"  # {"00000.tar": 1000, …}, as open_clip has it
 LENGTH = "__len__"  # one number: the samples of all tars of the folder

@@ -29,9 +29,9 @@ from PIL import Image, ImageDraw
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources.protocol import OpenShard, SourceContext, SourceType
 from clipstream.data.sources.tars import TarSource
-from clipstream.data.tar import SampleRef, ShardIndex
-from clipstream.data.transport.shard_cache import cache_root
 from clipstream.errors import SettingsError
+from clipstream.storage.shard_cache import cache_root
+from clipstream.storage.tar import SampleRef, ShardIndex
 
 SIDE = 64
 JPEG_QUALITY = 90

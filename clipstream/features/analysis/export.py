@@ -22,7 +22,7 @@ from clipstream.features.analysis.rows import StoredRows
 from clipstream.features.analysis.tables import TableWriter
 from clipstream.features.store import FeatureStore
 from clipstream.utils import atomic_write
-from clipstream.utils.escape import file_name
+from clipstream.utils.text import file_name
 
 FORMATS = ("parquet", "npy")
 DTYPES = ("float16", "float32")

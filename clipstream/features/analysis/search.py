@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from clipstream.performance.matmul_precision import restored_matmul_precision
+from clipstream.utils.matmul_precision import restored_matmul_precision
 
 BLOCK = 16384  # rows of a block, by default
 TILE = 1 << 22  # scores computed at once

@@ -32,7 +32,7 @@ from clipstream.models.execution.blocks import blocks
 from clipstream.models.execution.checkpointing import enabled_backends
 from clipstream.models.settings import CUDA_GRAPHS, NOTHING_COMPILED
 from clipstream.utils.logs import logger
-from clipstream.utils.words import counted, shortened
+from clipstream.utils.text import counted, shortened
 
 Parts = Literal["blocks", "towers", "step"]
 Graph = Callable[..., Any]

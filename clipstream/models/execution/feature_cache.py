@@ -22,9 +22,9 @@ from clipstream.errors import SettingsError
 from clipstream.models.settings import ModelSettings, TowerSettings
 from clipstream.models.stored import TOWERS, Tower
 from clipstream.models.towers import Towers
-from clipstream.performance.parts import IMAGE_FORWARD, TEXT_FORWARD
-from clipstream.performance.timing import timed
 from clipstream.utils.logs import logger
+from clipstream.utils.timing.parts import IMAGE_FORWARD, TEXT_FORWARD
+from clipstream.utils.timing.step_timer import timed
 
 ENTRY = 256  # bytes of a row in the table of keys, about
 ROWS = {"cpu": 4, "cuda": 256}  # that are hashed at a time: they fit into a core's cache, or make few kernels

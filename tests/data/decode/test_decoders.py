@@ -20,7 +20,7 @@ from clipstream.data.decode.images import FACTORS, decode, read_header
 from clipstream.data.decode.train_transform import SPARE, TrainTransform, crop_box
 from clipstream.data.order.rng import SampleRNG
 from clipstream.data.settings import AugmentSettings
-from clipstream.data.tar import Shard
+from clipstream.storage.tar import Shard
 from tests.support.image_files import decibels, save, smooth
 
 WHITE = (255, 255, 255)

@@ -16,10 +16,10 @@ from clipstream.data.build import evaluation_loader
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources.protocol import SourceContext
 from clipstream.data.sources.registry import Source
-from clipstream.data.transport.shard_cache import ShardCache
-from clipstream.data.transport.transfer import GIB
 from clipstream.distributed.world import World
 from clipstream.errors import DataError
+from clipstream.storage.shard_cache import ShardCache
+from clipstream.storage.transfer import GIB
 from tests.support.forks import wait_until
 from tests.support.loaders import IMAGE, data, digest, digests, loader
 from tests.support.pictures import ByteTokenizer

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clipstream.data import tar
 from clipstream.data.decode import train_transform
 from clipstream.data.loader import loader as loading
 from clipstream.data.loader import sampler
@@ -19,6 +18,7 @@ from clipstream.data.loader.stage_timing import IDLE, StageTimes, Stopwatch, mer
 from clipstream.data.sources import registry
 from clipstream.report.data_stall import PATIENCE, DataStallWarning
 from clipstream.report.settings import LogSettings
+from clipstream.storage import tar
 from clipstream.training.trainer import NEGLIGIBLE
 from tests.support.clocks import Clock
 from tests.support.forks import wait_until

@@ -128,8 +128,8 @@ def test_parquet_of_the_hub_by_name(hub: tuple[str, Behaviour], tmp_path: Path) 
 LOOK = """
 import hashlib, sys
 from clipstream.data.sources.clip_benchmark import of_source
-from clipstream.data.transport.downloader import Fetcher
-from clipstream.data.transport.shard_cache import ShardCache
+from clipstream.storage.downloader import Fetcher
+from clipstream.storage.shard_cache import ShardCache
 from clipstream.errors import ClipstreamError
 for name in sys.argv[1:]:
     try:

@@ -27,10 +27,10 @@ from clipstream.data.sources.indexes import count_samples, identity_of, opened_b
 from clipstream.data.sources.protocol import SourceContext
 from clipstream.data.sources.registry import Source
 from clipstream.data.sources.tars import TarSource
-from clipstream.data.tar import ShardIndex, scan
-from clipstream.data.transport.shard_cache import ShardCache
 from clipstream.errors import SettingsError
 from clipstream.index import main
+from clipstream.storage.shard_cache import ShardCache
+from clipstream.storage.tar import ShardIndex, scan
 from tests.support.forks import ROOT, wait_until
 from tests.support.indexed_sampling import indexed
 from tests.support.json_values import JSON, changed, places

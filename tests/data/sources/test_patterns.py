@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.data.shard_url import redact, stable_name
 from clipstream.data.sources.registry import expand
 from clipstream.errors import SettingsError
+from clipstream.storage.shard_url import redact, stable_name
 
 
 @pytest.mark.parametrize(

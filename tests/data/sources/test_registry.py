@@ -16,10 +16,10 @@ from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources.indexes import count_samples
 from clipstream.data.sources.protocol import OpenShard, SourceContext, SourceType
 from clipstream.data.sources.registry import TYPES, Source, expand, source_type
-from clipstream.data.tar import SampleRef, ShardIndex
-from clipstream.data.transport.transfer import ShardError
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, Dropped, SettingsError
+from clipstream.storage.tar import SampleRef, ShardIndex
+from clipstream.storage.transfer import ShardError
 from clipstream.testing import check_source
 from tests.support.pictures import ByteTokenizer, make_shards, picture
 

@@ -28,13 +28,13 @@ from clipstream.data.batch import ImageSpec
 from clipstream.data.build import evaluation_loader, training_loader
 from clipstream.data.loader.loader import Loader
 from clipstream.data.settings import DataSettings, SourceSettings
-from clipstream.data.shard_url import table_format
 from clipstream.data.sources import tables
 from clipstream.data.sources.registry import Source
-from clipstream.data.transport.shard_cache import ShardCache
-from clipstream.data.transport.transfer import ShardError
 from clipstream.distributed.world import World
 from clipstream.errors import DataError
+from clipstream.storage.shard_cache import ShardCache
+from clipstream.storage.shard_url import table_format
+from clipstream.storage.transfer import ShardError
 from tests.support.pictures import ByteTokenizer, picture
 from tests.support.ranks import TIMEOUT
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipstream.data.sources import indexes
-from clipstream.data.tar import SampleRef, SampleTable, Shard, ShardIndex, scan
 from clipstream.errors import Dropped
+from clipstream.storage.tar import SampleRef, SampleTable, Shard, ShardIndex, scan
 from tests.support.tars import tar_bytes, write_tar
 
 REAL = sorted(Path(__file__).parents[3].glob("shared/data/*/*.tar"))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from clipstream.performance.usage import GIB, Usage
 from clipstream.report.terminal import ProgressDisplay
+from clipstream.utils.timing.usage import GIB, Usage
 
 WORK = """
 import time

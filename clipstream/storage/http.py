@@ -19,9 +19,9 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import unquote, urlsplit, urlunsplit
 from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, Request, build_opener
 
-from clipstream.data.shard_url import ShardURL, redact
-from clipstream.data.tar import scan
-from clipstream.data.transport.transfer import CHUNK, FileInfo, Monitor, ShardError, disk_error, retry
+from clipstream.storage.shard_url import ShardURL, redact
+from clipstream.storage.tar import scan
+from clipstream.storage.transfer import CHUNK, FileInfo, Monitor, ShardError, disk_error, retry
 
 CONNECT_SECONDS = 10.0  # a host that does not accept a connection within these is down, or behind a firewall
 TRANSIENT = (408, 416, 425, 429)  # 4xx answers worth another attempt

@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from clipstream.data.shard_url import ShardURL, redact
-from clipstream.data.transport.transfer import CHUNK, FileInfo, Monitor, ShardError, disk_error, retry
 from clipstream.errors import ClipstreamError
+from clipstream.storage.shard_url import ShardURL, redact
+from clipstream.storage.transfer import CHUNK, FileInfo, Monitor, ShardError, disk_error, retry
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
 _GONE = (FileNotFoundError, PermissionError, IsADirectoryError)

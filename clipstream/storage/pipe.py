@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from clipstream.data.shard_url import redact
-from clipstream.data.transport.transfer import Monitor, ShardError, TransferEnded
+from clipstream.storage.shard_url import redact
+from clipstream.storage.transfer import Monitor, ShardError, TransferEnded
 
 STDERR_SHOWN = 300  # characters of a command's stderr that a message repeats
 

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from clipstream.distributed.world import World
-from clipstream.performance import timing
-from clipstream.performance.parts import COMMUNICATION, COPY, DATA, LOSS, OTHER
-from clipstream.performance.timing import StepTimer, begin, timed
-from clipstream.performance.usage import Usage, over_ranks
 from clipstream.training import trainer
 from clipstream.training.step import TrainStep
+from clipstream.utils.timing import step_timer as timing
+from clipstream.utils.timing.parts import COMMUNICATION, COPY, DATA, LOSS, OTHER
+from clipstream.utils.timing.step_timer import StepTimer, begin, timed
+from clipstream.utils.timing.usage import Usage, over_ranks
 from tests.support import trainer_runs
 from tests.support.forks import wait_until
 from tests.support.model_files import build, write

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from clipstream.performance.timing import RANGE
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
+from clipstream.utils.timing.step_timer import RANGE
 
 FOLDER = "profile"
 SHOWN = 20  # operations in the record; the text file has all

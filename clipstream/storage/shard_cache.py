@@ -24,12 +24,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from clipstream.data.shard_url import ShardURL, redact
-from clipstream.data.transport import cache_eviction
-from clipstream.data.transport.cache_eviction import CacheQuota, beside, remove_unused, stamp, total_size, unlock
-from clipstream.data.transport.downloader import Fetcher, compression_of
-from clipstream.data.transport.transfer import Monitor, ShardError, disk_error, unreadable
 from clipstream.errors import SettingsError
+from clipstream.storage import cache_eviction
+from clipstream.storage.cache_eviction import CacheQuota, beside, remove_unused, stamp, total_size, unlock
+from clipstream.storage.downloader import Fetcher, compression_of
+from clipstream.storage.shard_url import ShardURL, redact
+from clipstream.storage.transfer import Monitor, ShardError, disk_error, unreadable
 
 LOOK = 0.5  # s between two looks at the progress of another process's download
 GROWTH = 64 << 20  # bytes reserved at a time for a download of unknown length

@@ -30,9 +30,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails
 from typing_extensions import Self
 
-from clipstream.config.plugins import load_plugin
 from clipstream.errors import SettingsError
-from clipstream.utils.escape import printable
+from clipstream.utils.plugins import load_plugin
+from clipstream.utils.text import printable
 
 PACKAGE = FilePath(__file__).parents[1]
 Path = tuple[str | int, ...]

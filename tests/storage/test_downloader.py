@@ -16,11 +16,11 @@ from webdataset.gopen import gopen_schemes
 
 from clipstream.data import build
 from clipstream.data.settings import DataSettings
-from clipstream.data.transport import downloader
-from clipstream.data.transport.downloader import Fetcher
-from clipstream.data.transport.shard_cache import ShardCache
-from clipstream.data.transport.transfer import ShardError
 from clipstream.distributed.world import World
+from clipstream.storage import downloader
+from clipstream.storage.downloader import Fetcher
+from clipstream.storage.shard_cache import ShardCache
+from clipstream.storage.transfer import ShardError
 from tests.support.forks import TIMEOUT
 from tests.support.ranks import command_ends
 from tests.support.tars import tar_bytes

@@ -1,12 +1,13 @@
-"""Untrusted text is safe to print: no control characters, readable text unchanged, bounded length."""
+"""Untrusted text is safe to print: no control characters, bounded length; counts with their nouns, texts cut."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from clipstream.errors import DataError, Dropped
-from clipstream.utils.escape import MESSAGE, VALUE, printable, printable_lines
+from clipstream.utils.text import MESSAGE, VALUE, counted, printable, printable_lines, shortened
 from tests.support.hostile_text import HOSTILE, obeyed
 
 
@@ -38,3 +39,24 @@ def test_errors_and_drops_are_safe_to_print_and_keep_their_lines() -> None:
     assert len(str(DataError("y" * 10**6))) < MESSAGE + 40
     drop = Dropped("mine\x1b[2J", HOSTILE + "\n" + "z" * 1000)
     assert obeyed(drop.reason + drop.detail + str(drop)) == [] and len(drop.detail) < 2 * VALUE
+
+
+@pytest.mark.parametrize(
+    ("count", "form", "text"),
+    [
+        (0, "", "0 ranks"),
+        (1, "", "1 rank"),
+        (2000, "", "2000 ranks"),
+        (2000, ",", "2,000 ranks"),
+        (0.5, "g", "0.5 ranks"),
+    ],
+)
+def test_a_noun_follows_its_count(count: float, form: str, text: str) -> None:
+    assert counted(count, "rank", form) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"), [("a\n  b ", "a b"), ("abcde", "abcde"), ("abcdef", "abcd…"), ("ab cd ef", "ab c…"), ("", "")]
+)
+def test_a_long_text_is_cut_to_a_line(text: str, shown: str) -> None:
+    assert shortened(text, 5) == shown

@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clipstream.data.shard_url import ShardURL, redact
-from clipstream.data.tar import BLOCK, ZERO, fault_at_start
-from clipstream.data.transport import object_store
-from clipstream.data.transport.http import fetch_http, http_info
-from clipstream.data.transport.pipe import run_pipe
-from clipstream.data.transport.transfer import CHUNK, GIB, FileInfo, Monitor, ShardError, unreadable
 from clipstream.errors import ClipstreamError
+from clipstream.storage import object_store
+from clipstream.storage.http import fetch_http, http_info
+from clipstream.storage.pipe import run_pipe
+from clipstream.storage.shard_url import ShardURL, redact
+from clipstream.storage.tar import BLOCK, ZERO, fault_at_start
+from clipstream.storage.transfer import CHUNK, GIB, FileInfo, Monitor, ShardError, unreadable
 from clipstream.utils import content
 
 MOST = 64 * GIB  # default limit of a shard's bytes

@@ -15,7 +15,7 @@ WAITER = """
 import os, random, signal, sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from clipstream.data.transport.pipe import end_commands, run_pipe
+from clipstream.storage.pipe import end_commands, run_pipe
 
 class Ended(BaseException):
     pass
@@ -55,7 +55,7 @@ TRACED = """
 import itertools, sys
 from pathlib import Path
 from types import SimpleNamespace
-from clipstream.data.transport.pipe import run_pipe
+from clipstream.storage.pipe import run_pipe
 
 class Ended(BaseException):
     pass
@@ -93,7 +93,7 @@ def test_what_a_handler_raises_ends_the_command_wherever_it_comes(tmp_path: Path
 
 ENDER = """
 import random, signal
-from clipstream.data.transport.pipe import end_commands
+from clipstream.storage.pipe import end_commands
 
 signal.signal(signal.SIGALRM, lambda *_: end_commands())
 for _ in range(5000):

@@ -24,8 +24,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from clipstream.data.transport.transfer import CHUNK, GIB
 from clipstream.errors import SettingsError
+from clipstream.storage.transfer import CHUNK, GIB
 
 # Other files in the folder are the user's and are never touched.
 ENTRY = re.compile(r"(?P<entry>[0-9a-f]{24}-.+\.tar)(?P<kind>|\.reserved|\.[a-z0-9_]+(?:\.(?:unpacked|sum))?\.part)")

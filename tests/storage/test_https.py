@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.data.shard_url import ShardURL
-from clipstream.data.transport import http as transport
-from clipstream.data.transport.downloader import Fetcher
-from clipstream.data.transport.shard_cache import ShardCache
-from clipstream.data.transport.transfer import ShardError
+from clipstream.storage import http as transport
+from clipstream.storage.downloader import Fetcher
+from clipstream.storage.shard_cache import ShardCache
+from clipstream.storage.shard_url import ShardURL
+from clipstream.storage.transfer import ShardError
 from tests.support.tars import tar_bytes
 
 # Self-signed for 127.0.0.1, with its key, valid from 2000 to 2126: openssl ca -selfsign with basicConstraints CA:TRUE,

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.data.transport import shard_cache
-from clipstream.data.transport.cache_eviction import CacheQuota
-from clipstream.data.transport.downloader import Fetcher
-from clipstream.data.transport.shard_cache import ShardCache
-from clipstream.data.transport.transfer import ShardError
 from clipstream.errors import SettingsError
+from clipstream.storage import shard_cache
+from clipstream.storage.cache_eviction import CacheQuota
+from clipstream.storage.downloader import Fetcher
+from clipstream.storage.shard_cache import ShardCache
+from clipstream.storage.transfer import ShardError
 from tests.support.forks import TIMEOUT, wait_until
 from tests.support.sites import SIZE, Site, body
 

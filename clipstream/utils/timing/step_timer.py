@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from clipstream.performance.parts import OTHER
+from clipstream.utils.timing.parts import OTHER
 
 UNREAD = 64  # steps whose marks are kept at most, while they are complete
 RANGE = "clipstream::"  # before the name of a part, in the trace of a profile

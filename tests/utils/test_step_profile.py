@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from clipstream.performance.step_profile import StepProfiler, dearest, table
-from clipstream.performance.timing import StepTimer, timed
 from clipstream.report.html_report import render
 from clipstream.report.run_reader import read_run
 from clipstream.report.settings import LogSettings
 from clipstream.train import main
+from clipstream.utils.timing.step_profile import StepProfiler, dearest, table
+from clipstream.utils.timing.step_timer import StepTimer, timed
 from tests.support.ranks import end_ranks
 from tests.support.runs import flags, furnish, lines, train_on
 

@@ -21,10 +21,10 @@ from threading import get_ident
 
 import pytest
 
-from clipstream.data.transport.pipe import end_commands
-from clipstream.data.transport.shard_cache import ShardCache
-from clipstream.data.transport.transfer import ShardError
 from clipstream.errors import SettingsError
+from clipstream.storage.pipe import end_commands
+from clipstream.storage.shard_cache import ShardCache
+from clipstream.storage.transfer import ShardError
 from tests.support.forks import TIMEOUT, wait_until
 from tests.support.ranks import command_ends, reserved_port
 from tests.support.stores import BODY, failure, make_store

@@ -1,7 +1,8 @@
-"""Makes untrusted text safe to print, or to name a file: keys, captions, file names, JSON fields, plug-ins' messages.
+"""Text of messages: counts with their nouns, long texts cut, and untrusted text made safe to print or to name a file.
 
-Such text may contain escape sequences that move the cursor, set the terminal's title or hide a link, and Unicode's
-directional controls, which reorder the characters of a line.
+Untrusted text (keys, captions, file names, JSON fields, plug-ins' messages) may contain escape sequences that move the
+cursor, set the terminal's title or hide a link, and Unicode's directional controls, which reorder the characters of a
+line.
 """
 
 from __future__ import annotations
@@ -44,3 +45,14 @@ def file_name(text: str) -> str:
 def _cut(text: str, most: int, unsafe: re.Pattern[str]) -> str:
     end = f"… ({len(text):,} characters)" if len(text) > most else ""
     return unsafe.sub(lambda match: match[0].encode("unicode_escape").decode(), text[:most]) + end
+
+
+def counted(count: float, noun: str, form: str = "") -> str:
+    """`1 shard`, `2 shards`; the format `,` gives `2,000 shards`."""
+    return f"{count:{form}} {noun}{'' if count == 1 else 's'}"
+
+
+def shortened(text: str, most: int) -> str:
+    """The text on one line, each run of white space as one space, cut to `most` characters with `…` as the last."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 1] + "…"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.data.tar import Shard
-from clipstream.data.transport.downloader import Fetcher
-from clipstream.data.transport.shard_cache import ShardCache
-from clipstream.data.transport.transfer import ShardError
+from clipstream.storage.downloader import Fetcher
+from clipstream.storage.shard_cache import ShardCache
+from clipstream.storage.tar import Shard
+from clipstream.storage.transfer import ShardError
 from tests.support.tars import tar_bytes
 from tests.support.unruly import FAULTS, FaultyFile, Unruly
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import open_clip
 import pytest
 
-from clipstream.config import plugins
 from clipstream.config.settings import load
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.captions import build_caption
@@ -21,6 +20,7 @@ from clipstream.evals.runner import build_evaluators
 from clipstream.evals.settings import EvalSettings
 from clipstream.losses.contrastive import build_loss
 from clipstream.losses.settings import LossSettings
+from clipstream.utils import plugins
 
 OWN = """\
 from clipstream.errors import SettingsError
