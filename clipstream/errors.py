@@ -11,8 +11,9 @@ import heapq
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from clipstream.utils.early_signals import STOPPED
-from clipstream.utils.text import printable, printable_lines
+from clipstream.text import printable, printable_lines
+
+STOPPED = 75  # exit code of a run that goes on when it is started again
 
 
 class ClipstreamError(Exception):

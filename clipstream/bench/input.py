@@ -27,10 +27,10 @@ from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.models.pretrained import preflight
 from clipstream.report.sinks import json_line
 from clipstream.report.terminal import duration, milliseconds, percent
+from clipstream.text import counted
 from clipstream.utils import atomic_write
 from clipstream.utils.console import ResultConsole
 from clipstream.utils.logs import set_level
-from clipstream.utils.text import counted
 
 if TYPE_CHECKING:
     from clipstream.data.batch import ImageSpec

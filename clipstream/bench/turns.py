@@ -29,9 +29,9 @@ from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
 from clipstream.models.execution.text_buckets import TextBuckets, why_inexact
 from clipstream.performance.flops import ModelFlops, Work, count_flops
+from clipstream.text import shortened
 from clipstream.train.run import build_loader, build_model, build_step, build_teacher
 from clipstream.utils.matmul_precision import restored_matmul_precision
-from clipstream.utils.text import shortened
 
 if TYPE_CHECKING:
     from clipstream.data.loader.loader import Loader

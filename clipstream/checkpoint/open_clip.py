@@ -25,10 +25,10 @@ from clipstream.errors import SettingsError
 from clipstream.models.pickles import named_tensors, plain, read_object
 from clipstream.models.towers import Towers
 from clipstream.models.weights import finite, of_clip, without_prefix
+from clipstream.text import shortened
 from clipstream.training.optim import UNDECAYED
 from clipstream.training.parallel import shard_like
 from clipstream.utils.section import OBJECTS, Count, checked
-from clipstream.utils.text import shortened
 
 # Parts of names of Hugging Face text towers' tables, which have no weight decay in open_clip's main branch.
 TABLES = ("position_embeddings", "token_type_embeddings", "relative_attention_bias", "embed_positions")

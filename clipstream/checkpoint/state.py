@@ -34,6 +34,7 @@ from clipstream.errors import SettingsError
 from clipstream.models.pickles import read_object
 from clipstream.models.towers import Towers
 from clipstream.models.weights import finite
+from clipstream.text import shortened
 from clipstream.training.optim import CONSTRUCTED, groups_from_json
 from clipstream.training.parallel import shard_like
 from clipstream.training.precision import RandomState, set_random_state
@@ -41,7 +42,6 @@ from clipstream.training.state import TrainState
 from clipstream.utils import atomic_write
 from clipstream.utils.atomic_write import BLOCK
 from clipstream.utils.section import checked
-from clipstream.utils.text import shortened
 from clipstream.utils.versions import versions
 
 WEIGHTS, OPTIMIZER, RANDOM, STATE = "open_clip_model.safetensors", "optimizer.safetensors", "rng.pt", "state.json"

@@ -23,11 +23,11 @@ from clipstream.config.settings import Settings, load
 from clipstream.distributed.same_error import tell_once
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, Stopped, did_you_mean
+from clipstream.text import printable, printable_lines
 from clipstream.utils import early_signals
 from clipstream.utils.early_signals import INTERRUPTED
 from clipstream.utils.logs import drop_output, on_terminal, set_level
 from clipstream.utils.processes import many_files
-from clipstream.utils.text import printable, printable_lines
 
 VERBS = {
     "train": "train a model, evaluate it, save it",

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
+from clipstream.text import printable
 from clipstream.utils.section import (
     Path,
     PluginSection,
@@ -27,7 +28,6 @@ from clipstream.utils.section import (
     required_section,
     section_of,
 )  # fmt: skip
-from clipstream.utils.text import printable
 
 # YAML 1.1 reads 1e-3 as text; here it is a number.
 _NUMBER = re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")

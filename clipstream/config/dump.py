@@ -29,12 +29,12 @@ from clipstream.losses.settings import DistillSettings
 from clipstream.models.model_config import LOCAL, ModelConfig
 from clipstream.models.settings import ModelSettings
 from clipstream.storage.shard_url import PATH_SCHEMES, ShardURL, has_secret, parts_of, redact, redact_value
+from clipstream.text import counted
 from clipstream.training.settings import CheckpointSettings
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
 from clipstream.utils.plugins import is_plugin
 from clipstream.utils.section import PluginSection, Section, Tree, entries_of, section_of
-from clipstream.utils.text import counted
 
 S = TypeVar("S", bound=Section)
 FLAG, ALL = "--print-config", "all"

@@ -22,6 +22,7 @@ from clipstream.errors import SettingsError
 from clipstream.evals.classes import repeated, unreadable
 from clipstream.evals.settings import EvalSettings, LabelledSettings, eval_name, sources_of
 from clipstream.storage.shard_url import ShardURL
+from clipstream.text import printable
 from clipstream.utils.logs import logger
 from clipstream.utils.section import (
     SET,
@@ -36,7 +37,6 @@ from clipstream.utils.section import (
     section_of,
     types_of,
 )
-from clipstream.utils.text import printable
 
 Problems = Iterator[tuple[Path, str]]
 _NEVER = "step {0} is never reached: the run has {1}"

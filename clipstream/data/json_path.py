@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from clipstream.utils.text import printable
+from clipstream.text import printable
 
 ABSENT = object()
 _NAME = re.compile(r"(?:[^.\[\\]|\\.)+", re.DOTALL)

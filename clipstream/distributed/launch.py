@@ -22,11 +22,11 @@ from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.signals import SIGNALS
 from clipstream.distributed.world import DUMP, World
 from clipstream.errors import SettingsError
+from clipstream.text import counted
 from clipstream.utils import early_signals
 from clipstream.utils.logs import logger, on_terminal
 from clipstream.utils.matmul_precision import restored_matmul_precision
 from clipstream.utils.processes import many_files
-from clipstream.utils.text import counted
 
 PR_SET_PDEATHSIG = 1
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"  # which torch's deterministic algorithms need

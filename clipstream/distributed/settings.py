@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from pydantic import Field, field_validator
 
+from clipstream.text import printable
 from clipstream.utils.section import PathText, Section
-from clipstream.utils.text import printable
 
 LONGEST_NAME = 255  # bytes of a file's or folder's name
 

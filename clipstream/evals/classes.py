@@ -20,9 +20,9 @@ from clipstream.data.settings import SourceSettings
 from clipstream.data.sources.clip_benchmark import MULTILABEL, Benchmark, of_source
 from clipstream.errors import SettingsError, each
 from clipstream.evals.settings import LabelledSettings, ZeroShotSettings
+from clipstream.text import printable
 from clipstream.utils.content import read_text
 from clipstream.utils.logs import logger
-from clipstream.utils.text import printable
 
 if TYPE_CHECKING:
     from clipstream.data.batch import Batch

@@ -23,8 +23,8 @@ from pydantic import ConfigDict, Field, InstanceOf
 
 from clipstream.errors import SettingsError
 from clipstream.features.codec import DTYPES, ID_DTYPES, row_bytes
+from clipstream.text import file_name
 from clipstream.utils.section import checked
-from clipstream.utils.text import file_name
 
 VERSION = 1
 STORE, DRAFT, MODEL = "store.json", "draft.json", "model"

@@ -42,8 +42,8 @@ from clipstream.features.manifest import (
 from clipstream.storage.downloader import Fetcher
 from clipstream.storage.shard_url import ShardURL
 from clipstream.storage.transfer import Monitor, ShardError
+from clipstream.text import printable
 from clipstream.utils import atomic_write
-from clipstream.utils.text import printable
 
 REASON = "reason"  # metadata of the chunk of a shard that could not be opened
 LOCK = ".lock"

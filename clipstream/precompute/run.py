@@ -58,10 +58,10 @@ from clipstream.report.terminal import duration
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import redact
 from clipstream.storage.transfer import ShardError
+from clipstream.text import counted, printable, printable_lines
 from clipstream.training.precision import Precision, autocast, check_device, prepare, resolve_precision
 from clipstream.utils import atomic_write, early_signals
 from clipstream.utils.logs import announce, logger
-from clipstream.utils.text import counted, printable, printable_lines
 
 FEW = 4  # shards a rank; where there are fewer, the ranks take chunks in turn
 LOOKED_AT, LOOKED = 4, 16  # shards that the estimate opens, and samples of each whose captions it counts

@@ -7,9 +7,9 @@ import subprocess
 
 from clipstream.report.sinks import Record, Sink
 from clipstream.report.terminal import duration, milliseconds
+from clipstream.text import counted
 from clipstream.utils.logs import logger
 from clipstream.utils.plugins import is_plugin, load_function
-from clipstream.utils.text import counted
 
 PATIENCE = 3  # training lines in a row that wait too long
 MOMENT = 30.0  # s of waiting in these lines before a warning

@@ -29,8 +29,8 @@ from rich.table import Column
 
 from clipstream.report.sinks import NONFINITE_FILE, Record, Sink, flat
 from clipstream.storage.shard_url import redact
+from clipstream.text import counted, printable_lines
 from clipstream.utils.logs import Tee, below, log_displayed, logger
-from clipstream.utils.text import counted, printable_lines
 
 RECENT = 10  # training lines whose mean speed gives the time left
 SHOWN_KEYS = 4  # samples shown of a skipped step

@@ -22,8 +22,8 @@ from typing import NamedTuple, overload
 from zlib import adler32
 
 from clipstream.errors import Dropped
+from clipstream.text import printable
 from clipstream.utils.content import describe
-from clipstream.utils.text import printable
 
 BLOCK = 512
 AHEAD = 1 << 16  # bytes read at once if headers are close to each other

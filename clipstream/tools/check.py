@@ -31,9 +31,9 @@ from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import redact
 from clipstream.storage.tar import SCATTERED
 from clipstream.storage.transfer import ShardError
+from clipstream.text import MESSAGE, printable
 from clipstream.utils.console import ResultConsole
 from clipstream.utils.content import OTHER_NAME
-from clipstream.utils.text import MESSAGE, printable
 
 T = TypeVar("T")
 SHARDS_READ = 10  # of a large data set, spread over it

@@ -18,9 +18,9 @@ from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.storage.tar import scan
 from clipstream.storage.transfer import ShardError
+from clipstream.text import printable
 from clipstream.utils.logs import logger
 from clipstream.utils.processes import Crashed, Done, run
-from clipstream.utils.text import printable
 
 REPORT_SECONDS = 5.0
 LISTED = 10  # shards that a message names

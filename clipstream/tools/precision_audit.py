@@ -38,12 +38,12 @@ from clipstream.models.towers import Towers
 from clipstream.performance.precision import NARROW, Finding, Phase, Recorder, Severity, named, tensors
 from clipstream.report.sinks import AUDIT_FILE
 from clipstream.report.terminal import OFF_TERMINAL, milliseconds, percent
+from clipstream.text import counted
 from clipstream.training.parallel import batch_statistics, local_tensor
 from clipstream.training.precision import same_randomness
 from clipstream.training.step import TrainStep
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import announce, logger
-from clipstream.utils.text import counted
 
 MOST_STEPS = 24  # of fp16, whose loss scale falls by half until no gradient overflows
 ROWS = 12  # of the table of costs

@@ -10,9 +10,9 @@ from clipstream.config.settings import Settings, open_sources
 from clipstream.distributed.world import World
 from clipstream.models.towers import Towers
 from clipstream.storage.shard_url import redact
+from clipstream.text import counted
 from clipstream.tools.resume import changes
 from clipstream.utils.logs import announce
-from clipstream.utils.text import counted
 
 
 def print_summary(

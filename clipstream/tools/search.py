@@ -29,8 +29,8 @@ from clipstream.features.manifest import IMAGE, MODEL, TEXT
 from clipstream.features.store import FeatureStore
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
+from clipstream.text import printable
 from clipstream.utils.console import ResultConsole
-from clipstream.utils.text import printable
 
 SHOWN = 25  # rows of a table
 CELL = 100  # characters of a caption or query

@@ -38,6 +38,7 @@ from clipstream.distributed.capabilities import cores
 from clipstream.errors import DataError, SettingsError, Stopped
 from clipstream.report.terminal import duration
 from clipstream.storage.shard_url import USER_INFO, ShardURL, parts_of, redact, stable_name
+from clipstream.text import printable
 from clipstream.tools.reencode import Format, Recipe
 from clipstream.tools.stage_copies import (
     PARTS,
@@ -52,7 +53,6 @@ from clipstream.tools.stage_copies import (
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import set_level
 from clipstream.utils.section import Tree, own_path
-from clipstream.utils.text import printable
 
 SETTINGS_FILE = "staged.yaml"
 COPYING = 16  # default number of processes, which mostly wait for servers and disks

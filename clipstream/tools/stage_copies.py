@@ -33,10 +33,10 @@ from clipstream.storage.downloader import Fetcher
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.storage.tar import scan
 from clipstream.storage.transfer import FileInfo, Monitor, ShardError
+from clipstream.text import printable_lines
 from clipstream.tools.reencode import Recipe, rewrite
 from clipstream.utils import atomic_write
 from clipstream.utils.processes import Crashed, Progress, run
-from clipstream.utils.text import printable_lines
 
 RECORDS = "staged.jsonl"
 PARTS = ".parts"  # subfolder for incomplete copies

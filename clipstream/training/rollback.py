@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from clipstream.errors import DivergedError
+from clipstream.text import counted
 from clipstream.training.settings import TrainSettings
 from clipstream.training.state import RollbackState
 from clipstream.training.step import StepResult
-from clipstream.utils.text import counted
 
 REMEMBERED = 100  # saves: older ones are rarely kept
 Restore = Callable[[Sequence[int]], int | None]

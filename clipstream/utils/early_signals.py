@@ -15,8 +15,9 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from clipstream.errors import STOPPED
+
 INTERRUPTED = 130  # exit code of Ctrl-C, as shells have it
-STOPPED = 75  # exit code of a run that goes on when it is started again
 BEFORE_TRAINING = "stopped by {} before the first step: start the same command again"
 
 _started: str | None = None  # the verb

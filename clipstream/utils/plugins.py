@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from clipstream.errors import ClipstreamError
+from clipstream.text import printable_lines
 from clipstream.utils.logs import logger
-from clipstream.utils.text import printable_lines
 
 # Folders, with the separator: a user's folder beside ours may begin with the same name.
 _OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")

@@ -31,8 +31,8 @@ from pydantic_core import InitErrorDetails
 from typing_extensions import Self
 
 from clipstream.errors import SettingsError
+from clipstream.text import printable
 from clipstream.utils.plugins import load_plugin
-from clipstream.utils.text import printable
 
 PACKAGE = FilePath(__file__).parents[1]
 Path = tuple[str | int, ...]

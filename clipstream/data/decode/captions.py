@@ -19,8 +19,8 @@ from clipstream.data.json_path import ABSENT as ABSENT
 from clipstream.data.json_path import parse_path, structure, values_at
 from clipstream.data.settings import CaptionSettings, JsonCaption, TextCaption
 from clipstream.errors import Dropped, SettingsError
+from clipstream.text import printable
 from clipstream.utils.plugins import load_function, make_plugin, raised
-from clipstream.utils.text import printable
 
 if TYPE_CHECKING:
     from clipstream.data.order.rng import SampleRNG, SampleRNGs

@@ -22,8 +22,8 @@ from clipstream.data.json_path import filter_of, parse_path, step_of, structure
 from clipstream.data.settings import CaptionSettings, JsonCaption, TextCaption
 from clipstream.errors import Dropped
 from clipstream.storage.tar import PACKING, UNPACKING
+from clipstream.text import printable
 from clipstream.utils import content
-from clipstream.utils.text import printable
 
 MAX_FIELDS = 500  # a JSON member whose names are ids would otherwise fill the memory
 MAX_SUFFIXES = 5000

@@ -23,7 +23,7 @@ from clipstream.data.decode.key_lists import NOT_KEPT
 from clipstream.data.decode.sample_profile import Profile
 from clipstream.data.settings import CaptionSettings
 from clipstream.errors import DataError
-from clipstream.utils.text import printable
+from clipstream.text import printable
 
 FIRST_SAMPLES = 2000  # samples without a usable one after which the run ends
 FIRST_SLOTS = 200  # the same where slots of dropped samples stay empty, as empty batches are trained on meanwhile

@@ -21,7 +21,7 @@ from clipstream.data.order.lanes import Cursor, Numbers
 from clipstream.data.order.rng import Keys, mix_all
 from clipstream.data.order.windows import Order
 from clipstream.errors import DataError
-from clipstream.utils.text import printable
+from clipstream.text import printable
 
 
 class Taken(NamedTuple):

@@ -37,8 +37,8 @@ from clipstream.data.sources.registry import Source
 from clipstream.errors import ClipstreamError, DataError, Interrupted
 from clipstream.features.manifest import IMAGE
 from clipstream.storage.shard_cache import ShardCache
+from clipstream.text import printable_lines
 from clipstream.utils.logs import logger
-from clipstream.utils.text import printable_lines
 from clipstream.utils.timing.parts import COPY
 from clipstream.utils.timing.step_timer import timed
 

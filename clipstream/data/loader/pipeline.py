@@ -41,7 +41,7 @@ from clipstream.data.loader.stored import StoredChoice, StoredSamples
 from clipstream.data.order.lanes import LaneSlots, LaneState, Mix
 from clipstream.data.order.rng import SampleRNG, mix
 from clipstream.errors import Dropped
-from clipstream.utils.text import printable
+from clipstream.text import printable
 
 # A worker reports before its part of a batch is filled after so many dropped samples, or so many seconds.
 INTERIM_DROPS = 200

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from clipstream.utils.text import printable
+from clipstream.text import printable
 
 OPEN, ORDER, IDLE, HAND_OVER = "open", "order", "idle", "hand-over"
 STAGES = (OPEN, ORDER, "read", "transform", "decode", "tokenize", HAND_OVER, IDLE)

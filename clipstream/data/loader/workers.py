@@ -32,8 +32,8 @@ from clipstream.distributed.capabilities import cores
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
 from clipstream.storage.pipe import end_commands
+from clipstream.text import counted
 from clipstream.utils.processes import END, Ended, end, end_with, listen
-from clipstream.utils.text import counted
 
 ON_CPU = 2  # workers of a rank whose model is on the CPU
 PATIENCE = 0.2  # s that a worker has to notice that its loader was closed

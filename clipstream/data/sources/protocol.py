@@ -17,7 +17,7 @@ from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import redact
 from clipstream.storage.tar import SampleRef as SampleRef
 from clipstream.storage.tar import ShardIndex as ShardIndex
-from clipstream.utils.text import counted
+from clipstream.text import counted
 
 
 class OpenShard(Protocol):

@@ -18,9 +18,9 @@ from clipstream.errors import ClipstreamError, Dropped, SettingsError
 from clipstream.storage.shard_url import TABLE_FORMATS, ShardURL, parts_of, table_format, with_variables
 from clipstream.storage.tar import SampleRef, ShardIndex
 from clipstream.storage.transfer import ShardError
+from clipstream.text import printable
 from clipstream.utils.plugins import load_plugin, raised
 from clipstream.utils.section import with_home
-from clipstream.utils.text import printable
 
 Result = TypeVar("Result")
 

@@ -29,9 +29,9 @@ from clipstream.storage.shard_cache import ShardCache, cache_root
 from clipstream.storage.shard_url import ShardURL, redact, table_format
 from clipstream.storage.tar import SampleRef, ShardIndex
 from clipstream.storage.transfer import ShardError
+from clipstream.text import counted, printable
 from clipstream.utils.content import HEAD, OTHER_NAME, PICTURE_NAME, SUFFIXES, TEXTS, describe, kind, open_text, rows_of
 from clipstream.utils.logs import logger
-from clipstream.utils.text import counted, printable
 
 if TYPE_CHECKING:
     import pyarrow as pa

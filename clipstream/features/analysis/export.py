@@ -21,8 +21,8 @@ from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.features.analysis.rows import StoredRows
 from clipstream.features.analysis.tables import TableWriter
 from clipstream.features.store import FeatureStore
+from clipstream.text import file_name
 from clipstream.utils import atomic_write
-from clipstream.utils.text import file_name
 
 FORMATS = ("parquet", "npy")
 DTYPES = ("float16", "float32")

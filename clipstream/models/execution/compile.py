@@ -31,8 +31,8 @@ from clipstream.errors import SettingsError
 from clipstream.models.execution.blocks import blocks
 from clipstream.models.execution.checkpointing import enabled_backends
 from clipstream.models.settings import CUDA_GRAPHS, NOTHING_COMPILED
+from clipstream.text import counted, shortened
 from clipstream.utils.logs import logger
-from clipstream.utils.text import counted, shortened
 
 Parts = Literal["blocks", "towers", "step"]
 Graph = Callable[..., Any]

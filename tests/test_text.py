@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from clipstream.errors import DataError, Dropped
-from clipstream.utils.text import MESSAGE, VALUE, counted, printable, printable_lines, shortened
+from clipstream.text import MESSAGE, VALUE, counted, printable, printable_lines, shortened
 from tests.support.hostile_text import HOSTILE, obeyed
 
 
