@@ -136,7 +136,7 @@ class TensorFile:
                 # torch allocates it in powers of two: up to twice the size.
                 memory = torch.empty(end + BLOCK, dtype=torch.uint8, pin_memory=True)
         elif pin is not None:
-            weakref.finalize(self, _unlock, memory).atexit = False
+            weakref.finalize(self, _unlock, memory, pin).atexit = False
         begin = -memory.data_ptr() % BLOCK  # direct I/O needs memory aligned to the disk's blocks
         self._body = memory[begin : begin + end]
         self.views: dict[str, torch.Tensor] = {}
@@ -163,12 +163,13 @@ class TensorFile:
         return self._body.numel()
 
 
-def _unlock(memory: torch.Tensor) -> None:
+def _unlock(memory: torch.Tensor, device: str) -> None:
     """Let a thread unlock memory, and free it then: the call waits for the GPU, where a kernel may hang."""
 
     def unlock(memory: torch.Tensor) -> None:
         cuda: Any = torch.cuda  # untyped in torch
-        cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        with cuda.device(device):  # a new thread's is GPU 0, on which each rank would take memory
+            cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
     with contextlib.suppress(RuntimeError):  # no thread starts while Python ends
         threading.Thread(target=unlock, args=(memory,), daemon=True).start()

@@ -212,6 +212,7 @@ def test_memory_for_a_gpus_copies_is_locked_in_its_exact_size(code: int, monkeyp
     assert len(cuda.registered) == (code == 0)
     cuda.stuck.set()
     wait_until(lambda: not cuda.registered)
+    assert {device for _, device, _ in cuda.calls} == {"cuda:1"}
 
 
 def evaluated(saver: AsyncWriter, step: int, value: float) -> None:
