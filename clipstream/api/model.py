@@ -144,7 +144,7 @@ def usable_device(device: str | torch.device) -> str:
     except RuntimeError as error:
         raise SettingsError(f"device is {device!r}: {str(error).splitlines()[0]}") from error
     group = World.of_group(device)
-    return (World.from_env(device) if group.size == 1 else group).device
+    return (World.from_env(device) if group.size == 1 and device == "cuda" else group).device
 
 
 class Model:

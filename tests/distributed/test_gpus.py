@@ -91,6 +91,8 @@ def test_a_programs_models_and_batches_are_on_its_ranks_gpu(gpus: list[str], mon
     assert [usable_device(name) for name in ("auto", "cuda", "cuda:3", "cpu")] == ["cuda:1", "cuda:1", "cuda:3", "cpu"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-7")
     assert usable_device("auto") == "cuda:0"
+    monkeypatch.delenv("WORLD_SIZE")  # not what a launcher sets
+    assert usable_device("cpu") == "cpu"
 
 
 def test_events_are_recorded_on_the_stream_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
