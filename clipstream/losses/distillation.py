@@ -81,7 +81,7 @@ class DistilledLoss:
         self.max_logit_scale: float | None = base.max_logit_scale
         self.min_logit_scale: float | None = getattr(base, "min_logit_scale", None)
         self._base, self._settings, self._scales = base, settings, dict(scales)
-        self._gather_gib: float | None = getattr(base, "gather_gib", None)
+        self.gather_gib: float | None = getattr(base, "gather_gib", None)
         self._add_features = add_features
         self.parts: dict[str, torch.Tensor] = {}
         self.factors = {
@@ -123,7 +123,7 @@ class DistilledLoss:
             image, text, learned, _ = wide
             own = learned if settings.temperature is None else torch.full_like(learned, 1 / settings.temperature)
             row_bytes = (text.shape[1] + teacher[1].shape[1]) * text.itemsize
-            ring = Ring.of(len(image), world, row_bytes, self._gather_gib)
+            ring = Ring.of(len(image), world, row_bytes, self.gather_gib)
             texts, others, present = ring.collect([text, teacher[1]], weights)
             present = present.to(image.dtype)
             student = tiled.Pairs(image, texts, own, None, present, ring)

@@ -13,6 +13,9 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
+from clipstream.losses.contrastive import SoftmaxLoss
+from clipstream.losses.distillation import DistilledLoss
+from clipstream.losses.settings import ClipLossSettings, DistillSettings
 from clipstream.training import auto_micro_batch
 from clipstream.training.auto_micro_batch import TRUSTED, MicroBatch
 from clipstream.training.gradcache import is_out_of_memory
@@ -394,10 +397,14 @@ def test_memory_for_no_sample_at_all_is_an_error() -> None:
 
 
 def test_room_is_left_for_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto_micro_batch, "peak_bytes", lambda *args: 2**60)
-    step = TrainStep(TinyTowers(), LOSSES["clip"], sgd(TinyTowers()), World(), micro_batch_size="auto")
-    with pytest.raises(SettingsError, match="a single sample"):
-        step(make_batch(), lr=1.0)
+    limits: list[float] = []
+    monkeypatch.setattr(auto_micro_batch, "peak_bytes", lambda *args: limits.append(args[-1]) or 2**60)
+    base = SoftmaxLoss(ClipLossSettings(gather_gib=4.0))
+    for loss in (base, DistilledLoss(base, DistillSettings(weight=1.0), {"teacher": 10.0})):
+        step = TrainStep(TinyTowers(), loss, sgd(TinyTowers()), World(), micro_batch_size="auto")
+        with pytest.raises(SettingsError, match="a single sample"):
+            step(make_batch(), lr=1.0)
+    assert set(limits) == {4.0}
 
 
 def test_other_errors_are_not_taken_for_want_of_memory() -> None:
