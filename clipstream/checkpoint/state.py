@@ -128,17 +128,16 @@ class TensorFile:
             start, end = end, end + math.prod(shape) * dtype.itemsize
             self._offsets[name] = (start, end)
         if pin is None:
-            memory = torch.empty(end + BLOCK, dtype=torch.uint8)
+            memory = torch.empty(end, dtype=torch.uint8)
         else:  # shared with forked processes: of private pages the GPU might keep those of before the fork
-            memory = torch.frombuffer(mmap.mmap(-1, end + BLOCK), dtype=torch.uint8)
+            memory = torch.frombuffer(mmap.mmap(-1, max(end, 1)), dtype=torch.uint8)
         if pin is not None and page_lock(memory.data_ptr(), len(memory), pin):
             with contextlib.suppress(RuntimeError):  # not enough page-locked memory
                 # torch allocates it in powers of two: up to twice the size.
-                memory = torch.empty(end + BLOCK, dtype=torch.uint8, pin_memory=True)
+                memory = torch.empty(end, dtype=torch.uint8, pin_memory=True)
         elif pin is not None:
             weakref.finalize(self, _unlock, memory, pin).atexit = False
-        begin = -memory.data_ptr() % BLOCK  # direct I/O needs memory aligned to the disk's blocks
-        self._body = memory[begin : begin + end]
+        self._body = memory[:end]
         self.views: dict[str, torch.Tensor] = {}
         for name, (start, stop) in self._offsets.items():
             dtype, shape = self._layout[name]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import zlib
 from collections.abc import Iterable
@@ -11,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 CHUNK = 16 << 20  # bytes of one write: large enough for other threads to run and the disk to work meanwhile
-BLOCK = 4096  # O_DIRECT needs multiples of it as offsets, in the file and in memory
-_DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux only
+BLOCK = 4096  # bytes: content that begins at a multiple of it can be mapped
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -63,9 +61,7 @@ def require_space(folder: Path, size: int) -> None:
 def write(path: Path, parts: Iterable[Any]) -> tuple[int, str]:
     """Write buffers to a file and flush it to the disk; its name in the folder is not flushed.
 
-    The interpreter's lock is released during each write, so that a writing thread hardly slows down the others. Large
-    buffers bypass the page cache (O_DIRECT) where the file system allows it: other data stays cached, and a GB takes
-    0.1 s of a CPU instead of 0.4 (ext4; ten times as much without free memory).
+    The interpreter's lock is released during each write, so that a writing thread hardly slows down the others.
 
     Returns:
         (size in bytes, checksum of the buffers as from `checksum`).
@@ -77,11 +73,11 @@ def write(path: Path, parts: Iterable[Any]) -> tuple[int, str]:
     try:
         for part in parts:
             view = memoryview(part).cast("B")
-            whole = len(view) // BLOCK * BLOCK if len(view) >= CHUNK and size % BLOCK == 0 else 0
-            for start in (*range(0, whole, CHUNK), *range(whole, len(view), CHUNK)):
-                chunk = view[start : min(start + CHUNK, whole if start < whole else len(view))]
+            for start in range(0, len(view), CHUNK):
+                chunk = view[start : start + CHUNK]
                 sum_ = zlib.crc32(chunk, sum_)
-                _write_all(handle, chunk, direct=start < whole)
+                while chunk:  # a nearly full disk may take only a part
+                    chunk = chunk[os.write(handle, chunk) :]
             size += len(view)
         os.fsync(handle)
     except OSError as error:
@@ -90,28 +86,6 @@ def write(path: Path, parts: Iterable[Any]) -> tuple[int, str]:
     finally:
         os.close(handle)
     return size, f"crc32:{sum_:08x}"
-
-
-def _write_all(handle: int, chunk: memoryview, *, direct: bool) -> None:
-    """Write a whole chunk, of which a nearly full disk may take only a part at a time."""
-    direct = _set_direct(handle, direct)
-    while chunk:
-        try:
-            chunk = chunk[os.write(handle, chunk) :]
-        except OSError as error:
-            if not direct or error.errno != errno.EINVAL:
-                raise
-            direct = _set_direct(handle, False)  # not possible on this disk, or from this address
-
-
-def _set_direct(handle: int, wanted: bool) -> bool:
-    """Turn O_DIRECT on or off, and return whether it is on."""
-    flags = fcntl.fcntl(handle, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(handle, fcntl.F_SETFL, flags | _DIRECT if wanted else flags & ~_DIRECT)
-    except OSError:
-        return False
-    return wanted and _DIRECT != 0
 
 
 def checksum(path: Path) -> str:
