@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import difflib
 import heapq
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from clipstream.text import printable, printable_lines
-
-STOPPED = 75  # exit code of a run that goes on when it is started again
 
 
 class ClipstreamError(Exception):
@@ -51,7 +50,7 @@ class Stopped(ClipstreamError):
         signal: name of the signal, if it is known here.
     """
 
-    exit_code = STOPPED
+    exit_code = os.EX_TEMPFAIL  # 75
 
     def __init__(self, message: str, *, signal: str | None = None) -> None:
         super().__init__(message)

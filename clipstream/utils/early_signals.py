@@ -15,8 +15,6 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from clipstream.errors import STOPPED
-
 INTERRUPTED = 130  # exit code of Ctrl-C, as shells have it
 BEFORE_TRAINING = "stopped by {} before the first step: start the same command again"
 
@@ -37,7 +35,7 @@ def guard() -> None:
         return
     if verb == "train":
         _training = True
-        expect(STOPPED, BEFORE_TRAINING)
+        expect(os.EX_TEMPFAIL, BEFORE_TRAINING)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) if _training else (signal.SIGINT,):
         # A signal that the parent process ignores stays ignored.
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
