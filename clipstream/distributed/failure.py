@@ -254,7 +254,7 @@ class FailureWatch:
         if fewest >= called[0]:  # a long task of each rank, or a fault of the network, which NCCL reports
             return None
         late = [rank for rank, (count, _) in enumerate(by_rank) if count == fewest]
-        if silent := self._silent_ranks(late):
+        if silent := self._silent_ranks(late, LONG_SILENCE):  # no connection broke
             return Cause.of_dead(silent)
         where = [f"{f'step {step}, ' if step else ''}collective {count}" for count, step in (min(by_rank), called)]
         message = (
@@ -292,13 +292,18 @@ class FailureWatch:
         except RuntimeError:
             return self._lost_store() if broken else cause
 
-    def _silent_ranks(self, ranks: Iterable[int]) -> list[int]:
-        """Those other ranks that beat no more. Looks are counted: time also passes while this process is suspended."""
+    def _silent_ranks(self, ranks: Iterable[int], silence: float = SILENCE) -> list[int]:
+        """Those other ranks that beat no more. Looks are counted: time also passes while this process is suspended.
+
+        Args:
+            silence: seconds after which a single rank counts as dead.
+        """
         silent = {rank: self._store.add(_BEAT.format(rank), 0) for rank in ranks if rank != self.world.rank}
         for look in range(1, round(LONG_SILENCE / POLL) + 1):
             time.sleep(POLL)
             silent = {rank: beats for rank, beats in silent.items() if self._store.add(_BEAT.format(rank), 0) == beats}
-            if self._store.check([_CAUSE]) or (look * POLL >= SILENCE and len(silent) <= 1):
+            enough = silence if silent else SILENCE
+            if self._store.check([_CAUSE]) or (look * POLL >= enough and len(silent) <= 1):
                 break
         return list(silent)
 

@@ -130,7 +130,7 @@ def test_ends_that_all_ranks_agree_on(kind: str, code: int) -> None:
 def hang(world: World) -> int:
     """A run in which a kernel of the GPU waits for ever when rank 1 fails, and rank 0 waits in its main thread too."""
     patches = pytest.MonkeyPatch()
-    patches.setattr(failure, "CLEANUP", 6.0)
+    patches.setattr(failure, "CLEANUP", 12.0)
     FakeCuda(patches)  # its unregistration blocks
     world.start()
     watch = FailureWatch(world)
