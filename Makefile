@@ -51,9 +51,9 @@ bench-loss: .venv/.installed-dev
 bench-train: .venv/.installed-dev
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[bench]'
 	mkdir -p build
-	$(BIN)/python -m clipstream.bench train --model configs/models/small.json --batch-size 128 --against open_clip \
+	$(BIN)/python -m clipstream bench train --model configs/models/small.json --batch-size 128 --against open_clip \
 		--csv build/train.csv --plot build/train.svg --yaml build/train.yaml
-	$(BIN)/python -m clipstream.bench train --model configs/models/small-vit.json --batch-size 64 --against open_clip \
+	$(BIN)/python -m clipstream bench train --model configs/models/small-vit.json --batch-size 64 --against open_clip \
 		--rungs fused,buckets,checkpointing,micro-batch,patch-dropout \
 		--csv build/train-vit.csv --plot build/train-vit.svg --yaml build/train-vit.yaml
 

@@ -52,11 +52,11 @@ from made import make
 from torch._C._autograd import DeviceType
 from torch._dynamo.utils import counters
 
-from clipstream.bench.ladder import Ladder
-from clipstream.bench.options import Options
-from clipstream.bench.results import GIB
-from clipstream.bench.rungs import Rung, with_changes
-from clipstream.bench.turns import Parts, PeakMemory, explained, synchronize
+from clipstream.cli.verbs.bench.ladder import Ladder
+from clipstream.cli.verbs.bench.options import Options
+from clipstream.cli.verbs.bench.results import GIB
+from clipstream.cli.verbs.bench.rungs import Rung, with_changes
+from clipstream.cli.verbs.bench.turns import Parts, PeakMemory, explained, synchronize
 from clipstream.config.settings import load
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError

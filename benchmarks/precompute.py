@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from made import make
 
+from clipstream.cli.verbs.precompute.compute import ChunkComputer, Pass
 from clipstream.data.build import chunk_loader
 from clipstream.data.decode.tokenizers import build_tokenizer
 from clipstream.data.loader.sampler import ChunkPlan
@@ -34,7 +35,6 @@ from clipstream.features.writer import StoreWriter
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
-from clipstream.precompute.compute import ChunkComputer, Pass
 from clipstream.training.precision import autocast, prepare
 
 DTYPE = "float16"

@@ -1,7 +1,7 @@
 """What stored types of features cost in accuracy: retrieval and zero-shot classification from the rows of stores.
 
     for type in float32 float16 bfloat16 int8; do
-      python -m clipstream.precompute OUT/$type --towers both --dtype $type --model local-dir:CHECKPOINT \\
+      clipstream precompute OUT/$type --towers both --dtype $type --model local-dir:CHECKPOINT \\
         --precision fp32 --train-data 'DIR/emoji-val/{00000..00004}.tar'
     done
     python benchmarks/stored_accuracy.py OUT/float32 OUT/float16 OUT/bfloat16 OUT/int8 \\

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from clipstream.bench.open_clip_step import OpenClipStep
+from clipstream.cli.verbs.bench.open_clip_step import OpenClipStep
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError

@@ -1,8 +1,7 @@
 """clipstream trains contrastive image-text models (CLIP, SigLIP) over WebDataset shards.
 
-The public interface is `__all__`. It is imported when it is used: `import clipstream` imports no torch. `train`,
-`evaluate` and `check` are functions and, as they are also verbs of the command line, modules: `clipstream.train(…)` and
-`python -m clipstream.train` both work, whatever was imported before.
+The public interface is `__all__`. It is imported when it is used: `import clipstream` imports no torch. `train` is a
+function and a module: `clipstream.train(…)` and `python -m clipstream.train` both work, whatever was imported before.
 """
 
 import importlib
@@ -25,10 +24,10 @@ if TYPE_CHECKING:
     from clipstream.api.model import load_model as load_model
     from clipstream.api.model import zero_shot as zero_shot
     from clipstream.api.run import Run as Run
-    from clipstream.check import check as check
+    from clipstream.cli.verbs.check import check as check
+    from clipstream.cli.verbs.evaluate import evaluate as evaluate
     from clipstream.config.python_settings import load_settings as load_settings
     from clipstream.config.settings import Settings as Settings
-    from clipstream.evaluate import evaluate as evaluate
     from clipstream.tools.check import CheckReport as CheckReport
     from clipstream.train import train as train
 
@@ -57,6 +56,8 @@ __all__ = [
 
 _PLACES = {  # of what is not a module of its own name
     "CheckReport": "clipstream.tools.check",
+    "check": "clipstream.cli.verbs.check",
+    "evaluate": "clipstream.cli.verbs.evaluate",
     "Run": "clipstream.api.run",
     "Settings": "clipstream.config.settings",
     "load_settings": "clipstream.config.python_settings",

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from clipstream.cli.verbs.precompute import main as precompute
 from clipstream.config.settings import Settings
 from clipstream.distributed.world import World
-from clipstream.precompute import main as precompute
 from tests.support.forks import ROOT, run_fork
 from tests.support.runs import furnish
 

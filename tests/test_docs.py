@@ -20,11 +20,11 @@ import timm
 import torch
 from safetensors.torch import load_file, save_file
 
-from clipstream import audit, evaluate, precompute
-from clipstream.bench import input as bench_input
-from clipstream.bench import train as bench_train
 from clipstream.cli.help import default_note, generic_key, value_form
 from clipstream.cli.main import VERBS
+from clipstream.cli.verbs import audit, evaluate, precompute
+from clipstream.cli.verbs.bench import input as bench_input
+from clipstream.cli.verbs.bench import train as bench_train
 from clipstream.config.flag_aliases import ALIASES, BY_FLAG
 from clipstream.config.settings import Settings
 from clipstream.tools import stage, watch
@@ -192,7 +192,7 @@ def test_flags_that_pages_name_exist() -> None:
         *audit.OWN_FLAGS,
         *precompute.OWN_FLAGS,
     }
-    parsers = [(ROOT / "clipstream" / f"{verb}.py") for verb in VERBS]
+    parsers = [(ROOT / "clipstream" / "cli" / "verbs" / f"{verb}.py") for verb in VERBS]
     of_verbs = {
         flag for path in parsers if path.exists() for flag in re.findall(r'"(--[a-z][\w-]*)"', path.read_text())
     }

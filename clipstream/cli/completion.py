@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 from typing import Literal, get_args, get_origin
 
 import shtab
 from pydantic.fields import FieldInfo
 
-from clipstream.cli.main import VERBS
+from clipstream.cli.main import VERBS, verb_module
 from clipstream.config.flag_aliases import ALIASES
 from clipstream.config.settings import Settings
 from clipstream.utils.section import kinds, leaves
@@ -31,7 +30,7 @@ def console_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true")
     verbs = parser.add_subparsers()
     for verb, meaning in VERBS.items():
-        module = importlib.import_module(f"clipstream.{verb}")
+        module = verb_module(verb)
         if (build := getattr(module, "build_parser", None)) is not None:
             own: argparse.ArgumentParser = build()
             verbs.add_parser(verb, help=meaning, parents=[own], add_help=False, conflict_handler="resolve")

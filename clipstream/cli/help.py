@@ -134,9 +134,7 @@ def help_text(
     page = _Page(root, width)
     if topic not in ("", ALL):
         return "\n".join(page.topic(topic.removeprefix("--").strip(".").replace("-", "_"))) + "\n"
-    usage = (
-        f"usage: python -m clipstream.{verb} {VERBS[verb].arguments}[--config\xa0FILE]... [--section.key\xa0VALUE]..."
-    )
+    usage = f"usage: clipstream {verb} {VERBS[verb].arguments}[--config\xa0FILE]... [--section.key\xa0VALUE]..."
     lines = [
         *(line.replace("\xa0", " ") for line in page.wrapped(usage)),
         "",

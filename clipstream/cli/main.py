@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import ModuleType
 
 from clipstream import __version__
 from clipstream.cli.help import help_text, row, terminal_width
@@ -142,7 +143,7 @@ def _debug(argv: Sequence[str]) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The console script: `clipstream VERB …` is the same as `python -m clipstream.VERB …`."""
+    """The console script: `clipstream VERB …`, or `python -m clipstream VERB …`."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("--help", "-h", "help"):
         rows = [line for verb, meaning in VERBS.items() for line in row(verb, meaning, 14, terminal_width())]
@@ -156,5 +157,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         near = did_you_mean(verb, VERBS) or f"; the verbs are {', '.join(VERBS)}"
         print(f"error: there is no verb {verb!r}{near}", file=sys.stderr)
         return SettingsError.exit_code
-    entry: Callable[[list[str]], int] = importlib.import_module(f"clipstream.{verb}").main
-    return entry(rest)
+    return int(verb_module(verb).main(rest))
+
+
+def verb_module(verb: str) -> ModuleType:
+    """The module of a verb: it has `main(argv)`, and its flags in `build_parser()` or `OWN_FLAGS`."""
+    return importlib.import_module("clipstream.train" if verb == "train" else f"clipstream.cli.verbs.{verb}")

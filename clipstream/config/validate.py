@@ -303,7 +303,7 @@ def _shards(settings: Settings) -> Problems:
         text = "there is no data: give --train-data SHARDS, or --config configs/quickstart.yaml for a first look"
         if _evaluates_only(settings):
             text = "there is nothing to train on: give --train-data SHARDS, or evaluate without training by "
-            text += "`python -m clipstream.evaluate` with the same flags of data and model"
+            text += "`clipstream evaluate` with the same flags of data and model"
         yield ("data", "sources"), text
     read = [(("data", "sources", name), source, "") for name, source in settings.data.sources.items()]
     for name, evaluator in settings.evals.items():

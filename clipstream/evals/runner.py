@@ -141,7 +141,7 @@ class EvalRunner:
                 raise
             raise SettingsError(
                 "evals: there is no memory for the whole model beside its shards: evaluate its checkpoints elsewhere "
-                f"(python -m clipstream.evaluate), or take more GPUs ({str(error).splitlines()[0]})"
+                f"(clipstream evaluate), or take more GPUs ({str(error).splitlines()[0]})"
             ) from error
         found: dict[str, dict[str, float]] = {}
         own = {name for name, section in self.settings.items() if section.type not in BUILTIN}

@@ -128,7 +128,7 @@ def stage(argv: Sequence[str]) -> int:
 def arguments(argv: Sequence[str]) -> Asked:
     """Parse the command line. Raises SettingsError: a flag or a setting is wrong."""
     if not argv or not argv[0] or argv[0].startswith("-"):
-        raise SettingsError("name the folder first: python -m clipstream.stage FOLDER --train-data SHARDS")
+        raise SettingsError("name the folder first: clipstream stage FOLDER --train-data SHARDS")
     folder = Path(os.path.abspath(own_path(argv[0])))
     inside = str(folder / "0.tar")
     try:

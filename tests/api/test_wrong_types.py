@@ -115,7 +115,7 @@ def test_settings_evaluations_checks_and_runs(place: Path) -> None:
     refused("config", clipstream.train, {})
     refused("overrides", lambda value: clipstream.load_settings(None, value), {})
     refused("evaluators", lambda value: clipstream.evaluate("none", value), {})
-    refused("shards", clipstream.check)
+    refused("shards", clipstream.cli.verbs.check)
     shards = place / "pairs" / "*.tar"
     for given in (shards, [shards], str(shards)):
         assert clipstream.check(given, folder=place).used == 9

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.bench import main
-from clipstream.bench.input import Measured, needs
+from clipstream.cli.verbs.bench import main
+from clipstream.cli.verbs.bench.input import Measured, needs
 from clipstream.data.loader.stage_timing import StageTimes
 from tests.support.models import MODEL
 from tests.support.pictures import make_shards

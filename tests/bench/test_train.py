@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.bench import ladder, main
-from clipstream.bench.ladder import Ladder
-from clipstream.bench.options import NAMES, Options
-from clipstream.bench.results import Row, settings_to_use, tables
-from clipstream.bench.rungs import BASELINE, CHOSEN, SPEED, VARIANTS, Rung, with_changes
-from clipstream.bench.turns import Turn, Turns, UnableError
+from clipstream.cli.verbs.bench import ladder, main
+from clipstream.cli.verbs.bench.ladder import Ladder
+from clipstream.cli.verbs.bench.options import NAMES, Options
+from clipstream.cli.verbs.bench.results import Row, settings_to_use, tables
+from clipstream.cli.verbs.bench.rungs import BASELINE, CHOSEN, SPEED, VARIANTS, Rung, with_changes
+from clipstream.cli.verbs.bench.turns import Turn, Turns, UnableError
 from clipstream.config.settings import Settings, load
 from clipstream.distributed.world import World
 from tests.support.pictures import make_shards
@@ -204,7 +204,7 @@ def test_variants_alone_measure_the_baseline_once(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("more", [[], ["--train.micro-batch-size", "4", "--train.kept-micro-batches", "auto"]])
 def test_every_rung_has_settings_that_go_together(more: list[str]) -> None:
-    from clipstream.bench.rungs import Machine, plain
+    from clipstream.cli.verbs.bench.rungs import Machine, plain
 
     settings = load(["--train-data", "synthetic:", *more], ranks=1)
     base = plain(settings, NAMES)
@@ -268,4 +268,4 @@ def test_a_misspelt_train_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_names_the_rungs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help"]) == 0
     said = capsys.readouterr().out
-    assert "python -m clipstream.bench train" in said and "--against" in said and "micro-batch" in said
+    assert "clipstream bench train" in said and "--against" in said and "micro-batch" in said

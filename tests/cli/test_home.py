@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from pydantic import create_model
 
-from clipstream import check, compare, index
-from clipstream.bench import input as bench_input
-from clipstream.bench import train as bench_train
+from clipstream.cli.verbs import check, compare, index
+from clipstream.cli.verbs.bench import input as bench_input
+from clipstream.cli.verbs.bench import train as bench_train
 from clipstream.config.config_sources import accepts_text
 from clipstream.config.dump import _RULES
 from clipstream.config.flags import own_flags

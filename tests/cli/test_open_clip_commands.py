@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from clipstream import evaluate, train
+from clipstream import train
+from clipstream.cli.verbs import evaluate
 from clipstream.config.settings import Settings, load
 from clipstream.config.validate import validate_run
 from clipstream.distributed.world import World

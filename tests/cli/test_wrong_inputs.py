@@ -84,7 +84,7 @@ TABLE = [
     ("--data.sampling.mode=indexed", "data.sources.train.shards: 1 of 1 shards are not there, e.g. a.tar"),
     (
         "--data.sampling.mode=indexed --train-data=http://me:word@host/{0..9}.tar",
-        "Make them by\n  python -m clipstream.index 'http://***@host/{0..9}.tar' --into FOLDER, and name that folder "
+        "Make them by\n  clipstream index 'http://***@host/{0..9}.tar' --into FOLDER, and name that folder "
         "by --data.sources.train.index",
     ),
     (f"{INDEXED} --data.batch-schedule=[[5, 9]]", "the mode 'indexed' needs batches of one size"),

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
+from clipstream.cli.verbs.evaluate import main as evaluate
 from clipstream.config.dump import dump, portable, secrets
 from clipstream.config.settings import load
 from clipstream.errors import SettingsError
-from clipstream.evaluate import main as evaluate
 from clipstream.models.pretrained import resolve
 from clipstream.storage.shard_url import has_secret
 from clipstream.train import main

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from open_clip import list_models
 
-from clipstream import check, compare, evaluate, stage, train
+from clipstream import train
+from clipstream.cli.verbs import check, compare, evaluate, stage
 from clipstream.config.settings import load
 from clipstream.config.validate import validate_run
 from clipstream.distributed.world import World

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from clipstream.check import main as check
+from clipstream.cli.verbs.check import main as check
+from clipstream.cli.verbs.index import main as index
 from clipstream.data.decode.sample_profile import Profile
 from clipstream.data.loader.stage_timing import Stopwatch
 from clipstream.data.settings import CaptionSettings, JsonCaption, TextCaption
 from clipstream.data.sources.patterns import in_braces
 from clipstream.errors import DataError
-from clipstream.index import main as index
 from clipstream.storage.tar import scan
 from tests.support.hostile_text import HOSTILE, obeyed
 from tests.support.loaders import data, loader

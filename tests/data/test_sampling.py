@@ -273,7 +273,7 @@ def test_one_missing_index_of_many_shards_is_told_with_the_command(
     assert told.startswith(
         "data.sources.train.shards: the mode 'indexed' needs an index of each shard, and 6 of 6 have"
     )
-    assert f"  python -m clipstream.index {' '.join(shards)}" in told
+    assert f"  clipstream index {' '.join(shards)}" in told
 
 
 def test_a_shard_that_cannot_be_indexed_is_named_as_one_to_leave_out(shards: list[str], tmp_path: Path) -> None:

@@ -19,13 +19,13 @@ from torch.distributed import HashStore
 
 import clipstream
 from clipstream.api.model import usable_device
+from clipstream.cli.verbs.precompute import compute
 from clipstream.distributed import world as world_module
 from clipstream.distributed.launch import run_embedded, run_ranks
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.performance import precision
-from clipstream.precompute import compute
 
 # Functions of torch.cuda that mean the current GPU where no device is given, and the place of the device.
 PER_DEVICE = {

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from clipstream.cli.verbs.precompute import main as precompute
 from clipstream.features.store import FeatureStore
 from clipstream.performance.flops import Throughput, count_flops
 from clipstream.performance.peaks import peak_tflops
-from clipstream.precompute import main as precompute
 from clipstream.utils.timing.usage import Usage
 from tests.support.gpu_steps import make_batch, make_step, make_towers
 from tests.support.models import MODEL

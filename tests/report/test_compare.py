@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clipstream.compare import main as compare
+from clipstream.cli.verbs.compare import main as compare
 from clipstream.distributed.world import World
 from clipstream.evals.context import EvalContext
 from clipstream.evals.runner import EvalRunner

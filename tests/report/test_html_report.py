@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from clipstream.checkpoint.run_lock import occupied
-from clipstream.compare import main as compare
+from clipstream.cli.verbs.compare import main as compare
 from clipstream.config.settings import load
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError

@@ -7,7 +7,6 @@ not: `<!-- not run: needs 8 GPUs -->`. Flags of a command that is not run are ch
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import itertools
 import json
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clipstream.cli.main import VERBS
+from clipstream.cli.main import VERBS, verb_module
 from clipstream.config.settings import load, with_known_epoch
 from clipstream.config.validate import validate_run
 from clipstream.distributed.world import World
@@ -193,7 +192,7 @@ class Session:
         verb, flags, _ = found
         out = io.StringIO()
         with contextlib.redirect_stdout(out) if into else contextlib.nullcontext():
-            code = importlib.import_module(f"clipstream.{verb}").main(small(verb, flags))
+            code = verb_module(verb).main(small(verb, flags))
         assert code == 0, f"{block}: {command}"
         if into:
             Path(into.strip()).write_text(out.getvalue(), encoding="utf-8")

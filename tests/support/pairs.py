@@ -371,7 +371,7 @@ def write_model(place: Path, kind: str, vision: dict[str, Any]) -> None:
 
 def furnish_store(place: Path, row: Row) -> None:
     """Write the store that a run names."""
-    from clipstream.precompute import main
+    from clipstream.cli.verbs.precompute import main
 
     folder = place / store_name(row)
     with FileLock(f"{folder}.lock"):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from clipstream.check import main
+from clipstream.cli.verbs.check import main
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.sample_profile import Profile
 from clipstream.data.decode.train_transform import TrainTransform
@@ -150,7 +150,9 @@ def test_a_damaged_shard_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_the_verb_imports_no_torch(shards: str) -> None:
-    code = f"import sys; from clipstream.check import main; main([{shards!r}]); sys.exit('torch' in sys.modules)"
+    code = (
+        f"import sys; from clipstream.cli.verbs.check import main; main([{shards!r}]); sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=TIMEOUT).returncode == 0
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from clipstream.checkpoint.async_writer import AsyncWriter
+from clipstream.cli.verbs.evaluate import main
 from clipstream.config.dump import dump
 from clipstream.config.flags import own_flags
 from clipstream.config.settings import Settings
@@ -24,7 +25,6 @@ from clipstream.errors import SettingsError
 from clipstream.evals.evaluators.retrieval import Retrieval
 from clipstream.evals.fingerprints import of_weights
 from clipstream.evals.settings import RetrievalSettings
-from clipstream.evaluate import main
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from clipstream.report.terminal import evaluation_line, table
@@ -101,7 +101,7 @@ def test_flags_lie_over_the_runs_settings_on_two_ranks(run: Path, tmp_path: Path
     flags = ["--evals.kinds", "null", "--evals.val.max-samples", "13", "--output", str(output)]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*launcher, "-m", "clipstream.evaluate", "--checkpoint", str(run / "checkpoints" / "step_00000007"), *flags],
+        [*launcher, "-m", "clipstream", "evaluate", "--checkpoint", str(run / "checkpoints" / "step_00000007"), *flags],
         cwd=OWN, capture_output=True, text=True, timeout=TIMEOUT, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

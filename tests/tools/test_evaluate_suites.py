@@ -15,6 +15,7 @@ import torch
 
 from clipstream.checkpoint.async_writer import AsyncWriter
 from clipstream.cli.main import run_main
+from clipstream.cli.verbs.evaluate import main
 from clipstream.config.dump import dump
 from clipstream.config.settings import Settings, load
 from clipstream.config.validate import validate_run
@@ -23,7 +24,6 @@ from clipstream.errors import DataError, SettingsError
 from clipstream.evals.context import EvalContext
 from clipstream.evals.runner import EvalRunner
 from clipstream.evals.settings import EvalSettings, MeanSettings
-from clipstream.evaluate import main
 from clipstream.tools.evaluate import ROOT as VARIABLE
 from clipstream.tools.evaluate import check_same
 from clipstream.training.settings import CheckpointSettings

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import nn
 
-from clipstream import audit as verb
+from clipstream.cli.verbs import audit as verb
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.losses.contrastive import build_loss

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 
+from clipstream.cli.verbs.precompute import main
+from clipstream.cli.verbs.precompute.compute import ChunkComputer
 from clipstream.data.decode.images import EvalTransform
 from clipstream.data.decode.train_transform import TrainTransform
 from clipstream.data.order.rng import SampleRNG
@@ -26,8 +28,6 @@ from clipstream.errors import DataError, SettingsError, Stopped
 from clipstream.features.codec import decode_rows
 from clipstream.features.store import FeatureStore, StoredSource
 from clipstream.models.towers import Towers
-from clipstream.precompute import main
-from clipstream.precompute.compute import ChunkComputer
 from tests.support import hubtree
 from tests.support.forks import TIMEOUT, wait_until
 from tests.support.model_files import build, write

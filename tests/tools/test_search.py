@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from PIL import Image
 from pyarrow import parquet
 
+from clipstream.cli.verbs.search import main
 from clipstream.data.decode.images import EvalTransform
 from clipstream.data.decode.tokenizers import build_tokenizer
 from clipstream.data.settings import ModelTokenizer
@@ -24,7 +25,6 @@ from clipstream.features.manifest import Manifest, PartInfo, ShardInfo, SourceIn
 from clipstream.features.writer import StoreWriter
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
-from clipstream.search import main
 from tests.support.models import MODEL
 
 SAMPLES = 12  # number 5 is dropped; 9 and 11 are copies of 2

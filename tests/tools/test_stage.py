@@ -20,10 +20,10 @@ import pytest
 from PIL import Image
 
 from clipstream.checkpoint.run_lock import held
+from clipstream.cli.verbs.stage import main
 from clipstream.config.settings import load
 from clipstream.data.sources import indexes
 from clipstream.data.sources.registry import expand
-from clipstream.stage import main
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.tar import Shard, scan
 from tests.support.forks import ROOT, TIMEOUT, wait_until
@@ -72,7 +72,7 @@ def command(out: str) -> list[str]:
 
 def process(*argv: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "clipstream.stage", *argv],
+        [sys.executable, "-m", "clipstream", "stage", *argv],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         # A shell starts what goes on in the background with SIGINT ignored, and that is inherited.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -330,13 +330,13 @@ def test_wrong_usage(argv: list[str], told: str, tmp_path: Path, capsys: pytest.
 
 def test_the_verb_imports_no_torch(shards: list[str], tmp_path: Path) -> None:
     argv = [str(tmp_path), "--train-data", shards[0], "--size", "9"]
-    code = f"import sys; from clipstream.stage import main; main({argv!r}); sys.exit('torch' in sys.modules)"
+    code = f"import sys; from clipstream.cli.verbs.stage import main; main({argv!r}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=TIMEOUT).returncode == 0
 
 
 def test_a_bar_on_a_terminal(shards: list[str], tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
-    argv = [sys.executable, "-m", "clipstream.stage", str(tmp_path), "--train-data", "::".join(shards)]
+    argv = [sys.executable, "-m", "clipstream", "stage", str(tmp_path), "--train-data", "::".join(shards)]
     done = subprocess.Popen(argv, cwd=ROOT, stdout=theirs, stderr=theirs)
     os.close(theirs)
     shown = b""

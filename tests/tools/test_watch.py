@@ -17,11 +17,11 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clipstream.checkpoint.async_writer import AsyncWriter
-from clipstream.compare import main as compare
+from clipstream.cli.verbs.compare import main as compare
+from clipstream.cli.verbs.evaluate import main
 from clipstream.config.dump import dump
 from clipstream.config.settings import Settings
 from clipstream.distributed.world import World
-from clipstream.evaluate import main
 from clipstream.report.run_reader import read_run
 from clipstream.tools.watch import WatchedRun, fault
 from clipstream.training.settings import CheckpointSettings
@@ -37,7 +37,7 @@ END = {"step": 6, "end": {"total_steps": 6}}
 
 
 def follower(folder: Path, *more: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "clipstream.evaluate", "--watch", str(folder), *more]
+    command = [sys.executable, "-m", "clipstream", "evaluate", "--watch", str(folder), *more]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
 

@@ -12,7 +12,7 @@ import torch
 from timm.utils import ModelEmaV3
 from torch.distributed.tensor import DTensor
 
-from clipstream import evaluate
+from clipstream.cli.verbs import evaluate
 from clipstream.distributed.world import World
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings

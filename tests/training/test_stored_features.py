@@ -10,7 +10,7 @@ import open_clip
 import pytest
 import torch
 
-from clipstream.precompute import main as precompute
+from clipstream.cli.verbs.precompute import main as precompute
 from clipstream.train import main
 from tests.support import model_files
 from tests.support.pictures import picture

@@ -200,6 +200,6 @@ def test_a_process_that_only_imports_the_package_keeps_its_signals() -> None:
 
 def test_a_spawned_process_has_the_arguments_of_a_longer_command_line(tmp_path: Path) -> None:
     shards = make_shards(tmp_path, [2] * 12)
-    command = [sys.executable, "-m", "clipstream.index", *shards]
+    command = [sys.executable, "-m", "clipstream", "index", *shards]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert done.returncode == 0, done.stderr

@@ -107,7 +107,7 @@ class Captions:
         return (
             f"the captions of {number:,} samples are {', and '.join(found)}. If that is not the "
             "caption, choose another field by --caption-json, or another member by --caption-key: python -m "
-            "clipstream.check shows them. If it is a class, --loss.duplicates mask keeps equal captions from being "
+            "`clipstream check` shows them. If it is a class, --loss.duplicates mask keeps equal captions from being "
             "negatives of each other"
         )
 
@@ -324,7 +324,7 @@ class Budget:
             said = f"{flag}.drop: none of the {h.read:,} samples read so far is in {drop}"
         else:
             return ""
-        return f"{said}: its lines are KEY or SHARD/KEY, as `python -m clipstream.check` shows them"
+        return f"{said}: its lines are KEY or SHARD/KEY, as `clipstream check` shows them"
 
     def nothing_usable(self, name: str, h: SourceHealth) -> str:
         """The message on a source that gave no usable sample, with advice."""

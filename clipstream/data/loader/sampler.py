@@ -135,7 +135,7 @@ class OpenShards:
             return None
         if (counts := self.source.counts) is not None and counts[number] != len(shard.index.samples):
             held = f"it holds {len(shard.index.samples):,} samples, its index tells of {counts[number]:,}"
-            health.faults.setdefault(shown, f"stale_index: {held}: run python -m clipstream.index again")
+            health.faults.setdefault(shown, f"stale_index: {held}: run clipstream index again")
         if self.stored is not None:
             self.stored.check_keys(number, [ref.key for ref in shard.index.samples])
             self.stored.hold(number)

@@ -7,7 +7,7 @@ parent saves first, then ends them. When the parent is killed, they end too, wit
 
 A GPU's rank gets a worker for each of its cores but one, which the training process needs; on a CPU, where the model
 takes the cores itself, two. The order of samples does not depend on the number. Workers that wait for a slow disk may
-be worth more than that: `python -m clipstream.bench` measures several numbers.
+be worth more than that: `clipstream bench` measures several numbers.
 """
 
 from __future__ import annotations

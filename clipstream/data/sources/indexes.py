@@ -312,7 +312,7 @@ def _advice(settings: SourceSettings, key: str, unknown: dict[str, str], total: 
     if gone := [name for name, why in unknown.items() if why == GONE]:
         return f"{key}.shards: {len(gone):,} of {total:,} shards are not there, e.g. {redact(gone[0])}"
     shards = [settings.shards] if isinstance(settings.shards, str) else settings.shards
-    words = ["python", "-m", "clipstream.index", *(redact(spec) for spec in shards)]
+    words = ["clipstream", "index", *(redact(spec) for spec in shards)]
     folder = settings.index
     advice = ""
     if folder is None and any(ShardURL(name).path is None for name in unknown):

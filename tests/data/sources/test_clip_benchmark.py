@@ -81,7 +81,7 @@ def run(endpoint: str, folder: Path, *words: str, **env: str) -> subprocess.Comp
 def evaluate(endpoint: str, folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
     (folder / "tiny.json").write_text(json.dumps(CONFIG))
     (folder / "suite.yaml").write_text(SUITE)
-    return run(endpoint, folder, sys.executable, "-m", "clipstream.evaluate", *FLAGS.split(), *words, **env)
+    return run(endpoint, folder, sys.executable, "-m", "clipstream", "evaluate", *FLAGS.split(), *words, **env)
 
 
 def figures(path: Path) -> dict[str, dict[str, float]]:

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipstream.cli.main import main as clipstream
+from clipstream.cli.verbs.index import main
 from clipstream.config.settings import load, with_known_epoch
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources.indexes import count_samples, identity_of, opened_by, path_of, read, read_head, write
@@ -28,7 +29,6 @@ from clipstream.data.sources.protocol import SourceContext
 from clipstream.data.sources.registry import Source
 from clipstream.data.sources.tars import TarSource
 from clipstream.errors import SettingsError
-from clipstream.index import main
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.tar import ShardIndex, scan
 from tests.support.forks import ROOT, wait_until
@@ -181,7 +181,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.Captur
     spec = [str(tmp_path / "{00000..00004}.tar"), "--into", str(tmp_path / "i")]
     make_shards(tmp_path, [3] * 5)
     seconds = f"3600.{os.getpid()}"
-    command = [sys.executable, "-m", "clipstream.index", *spec, f"pipe:sleep {seconds}", "--workers", "2"]
+    command = [sys.executable, "-m", "clipstream", "index", *spec, f"pipe:sleep {seconds}", "--workers", "2"]
     process = subprocess.Popen(command, cwd=ROOT)
     wait_until(lambda: len(indexes(tmp_path / "i")) == 5 and command_runs(seconds))
     process.send_signal(signal.SIGKILL)

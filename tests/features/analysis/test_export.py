@@ -13,8 +13,8 @@ import pytest
 import torch
 from pyarrow import parquet
 
+from clipstream.cli.verbs.export import main
 from clipstream.errors import ClipstreamError, SettingsError
-from clipstream.export import main
 from clipstream.features.analysis.export import export
 from clipstream.features.analysis.tables import TableWriter
 from clipstream.testing import SMALL_MODEL
@@ -158,7 +158,7 @@ def test_sigterm_leaves_no_drafts(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     os.mkfifo(out / "image.npy.tmp")  # holds the command up
-    process = Fork(["-m", "clipstream.export", "features", str(tmp_path / "s"), str(out), "--format", "npy"])
+    process = Fork(["-m", "clipstream", "export", "features", str(tmp_path / "s"), str(out), "--format", "npy"])
     wait_until((out / "image.keys.parquet.tmp").exists, process)
     process.terminate()
     assert process.communicate()[1] == b"stopped by SIGTERM\n" and process.returncode == 128 + signal.SIGTERM
@@ -168,8 +168,8 @@ def test_sigterm_leaves_no_drafts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "argv",
     [
-        ["clipstream.search", "scores", "STORE", "--out", "OUT/a.txt", "--min-score", "-1"],
-        ["clipstream.bench", "--train-data", "synthetic:", "--model", "MODEL.json", "--counts", "0",
+        ["search", "scores", "STORE", "--out", "OUT/a.txt", "--min-score", "-1"],
+        ["bench", "--train-data", "synthetic:", "--model", "MODEL.json", "--counts", "0",
          "--seconds", "1000", "--output", "OUT/b"],
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The verb `python -m clipstream.bench`: how fast shards are read here, and with `bench train`, how fast a model trains
+"""The verb `clipstream bench`: how fast shards are read here, and with `bench train`, how fast a model trains
 under one setting after another.
 
 A command line enters; tables leave. `input` measures reading. `train` measures training by `ladder`: `rungs` is
@@ -11,8 +11,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from clipstream.bench import input, train
 from clipstream.cli.main import run_main, show_help
+from clipstream.cli.verbs.bench import input, train
 from clipstream.errors import SettingsError, did_you_mean
 
 OWN_FLAGS = {**input.OWN_FLAGS, **train.OWN_FLAGS}  # of both, for completion

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch._dynamo
 
-from clipstream.bench.open_clip_step import OpenClipStep
-from clipstream.bench.rungs import Rung
+from clipstream.cli.verbs.bench.open_clip_step import OpenClipStep
+from clipstream.cli.verbs.bench.rungs import Rung
 from clipstream.config.settings import Settings
 from clipstream.data.batch import Batch
 from clipstream.data.loader.stage_timing import HAND_OVER, IDLE

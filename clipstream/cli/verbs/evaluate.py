@@ -1,15 +1,13 @@
-"""The verb `python -m clipstream.evaluate --checkpoint RUN | --watch RUN` (see `tools.evaluate` and `tools.watch`), and
+"""The verb `clipstream evaluate --checkpoint RUN | --watch RUN` (see `tools.evaluate` and `tools.watch`), and
 the function `clipstream.evaluate`.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from clipstream.cli.callable_module import make_callable
 from clipstream.cli.main import run_main, show_help
 from clipstream.config.python_settings import Config, settings_from
 from clipstream.config.settings import Settings
@@ -89,10 +87,3 @@ def _config(evaluators: Any, flags: Mapping[str, Any]) -> tuple[Config, None, di
     if all(name.endswith((".yaml", ".yml")) for name in names):
         return names, None, dict(flags)
     return None, None, {"val_data": names, **flags}
-
-
-make_callable(__name__)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

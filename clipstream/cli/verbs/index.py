@@ -1,9 +1,8 @@
-"""The verb `python -m clipstream.index SHARDS`: writes the side index of each shard, for the mode `indexed`."""
+"""The verb `clipstream index SHARDS`: writes the side index of each shard, for the mode `indexed`."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from clipstream.cli.main import run_main
@@ -18,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The verb's command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m clipstream.index",
+        prog="clipstream index",
         description="Write a small file for each shard that says what the shard holds: its samples are counted for "
         "--data.sampling.mode indexed, and local ones are opened at once. Shards that have an index and have not "
         "changed are skipped.",
@@ -46,7 +45,3 @@ def _main(argv: list[str]) -> int:
 
     make_indexes(options.shards, folder=options.into, workers=options.workers, again=options.again)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

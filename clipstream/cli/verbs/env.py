@@ -1,4 +1,4 @@
-"""The verb `python -m clipstream.env`: prints versions and hardware, for a bug report."""
+"""The verb `clipstream env`: prints versions and hardware, for a bug report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import shutil
-import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
@@ -31,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The verb's command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m clipstream.env",
+        prog="clipstream env",
         description="Print versions, hardware and the environment variables that matter, to paste into a bug report. "
         "Nothing of it identifies you: no host name, no user, no path.",
     )
@@ -78,7 +77,3 @@ def environment() -> dict[str, str]:
     if os.path.isdir("/dev/shm"):
         found["/dev/shm"] = f"{shutil.disk_usage('/dev/shm').total / 2**30:.1f} GiB"
     return found | {f"${name}": os.environ[name] for name in VARIABLES if name in os.environ}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from clipstream.bench.options import Options
-from clipstream.bench.results import Row, plot, show, write_csv, write_yaml
-from clipstream.bench.rungs import (
+from clipstream.cli.verbs.bench.options import Options
+from clipstream.cli.verbs.bench.results import Row, plot, show, write_csv, write_yaml
+from clipstream.cli.verbs.bench.rungs import (
     BASELINE,
     CHOSEN,
     SPEED,
@@ -26,7 +26,7 @@ from clipstream.bench.rungs import (
     plain,
     with_changes,
 )
-from clipstream.bench.turns import Turns, UnableError
+from clipstream.cli.verbs.bench.turns import Turns, UnableError
 from clipstream.config.settings import Settings, by_key, require_equal, resolve
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.world import World

@@ -1,9 +1,8 @@
-"""The verb `python -m clipstream.search TOPIC STORE`: search in precomputed features."""
+"""The verb `clipstream search TOPIC STORE`: search in precomputed features."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from clipstream.cli.main import run_main
@@ -20,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The verb's command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m clipstream.search",
+        prog="clipstream search",
         description="Search in a store of features that `clipstream precompute` wrote: neighbours of pictures and "
         "texts, near-duplicates, clusters, and scores of pictures with their captions, for filtering.",
     )
@@ -117,7 +116,3 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError("must be 1 or more")
     return value
-
-
-if __name__ == "__main__":
-    sys.exit(main())

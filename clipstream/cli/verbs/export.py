@@ -1,9 +1,8 @@
-"""The verb `python -m clipstream.export features STORE OUT`: precomputed features as Parquet or NumPy files."""
+"""The verb `clipstream export features STORE OUT`: precomputed features as Parquet or NumPy files."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from clipstream.cli.main import run_main
@@ -17,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The verb's command line."""
-    parser = argparse.ArgumentParser(prog="python -m clipstream.export", description="Write files for other programs.")
+    parser = argparse.ArgumentParser(prog="clipstream export", description="Write files for other programs.")
     topics = parser.add_subparsers(dest="topic", required=True, metavar="TOPIC")
     features = topics.add_parser(
         "features",
@@ -62,7 +61,3 @@ def _main(argv: list[str]) -> int:
         for path in export(store, part, Path(options.out), options.format, **how):
             print(path)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,7 @@
-"""The verb `python -m clipstream.stage FOLDER`: copies shards to this machine (see `tools.stage`)."""
+"""The verb `clipstream stage FOLDER`: copies shards to this machine (see `tools.stage`)."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from clipstream.cli.main import run_main, show_help
@@ -12,7 +11,3 @@ from clipstream.tools.stage import OWN_FLAGS, stage
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb, and return its exit code."""
     return run_main(lambda argv: 0 if show_help("stage", argv, OWN_FLAGS) else stage(argv), argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The verb `python -m clipstream.audit precision`: what one training step computes in which dtype.
+"""The verb `clipstream audit precision`: what one training step computes in which dtype.
 
 Takes the settings of `clipstream.train`, or a run's folder with `--run`, and changes nothing.
 """
@@ -53,7 +53,7 @@ def _main(argv: list[str]) -> int:
     preflight(settings.model, settings.tokenizer, loss_type=chosen_loss_type(settings.loss))
     if (teacher := settings.distill.teacher(settings.model.cache_dir)) is not None:
         preflight_teacher(teacher)
-    from clipstream.audit.run import audit  # imports torch
+    from clipstream.cli.verbs.audit.run import audit  # imports torch
 
     return run_ranks(settings.run, partial(audit, settings, own))
 

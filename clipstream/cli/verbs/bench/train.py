@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from clipstream.bench.options import NAMES, Options
+from clipstream.cli.verbs.bench.options import NAMES, Options
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.flags import own_flags
 from clipstream.config.settings import load
@@ -59,7 +59,7 @@ def bench(argv: Sequence[str]) -> int:
     preflight(settings.model, settings.tokenizer, loss_type=chosen_loss_type(settings.loss), ask=ask)
     if (teacher := settings.distill.teacher(settings.model.cache_dir)) is not None:
         preflight_teacher(teacher, ask=ask)
-    from clipstream.bench.ladder import run
+    from clipstream.cli.verbs.bench.ladder import run
     from clipstream.distributed.launch import run_ranks
 
     return run_ranks(settings.run, partial(run, settings, options))

@@ -1,9 +1,8 @@
-"""The verb `python -m clipstream.completion SHELL`: prints a script that completes verbs and flags in a shell."""
+"""The verb `clipstream completion SHELL`: prints a script that completes verbs and flags in a shell."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from clipstream.cli.main import run_main
@@ -17,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The verb's command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m clipstream.completion",
+        prog="clipstream completion",
         description="Print a script that completes verbs, flags and their choices in a shell. For bash: "
         'eval "$(clipstream completion bash)" in ~/.bashrc; for zsh: clipstream completion zsh > a file _clipstream in '
         "a folder of $fpath; for fish: clipstream completion fish > ~/.config/fish/completions/clipstream.fish.",
@@ -32,7 +31,3 @@ def _main(argv: list[str]) -> int:
 
     print(script(options.shell))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from clipstream.bench.rungs import SPEED, VARIANTS
+from clipstream.cli.verbs.bench.rungs import SPEED, VARIANTS
 
 NAMES = (*SPEED, *VARIANTS)
 

@@ -1,4 +1,4 @@
-"""The verb `python -m clipstream.precompute STORE --towers image`: features of frozen towers, computed once and stored.
+"""The verb `clipstream precompute STORE --towers image`: features of frozen towers, computed once and stored.
 
 A command line enters, a store of features is written. The command line is checked here, before torch is imported; `run`
 does the work.
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clipstream.cli.main import run_main, show_help
+from clipstream.cli.verbs.precompute.options import STORED_DTYPES, StoreOptions
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.flags import own_flags
 from clipstream.config.settings import Settings, load
@@ -22,7 +23,6 @@ from clipstream.errors import SettingsError
 from clipstream.losses.settings import chosen_loss_type
 from clipstream.models.pretrained import preflight, preflight_teacher
 from clipstream.models.settings import ModelSettings
-from clipstream.precompute.options import STORED_DTYPES, StoreOptions
 from clipstream.utils.logs import set_level
 from clipstream.utils.section import own_path
 
@@ -58,8 +58,8 @@ def _main(argv: list[str]) -> int:
     for name, model in teachers.items():
         advice = f"give {name}={model.name},PRETRAINED; --random-weights takes it as it is, for tests"
         preflight_teacher(model, f"--teacher {name}", advice, fresh=options.random_weights, ask=ask)
+    from clipstream.cli.verbs.precompute.run import precompute
     from clipstream.distributed.launch import run_ranks
-    from clipstream.precompute.run import precompute
 
     return run_ranks(settings.run, partial(precompute, settings, options, teachers))
 
@@ -67,7 +67,7 @@ def _main(argv: list[str]) -> int:
 def arguments(argv: Sequence[str]) -> tuple[Settings, StoreOptions, dict[str, ModelSettings]]:
     """Settings, the store to write, and teachers by name. Raises SettingsError: a flag or a setting is wrong."""
     if not argv or not argv[0] or argv[0].startswith("-"):
-        raise SettingsError("name the store first: python -m clipstream.precompute STORE --towers image --train-data …")
+        raise SettingsError("name the store first: clipstream precompute STORE --towers image --train-data …")
     following = [*argv[2:], "--"]
     pairs = zip(argv[1:], following, strict=True)
     bare = ("--zstd", "--random-weights")

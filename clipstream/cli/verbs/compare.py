@@ -1,4 +1,4 @@
-"""The verb `python -m clipstream.compare RUN…`: one page that shows runs side by side, or the report of one run."""
+"""The verb `clipstream compare RUN…`: one page that shows runs side by side, or the report of one run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The verb's command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m clipstream.compare",
+        prog="clipstream compare",
         description="Write one HTML file, without network, that shows runs side by side: curves, evaluations, settings "
         "that differ, pictures, data health. Unfinished runs are shown up to their last step.",
     )
@@ -55,7 +55,3 @@ def _main(argv: list[str]) -> int:
         logger.warning(f"not comparable: {text}")
     print(options.out)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -24,6 +24,8 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
+from clipstream.cli.verbs.precompute.compute import ChunkComputer, Pass
+from clipstream.cli.verbs.precompute.options import StoreOptions
 from clipstream.config.settings import Settings, open_sources, require_equal
 from clipstream.data.build import chunk_loader
 from clipstream.data.decode.captions import CaptionExtractor, build_caption, candidates
@@ -52,8 +54,6 @@ from clipstream.models.settings import ModelSettings
 from clipstream.models.stored import TOWERS
 from clipstream.models.towers import Towers
 from clipstream.models.weights import read_weights
-from clipstream.precompute.compute import ChunkComputer, Pass
-from clipstream.precompute.options import StoreOptions
 from clipstream.report.terminal import duration
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import redact

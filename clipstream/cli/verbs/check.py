@@ -1,4 +1,4 @@
-"""The verb `python -m clipstream.check SHARDS`, and the function `clipstream.check`: the content of a data set, and the
+"""The verb `clipstream check SHARDS`, and the function `clipstream.check`: the content of a data set, and the
 samples that training would use.
 """
 
@@ -7,13 +7,11 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from clipstream.cli.callable_module import make_callable
 from clipstream.cli.main import run_main
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.python_settings import PathLike
@@ -36,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The verb's command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m clipstream.check",
+        prog="clipstream check",
         description="Inspect a data set: its shards, members and JSON fields, the samples that these settings would "
         "use and drop, and the flags to train on it. Exit code 3 if no sample is usable.",
     )
@@ -162,10 +160,3 @@ def _source(shards: PathLike | Sequence[PathLike], options: Mapping[str, str | N
         if flag == "caption":
             flag += "-key" if json is None else "-json"
         raise SettingsError(f"--{flag}: {first['msg'].removeprefix('Value error, ')}") from error
-
-
-make_callable(__name__)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

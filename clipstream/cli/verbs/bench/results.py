@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from clipstream.bench.rungs import BASELINE, CHOSEN, Changes, Rung, nested
+from clipstream.cli.verbs.bench.rungs import BASELINE, CHOSEN, Changes, Rung, nested
 from clipstream.config.config_sources import to_yaml
 from clipstream.report.terminal import duration
 from clipstream.utils.console import ResultConsole

@@ -1,0 +1,1 @@
+"""One module a verb: `main(argv)` runs it and returns its exit code."""
