@@ -123,7 +123,11 @@ def test_no_machine_paths_and_no_registries() -> None:
 def test_configs_open_with_their_command(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()
     opening = "\n".join(itertools.takewhile(lambda line: line.startswith("#"), lines))
-    assert re.search(rf"^#\s+(torchrun .* -m|python -m) clipstream\.\w+ .*{name_of(path)}", opening, re.M), opening
+    assert re.search(
+        rf"^#\s+(torchrun .* -m clipstream\.train|python -m clipstream\.train|clipstream \w+) .*{name_of(path)}",
+        opening,
+        re.M,
+    ), opening
 
 
 def test_settings_import_no_torch() -> None:
