@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from clipstream.cli.verbs.check import main
+from clipstream.cli.verbs.check import look, main
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.sample_profile import Profile
 from clipstream.data.decode.train_transform import TrainTransform
 from clipstream.data.order.rng import SampleRNG
 from clipstream.data.settings import AugmentSettings, CaptionSettings, JsonCaption, SourceSettings, TextCaption
 from clipstream.errors import Dropped
-from clipstream.tools.check import look
 from tests.support.image_files import save, smooth
 from tests.support.ranks import TIMEOUT
 from tests.support.tars import write_tar
@@ -120,7 +119,7 @@ def shards(tmp_path: Path) -> str:
 def test_a_view_with_the_right_settings(shards: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([shards, "--caption-json", "caption.en"]) == 0
     out = capsys.readouterr().out
-    for part in ("3 shards: 6 samples read", "not there: 1 of them", "caption.alt", "83.3%", "panda face",
+    for part in ("3 shards: 6 samples read", "missing: 1 of them", "caption.alt", "83.3%", "panda face",
                  "undecodable_image", "0.tar/00", "--caption-json caption.en"):  # fmt: skip
         assert part in out
 
@@ -168,7 +167,7 @@ def test_a_manifest_is_seen_with_its_rows(
     assert "1 manifest, 300 samples: 100 samples read" in out and "caption.en" in out
     assert "missing_picture" in out and "100.0%" not in out
     assert main([f"{tmp_path}/pairs.jsonl", "--caption-json", "caption.en", "--folder", f"{tmp_path}/none"]) == 3
-    assert "begin elsewhere? Say where by --folder" in capsys.readouterr().err
+    assert "set --folder" in capsys.readouterr().err
     (tmp_path / "one.jsonl").write_text('{"filepath": {"a": 1}, "title": "a dog"}')
     assert main([f"{tmp_path}/one.jsonl"]) == 3
     assert "no_image" in (err := capsys.readouterr().err) and "--caption" not in err, "it would not help"

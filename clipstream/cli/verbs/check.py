@@ -1,29 +1,57 @@
-"""The verb `clipstream check SHARDS`, and the function `clipstream.check`: the content of a data set, and the
-samples that training would use.
+"""The verb `clipstream check SHARDS` and the function `clipstream.check`: what a data set contains, and which of its
+samples training would use.
+
+Shards are read and decoded as in training, without a model and without importing torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import html
+import io
 import os
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
 
+import numpy as np
 from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
 
 from clipstream.cli.main import run_main
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.python_settings import PathLike
 from clipstream.config.settings import load
-from clipstream.data.settings import SourceSettings
-from clipstream.errors import SettingsError, each, wrong_type
+from clipstream.data.decode.captions import CaptionExtractor, build_caption, image_bytes
+from clipstream.data.decode.images import check_shape, converted, loaded, opaque, opened
+from clipstream.data.decode.sample_profile import NO_TEXT, SHORT_FLAGS, Profile
+from clipstream.data.loader.health import Captions
+from clipstream.data.settings import AugmentSettings, SourceSettings, rgb
+from clipstream.data.sources.patterns import in_braces
+from clipstream.data.sources.protocol import OpenShard, SampleRef, SourceContext
+from clipstream.data.sources.registry import Source
+from clipstream.data.sources.tables import MISSING
+from clipstream.errors import DataError, Dropped, SettingsError, each, wrong_type
+from clipstream.storage.shard_cache import ShardCache
+from clipstream.storage.shard_url import redact
+from clipstream.storage.tar import SCATTERED
+from clipstream.storage.transfer import ShardError
+from clipstream.text import MESSAGE, printable
+from clipstream.utils.console import ResultConsole
+from clipstream.utils.content import OTHER_NAME
 from clipstream.utils.logs import on_terminal
 
-if TYPE_CHECKING:
-    from clipstream.tools.check import CheckReport
-
+T = TypeVar("T")
 DEFAULT_IMAGE_KEY: str = SourceSettings.model_fields["image_key"].default
+SHARDS_READ = 10  # of a large data set, spread over it
+ROWS = 25
+CELL = 400  # characters of a table's cell
+OFF_TERMINAL = 160  # columns where there is no terminal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,29 +63,21 @@ def build_parser() -> argparse.ArgumentParser:
     """The verb's command line."""
     parser = argparse.ArgumentParser(
         prog="clipstream check",
-        description="Inspect a data set: its shards, members and JSON fields, the samples that these settings would "
-        "use and drop, and the flags to train on it. Exit code 3 if no sample is usable.",
+        description="Inspect a data set: its shards, members and JSON fields, the samples that these settings use and "
+        "drop, and the flags to train on it. Exit code 3 if no sample is usable.",
     )
-    parser.add_argument(
-        "shards",
-        nargs="+",
-        metavar="SHARDS",
-        help="tars: braces, '::', globs, pipe:, http(s):; or a manifest",
+    shards = "tar files: braces, '::', globs, pipe:, http(s):; or a manifest"
+    parser.add_argument("shards", nargs="+", metavar="SHARDS", help=shards)
+    options = (
+        ("--caption-key", "SUFFIX", "text member with the caption (txt; for a CSV: title, or txt)"),
+        ("--caption-json", "PATHS", "path into the JSON member; several, separated by ';', are tried in order"),
+        ("--image-key", "SUFFIXES", f"suffixes of the image member, by ';' ({DEFAULT_IMAGE_KEY.replace(';', '; ')})"),
+        ("--folder", None, "base folder of a manifest's relative paths (the manifest's own folder)"),
+        ("--separator", "CHARACTER", "separator of a CSV (detected from its header)"),
     )
-    parser.add_argument(
-        "--caption-key", metavar="SUFFIX", help="the text member with the caption (txt; of a CSV: title, or txt)"
-    )
-    parser.add_argument(
-        "--caption-json", metavar="PATHS", help="path into the JSON member; several by ';' are tried in order"
-    )
-    parser.add_argument(
-        "--image-key",
-        metavar="SUFFIXES",
-        help=f"suffixes of the image member, by ';' ({DEFAULT_IMAGE_KEY.replace(';', '; ')})",
-    )
-    parser.add_argument("--folder", help="what a manifest's relative paths begin at (its own folder)")
-    parser.add_argument("--separator", metavar="CHARACTER", help="of a CSV (from its header)")
-    parser.add_argument("--print-config", action="store_true", help="print these flags as YAML for --config, and end")
+    for flag, metavar, meaning in options:
+        parser.add_argument(flag, metavar=metavar, help=meaning)
+    parser.add_argument("--print-config", action="store_true", help="print these flags as YAML for --config, and exit")
     parser.add_argument("--samples", type=int, default=500, metavar="N", help="samples to read; 0 for all (500)")
     return parser
 
@@ -68,12 +88,6 @@ def _main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.samples < 0:
         parser.error(f"--samples must be 0 or more, not {options.samples}")
-    # Not before, so that --help and wrong usage answer at once.
-    from clipstream.data.decode.sample_profile import SHORT_FLAGS
-    from clipstream.data.sources.patterns import in_braces
-    from clipstream.storage.shard_url import redact
-    from clipstream.tools.check import check as print_checked
-
     shards = "::".join(in_braces(options.shards))
     words = ["--train-data", redact(shards)]
     for name in ("caption_key", "caption_json", "image_key", "folder", "separator"):
@@ -82,8 +96,7 @@ def _main(argv: list[str]) -> int:
             words += [f"--{flag}", getattr(options, name)]
     if every is not None:
         return print_config(load(["--train-data", shards, *words[2:]]), "check", every)
-    settings = _source(options.shards, vars(options))
-    print_checked(settings, shlex.join(["python", "-m", "clipstream.train", *words]), options.samples)
+    print_checked(_source(options.shards, vars(options)), shlex.join(["clipstream", "train", *words]), options.samples)
     return 0
 
 
@@ -126,8 +139,6 @@ def check(
         >>> clipstream.check("shards/*.tar", caption_json="caption.de").drops
         Counter({'no_caption': 24})
     """
-    from clipstream.tools.check import look
-
     given = {"caption_key": caption_key, "caption_json": caption_json, "image_key": image_key, "separator": separator}
     for name, value in given.items():
         if not isinstance(value, str | None):
@@ -160,3 +171,195 @@ def _source(shards: PathLike | Sequence[PathLike], options: Mapping[str, str | N
         if flag == "caption":
             flag += "-key" if json is None else "-json"
         raise SettingsError(f"--{flag}: {first['msg'].removeprefix('Value error, ')}") from error
+
+
+@dataclass
+class CheckReport:
+    """What a data set contains, and what training would do with the samples that were read.
+
+    `print(report)` shows tables; a notebook shows them too.
+    """
+
+    shards: str  # description of the source
+    missing: list[str] = field(default_factory=list)  # local shards that do not exist
+    faults: dict[str, str] = field(default_factory=dict)  # shard -> its fault
+    held: int = 0  # number of samples in the opened shards
+    profile: Profile = field(default_factory=Profile)  # members and JSON fields of the samples read
+    used: int = 0  # number of samples read that training would use
+    drops: Counter[str] = field(default_factory=Counter)  # number of samples read that training would drop, by reason
+    examples: dict[str, str] = field(default_factory=dict)  # reason -> one such sample, with details
+    captions: dict[str, str] = field(default_factory=dict)  # 'SHARD/KEY' -> caption of the first samples used
+    first_captions: Captions = field(default_factory=Captions)  # of the samples checked for constant captions
+
+    @property
+    def tried(self) -> int:
+        """Number of samples read, usable or not."""
+        return self.used + self.drops.total()
+
+    @property
+    def ok(self) -> bool:
+        """Whether training would use all samples that were read, and nothing is missing or broken."""
+        return self.used == self.tried > 0 and not self.missing and not self.faults
+
+    def __str__(self) -> str:
+        console = Console(
+            file=(text := io.StringIO()), markup=False, highlight=False, emoji=False, width=OFF_TERMINAL,
+            force_terminal=False, force_jupyter=False,  # else rich displays its own output in a notebook, with colours
+        )  # fmt: skip
+        show(self, console)
+        return text.getvalue().rstrip()
+
+    def _repr_html_(self) -> str:
+        return f'<pre style="white-space:pre;overflow-x:auto;font-family:monospace">{html.escape(str(self))}</pre>'
+
+
+def look(source: SourceSettings, samples: int) -> CheckReport:
+    """Read `samples` samples (0: all), spread evenly over the shards, or over ten of them if there are more.
+
+    Raises:
+        SettingsError: the caption settings do not fit together, or the shards cannot be listed.
+        DataError: a manifest cannot be read.
+    """
+    extract = build_caption(source.caption)
+    with contextlib.closing(ShardCache(None)) as store:
+        shards = Source(source, SourceContext(store, key=SHORT_FLAGS))
+        view = CheckReport(shards.summary(), shards.missing)
+        there = [name for name in shards.names if name not in set(view.missing)]
+        chosen = _spread([name for name in there if not shards.types[name].cheap], SHARDS_READ if samples else 0)
+        chosen += _spread([name for name in there if shards.types[name].cheap], samples)
+        for number, name in enumerate(chosen):
+            if samples and view.tried >= samples:
+                break
+            wanted = -(-(samples - view.tried) // (len(chosen) - number)) if samples else 0
+            try:
+                shard = shards.open(name)
+            except (ShardError, OSError) as error:
+                view.faults[redact(name)] = str(error)
+                continue
+            view.held += len(shard.index.samples)
+            if shard.index.fault is not None:
+                view.faults[redact(name)] = str(shard.index.fault)
+            for ref in _spread(shard.index.samples, wanted):
+                _look_at(view, shard, ref, f"{Path(shards.types[name].title(name)).name}/{ref.key}", source, extract)
+            shard.close()
+            shards.types[name].release(name)
+    return view
+
+
+def _look_at(
+    view: CheckReport, shard: OpenShard, ref: SampleRef, where: str, source: SourceSettings, extract: CaptionExtractor
+) -> None:
+    """Read a sample, decode its image and caption as training does, and count the result."""
+    about = {"__key__": ref.key, "__url__": ""}
+    try:
+        try:
+            sample = {**about, **shard.load(ref)}
+        except Dropped:
+            with contextlib.suppress(Dropped):
+                view.profile.add({**about, **shard.look(ref)})
+            raise
+        view.profile.add(sample)
+        data, text = image_bytes(sample, keys=source.image_key), extract(sample, None)
+        image = opened(data)
+        check_shape(image.size, AugmentSettings().max_aspect)
+        pixels = np.asarray(converted(opaque(loaded(image), rgb("white"))))
+    except Dropped as drop:
+        view.drops[drop.reason] += 1
+        shown = printable(where, 200)
+        view.examples.setdefault(drop.reason, f"{shown}: {drop.detail}" if drop.detail else shown)
+    else:
+        view.used += 1
+        view.first_captions.add(where, text, pixels)
+        if len(view.captions) < 3:
+            view.captions[where] = text
+
+
+def _spread(items: Sequence[T], count: int) -> list[T]:
+    """`count` evenly spaced items; all for 0."""
+    if count <= 0 or count >= len(items):
+        return list(items)
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+def show(view: CheckReport, console: Console) -> None:
+    """Print the report as tables."""
+    read, profile = view.tried, view.profile
+    console.print(f"{view.shards}: {read:,} samples read of {view.held:,} in the shards opened")
+    if view.missing:
+        first = ", ".join(map(printable, view.missing[:3]))
+        console.print(f"missing: {len(view.missing):,} of them: {first}{' …' if len(view.missing) > 3 else ''}")
+    _table(console, "Faults", ("shard", "fault"), list(view.faults.items()))
+    if not read:
+        return
+    members = []
+    for suffix, count in profile.suffixes.most_common():
+        text = profile.texts[suffix].example if suffix in profile.texts else ""
+        what = "image" if profile.images[suffix] else text or ("JSON" if suffix.endswith("json") else "bytes")
+        members.append((suffix, f"{count:,}", what))
+    _table(console, "Members", ("suffix", "samples", "content"), members)
+    fields = sorted(profile.json_fields.items(), key=lambda item: -item[1].samples)
+    rows = [(path, f"{value.samples:,}", value.kind, value.example) for path, value in fields]
+    _table(console, "JSON fields", ("path", "samples", "type", "example"), rows)
+    example = next((f"{where}: {text}" for where, text in view.captions.items()), "")
+    found = [(f"{view.used:,}", f"{view.used / read:.1%}", "used", example)]
+    for reason, count in view.drops.most_common():
+        found.append((f"{count:,}", f"{count / read:.1%}", f"dropped: {reason}", view.examples[reason]))
+    _table(console, "With these settings", ("samples", "share", "result", "example"), found)
+
+
+def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print the first rows of a table, unless there are none."""
+    table = Table(title=title, title_justify="left", expand=False)
+    for column in columns:
+        numbers = column in ("samples", "share")
+        table.add_column(column, justify="right" if numbers else "left", overflow="fold", no_wrap=numbers)
+    for row in rows[:ROWS]:
+        table.add_row(*(printable(cell, CELL) for cell in row))
+    if len(rows) > ROWS:
+        table.add_row(f"… and {len(rows) - ROWS:,} more")
+    if rows:
+        console.print(table)
+
+
+def print_checked(source: SourceSettings, command: str, samples: int) -> None:
+    """Print the contents of the shards and the flags to train on them.
+
+    Args:
+        command: trains with these settings.
+        samples: number of samples to read; 0 for all.
+
+    Raises:
+        SettingsError: the caption settings do not fit together, or the shards cannot be listed.
+        DataError: no sample is usable; the message names flags that change that, if there are any.
+    """
+    view = look(source, samples)
+    profile = view.profile
+    console = ResultConsole(OFF_TERMINAL, markup=False)
+    show(view, console)
+    if note := profile.layout():
+        console.print(f"note: {note}", soft_wrap=True)
+    if not view.tried:
+        raise DataError(f"no sample could be read from {view.shards}: the table above shows the faults")
+    if view.used:
+        if warning := view.first_captions.warning():
+            others = profile.captions(source.caption)
+            fields = f"; members and fields with text: {', '.join(others[:5])}" if others else ""
+            console.print(f"warning: {warning}{fields}", soft_wrap=True)
+        if warning := view.first_captions.flat_warning():
+            console.print(f"warning: {warning}", soft_wrap=True)
+        console.print(f"train on them with: {printable(command, MESSAGE)}", soft_wrap=True)
+        return
+    reason, count = view.drops.most_common(1)[0]
+    flags = profile.suggestion(source.image_key, source.caption)
+    flags = flags if reason != "no_image" or "image-key" in str(flags) else []  # a caption alone does not help
+    scattered = next((fault for fault in view.faults.values() if fault.startswith(SCATTERED)), None)
+    others = [flag for flag in profile.captions(source.caption) if flag not in flags] if reason == "no_caption" else []
+    if not flags and (scattered or note):
+        hint = scattered or "see the note above"
+    else:
+        hint = f"use {' '.join(flags)}" if flags else f"e.g. {view.examples[reason]}"
+        hint += f"; other members and fields with text: {', '.join(others[:5])}" if others else ""
+        hint += f"; {NO_TEXT}" if reason == "no_caption" and not flags and not others else ""
+    if reason == MISSING and OTHER_NAME not in view.examples[reason]:
+        hint += "; if the paths of the images begin in another folder, set --folder"
+    raise DataError(f"none of {view.tried:,} samples is usable, {count:,} of them dropped as {reason}: {hint}")

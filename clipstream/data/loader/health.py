@@ -336,7 +336,7 @@ class Budget:
             )
         advice = h.profile.advice(image_key, caption, key)
         if h.dropped["missing_picture"]:
-            advice += f"\nthe pictures' paths begin elsewhere? Say where by --{key}.folder"
+            advice += f"\nif the paths of the images begin in another folder, set --{key}.folder"
         return f"source {name!r}: none of the first {h.read} samples is usable{_drops(h)}{_faults(h)}\n{advice}"
 
 
