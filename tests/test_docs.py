@@ -20,12 +20,12 @@ import timm
 import torch
 from safetensors.torch import load_file, save_file
 
-from clipstream.cli.help import default_note, generic_key, value_form
 from clipstream.cli.main import VERBS
 from clipstream.cli.verbs import audit, evaluate, precompute
 from clipstream.cli.verbs.bench import input as bench_input
 from clipstream.cli.verbs.bench import train as bench_train
 from clipstream.config.flag_aliases import ALIASES, BY_FLAG
+from clipstream.config.help import default_note, generic_key, value_form
 from clipstream.config.settings import Settings
 from clipstream.tools import stage, watch
 from clipstream.tools.evaluate import OWN_FLAGS as OF_EVALUATE

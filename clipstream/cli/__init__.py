@@ -1,5 +1,4 @@
-"""The command line: the verbs, their help, and their start and end.
+"""The command line: the console script, and the verbs, one module each in `verbs`.
 
-An argument list enters; an exit code, and errors as one line each on stderr, leave. The verbs' work is done in `tools`
-and `train`; flags and files of settings are read in `config`.
+An argument list enters; an exit code leaves. Settings, help, and the start and end of a verb are in `config`.
 """

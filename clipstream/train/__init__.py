@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from clipstream.cli.callable_module import make_callable
-from clipstream.cli.main import load_or_help, run_main
+from clipstream.config.entry import load_or_help, make_callable, run_main
 from clipstream.config.python_settings import Config, Overrides, settings_from
 from clipstream.config.settings import Settings, with_known_epoch
 from clipstream.config.validate import validate_run

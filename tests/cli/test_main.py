@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from clipstream.cli import main
-from clipstream.cli.help import help_text
+from clipstream.config import entry
 from clipstream.config.flag_aliases import ALIASES
+from clipstream.config.help import help_text
 from clipstream.config.settings import Settings
 from clipstream.errors import ClipstreamError, DataError, DivergedError, SettingsError, Stopped
 from clipstream.utils.section import leaves
@@ -155,9 +156,9 @@ def test_errors_end_with_their_code(error: type[ClipstreamError], capsys: pytest
     def verb(argv: list[str]) -> int:
         raise error("what and how")
 
-    assert main.run_main(verb, []) == error.exit_code
+    assert entry.run_main(verb, []) == error.exit_code
     assert capsys.readouterr().err == f"{'' if error is Stopped else 'error: '}what and how\n"
-    main.run_main(verb, ["--run.debug", "true"])
+    entry.run_main(verb, ["--run.debug", "true"])
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -166,7 +167,7 @@ def test_debug_in_a_file_counts_too(tmp_path: Path, capsys: pytest.CaptureFixtur
         raise DataError("x")
 
     (tmp_path / "a.yaml").write_text("run: {debug: true}")
-    main.run_main(verb, ["--config", str(tmp_path / "a.yaml")])
+    entry.run_main(verb, ["--config", str(tmp_path / "a.yaml")])
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -178,15 +179,15 @@ def test_bugs_and_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(ZeroDivisionError):
-        main.run_main(bug, [])
-    assert main.run_main(ctrl_c, []) == 130
+        entry.run_main(bug, [])
+    assert entry.run_main(ctrl_c, []) == 130
     assert "Traceback" not in capsys.readouterr().err
 
 
 def test_ranks_sign_their_errors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main.run_main(lambda argv: int(main.load_or_help("train", argv) is None), ["--run.sed", "3"]) == 2
+    assert entry.run_main(lambda argv: int(entry.load_or_help("train", argv) is None), ["--run.sed", "3"]) == 2
     assert capsys.readouterr().err.startswith("[rank 1] error: --run.sed: there is no such key; did you mean 'seed'?")
 
 

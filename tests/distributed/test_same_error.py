@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from clipstream.cli.main import run_main
+from clipstream.config.entry import run_main
 from clipstream.distributed import failure, same_error
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.world import World, answers, slurm_world, step_store

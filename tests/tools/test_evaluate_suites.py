@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from clipstream.checkpoint.async_writer import AsyncWriter
-from clipstream.cli.main import run_main
 from clipstream.cli.verbs.evaluate import main
 from clipstream.config.dump import dump
+from clipstream.config.entry import run_main
 from clipstream.config.settings import Settings, load
 from clipstream.config.validate import validate_run
 from clipstream.distributed.world import World

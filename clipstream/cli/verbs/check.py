@@ -23,8 +23,8 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from clipstream.cli.main import run_main
 from clipstream.config.dump import print_config, take_flag
+from clipstream.config.entry import run_main
 from clipstream.config.python_settings import PathLike
 from clipstream.config.settings import load
 from clipstream.data.decode.captions import CaptionExtractor, build_caption, image_bytes

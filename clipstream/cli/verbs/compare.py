@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from clipstream.cli.main import run_main
+from clipstream.config.entry import run_main
 from clipstream.config.error_messages import enumerate_words
 from clipstream.errors import SettingsError
 from clipstream.report.html_report import write_comparison

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from clipstream.cli.main import run_main
+from clipstream.config.entry import run_main
 
 EXTRAS = (
     "simplejpeg", "torchvision", "torchcodec", "pydantic", "pyarrow", "fsspec", "s3fs", "gcsfs", "adlfs", "faiss-cpu",

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from clipstream.cli.main import run_main, show_help
+from clipstream.config.entry import run_main, show_help
 from clipstream.config.python_settings import Config, settings_from
 from clipstream.config.settings import Settings
 from clipstream.config.validate import validate_evals

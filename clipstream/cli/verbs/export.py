@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from clipstream.cli.main import run_main
+from clipstream.config.entry import run_main
 from clipstream.utils.section import own_path, with_home
 
 

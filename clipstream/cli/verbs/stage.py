@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from clipstream.cli.main import run_main, show_help
+from clipstream.config.entry import run_main, show_help
 from clipstream.tools.stage import OWN_FLAGS, stage
 
 

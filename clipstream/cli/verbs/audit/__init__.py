@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from clipstream.cli.main import run_main, show_help
 from clipstream.config.dump import print_config, take_flag
+from clipstream.config.entry import run_main, show_help
 from clipstream.config.flags import own_flags
 from clipstream.config.settings import Settings, load
 from clipstream.config.validate import validate_sources

@@ -11,8 +11,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from clipstream.cli.main import run_main, show_help
 from clipstream.cli.verbs.bench import input, train
+from clipstream.config.entry import run_main, show_help
 from clipstream.errors import SettingsError, did_you_mean
 
 OWN_FLAGS = {**input.OWN_FLAGS, **train.OWN_FLAGS}  # of both, for completion

@@ -1,0 +1,154 @@
+"""The start and end of every verb: help, settings, errors on stderr, exit code.
+
+A verb's function and its command line enter; an exit code leaves. Imports no torch: a verb does so once its settings
+are valid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import inspect
+import io
+import itertools
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from clipstream.config.dump import print_config, take_flag
+from clipstream.config.help import help_text
+from clipstream.config.settings import Settings, load
+from clipstream.distributed.same_error import tell_once
+from clipstream.distributed.world import World
+from clipstream.errors import ClipstreamError, SettingsError, Stopped
+from clipstream.text import printable, printable_lines
+from clipstream.utils import early_signals
+from clipstream.utils.early_signals import INTERRUPTED
+from clipstream.utils.logs import drop_output, on_terminal, set_level
+from clipstream.utils.processes import many_files
+
+
+def load_or_help(verb: str, argv: Sequence[str]) -> Settings | None:
+    """The settings of a verb, or None for --help or --print-config, which have been handled.
+
+    Raises SettingsError: as `load`, or as `show_help`.
+    """
+    if show_help(verb, argv):
+        return None
+    every, argv = take_flag(argv)
+    settings = load(argv)
+    set_level(settings.log.level)
+    settings.log_notices()
+    if every is None:
+        return settings
+    print_config(settings, verb, every)
+    return None
+
+
+def show_help(verb: str, argv: Sequence[str], own: Mapping[str, str] | None = None) -> bool:
+    """Print help for `--help`, `--help all` or `--help SECTION`, and return whether one of them was given.
+
+    Args:
+        own: the verb's own flags -> their meanings.
+
+    Raises SettingsError: there is no such section.
+    """
+    for flag, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
+        name, equals, topic = flag.partition("=")
+        if name in ("--help", "-h"):
+            topic = topic if equals or following.startswith("-") else following
+            sys.stdout.write(help_text(Settings, verb, topic, own))
+            return True
+    return False
+
+
+def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None) -> int:
+    """Run a verb and return its exit code.
+
+    A `ClipstreamError` is printed to stderr as `error: …`, with the rank if there are several, and with a traceback
+    only if `run.debug` is set; ranks that have the same error as rank 0 print nothing. `Stopped` is printed without
+    `error:`. Any other exception is a bug and is not caught.
+
+    Args:
+        main: the verb: command line without the program's name -> exit code.
+        argv: that command line; by default the process's.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the program that started this one (`>&-`)
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):  # file names may be unprintable
+        sys.stdout.reconfigure(errors="backslashreplace")
+    world = World()
+    with contextlib.suppress(SettingsError):
+        world = World.from_env()
+    rank = world.rank if world.size > 1 else None
+    said, trace = None, ""
+    try:
+        early_signals.begin()
+        with on_terminal(rank), many_files():
+            code = main(argv)
+        sys.stdout.flush()
+    except ClipstreamError as error:
+        trace = printable_lines(traceback.format_exc(), 1 << 20) + "\n" if _debug(argv) else ""
+        said, code = str(error) if isinstance(error, Stopped) else f"error: {error}", error.exit_code
+    except KeyboardInterrupt:
+        said, code = "interrupted", INTERRUPTED
+    except BrokenPipeError:
+        drop_output(sys.stdout)  # the reader (`| head`) has gone
+        code = 0
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        said = f"error: no file or folder can have the name {printable(error.filename, 60)}: {error.strerror}"
+        code = SettingsError.exit_code
+    early_signals.end(code)
+    if said is not None:
+        prefix = "" if rank is None else f"[rank {rank}] "
+        tell = partial(print, f"{trace}{printable_lines(f'{prefix}{said}')}", file=sys.stderr, flush=True)
+        if rank is not None and said.startswith("error: "):
+            tell_once(world, said, tell)
+            early_signals.leave()
+        else:
+            tell()
+    return code
+
+
+def _debug(argv: Sequence[str]) -> bool:
+    """Whether `run.debug` is set; if the settings are invalid, whether its flag is given."""
+    try:
+        return load(argv).run.debug
+    except ClipstreamError:
+        flags = [token for token in argv if token.split("=")[0] == "--run.debug"]
+        return bool(flags) and flags[-1] != "--run.debug=false"
+
+
+class CallableModule(ModuleType):
+    """A module that passes calls to its function of the same name."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    @property
+    def _function(self) -> Any:
+        return vars(self)[self.__name__.rpartition(".")[2]]
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._function)
+
+
+def make_callable(name: str) -> None:
+    """Make the module `name` callable, with its function's documentation after its own; called as it is imported."""
+    module = sys.modules[name]
+    if name == "__main__":
+        return
+    module.__class__ = CallableModule
+    function: Any = vars(module)[name.rpartition(".")[2]]
+    module.__doc__ = (
+        f"{inspect.cleandoc(function.__doc__ or '')}\n\nThis is also the module of the verb:\n{module.__doc__}"
+    )
