@@ -21,9 +21,9 @@ from typing import TypeVar
 from clipstream.checkpoint import store
 from clipstream.checkpoint.store import ASIDE, BEST, LATEST, MARKER, NAME, Marker
 from clipstream.errors import SettingsError
-from clipstream.storage import object_store
+from clipstream.storage import transfer
 from clipstream.storage.shard_url import ShardURL, redact, with_variables
-from clipstream.storage.transfer import Monitor, ShardError, pause
+from clipstream.storage.transfer import Monitor, ShardError
 from clipstream.training.settings import CheckpointSettings
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
@@ -52,7 +52,7 @@ class RemoteDir:
         self._url = with_variables(url).rstrip("/")
         self.shown, self.setting = redact(url.rstrip("/")), setting
         try:
-            self._system, self._path = object_store.filesystem_of(ShardURL(self._url), "or use another URL")
+            self._system, self._path = transfer.filesystem_of(ShardURL(self._url), "or use another URL")
         except ShardError as error:
             raise SettingsError(f"{setting}: {error.detail}") from error
 
@@ -99,8 +99,7 @@ class RemoteDir:
     def download(self, file: Path) -> None:
         """Copy it to a local file. Raises ShardError: it is missing or unreachable."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
-        object_store.fetch(ShardURL(self._url), file, retries=RETRIES, backoff=BACKOFF, monitor=Monitor())
+        transfer.fetch(ShardURL(self._url), file, Monitor(), retries=RETRIES, backoff=BACKOFF)
 
     def remove(self) -> None:
         """Delete a checkpoint; its marker first, so that a partly deleted one does not count."""
@@ -131,15 +130,10 @@ class RemoteDir:
 
 
 def with_retries(act: Callable[[], _Result]) -> _Result:
-    """Call `act`, again after a failure up to RETRIES times; a missing file is not tried again."""
-    for attempt in range(RETRIES):
-        try:
-            return act()
-        except FileNotFoundError:
-            raise
-        except Exception:  # backends raise errors of their own types
-            pause(attempt, BACKOFF)
-    return act()
+    """The result of `act`, called again after a failure up to RETRIES times, unless a file is missing."""
+    return transfer.retry(
+        act, retries=RETRIES, backoff=BACKOFF, is_transient=lambda error: not isinstance(error, FileNotFoundError)
+    )
 
 
 def message_of(error: Exception) -> str:

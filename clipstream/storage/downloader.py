@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from clipstream.errors import ClipstreamError
-from clipstream.storage import object_store
-from clipstream.storage.http import fetch_http, http_info
+from clipstream.storage import transfer
 from clipstream.storage.pipe import run_pipe
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.storage.tar import BLOCK, ZERO, fault_at_start
@@ -98,12 +97,10 @@ class Fetcher:
             except OSError:
                 return FileInfo()
             return FileInfo(f"{stat.st_mtime_ns}-{stat.st_size}", stat.st_size)
-        if url.host in self._silent or _has_own_handler(scheme):
+        if url.host in self._silent or not _is_remote(scheme):
             return FileInfo()
         try:
-            if scheme in ("http", "https"):
-                return http_info(url, self.timeout)
-            return object_store.object_info(url) if object_store.knows(scheme) else FileInfo()
+            return transfer.info(url, self.timeout)
         except ShardError:
             self._note_silence(url.host)
             return FileInfo()
@@ -119,24 +116,22 @@ class Fetcher:
             OSError: the disk is full.
         """
         guard = Guard(monitor, url, part, self.most, tar)
-        scheme, retries = url.scheme or "", self.retries
+        scheme = url.scheme or ""
         if url.path is not None:
             with closing(_local_pieces(url.path)) as pieces:  # a pipe's writer ends once it is closed
                 _save(pieces, part, guard)
         elif scheme == "pipe":
             run_pipe(url.full[len("pipe:") :], part, timeout=self.timeout, monitor=guard)
-        elif scheme in ("http", "https") and not _has_own_handler(scheme):
-            retries = 0 if url.host in self._silent else retries
+        elif _is_remote(scheme):
+            retries = 0 if url.host in self._silent else self.retries
             try:
-                fetch_http(url, part, timeout=self.timeout, retries=retries, backoff=self.backoff, monitor=guard)
+                transfer.fetch(url, part, guard, timeout=self.timeout, retries=retries, backoff=self.backoff)
             except ShardError as error:
                 if error.reason in ("timeout", "unreachable"):
                     self._note_silence(url.host)
                 raise
             self._answered.add(url.host)
             self._silent.discard(url.host)
-        elif object_store.knows(scheme) and not _has_own_handler(scheme):
-            object_store.fetch(url, part, retries=retries, backoff=self.backoff, monitor=guard)
         else:
             _fetch_gopen(url, scheme, part, guard)
         if compression_of(part) is not None:
@@ -237,8 +232,10 @@ def _fetch_gopen(url: ShardURL, scheme: str, part: Path, monitor: Monitor) -> No
         raise ShardError("pipe_failed", f"{url}: exit status {child.returncode}")
 
 
-def _has_own_handler(scheme: str) -> bool:
-    """Whether the user has replaced webdataset's handler for a scheme."""
+def _is_remote(scheme: str) -> bool:
+    """Whether `transfer` reads the scheme: HTTP(S), or what fsspec knows, unless the user registered a handler."""
     module = sys.modules.get("webdataset.gopen")  # if it is not imported, nothing was registered
     handler = None if module is None else module.gopen_schemes.get(scheme)
-    return handler is not None and getattr(handler, "__module__", "") != "webdataset.gopen"
+    if handler is not None and getattr(handler, "__module__", "") != "webdataset.gopen":
+        return False
+    return scheme in ("http", "https") or transfer.is_object_store(scheme)

@@ -15,9 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from clipstream.storage.shard_url import redact
-from clipstream.storage.transfer import Monitor, ShardError, TransferEnded
+from clipstream.storage.transfer import Monitor, ShardError
 
 STDERR_SHOWN = 300  # characters of a command's stderr that a message repeats
+
+
+class TransferEnded(Exception):
+    """A command was killed because its process ends; says nothing about the shard."""
+
 
 _running: dict[int, int | None] = {}  # process group of a command -> thread that waits for it; None if we ended it
 _starting = threading.RLock()  # held while a command starts; reentrant, as signal handlers take it

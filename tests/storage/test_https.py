@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.storage import http as transport
+from clipstream.storage import transfer as transport
 from clipstream.storage.downloader import Fetcher
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL
@@ -79,7 +79,7 @@ def test_requests_share_one_context(
     store = ShardCache(str(tmp_path / "cache"), fetcher=Fetcher(retries=0))
     for number in range(4):
         assert store.local(f"{site}/{number}.tar").read_bytes() == TAR
-    assert transport.http_info(ShardURL(f"{site}/0.tar"), 5.0).size == len(TAR)
+    assert transport.info(ShardURL(f"{site}/0.tar"), 5.0).size == len(TAR)
     store.close()
     assert len(loaded) == 1
 
