@@ -1,4 +1,4 @@
-"""Text of messages: counts with their nouns, long texts cut, and untrusted text made safe to print or to name a file.
+"""Text of messages: counts, shares and times, long texts cut, and untrusted text made safe to print or to name a file.
 
 Untrusted text (keys, captions, file names, JSON fields, plug-ins' messages) may contain escape sequences that move the
 cursor, set the terminal's title or hide a link, and Unicode's directional controls, which reorder the characters of a
@@ -56,3 +56,27 @@ def shortened(text: str, most: int) -> str:
     """The text on one line, each run of white space as one space, cut to `most` characters with `…` as the last."""
     line = " ".join(text.split())
     return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def percent(share: float) -> str:
+    """A share in percent: 12.3%, or 0.12% below 1%."""
+    value = 100 * share
+    return f"{value:.2g}%" if 0 < value < 1 else f"{value:.1f}%"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 3.2s, 42s, 4m10s or 2h05m."""
+    if seconds < 10:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds as 0.31 ms or 42 ms; from 1 s on as `duration`."""
+    if seconds >= 1:
+        return duration(seconds)
+    return f"{seconds * 1e3:.2g} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"

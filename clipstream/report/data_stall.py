@@ -6,8 +6,7 @@ import os
 import subprocess
 
 from clipstream.report.sinks import Record, Sink
-from clipstream.report.terminal import duration, milliseconds
-from clipstream.text import counted
+from clipstream.text import counted, duration, milliseconds
 from clipstream.utils.logs import logger
 from clipstream.utils.plugins import is_plugin, load_function
 

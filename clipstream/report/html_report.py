@@ -17,7 +17,8 @@ from clipstream import __version__
 from clipstream.report.eval_results import groups
 from clipstream.report.run_reader import Points, RunContents, fewer, read_run, take
 from clipstream.report.sinks import Page, Record, Sink
-from clipstream.report.terminal import chance_of, duration, early_stop_line, is_minor, is_share, milliseconds, percent
+from clipstream.report.terminal import chance_of, early_stop_line, is_minor, is_share
+from clipstream.text import duration, milliseconds, percent
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
 from clipstream.utils.timing.parts import PARTS

@@ -1,6 +1,6 @@
 """What a run shows, and its copy in RUN/out.log: a progress bar on a terminal and in a notebook, plain lines elsewhere.
 
-Records enter; lines leave. The functions that format evaluations, durations and percentages serve reports as well.
+Records enter; lines leave. The functions that format evaluations serve reports as well.
 `run_log` writes the lines of rank 0 with time and level, as open_clip does: the messages of the logger `clipstream`
 and, line by line, what else is printed meanwhile (`Tee`). Redraws of progress bars and terminal escapes are left out,
 credentials in URLs are masked, and a full disk loses lines but never ends a run.
@@ -29,7 +29,7 @@ from rich.table import Column
 
 from clipstream.report.sinks import NONFINITE_FILE, Record, Sink, flat
 from clipstream.storage.shard_url import redact
-from clipstream.text import counted, printable_lines
+from clipstream.text import counted, duration, percent, printable_lines
 from clipstream.utils.logs import Tee, below, log_displayed, logger
 
 RECENT = 10  # training lines whose mean speed gives the time left
@@ -355,30 +355,6 @@ def chance_of(record: Record, metric: str) -> float | None:
         if name.startswith("chance_") and metric.endswith(name.removeprefix("chance_")):
             return float(value)
     return float(record["chance"]) if metric == "top1" and "chance" in record else None
-
-
-def percent(share: float) -> str:
-    """A share in percent: 12.3%, or 0.12% below 1%."""
-    value = 100 * share
-    return f"{value:.2g}%" if 0 < value < 1 else f"{value:.1f}%"
-
-
-def duration(seconds: float) -> str:
-    """Seconds as 3.2s, 42s, 4m10s or 2h05m."""
-    if seconds < 10:
-        return f"{seconds:.1f}s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    minutes, rest = divmod(whole, 60)
-    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
-
-
-def milliseconds(seconds: float) -> str:
-    """Seconds as 0.31 ms or 42 ms; from 1 s on as `duration`."""
-    if seconds >= 1:
-        return duration(seconds)
-    return f"{seconds * 1e3:.2g} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
 
 
 def _number(value: Any, form: str) -> str:

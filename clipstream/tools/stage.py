@@ -36,9 +36,8 @@ from clipstream.data.sources.registry import entries, expand, source_type, typed
 from clipstream.data.sources.tars import SIZES
 from clipstream.distributed.capabilities import cores
 from clipstream.errors import DataError, SettingsError, Stopped
-from clipstream.report.terminal import duration
 from clipstream.storage.shard_url import USER_INFO, ShardURL, parts_of, redact, stable_name
-from clipstream.text import printable
+from clipstream.text import duration, printable
 from clipstream.tools.reencode import Format, Recipe
 from clipstream.tools.stage_copies import (
     PARTS,

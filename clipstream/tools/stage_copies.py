@@ -27,13 +27,12 @@ from clipstream.data.decode.captions import split_keys
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import indexes
 from clipstream.errors import DataError
-from clipstream.report.terminal import duration
 from clipstream.storage.cache_eviction import crc_of
 from clipstream.storage.downloader import Fetcher
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.storage.tar import scan
 from clipstream.storage.transfer import FileInfo, Monitor, ShardError
-from clipstream.text import printable_lines
+from clipstream.text import duration, printable_lines
 from clipstream.tools.reencode import Recipe, rewrite
 from clipstream.utils import atomic_write
 from clipstream.utils.processes import Crashed, Progress, run

@@ -19,7 +19,7 @@ from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, Interrupted, SettingsError, Stopped
 from clipstream.losses.settings import chosen_loss_type
-from clipstream.report.sinks import RunInfo
+from clipstream.report.sinks import AUDIT_FILE, RunInfo
 from clipstream.storage.shard_cache import cache_root
 from clipstream.training.early_stop import EarlyStop
 from clipstream.training.optim import build_optimizer, build_schedule
@@ -238,12 +238,12 @@ def fit(
 
 
 def audit_first(settings: Settings, step: TrainStep, batch: Batch) -> None:
-    """Audit the precision of a step on the first batch, for the run's log and folder; see `tools.precision_audit`."""
+    """Audit the precision of a step on the first batch; see `training.precision_audit`."""
     from clipstream.models.execution.compile import eagerly
-    from clipstream.tools.precision_audit import audit_run
+    from clipstream.training.precision_audit import audit_run
 
     with eagerly(step.compilation):
-        audit_run(settings.run_folder, step, batch)
+        audit_run(settings.run_folder / AUDIT_FILE, step, batch)
 
 
 def build_model(settings: Settings, world: World, stored: StoredData | None) -> tuple[Towers, Tokenizer]:

@@ -16,7 +16,8 @@ from PIL import Image
 from clipstream.evals.context import Example, Table
 from clipstream.report import sinks
 from clipstream.report.sinks import QUARANTINE_FILE, MetricsFile, QuarantineFile, TensorBoard, scalars
-from clipstream.report.terminal import ProgressDisplay, duration, evaluation_line, percent
+from clipstream.report.terminal import ProgressDisplay, evaluation_line
+from clipstream.text import duration, percent
 
 
 def train_line(step: int, **more: Any) -> dict[str, Any]:

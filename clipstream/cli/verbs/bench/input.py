@@ -26,8 +26,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.models.pretrained import preflight
 from clipstream.report.sinks import json_line
-from clipstream.report.terminal import duration, milliseconds, percent
-from clipstream.text import counted
+from clipstream.text import counted, duration, milliseconds, percent
 from clipstream.utils import atomic_write
 from clipstream.utils.console import ResultConsole
 from clipstream.utils.logs import set_level

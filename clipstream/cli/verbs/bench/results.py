@@ -13,7 +13,7 @@ from rich.table import Table
 
 from clipstream.cli.verbs.bench.rungs import BASELINE, CHOSEN, Changes, Rung, nested
 from clipstream.config.config_sources import to_yaml
-from clipstream.report.terminal import duration
+from clipstream.text import duration
 from clipstream.utils.console import ResultConsole
 from clipstream.utils.logs import logger
 

@@ -54,11 +54,10 @@ from clipstream.models.settings import ModelSettings
 from clipstream.models.stored import TOWERS
 from clipstream.models.towers import Towers
 from clipstream.models.weights import read_weights
-from clipstream.report.terminal import duration
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import redact
 from clipstream.storage.transfer import ShardError
-from clipstream.text import counted, printable, printable_lines
+from clipstream.text import counted, duration, printable, printable_lines
 from clipstream.training.precision import Precision, autocast, check_device, prepare, resolve_precision
 from clipstream.utils import atomic_write, early_signals
 from clipstream.utils.logs import announce, logger

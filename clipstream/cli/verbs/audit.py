@@ -1,0 +1,164 @@
+"""The verb `clipstream audit precision`: what one training step computes in which dtype.
+
+Takes the settings of `clipstream.train`, or a run's folder with `--run`, and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from clipstream.config.dump import print_config, take_flag
+from clipstream.config.entry import run_main, show_help
+from clipstream.config.flags import own_flags
+from clipstream.config.settings import Settings, load, require_equal, resolve
+from clipstream.config.validate import validate_sources
+from clipstream.distributed.failure import FailureWatch
+from clipstream.distributed.launch import run_ranks
+from clipstream.distributed.world import World
+from clipstream.errors import ClipstreamError, SettingsError
+from clipstream.losses.settings import chosen_loss_type
+from clipstream.models.pretrained import preflight, preflight_teacher
+from clipstream.utils import atomic_write
+from clipstream.utils.console import ResultConsole
+from clipstream.utils.logs import set_level
+
+if TYPE_CHECKING:
+    from clipstream.data.batch import Batch
+    from clipstream.data.decode.tokenizers import Tokenizer
+    from clipstream.models.teacher import Teacher
+    from clipstream.models.towers import Towers
+
+TOPIC = "precision"
+OWN_FLAGS = {
+    "--run": "a run's folder: its settings and the weights of its newest checkpoint",
+    "--batch": "shards (the default where the settings name some) or synthetic, for random images and texts",
+    "--json": "file for all results",
+}
+LENGTHS = (3, 21)  # words of a synthetic text: at least, and one more than at most
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb, and return its exit code: 1 if 16 bits are found where float32 is needed."""
+    return run_main(_main, argv)
+
+
+def _main(argv: list[str]) -> int:
+    topics = [token for token in argv[:1] if not token.startswith("-")]
+    if show_help("audit", argv[len(topics) :], OWN_FLAGS):
+        return 0
+    if topics != [TOPIC]:
+        raise SettingsError(f"audit requires a topic: clipstream audit {TOPIC} …")
+    every, argv = take_flag(argv[1:])
+    own, flags = own_flags(argv, OWN_FLAGS)
+    if "--run" in own:
+        config = Path(own["--run"]) / "config.yaml"
+        if not config.is_file():
+            raise SettingsError(f"--run: {own['--run']} holds no run: there is no config.yaml in it")
+        flags = ["--config", str(config), *flags]
+    if "--json" in own:
+        try:
+            atomic_write.probe(Path(own["--json"]))
+        except OSError as error:
+            raise SettingsError(f"--json: {own['--json']} cannot be written ({error.strerror})") from error
+    settings = load(flags)
+    set_level(settings.log.level)
+    if every is not None:
+        return print_config(settings, "audit", every)
+    if _synthetic(own, settings):
+        settings = settings.model_copy(update={"data": settings.data.model_copy(update={"sources": {}})})
+    else:
+        validate_sources(settings)
+    preflight(settings.model, settings.tokenizer, loss_type=chosen_loss_type(settings.loss))
+    if (teacher := settings.distill.teacher(settings.model.cache_dir)) is not None:
+        preflight_teacher(teacher)
+    return run_ranks(settings.run, partial(audit, settings, own))
+
+
+def _synthetic(own: Mapping[str, str], settings: Settings) -> bool:
+    """Whether the batch is random.
+
+    Raises SettingsError: shards are requested and there are none, or features come from stores.
+    """
+    data = settings.data
+    choice = own.get("--batch", "shards" if data.sources or data.image_features else "synthetic")
+    if choice not in ("shards", "synthetic"):
+        raise SettingsError(f"--batch: expected shards or synthetic, not {choice!r}")
+    if choice == "shards" and not data.sources and not data.image_features:
+        raise SettingsError("--batch shards requires --train-data SHARDS")
+    if choice == "synthetic" and (data.image_features or data.text_features or data.teacher_features):
+        raise SettingsError("--batch synthetic cannot replace features of a store: use --batch shards")
+    return choice == "synthetic"
+
+
+def audit(settings: Settings, own: Mapping[str, str], world: World, watch: FailureWatch) -> None:
+    """Audit on this rank, and print the tables on rank 0.
+
+    Raises:
+        SettingsError: settings, model or shards cannot be used.
+        ClipstreamError: 16 bits where float32 is needed, or --json cannot be written.
+    """
+    from clipstream.checkpoint import store
+    from clipstream.checkpoint.state import read_meta
+    from clipstream.tools.feature_stores import open_stores
+    from clipstream.tools.resume import carried_over
+    from clipstream.train.run import build_loader, build_model, build_step, build_teacher, load_checkpoint, with_workers
+    from clipstream.training.precision_audit import audit_step
+
+    require_equal(settings, world)
+    run = Path(own["--run"]) if "--run" in own else None
+    found = None if run is None else store.agree(lambda: store.newest(run / "checkpoints"), world)
+    state = None if found is None else read_meta(found).train
+    settings = carried_over(resolve(settings, world), state, world, own_lanes=settings.data.lanes != "auto")
+    stored = open_stores(settings)
+    towers, tokenizer = build_model(settings, world, stored)
+    teacher = build_teacher(settings, world)
+    if settings.data.sources:
+        read = with_workers(settings, world, stored)
+        with build_loader(read, world, towers, tokenizer, state, teacher, stored) as loader:
+            batch = next(loader).clone()
+    else:
+        batch = synthetic_batch(settings, world, towers, tokenizer, teacher)
+    _, step = build_step(settings, world, towers, teacher, stored)
+    step.unlock(0 if found is None else load_checkpoint(found, step).step)
+    result = audit_step(step, batch)
+    if world.is_main:
+        result.show(ResultConsole(120))
+        if "--json" in own:
+            try:
+                result.write(Path(own["--json"]))
+            except OSError as error:
+                raise ClipstreamError(f"--json: {own['--json']} could not be written ({error.strerror})") from error
+    if result.of("error"):
+        raise ClipstreamError(f"the step computes in 16 bits where float32 is needed: {result.verdict}")
+
+
+def synthetic_batch(
+    settings: Settings, world: World, towers: Towers, tokenizer: Tokenizer, teacher: Teacher | None
+) -> Batch:
+    """This rank's part of a batch of random images, and of texts of 3 to 20 words."""
+    import torch
+
+    from clipstream.data.batch import Batch
+    from clipstream.data.decode.tokenizers import wrap
+
+    size = settings.data.global_batch_size
+    start, stop = (size * rank // world.size for rank in (world.rank, world.rank + 1))
+    draw = torch.Generator().manual_seed(settings.run.seed * 1000 + world.rank)
+    texts = [" ".join(["word"] * int(n)) for n in torch.randint(*LENGTHS, (stop - start,), generator=draw)]
+
+    def pixels(like: Towers) -> torch.Tensor:
+        return torch.randint(0, 256, (stop - start, 3, *like.image.size), dtype=torch.uint8, generator=draw)
+
+    ids = torch.from_numpy(tokenizer.encode(texts)).int()
+    others: dict[str, torch.Tensor] = {}
+    if teacher is not None and teacher.towers.image.size != towers.image.size:
+        others["teacher_pixels"] = pixels(teacher.towers)
+    if teacher is not None and not teacher.towers.same_tokenizer(towers):
+        encode = wrap(teacher.towers.open_clip_tokenizer(), teacher.towers.context_length).encode
+        others["teacher_ids"] = torch.from_numpy(encode(texts)).int()
+    keys = tuple(f"synthetic/{number}" for number in range(start, stop))
+    one = torch.ones(stop - start)
+    return Batch(pixels(towers), ids, one, keys, torch.zeros_like(one, dtype=torch.uint8), 0, size, **others)  # type: ignore[arg-type]
