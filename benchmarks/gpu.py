@@ -60,8 +60,8 @@ from clipstream.cli.verbs.bench.turns import Parts, PeakMemory, explained, synch
 from clipstream.config.settings import load
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
+from clipstream.models.execution.flops import peak_tflops
 from clipstream.models.model_config import builtin
-from clipstream.performance.peaks import peak_tflops
 from clipstream.utils.logs import on_terminal
 from clipstream.utils.timing.parts import DATA, PARTS
 from clipstream.utils.timing.step_timer import StepTimer, timed

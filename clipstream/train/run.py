@@ -19,7 +19,7 @@ from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, Interrupted, SettingsError, Stopped
 from clipstream.losses.settings import chosen_loss_type
-from clipstream.report.sinks import AUDIT_FILE, RunInfo
+from clipstream.report.sinks import RunInfo
 from clipstream.storage.shard_cache import cache_root
 from clipstream.training.early_stop import EarlyStop
 from clipstream.training.optim import build_optimizer, build_schedule
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from clipstream.evals.settings import Weights
     from clipstream.models.execution.compile import Compilation
     from clipstream.models.execution.feature_cache import FeatureCache
+    from clipstream.models.execution.flops import Throughput
     from clipstream.models.teacher import Teacher
     from clipstream.models.towers import Towers
-    from clipstream.performance.flops import Throughput
     from clipstream.report.outputs import Ending, Outputs
     from clipstream.training.parallel import FullTowers, ShardedTowers
     from clipstream.training.state import TrainState
@@ -238,12 +238,12 @@ def fit(
 
 
 def audit_first(settings: Settings, step: TrainStep, batch: Batch) -> None:
-    """Audit the precision of a step on the first batch; see `training.precision_audit`."""
+    """Audit the precision of a step on the first batch; see `report.precision_audit`."""
     from clipstream.models.execution.compile import eagerly
-    from clipstream.training.precision_audit import audit_run
+    from clipstream.report.precision_audit import audit_run
 
     with eagerly(step.compilation):
-        audit_run(settings.run_folder / AUDIT_FILE, step, batch)
+        audit_run(settings.run_folder, step, batch)
 
 
 def build_model(settings: Settings, world: World, stored: StoredData | None) -> tuple[Towers, Tokenizer]:
@@ -286,8 +286,7 @@ def build_throughput(settings: Settings, world: World, towers: Towers) -> Throug
     """
     from dataclasses import replace
 
-    from clipstream.performance.flops import Flops, Throughput, count_flops
-    from clipstream.performance.peaks import peak_tflops
+    from clipstream.models.execution.flops import Flops, Throughput, count_flops, peak_tflops
 
     # A second of work for a processor, which all ranks of a node would do at once.
     flops = world.broadcast_object(count_flops(towers) if world.is_main else None)

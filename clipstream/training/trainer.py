@@ -22,7 +22,7 @@ from clipstream.distributed.run_record import end_record
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, DataError, Interrupted, Stopped
-from clipstream.performance.flops import Throughput, Work
+from clipstream.models.execution.flops import Throughput, Work
 from clipstream.training.early_stop import EarlyStop, EarlyStopSettings
 from clipstream.training.rollback import Rollback
 from clipstream.training.state import IntervalState, SourceHealth, TrainState

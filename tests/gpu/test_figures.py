@@ -11,8 +11,7 @@ import torch
 
 from clipstream.cli.verbs.precompute import main as precompute
 from clipstream.features.store import FeatureStore
-from clipstream.performance.flops import Throughput, count_flops
-from clipstream.performance.peaks import peak_tflops
+from clipstream.models.execution.flops import Throughput, count_flops, peak_tflops
 from clipstream.utils.timing.usage import Usage
 from tests.support.gpu_steps import make_batch, make_step, make_towers
 from tests.support.models import MODEL

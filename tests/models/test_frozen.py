@@ -11,9 +11,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from clipstream.errors import SettingsError
+from clipstream.models.execution.flops import count_flops
 from clipstream.models.stored import TOWERS, Tower
 from clipstream.models.towers import Towers
-from clipstream.performance.flops import count_flops
 from clipstream.training.precision import Precision, autocast, prepare
 from tests.support import hubtree
 from tests.support.model_files import build, write

@@ -102,10 +102,10 @@ def audit(settings: Settings, own: Mapping[str, str], world: World, watch: Failu
     """
     from clipstream.checkpoint import store
     from clipstream.checkpoint.state import read_meta
+    from clipstream.report.precision_audit import audit_step
     from clipstream.tools.feature_stores import open_stores
     from clipstream.tools.resume import carried_over
     from clipstream.train.run import build_loader, build_model, build_step, build_teacher, load_checkpoint, with_workers
-    from clipstream.training.precision_audit import audit_step
 
     require_equal(settings, world)
     run = Path(own["--run"]) if "--run" in own else None

@@ -31,7 +31,7 @@ from clipstream.config.settings import Settings, by_key, require_equal, resolve
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError
-from clipstream.performance.peaks import peak_tflops
+from clipstream.models.execution.flops import peak_tflops
 from clipstream.tools.feature_stores import open_stores
 from clipstream.train.run import with_workers
 from clipstream.training.precision import resolve_precision

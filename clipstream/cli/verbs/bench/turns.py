@@ -27,8 +27,8 @@ from clipstream.data.batch import Batch
 from clipstream.data.loader.stage_timing import HAND_OVER, IDLE
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
+from clipstream.models.execution.flops import ModelFlops, Work, count_flops
 from clipstream.models.execution.text_buckets import TextBuckets, why_inexact
-from clipstream.performance.flops import ModelFlops, Work, count_flops
 from clipstream.text import shortened
 from clipstream.train.run import build_loader, build_model, build_step, build_teacher
 from clipstream.utils.matmul_precision import restored_matmul_precision

@@ -34,6 +34,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from clipstream.data.batch import Batch
+from clipstream.report.sinks import AUDIT_FILE
+from clipstream.report.terminal import OFF_TERMINAL
 from clipstream.text import counted, milliseconds, percent
 from clipstream.training.parallel import local_tensor
 from clipstream.training.precision import same_randomness
@@ -359,16 +361,16 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def audit_run(path: Path, step: TrainStep, batch: Batch) -> None:
-    """Audit a step of a run that trains, and write the result to `path` and to the log. Collective.
+def audit_run(folder: Path, step: TrainStep, batch: Batch) -> None:
+    """Audit a step of a run that trains; the result goes to its folder and log. Collective.
 
     Errors are a warning in the log: the run continues.
     """
     result = audit_step(step, batch)
     if not step.world.is_main:
         return
-    out = io.StringIO()
-    result.show(Console(file=out, width=120, highlight=False, emoji=False))
+    out, path = io.StringIO(), folder / AUDIT_FILE
+    result.show(Console(file=out, width=OFF_TERMINAL, highlight=False, emoji=False))
     announce(out.getvalue().rstrip())
     if result.of("error"):
         logger.warning(f"precision audit: {result.verdict}: 16 bits where float32 is needed, see the table above")

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from clipstream.models.build import build_towers
+from clipstream.models.execution.flops import ModelFlops, Throughput, count_flops, find_peak, peak_tflops
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
-from clipstream.performance.flops import ModelFlops, Throughput, count_flops
-from clipstream.performance.peaks import find_peak, peak_tflops
 from tests.support.steps import make_batch
 
 

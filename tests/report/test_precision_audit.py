@@ -25,13 +25,13 @@ from clipstream.losses.settings import ClipLossSettings, DistillSettings
 from clipstream.models.execution.feature_cache import FeatureCache
 from clipstream.models.teacher import Teacher
 from clipstream.models.towers import Features
+from clipstream.report.precision_audit import Audit, GradientGroup, Recorder, Severity, audit_step
 from clipstream.report.sinks import AUDIT_FILE
 from clipstream.train import main as train
 from clipstream.training.auto_micro_batch import AutoMicroBatch
 from clipstream.training.ema import WeightAverages
 from clipstream.training.optim import parameter_groups
 from clipstream.training.precision import Precision, autocast, prepare
-from clipstream.training.precision_audit import Audit, GradientGroup, Recorder, Severity, audit_step
 from clipstream.training.step import TrainStep
 from tests.support.model_files import build, write
 from tests.support.runs import flags as run_flags
