@@ -8,7 +8,6 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from clipstream.utils.early_signals import guard
 from clipstream.utils.openmp import wait_passively
 
 if TYPE_CHECKING:
@@ -72,7 +71,6 @@ if sys.platform == "win32":
     raise ImportError("clipstream runs on Linux and macOS: it forks processes and locks files. On Windows, use WSL")
 
 wait_passively()
-guard()
 
 
 def __getattr__(name: str) -> Any:

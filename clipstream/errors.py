@@ -14,6 +14,8 @@ from typing import Any
 
 from clipstream.text import printable, printable_lines
 
+INTERRUPTED = 130  # exit code of Ctrl-C, as shells have it
+
 
 class ClipstreamError(Exception):
     """Base class of errors with a message for users, which is safe to print even if it quotes untrusted text."""
@@ -55,6 +57,11 @@ class Stopped(ClipstreamError):
     def __init__(self, message: str, *, signal: str | None = None) -> None:
         super().__init__(message)
         self.signal = signal
+
+    @classmethod
+    def before_training(cls, signal: str | None) -> Stopped:
+        """The error of a run that a signal stopped before its first step."""
+        return cls(f"stopped by {signal} before the first step: start the same command again", signal=signal)
 
 
 class Interrupted(BaseException):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from clipstream import __version__
+from clipstream.config.entry import handle_signals
 from clipstream.config.help import row, terminal_width
 from clipstream.errors import SettingsError, did_you_mean
 
@@ -30,7 +31,7 @@ VERBS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script: `clipstream VERB …`, or `python -m clipstream VERB …`."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    own, argv = argv is None, list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("--help", "-h", "help"):
         rows = [line for verb, meaning in VERBS.items() for line in row(verb, meaning, 14, terminal_width())]
         print("usage: clipstream VERB …", "", *rows, "", "clipstream VERB --help says more.", sep="\n")
@@ -43,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         near = did_you_mean(verb, VERBS) or f"; the verbs are {', '.join(VERBS)}"
         print(f"error: there is no verb {verb!r}{near}", file=sys.stderr)
         return SettingsError.exit_code
+    if own:
+        handle_signals(verb)
     return int(verb_module(verb).main(rest))
 
 

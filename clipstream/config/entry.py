@@ -12,24 +12,26 @@ import inspect
 import io
 import itertools
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.help import help_text
 from clipstream.config.settings import Settings, load
 from clipstream.distributed.same_error import tell_once
+from clipstream.distributed.signals import SIGNALS, EndProcess
 from clipstream.distributed.world import World
-from clipstream.errors import ClipstreamError, SettingsError, Stopped
+from clipstream.errors import INTERRUPTED, ClipstreamError, SettingsError, Stopped
 from clipstream.text import printable, printable_lines
-from clipstream.utils import early_signals
-from clipstream.utils.early_signals import INTERRUPTED
 from clipstream.utils.logs import drop_output, on_terminal, set_level
 from clipstream.utils.processes import many_files
+
+_own_process = False  # whether its signals are handled here
 
 
 def load_or_help(verb: str, argv: Sequence[str]) -> Settings | None:
@@ -89,7 +91,6 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
     rank = world.rank if world.size > 1 else None
     said, trace = None, ""
     try:
-        early_signals.begin()
         with on_terminal(rank), many_files():
             code = main(argv)
         sys.stdout.flush()
@@ -106,16 +107,53 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
             raise
         said = f"error: no file or folder can have the name {printable(error.filename, 60)}: {error.strerror}"
         code = SettingsError.exit_code
-    early_signals.end(code)
+    if _own_process:
+        _keep_exit_code(code, alone=rank is None)
     if said is not None:
         prefix = "" if rank is None else f"[rank {rank}] "
         tell = partial(print, f"{trace}{printable_lines(f'{prefix}{said}')}", file=sys.stderr, flush=True)
         if rank is not None and said.startswith("error: "):
             tell_once(world, said, tell)
-            early_signals.leave()
         else:
             tell()
     return code
+
+
+def handle_signals(verb: str) -> None:
+    """Handle the signals of this process from its start until the verb handles them; called by the process's `main`.
+
+    Training ends with one line and exit code 75. SIGTERM raises SystemExit in verbs that write files by themselves.
+    Ctrl-C raises KeyboardInterrupt in all verbs but training. A signal that the parent process ignores stays ignored,
+    as Ctrl-C in a shell's background jobs.
+    """
+    global _own_process
+    _own_process = True
+    if verb == "train":
+        world = World()
+        with contextlib.suppress(SettingsError):
+            world = World.from_env()
+        end = EndProcess(Stopped.exit_code, str(Stopped.before_training("{}")) if world.is_main else "")
+        for number in SIGNALS:
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                signal.signal(number, end)
+    elif verb in ("bench", "export", "search") and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _stop)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    print("stopped by SIGTERM", file=sys.stderr, flush=True)
+    raise SystemExit(128 + number)
+
+
+def _keep_exit_code(code: int, *, alone: bool) -> None:
+    """Let no signal change the exit code while the interpreter ends.
+
+    A launcher sends SIGTERM once another rank has ended. It is ignored, as Python gives handlers up when it finalizes.
+    """
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            ends = number == signal.SIGINT or (number == signal.SIGTERM and alone)
+            signal.signal(number, EndProcess(code) if ends else signal.SIG_IGN)
 
 
 def _debug(argv: Sequence[str]) -> bool:

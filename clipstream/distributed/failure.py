@@ -28,9 +28,8 @@ from datetime import timedelta
 from typing import Any
 
 from clipstream.distributed.world import World
-from clipstream.errors import ClipstreamError, DataError, DivergedError, SettingsError, Stopped
+from clipstream.errors import INTERRUPTED, ClipstreamError, DataError, DivergedError, SettingsError, Stopped
 from clipstream.text import printable_lines
-from clipstream.utils.early_signals import INTERRUPTED
 
 POLL = 0.2  # s between two looks into the store
 GRACE = 2.0  # s for the main thread to end by itself (and to close its files) once a cause is known

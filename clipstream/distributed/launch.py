@@ -12,18 +12,17 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 from clipstream.distributed.capabilities import cores
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.settings import RunSettings
-from clipstream.distributed.signals import SIGNALS
+from clipstream.distributed.signals import SIGNALS, ending_on_signals
 from clipstream.distributed.world import DUMP, World
 from clipstream.errors import SettingsError
 from clipstream.text import counted
-from clipstream.utils import early_signals
 from clipstream.utils.logs import logger, on_terminal
 from clipstream.utils.matmul_precision import restored_matmul_precision
 from clipstream.utils.processes import many_files
@@ -68,7 +67,7 @@ def run_ranks(run: RunSettings, body: Callable[[World, FailureWatch], object], *
     watch = FailureWatch(world, debug=run.debug, embedded=embedded)
     theirs = embedded and world.size > 1 and torch.distributed.is_initialized()  # the program's own process group
     try:
-        with announce_waiting(world), early_signals.watched():
+        with announce_waiting(world), nullcontext() if embedded else ending_on_signals():
             world.start(timedelta(seconds=run.timeout))
         watch.start()
         body(world, watch)

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from clipstream.distributed.capabilities import cores
-from clipstream.errors import DivergedError, Stopped
-from clipstream.utils.early_signals import INTERRUPTED
+from clipstream.errors import INTERRUPTED, DivergedError, Stopped
 from clipstream.utils.versions import versions
 
 GIT_SECONDS = 10.0  # limit for one git command: a work tree may be on a slow network disk

@@ -1,8 +1,9 @@
 """Signals that ask a run to stop: recorded at once on every rank, acted on between two steps.
 
-SIGTERM, SIGINT and SIGUSR1 of this process, and those of other ranks, enter; `received` leaves, which the training loop
-and waits for data and evaluations check. A thread hears the signals (`early_signals.listening`), so that they are
-acknowledged and passed on while the main thread is inside a collective.
+SIGTERM, SIGINT and SIGUSR1 of this process, and those of other ranks, enter; `StopSignals.received` leaves, which the
+training loop and waits for data and evaluations check. A thread hears the signals (`listening`), so that they are
+acknowledged and passed on while the main thread is inside a collective. Before there is anything to save, `EndProcess`
+ends the process.
 """
 
 from __future__ import annotations
@@ -10,16 +11,84 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
-from clipstream.errors import Interrupted, Stopped
-from clipstream.utils import early_signals
+from clipstream.errors import INTERRUPTED, Interrupted, Stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SETUP_GRACE = 5.0  # s that the main thread has to end before training, where it may be inside a call that waits
+_listening = False
+# A forked child must not report its signals to the parent's thread.
+os.register_at_fork(after_in_child=lambda: _listening and signal.set_wakeup_fd(-1))
+
+
+class EndProcess:
+    """A handler that ends the process at once.
+
+    Args:
+        code: the exit code.
+        line: printed before; `{}` in it is the signal's name.
+    """
+
+    def __init__(self, code: int, line: str = "") -> None:
+        self.code, self.line = code, line
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        line, self.line = self.line, ""  # the main thread and the one of `listening` may both come here
+        if line:
+            with contextlib.suppress(OSError):
+                os.write(2, f"{line.format(signal.Signals(number).name)}\n".encode())
+        os._exit(self.code)
+
+
+@contextlib.contextmanager
+def listening(heard: Callable[[int], None]) -> Iterator[None]:
+    """Call `heard` in a thread with the number of each signal that has a handler.
+
+    Native code that blocks the main thread does not delay it, if it releases the interpreter's lock, as torch's
+    collectives do. Python's own handlers run in the main thread alone, when such code returns.
+    """
+    global _listening
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    _listening = True
+
+    def listen() -> None:
+        while numbers := ours.recv(64):
+            for number in numbers:
+                heard(number)
+        ours.close()
+
+    threading.Thread(target=listen, name="signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        _listening = False
+        signal.set_wakeup_fd(before)
+        theirs.close()  # ends the thread
+
+
+@contextlib.contextmanager
+def ending_on_signals() -> Iterator[None]:
+    """Let Ctrl-C and each `EndProcess` work also while native code blocks the main thread, as torch's rendezvous does.
+
+    In another thread than the main one it does nothing, as Python hands signals to the main thread.
+    """
+
+    def end(number: int) -> None:
+        handler: Any = signal.getsignal(number)
+        if handler is signal.default_int_handler:
+            handler = EndProcess(INTERRUPTED, "interrupted")
+        if isinstance(handler, EndProcess):
+            handler(number, None)
+
+    with listening(end) if threading.current_thread() is threading.main_thread() else contextlib.nullcontext():
+        yield
 
 
 class StopSignals:
@@ -62,7 +131,7 @@ class StopSignals:
         self._installed = threading.current_thread() is threading.main_thread()
         if not self._installed:
             return self
-        self._listening = early_signals.listening(self._hear)
+        self._listening = listening(self._hear)
         self._listening.__enter__()
         self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
         return self

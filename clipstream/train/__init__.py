@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from clipstream.config.entry import load_or_help, make_callable, run_main
+from clipstream.config.entry import handle_signals, load_or_help, make_callable, run_main
 from clipstream.config.python_settings import Config, Overrides, settings_from
 from clipstream.config.settings import Settings, with_known_epoch
 from clipstream.config.validate import validate_run
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the command line says; returns the exit code."""
+    if argv is None:
+        handle_signals("train")
     return run_main(_main, argv)
 
 

@@ -23,7 +23,7 @@ from clipstream.report.sinks import RunInfo
 from clipstream.storage.shard_cache import cache_root
 from clipstream.training.early_stop import EarlyStop
 from clipstream.training.optim import build_optimizer, build_schedule
-from clipstream.utils import atomic_write, early_signals
+from clipstream.utils import atomic_write
 from clipstream.utils.logs import announce, logger, lossy_output
 
 if TYPE_CHECKING:
@@ -70,7 +70,6 @@ def train_rank(settings: Settings, world: World, watch: FailureWatch) -> Path:
     own_lanes, ending = settings.data.lanes != "auto", None
     try:
         with signals:
-            early_signals.expect(early_signals.INTERRUPTED, "interrupted")
             settings = resolve(settings, world)
             watch.held.enter_context(lossy_output())  # nobody has to look on while a run trains
             if world.is_main:  # the folder is locked until the process ends
@@ -85,7 +84,7 @@ def train_rank(settings: Settings, world: World, watch: FailureWatch) -> Path:
             run(settings, world, watch, signals, ending, own_lanes=own_lanes)
             return settings.run_folder
     except Interrupted:
-        raise Stopped(early_signals.BEFORE_TRAINING.format(signals.received), signal=signals.received) from None
+        raise Stopped.before_training(signals.received) from None
     except Stopped as stopped:
         stopped.signal = signals.received
         raise

@@ -27,7 +27,6 @@ from clipstream.training.early_stop import EarlyStop, EarlyStopSettings
 from clipstream.training.rollback import Rollback
 from clipstream.training.state import IntervalState, SourceHealth, TrainState
 from clipstream.training.step import StepResult, TrainStep
-from clipstream.utils.early_signals import BEFORE_TRAINING
 from clipstream.utils.timing.parts import DATA, PARTS
 from clipstream.utils.timing.step_profile import StepProfiler
 from clipstream.utils.timing.step_timer import StepTimer, timed
@@ -278,7 +277,7 @@ class Trainer:
 
     def _stop(self, data: DataState | None = None) -> NoReturn:
         if not self.step:
-            raise Stopped(BEFORE_TRAINING.format(self.signals.name()))
+            raise Stopped.before_training(self.signals.name())
         self._save(data)
         saved = self.writer.finish()
         by = self.signals.name()

@@ -18,8 +18,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from clipstream.utils import early_signals
-
 ROOT = Path(__file__).parents[1].parent
 TIMEOUT = 900.0  # s; a busy machine is fifty times slower than an idle one, and only a failure waits this long
 PRELOADED = [
@@ -133,7 +131,6 @@ def _command(argv: list[str], env: dict[str, str], cwd: str, outputs: tuple[str,
     folders = [cwd if module else str(Path(argv[0]).resolve().parent), *env.get("PYTHONPATH", "").split(os.pathsep)]
     sys.path[:0] = filter(None, folders)
     sys.orig_argv, sys.argv = [sys.executable, *argv], [argv[0], *rest]
-    early_signals.guard()  # as where the package is imported
     atexit._clear()  # what the server is to do at its own end, such as to remove wandb's temporary folder
     try:
         if module:

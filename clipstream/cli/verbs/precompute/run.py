@@ -59,7 +59,7 @@ from clipstream.storage.shard_url import redact
 from clipstream.storage.transfer import ShardError
 from clipstream.text import counted, duration, printable, printable_lines
 from clipstream.training.precision import Precision, autocast, check_device, prepare, resolve_precision
-from clipstream.utils import atomic_write, early_signals
+from clipstream.utils import atomic_write
 from clipstream.utils.logs import announce, logger
 
 FEW = 4  # shards a rank; where there are fewer, the ranks take chunks in turn
@@ -113,7 +113,6 @@ def precompute(
     watch.on_stop(signals.receive)
     try:
         with signals:
-            early_signals.expect(early_signals.INTERRUPTED, "interrupted")
             precision = resolve_precision(settings.train.precision, world)
             check_device(world.device, precision)
             _compute(Job(settings, options, teachers, world, watch, precision))
