@@ -3,6 +3,17 @@
 URLs enter, paths of complete, uncompressed files leave. A slowly read network stream times out, and its end proves
 nothing; so a download goes to a temporary name and is renamed once its length (HTTP, object stores), the command's exit
 status (`pipe:`) or the end of the compressed stream shows that it is complete. The content of a tar is not read here.
+
+    HASH-NAME.tar            an entry
+    HASH-NAME.tar.lock       locked shared by readers, exclusively by the process that writes or removes the entry;
+                             holds the entry's size
+    HASH-NAME.tar.part       a download in progress
+    HASH-NAME.tar.failed     the reason of the last failed download
+    HASH-NAME.tar.reserved   bytes reserved for a download in progress
+    quota.lock               locked while bytes are reserved
+
+All processes of a node share the folder. Locks are `flock` and not filelock's `FileLock`, which is exclusive: readers
+share a lock here, and file systems without locks still have to work.
 """
 
 from __future__ import annotations
@@ -13,6 +24,7 @@ import fcntl
 import hashlib
 import json
 import os
+import random
 import re
 import secrets
 import shutil
@@ -20,20 +32,22 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clipstream.errors import SettingsError
-from clipstream.storage import cache_eviction
-from clipstream.storage.cache_eviction import CacheQuota, beside, remove_unused, stamp, total_size, unlock
 from clipstream.storage.downloader import Fetcher, compression_of
 from clipstream.storage.shard_url import ShardURL, redact
-from clipstream.storage.transfer import Monitor, ShardError, disk_error, unreadable
+from clipstream.storage.transfer import GIB, Monitor, ShardError, disk_error, unreadable
 
 LOOK = 0.5  # s between two looks at the progress of another process's download
 GROWTH = 64 << 20  # bytes reserved at a time for a download of unknown length
 STEM = re.compile(r"[\w.-]+(?=\.(?:tar|tgz|csv|tsv|json|jsonl|ndjson|parquet)\b)")
+# Other files in the folder are the user's and are never touched.
+ENTRY = re.compile(r"(?P<entry>[0-9a-f]{24}-.+\.tar)(?P<kind>|\.reserved|(?:\.[0-9a-f]{8})?(?:\.unpacked)?\.part)")
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)  # of a file system without flock
 Fill = Callable[[Path, Monitor], None]  # writes the whole shard to the path, or raises
 
 
@@ -54,39 +68,13 @@ class _Use:
     count: int = 1
 
 
-class _Reservation(Monitor):
-    """Monitor that reserves space for a download as it grows."""
-
-    def __init__(self, cache: ShardCache, target: Path) -> None:
-        self._cache, self._target, self._reserved, self._size = cache, target, 0, 0
-
-    def expect(self, size: int) -> None:
-        self._reserve(size, whole=True)
-
-    def received(self, size: int) -> None:
-        self._size = size
-        if size > self._reserved:
-            self._reserve(size + GROWTH, whole=False)
-        self._cache.report_progress(size)
-
-    def _reserve(self, size: int, *, whole: bool) -> None:
-        before, ahead = -1, threading.current_thread() is not threading.main_thread()
-        while not self._cache.quota.reserve(self._target, size, whole=whole, ahead=ahead):
-            # Prefetches that take the space may hang, as not every source has time limits: their progress is ours.
-            if (now := total_size(self._target.parent.glob("*.part"))) != before:
-                before = now
-                self._cache.report_progress(self._size)
-            time.sleep(0.1)
-        self._reserved = size
-
-
 class ShardCache:
     """Local files of shards. Picklable, safe in forked workers and in threads; all ranks may share one `cache` folder.
 
     Each shard is downloaded by one process at a time; the others wait for it. In a permanent folder, files stay for the
-    next run, named by the hash of the URL and of the version that the server reports, and their sizes are compared.
-    A temporary folder is removed by `close`, or at exit, in the process that made it; its disk must hold the shards in
-    use at once.
+    next run, named by the hash of the URL and of the version that the server reports; a file that does not have the
+    length that was written is downloaded again. A temporary folder is removed by `close`, or at exit, in the process
+    that made it; its disk must hold the shards in use at once.
 
     Args:
         cache: permanent folder; None for a temporary one.
@@ -117,11 +105,13 @@ class ShardCache:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise SettingsError(f"data.cache: the folder {self.folder} cannot be made: {error.strerror}") from error
+                raise SettingsError(f"data.cache: cannot create {self.folder}: {error.strerror}") from error
             if not os.access(self.folder, os.W_OK | os.X_OK):
-                raise SettingsError(f"data.cache: the folder {self.folder} cannot be written")
-        self.quota: CacheQuota = CacheQuota(self.folder, None if self.temporary else limit, wanted)
+                raise SettingsError(f"data.cache: {self.folder} is not writable")
+        self.limit: int | None = None if self.temporary else limit
         self.alive: Callable[[int], None] | None = None
+        self._wanted = wanted
+        self._is_estimated = False
         self._uses: dict[str, _Use] = {}
         self._threads = threading.Lock()
         self._pid = os.getpid()
@@ -171,7 +161,7 @@ class ShardCache:
             ShardError, SettingsError: as `local`; also if the space is taken for now.
         """
         self.local(name)
-        if self.quota.limit is None:
+        if self.limit is None:
             return True
         self.release(name)
         return False
@@ -187,16 +177,16 @@ class ShardCache:
             if use.count:
                 return
             del self._uses[name]
-        unlock(use.lock)
+        _unlock(use.lock)
         if self.temporary or not keep:
-            remove_unused(use.target)  # other readers hold its lock; the last of them removes it
+            _remove_unused(use.target)  # other readers hold its lock; the last of them removes it
 
     def close(self) -> None:
         """Release all shards; in the process that made a temporary folder, remove it."""
         self._check_process()
         with self._threads:
             for use in self._uses.values():
-                unlock(use.lock)
+                _unlock(use.lock)
             self._uses = {}
         if self._finalizer is not None:
             self._finalizer()
@@ -228,30 +218,92 @@ class ShardCache:
                 return self._uses[name].target
         target = self._target(identity, version)
         asked = time.time()
-        lock = os.open(beside(target, ".lock"), os.O_RDWR | os.O_CREAT, 0o666)
+        lock = os.open(_beside(target, ".lock"), os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            # Readers share the lock; who downloads or removes holds it exclusively. Between the two kinds it is free
-            # for a moment, in which another process may remove the file: hence the loop.
-            self._lock(lock, fcntl.LOCK_SH, target)
-            while not self._is_there(target):
-                alone = self._lock_alone(lock, target)
-                if alone is not None and not self._is_there(target):
-                    self._fill(target, fill, asked, alone=alone)
-                self._lock(lock, fcntl.LOCK_SH, target)
+            self._lock(lock, target)
+            while not self._is_whole(target):
+                # Some file systems keep the former lock while another is waited for: two processes would deadlock.
+                locked = _try_lock(lock, fcntl.LOCK_EX)
+                if locked is False:  # another process has it, or looks at this moment as well
+                    _try_lock(lock, fcntl.LOCK_UN)
+                    time.sleep(random.uniform(0.001, 0.02))
+                elif not self._is_whole(target):
+                    self._fill(target, fill, asked, lock, locked=bool(locked))
+                self._lock(lock, target)
             if not self.temporary:
                 with contextlib.suppress(OSError):  # another user's file
-                    # Its time of last use. The modification time must not change: it is sealed.
+                    # The time of its last use. The modification time tells the newest version.
                     os.utime(target, ns=(time.time_ns(), target.stat().st_mtime_ns))
         except BaseException:
-            unlock(lock)
+            _unlock(lock)
             raise
         with self._threads:
             if name not in self._uses:
                 self._uses[name] = _Use(lock, target)
                 return target
             self._uses[name].count += 1  # another thread was faster
-        unlock(lock)
+        _unlock(lock)
         return target
+
+    def reserve(self, target: Path, size: int, *, whole: bool = False, wait: bool = True) -> bool:
+        """Reserve `size` bytes for a new entry, evicting the least recently used entries that nobody reads.
+
+        Args:
+            whole: whether `size` is that of the whole entry: the limit must hold `wanted` entries of the first one's.
+            wait: whether to return False while other downloads take the space, in place of an error.
+
+        Raises:
+            SettingsError: the limit is too small for the entries in use.
+        """
+        if self.limit is None:
+            return True
+        if whole and not self._is_estimated:
+            if size * self._wanted > self.limit:
+                raise self._too_small(size * self._wanted)
+            self._is_estimated = True  # by the first entry only: a single larger one needs no more than its own size
+        entries: list[tuple[float, int, str]] = []  # time of last use, bytes, path
+        reserved: dict[str, int] = {}
+        with _locked(self.folder / "quota.lock"):
+            for file in os.scandir(self.folder):
+                match = ENTRY.fullmatch(file.name)
+                if match is None or match["entry"] == target.name:
+                    continue
+                with contextlib.suppress(OSError, ValueError):
+                    if not match["kind"]:
+                        stat = file.stat()
+                        entries.append((stat.st_atime, stat.st_size, file.path))
+                        continue
+                    # Remove the files of a dead process, which holds no lock.
+                    with contextlib.suppress(BlockingIOError):
+                        with _locked(self.folder / f"{match['entry']}.lock", wait=False):
+                            os.unlink(file.path)
+                        continue
+                    if match["kind"] == ".reserved":
+                        reserved[match["entry"]] = int(Path(file.path).read_text())
+            for _, _, path in entries:  # complete already: its size counts, not its reservation
+                reserved.pop(os.path.basename(path), None)
+            used = sum(reserved.values()) + sum(bytes_ for _, bytes_, _ in entries)
+            for _, bytes_, path in sorted(entries):
+                if used + size <= self.limit:
+                    break
+                used -= bytes_ if _remove_unused(Path(path)) else 0
+            if used + size <= self.limit:
+                _beside(target, ".reserved").write_text(str(size))
+                return True
+        if reserved and wait:
+            return False
+        raise self._too_small(max(used + size, size * self._wanted))
+
+    def report_progress(self, size: int) -> None:
+        """Call `alive` if this is the main thread, which waits for the download; other threads prefetch."""
+        if self.alive is not None and threading.current_thread() is threading.main_thread():
+            self.alive(size)
+
+    def _too_small(self, needed: int) -> SettingsError:
+        return SettingsError(
+            f"data.cache_gib: {(self.limit or 0) / GIB:.3g} GiB cannot hold the shards that are in use at once on a "
+            f"node: set at least {needed * 1.1 / GIB:.2g}, or lower --data.shuffle.shards or --data.lanes"
+        )
 
     def _target(self, identity: str, version: str | None) -> Path:
         """FOLDER/HASH-VERSIONHASH-STEM.tar; without a version, the newest file of this identity."""
@@ -260,83 +312,49 @@ class ShardCache:
         first = hashlib.sha256(identity.encode()).hexdigest()[:24]
         if version is not None:
             return self.folder / f"{first}-{hashlib.sha256(version.encode()).hexdigest()[:8]}-{stem}.tar"
-        if not self.temporary:
-            stamps = {path: stamp(path) for path in self.folder.glob(f"{first}-*.tar")}
-            written = [(found[1], path) for path, found in stamps.items() if found is not None]
-            if written:
-                return max(written)[1]
-        return self.folder / f"{first}-{stem}.tar"
+        written = []
+        for path in [] if self.temporary else self.folder.glob(f"{first}-*.tar"):
+            with contextlib.suppress(OSError):
+                written.append((path.stat().st_mtime_ns, path))
+        return max(written)[1] if written else self.folder / f"{first}-{stem}.tar"
 
-    def _is_there(self, target: Path) -> bool:
-        """Whether the file is there and whole."""
-        return target.exists() if self.temporary else cache_eviction.is_whole(target)
-
-    def _lock_alone(self, lock: int, target: Path) -> bool | None:
-        """As `_lock` with LOCK_EX; None, with nothing locked, if another process makes the file first.
-
-        Also False, with the lock shared, if the file is damaged while others go on reading it, as they may be waiting
-        for this process. It is then replaced: they have the former file open, or will open the new one.
-        """
-        found, end = stamp(target), time.monotonic() + LOOK
-
-        def others_have_it() -> bool:
-            return stamp(target) != found or (found is not None and time.monotonic() > end)
-
-        alone = self._lock(lock, fcntl.LOCK_EX, target, unless=others_have_it)
-        if alone is None and stamp(target) == found:
-            self._lock(lock, fcntl.LOCK_SH, target)
+    def _is_whole(self, target: Path) -> bool:
+        """Whether the file exists and has the size that was written: after a crash of the machine it may be shorter."""
+        try:
+            size = target.stat().st_size
+            return self.temporary or int(_beside(target, ".lock").read_text()) == size
+        except (OSError, ValueError):
             return False
-        return alone
 
-    def _lock(self, lock: int, kind: int, target: Path, unless: Callable[[], bool] = lambda: False) -> bool | None:
-        """Take a lock, and report the progress of the process that holds it meanwhile.
-
-        Returns:
-            True; False on file systems without flock, where two processes may download the same shard and both get it
-            whole; None, with nothing locked, if `unless` became true while waiting.
-        """
+    def _lock(self, lock: int, target: Path) -> None:
+        """Wait for the shared lock of a file, and report the progress of the process that writes it meanwhile."""
         size, looked = 0, 0.0
-        while True:
-            try:
-                fcntl.flock(lock, kind | fcntl.LOCK_NB)
-                return True
-            except BlockingIOError:
-                fcntl.flock(lock, fcntl.LOCK_UN)  # some file systems keep the former lock: two would deadlock
-                if unless():
-                    return None
-            except OSError as error:
-                if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP):
-                    return False
-                raise
+        while _try_lock(lock, fcntl.LOCK_SH) is False:
             if time.monotonic() - looked > LOOK:
                 looked = time.monotonic()
-                if (now := total_size(self.folder.glob(f"{target.name}.*.part"))) != size:
+                if (now := _total_size(self.folder.glob(f"{target.name}*.part"))) != size:
                     size = now
                     self.report_progress(now)
             time.sleep(0.02)
 
-    def _fill(self, target: Path, fill: Fill, asked: float, *, alone: bool) -> None:
+    def _fill(self, target: Path, fill: Fill, asked: float, lock: int, *, locked: bool) -> None:
         """Make the file, or raise the failure of the process that tried it since `asked`."""
-        failed = beside(target, ".failed")
+        failed = _beside(target, ".failed")
         with contextlib.suppress(OSError, ValueError):
             if failed.stat().st_mtime >= asked:
                 raise ShardError(*json.loads(failed.read_text()))
-        if alone:  # remove a damaged entry, and the parts of killed processes
-            cache_eviction.discard(target)
-            for left in self.folder.glob(f"{target.name}.*.part"):
-                left.unlink(missing_ok=True)
         # tempfile would make the file readable by its owner only; the umask decides who may read the cache.
-        part = beside(target, f".{secrets.token_hex(4)}.part")
-        part.touch(exist_ok=False)
+        part = _beside(target, ".part" if locked else f".{secrets.token_hex(4)}.part")
+        part.touch()
         try:
             fill(part, _Reservation(self, target))
-            if not self.temporary:
-                cache_eviction.seal(part, target)
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, str(part.stat().st_size).encode(), 0)
             part.replace(target)
             if not self.temporary:
                 for other in self.folder.glob(f"{target.name[:25]}*.tar"):
                     if other != target:
-                        remove_unused(other)  # an older version
+                        _remove_unused(other)  # an older version
         except ShardError as error:
             # Processes that wait for this download share its failure instead of repeating it one after the other.
             with contextlib.suppress(OSError):  # the disk may be full
@@ -346,12 +364,9 @@ class ShardCache:
             raise disk_error(self.folder, error) from error
         finally:
             part.unlink(missing_ok=True)
-            self.quota.release(target)
-
-    def report_progress(self, size: int) -> None:
-        """Call `alive` if this is the main thread, which waits for the download; other threads prefetch."""
-        if self.alive is not None and threading.current_thread() is threading.main_thread():
-            self.alive(size)
+            if self.limit is not None:
+                with _locked(self.folder / "quota.lock"):  # so that no count misses both the entry and its reservation
+                    _beside(target, ".reserved").unlink(missing_ok=True)
 
     def _check_process(self) -> None:
         """After a fork, drop the parent's uses; closing the copied descriptors leaves the parent's locks."""
@@ -363,16 +378,92 @@ class ShardCache:
             self._pid = os.getpid()
 
 
+class _Reservation(Monitor):
+    """Monitor that reserves space for a download as it grows."""
+
+    def __init__(self, cache: ShardCache, target: Path) -> None:
+        self._cache, self._target, self._reserved, self._size = cache, target, 0, 0
+
+    def expect(self, size: int) -> None:
+        self._reserve(size, whole=True)
+
+    def received(self, size: int) -> None:
+        self._size = size
+        if size > self._reserved:
+            self._reserve(size + GROWTH, whole=False)
+        self._cache.report_progress(size)
+
+    def _reserve(self, size: int, *, whole: bool) -> None:
+        before, wait = -1, threading.current_thread() is threading.main_thread()
+        while not self._cache.reserve(self._target, size, whole=whole, wait=wait):
+            # The downloads that take the space may hang, as not every source has time limits: their progress is ours.
+            if (now := _total_size(self._target.parent.glob("*.part"))) != before:
+                before = now
+                self._cache.report_progress(self._size)
+            time.sleep(0.1)
+        self._reserved = size
+
+
+def _remove_unused(target: Path) -> bool:
+    """Remove an entry if nobody reads it; whether it was removed."""
+    try:
+        with _locked(_beside(target, ".lock"), wait=False):
+            target.unlink(missing_ok=True)
+            return True
+    except OSError:
+        return False
+
+
+def _total_size(paths: Iterable[Path]) -> int:
+    """Bytes of those files that still exist."""
+    total = 0
+    for path in paths:
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size
+    return total
+
+
+def _beside(target: Path, suffix: str) -> Path:
+    """A file of an entry."""
+    return Path(f"{target}{suffix}")
+
+
+def _try_lock(lock: int, kind: int) -> bool | None:
+    """Take or release a lock without waiting; False if another process has it; None if the file system has no locks."""
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in NO_LOCKS:  # two processes may download the same shard, and both get it whole
+            return None
+        raise
+
+
+def _unlock(lock: int) -> None:
+    """Unlock and close: closing alone would leave the lock with a forked copy of the descriptor."""
+    _try_lock(lock, fcntl.LOCK_UN)
+    os.close(lock)
+
+
+@contextmanager
+def _locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """A context with the exclusive lock of a file. Without `wait`, raises OSError if it cannot be had at once."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        with contextlib.suppress(OSError) if wait else contextlib.nullcontext():  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield
+    finally:
+        _unlock(lock)
+
+
 def _temporary_folder() -> tuple[Path, int]:
     """A temporary folder, and the descriptor whose lock is held while this run lives. Removes dead runs'."""
     for other in Path(tempfile.gettempdir()).glob("clipstream-*/owner.lock"):
-        with contextlib.suppress(OSError):
-            lock = os.open(other, os.O_RDWR)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(other.parent, ignore_errors=True)
-            finally:
-                os.close(lock)
+        with contextlib.suppress(OSError), _locked(other, wait=False):
+            shutil.rmtree(other.parent, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix="clipstream-"))
     own = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     with contextlib.suppress(OSError):  # without locks, no other run removes the folder

@@ -11,6 +11,7 @@ import json
 import shutil
 import sys
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
@@ -27,7 +28,6 @@ from clipstream.data.decode.captions import split_keys
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import indexes
 from clipstream.errors import DataError
-from clipstream.storage.cache_eviction import crc_of
 from clipstream.storage.downloader import Fetcher
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.storage.tar import scan
@@ -313,6 +313,16 @@ class Copies:
                     result = Failure(f"{shown}: {event.how}") if isinstance(event, Crashed) else event.result
                     bar.done(event.number, failed=isinstance(result, Failure))
                     yield event.number, result
+
+
+def crc_of(path: Path) -> tuple[int, int]:
+    """Size in bytes and CRC-32 of a file."""
+    size = checksum = 0
+    with open(path, "rb") as file:
+        while data := file.read(1 << 20):
+            size += len(data)
+            checksum = zlib.crc32(data, checksum)
+    return size, checksum
 
 
 def _written(path: Path) -> int | None:

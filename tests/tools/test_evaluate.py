@@ -182,7 +182,7 @@ def test_a_page_with_the_pictures_of_each_evaluation(run: Path, tmp_path: Path) 
     assert complaints == []
     assert "<h1>tiny step_00000007</h1>" in dom and "<h4>“ein großer Hund”</h4>" in dom and "<h4>best</h4>" in dom
     assert "Examples of kinds" in dom and "the worst classes" in dom and dom.count("data:image/jpeg") > 20
-    assert re.search(r"failed at step 7: evals.bad: .*none.tar is not there", dom)
+    assert re.search(r"failed at step 7: evals.bad: .*none.tar does not exist", dom)
     assert "<h2>Training</h2>" not in dom and "0 steps" not in dom, "there is none to tell of"
     assert not list(run.glob("pictures")), "the run's own stay what they are"
 
@@ -225,11 +225,11 @@ def test_what_fails_is_told_at_the_end_and_by_the_exit_code(run: Path, capsys: p
     assert "image_to_text_R@10" in shown.out and shown.err.count("evaluation 'bad' failed") == 1
     assert shown.err.splitlines()[-1].startswith("error: evals.bad: ")
     val, failed = lines(run / "some.jsonl")
-    assert val["n"] == 21 and failed["eval"] == "bad" and "none.tar is not there" in failed["error"]
+    assert val["n"] == 21 and failed["eval"] == "bad" and "none.tar does not exist" in failed["error"]
     assert main(["--checkpoint", str(run), *kinds, *bad, "--evals.val", "null"]) == 3
     alone = capsys.readouterr()
     assert "metric" not in alone.out, "no table without figures"
-    assert all(text.count("none.tar is not there") == 1 for text in (shown.err, alone.err)), "the reason once"
+    assert all(text.count("none.tar does not exist") == 1 for text in (shown.err, alone.err)), "the reason once"
     assert main(["--checkpoint", str(run), *kinds, *bad, "--evals.val", bad[1].replace("none", "no")]) == 3
     both = capsys.readouterr().err.splitlines()
     assert [line[:17] for line in both if line.startswith("error")] == ["error: evals.val:", "error: evals.bad:"]

@@ -227,7 +227,7 @@ def test_what_cannot_be_had_is_told_and_the_rest_is_staged(
     argv = [str(tmp_path / "fast"), "--train-data", "::".join(parts)]
     assert main(argv) == 3
     captured = capsys.readouterr()
-    for told in ("3 of 6 shards", "00007.tar: Not Found", "exit status 3", "none.tar is not there", "same command"):
+    for told in ("3 of 6 shards", "00007.tar: Not Found", "exit status 3", "none.tar does not exist", "same command"):
         assert told in captured.err
     assert tars(tmp_path / "fast") == {
         f"sources/train/0000{n}.tar": Path(shards[n]).read_bytes() for n in (1, 2, 3)

@@ -278,7 +278,7 @@ def test_evaluation_takes_whole_data_sets_only(shards: list[str], tmp_path: Path
         with evaluation_loader(source, batch_size=8, world=World(), tokenizer=ByteTokenizer(), image=IMAGE) as stream:
             return sum(len(batch) for batch in stream)
 
-    with pytest.raises(DataError, match=r"of 7 shards, .*gone\.tar is not there"):
+    with pytest.raises(DataError, match=r"of 7 shards, .*gone\.tar does not exist"):
         read(*shards, str(tmp_path / "gone.tar"))
     cut = tmp_path / "cut.tar"
     cut.write_bytes(Path(shards[2]).read_bytes()[:20000])
