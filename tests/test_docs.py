@@ -24,11 +24,11 @@ from clipstream.cli.main import VERBS
 from clipstream.cli.verbs import audit, evaluate, precompute
 from clipstream.cli.verbs.bench import input as bench_input
 from clipstream.cli.verbs.bench import train as bench_train
+from clipstream.cli.verbs.evaluate import OWN_FLAGS as OF_EVALUATE
 from clipstream.config.flag_aliases import ALIASES, BY_FLAG
 from clipstream.config.help import default_note, generic_key, value_form
 from clipstream.config.settings import Settings
-from clipstream.tools import stage, watch
-from clipstream.tools.evaluate import OWN_FLAGS as OF_EVALUATE
+from clipstream.tools import stage
 from clipstream.utils.section import leaves
 from tests.support import hubtree
 from tests.support.doc_pages import OUTPUT, PAGES, Session, blocks, make_folder
@@ -185,7 +185,6 @@ def test_flags_that_pages_name_exist() -> None:
     own = {
         *BY_FLAG,
         *OF_EVALUATE,
-        *watch.OWN_FLAGS,
         *bench_input.OWN_FLAGS,
         *bench_train.OWN_FLAGS,
         *stage.OWN_FLAGS,

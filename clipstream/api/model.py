@@ -18,6 +18,7 @@ from PIL import Image
 from torch.nn.functional import normalize
 
 from clipstream.api.run import Run
+from clipstream.checkpoint.store import locate, model_in
 from clipstream.config.settings import Settings, load
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.images import EvalTransform
@@ -25,7 +26,7 @@ from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.distributed.world import World
 from clipstream.errors import Dropped, SettingsError, each, wrong_type
 from clipstream.evals.classes import class_names, prompt_templates
-from clipstream.evals.context import EvalContext, evaluating
+from clipstream.evals.context import EvalContext, context_for, evaluating
 from clipstream.evals.evaluators.zero_shot import text_classifier
 from clipstream.evals.runner import RECORD, EvalRunner
 from clipstream.evals.settings import Weights
@@ -33,7 +34,6 @@ from clipstream.models.model_config import HUB, LOCAL
 from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
-from clipstream.tools.evaluate import context_for, locate, model_in
 from clipstream.training.precision import Precision, autocast
 from clipstream.utils.logs import on_terminal
 from clipstream.utils.matmul_precision import restored_matmul_precision
@@ -361,7 +361,7 @@ def _settings_of(
     assert subject.checkpoint is not None
     settings = Settings() if subject.run is None else load(["--config", str(subject.run / "config.yaml")])
     own = settings.model.model_copy(update=cache)
-    return settings, model_in(subject.checkpoint, own, subject.run is not None, weights)
+    return settings, model_in(subject.checkpoint, own, subject.run is not None, averaged=weights == "averaged")
 
 
 def evaluate_model(model: Model | Source, settings: Settings) -> dict[str, dict[str, float]]:

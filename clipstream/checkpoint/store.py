@@ -24,6 +24,9 @@ from pydantic import AfterValidator
 
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
+from clipstream.models.model_config import LOCAL
+from clipstream.models.pretrained import AVERAGED_FILE, CONFIG_FILE, WEIGHT_FILES
+from clipstream.models.settings import ModelSettings, TowerSettings
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
 from clipstream.utils.section import Count, checked
@@ -328,3 +331,62 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to evaluate."""
+
+    label: str  # its name in the results
+    checkpoint: Path | None = None  # its folder; None for the model that the settings name
+    run: Path | None = None  # the folder of its run, if there is one
+    step: int = 0  # of the checkpoint; 0 for a pretrained model
+
+
+def locate(path: str) -> Subject:
+    """The checkpoint at a path: a run's folder (its newest one), a checkpoint's, or any folder that open_clip reads.
+
+    Raises SettingsError: there is no checkpoint, or its weights are damaged.
+    """
+    folder = Path(path)
+    if folder.is_file():
+        if folder.name not in (LATEST, BEST):
+            raise SettingsError(f"--checkpoint: {folder} is a file: use --model NAME --pretrained FILE")
+        folder = pointed(folder) or folder
+    if not folder.is_dir():
+        raise SettingsError(f"--checkpoint: there is no folder {folder}")
+    if (folder / "checkpoints").is_dir() or folder.name.startswith("step_"):
+        # Checked on every rank; the optimizer's moments, which are twice as large, are not needed here.
+        folder = find(folder, str(folder), files=(*WEIGHT_FILES, AVERAGED_FILE)) or folder
+    elif not (folder / CONFIG_FILE).is_file():
+        raise SettingsError(f"--checkpoint: {folder} is neither a run (checkpoints/) nor a checkpoint ({CONFIG_FILE})")
+    run = folder.resolve().parent.parent
+    number = folder.name.removeprefix("step_")
+    return Subject(
+        folder.name, folder, run if (run / "config.yaml").is_file() else None, int(number) if number.isdecimal() else 0
+    )
+
+
+def model_in(checkpoint: Path, model: ModelSettings, tokenizer_fits: bool, *, averaged: bool = False) -> ModelSettings:
+    """The settings of a checkpoint's model, without those of training, but with the precision of each tower.
+
+    Args:
+        tokenizer_fits: whether the settings' tokenizer is known to be the model's.
+        averaged: whether to take the averaged weights.
+
+    Raises:
+        SettingsError: the checkpoint has no averaged weights.
+    """
+    weights = checkpoint / AVERAGED_FILE
+    if averaged and not weights.is_file():
+        raise SettingsError(f"--weights averaged: {checkpoint} has no averaged weights; train with --train.ema")
+    own = {str(tower): TowerSettings(precision=kept) for tower, kept in model.own_precisions.items()}
+    return model.not_trained().model_copy(
+        update={
+            **own,
+            "name": f"{LOCAL}{checkpoint}",
+            "config": None,
+            "pretrained": str(weights) if averaged else None,
+            "allow_mismatch": tokenizer_fits or model.allow_mismatch,
+        }
+    )

@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from clipstream.errors import SettingsError
+from clipstream.errors import ClipstreamError, SettingsError
 
 if TYPE_CHECKING:
     import torch
@@ -433,3 +433,80 @@ def _looks(timeout: float) -> Iterator[None]:
             return
         time.sleep(wait)
         wait = min(2 * wait, LONGEST)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error on one rank: its message for users, and the class of error that has the right exit code."""
+
+    rank: int
+    message: str
+    kind: type[ClipstreamError] = ClipstreamError
+
+    @classmethod
+    def of(cls, error: Exception, rank: int) -> Failure:
+        """The failure of this rank."""
+        if isinstance(error, ClipstreamError):
+            return cls(rank, str(error), type(error))
+        return cls(rank, f"{type(error).__name__}: {error}")
+
+
+class Failed(Exception):
+    """Some rank sent a failure; raised on all of them."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class Torn(RuntimeError):
+    """A collective itself failed: the ranks can no longer agree. Its cause is the collective's error."""
+
+
+class AgreeingWorld(World):
+    """A world whose collectives raise `Failed` on all ranks if a rank sent a failure instead of taking part.
+
+    A rank that fails on its own cannot reach the others, which wait for it in some collective. A status is therefore
+    exchanged before each collective: the rank that failed sends its failure there, once, and all ranks raise it.
+    """
+
+    @classmethod
+    def of(cls, world: World) -> AgreeingWorld:
+        """The same ranks."""
+        return cls(**{field.name: getattr(world, field.name) for field in fields(World)})
+
+    def exchange(self, failure: Failure | None = None) -> None:
+        """Exchange this rank's status with the others. Collective; any other collective matches it.
+
+        Raises Failed: some rank failed; has the failure of the first one.
+        """
+        try:
+            statuses = super().gather_objects(failure)
+        except Exception as error:
+            raise Torn(str(error)) from error
+        if failures := [status for status in statuses if status is not None]:
+            raise Failed(failures[0])
+
+    def _agreed(self, collective: Callable[..., Any], *args: Any) -> Any:
+        if self.size == 1:
+            return collective(*args)
+        self.exchange()
+        try:
+            return collective(*args)
+        except Exception as error:
+            raise error if isinstance(error, Torn) else Torn(str(error)) from error
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        found: list[Any] = self._agreed(super().gather_objects, value)
+        return found
+
+    def broadcast_object(self, value: Any) -> Any:
+        return self._agreed(super().broadcast_object, value)
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self._agreed(super().all_reduce_sum, tensor)
+        return found
+
+    def gather_rows(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+        found: torch.Tensor = self._agreed(super().gather_rows, tensor, counts)
+        return found

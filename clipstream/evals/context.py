@@ -17,16 +17,22 @@ from torch import nn
 from clipstream.data.batch import Batch, ImageSpec
 from clipstream.data.build import evaluation_loader
 from clipstream.data.decode.captions import CaptionExtractor
-from clipstream.data.decode.tokenizers import Tokenizer, readable
+from clipstream.data.decode.tokenizers import Tokenizer, build_tokenizer, readable
 from clipstream.data.loader.workers import auto_workers
-from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.settings import DataSettings, SourceSettings, TokenizerSettings
+from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, Interrupted, Stopped
 from clipstream.evals.fingerprints import Reading, of_weights
-from clipstream.losses.contrastive import ContrastiveLoss
+from clipstream.losses.contrastive import ContrastiveLoss, build_loss
+from clipstream.losses.settings import LossSettings
+from clipstream.models.build import build_towers
+from clipstream.models.pretrained import fetch
+from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Features
 from clipstream.storage.shard_url import redact
-from clipstream.training.precision import Precision, autocast
+from clipstream.training.precision import Precision, autocast, check_device, prepare_towers, resolve_precision
+from clipstream.training.settings import TrainSettings
 
 
 @dataclass(frozen=True)
@@ -224,6 +230,45 @@ class EvalContext:
         # no_grad, not inference_mode: tensors that a tower caches (masks, position tables) must work in training too.
         with evaluating(self.towers), torch.no_grad(), autocast(device, self.precision):
             return encode(rows).float()
+
+
+class RunSections(Protocol):
+    """The sections of a run's settings that decide how its model computes features."""
+
+    @property
+    def run(self) -> RunSettings: ...
+    @property
+    def data(self) -> DataSettings: ...
+    @property
+    def tokenizer(self) -> TokenizerSettings: ...
+    @property
+    def train(self) -> TrainSettings: ...
+    @property
+    def loss(self) -> LossSettings: ...
+
+
+def context_for(settings: RunSections, model: ModelSettings, world: World, *, examples: int = 0) -> EvalContext:
+    """A model with its tokenizer and loss, on this rank's device; downloads it if necessary. Collective.
+
+    Features are computed as in training: in `train.precision`, a tower of its own precision in that one, and with
+    `train.tf32` where the device is a GPU.
+
+    Args:
+        examples: images that an evaluation should show.
+    """
+    fetch(model, settings.tokenizer, world)
+    precision = resolve_precision(settings.train.precision, world)
+    tf32 = settings.train.tf32 and world.device.startswith("cuda")
+    check_device(world.device, precision, tf32=tf32)
+    towers = build_towers(model, seed=settings.run.seed, tokenizer=settings.tokenizer).to(world.device).eval()
+    if model.own_precisions:
+        towers.requires_grad_(False)
+    prepare_towers(towers, precision, model, world.device, tf32=tf32, keep=False)
+    tokenizer = build_tokenizer(
+        settings.tokenizer, towers.open_clip_tokenizer(), towers.context_length, cache_dir=model.cache_dir
+    )
+    loss = build_loss(settings.loss, towers.loss_type)
+    return EvalContext(towers, tokenizer, world, settings.data, precision, loss, examples_wanted=examples)
 
 
 class DryRun(EvalContext):

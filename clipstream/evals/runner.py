@@ -4,8 +4,8 @@ All ranks call an evaluator; each sees its part of the data and reduces over the
 same values. Evaluations do not change training in any bit: random states and the towers' modes are restored, and no
 gradient is touched.
 
-A rank whose evaluation fails cannot reach the others, which are in some collective of the evaluator. `AgreeingWorld`
-therefore exchanges a status before each collective: a rank that failed sends its failure there, once, and all raise it.
+A rank whose evaluation fails sends its failure to the others, which are in some collective of the evaluator: see
+`distributed.world.AgreeingWorld`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields
 from functools import partial
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from clipstream.distributed.world import World
+from clipstream.distributed.world import AgreeingWorld, Failed, Failure, Torn
 from clipstream.errors import ClipstreamError, DataError, SettingsError, Stopped, did_you_mean
 from clipstream.evals.context import DryRun, EvalContext, Example, Table, evaluating
 from clipstream.evals.evaluators.frozen_features import Neighbours
@@ -34,9 +33,6 @@ from clipstream.training.gradcache import is_out_of_memory
 from clipstream.training.precision import same_randomness
 from clipstream.utils.logs import logger
 from clipstream.utils.plugins import make_plugin
-
-if TYPE_CHECKING:
-    import torch
 
 Record = dict[str, Any]
 RECORD = ("step", "eval", "error", "dropped", "seconds")  # keys of a record that are not metrics
@@ -276,76 +272,3 @@ def _named(name: str) -> Iterator[None]:
         yield
     except (DataError, SettingsError) as error:
         raise type(error)(f"evals.{name}: {error}") from error
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An error on one rank: its message for users, and the class of error that has the right exit code."""
-
-    rank: int
-    message: str
-    kind: type[ClipstreamError] = ClipstreamError
-
-    @classmethod
-    def of(cls, error: Exception, rank: int) -> Failure:
-        if isinstance(error, ClipstreamError):
-            return cls(rank, str(error), type(error))
-        return cls(rank, f"{type(error).__name__}: {error}")
-
-
-class Failed(Exception):
-    """An evaluation failed on some rank; raised on all of them."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
-
-
-class Torn(RuntimeError):
-    """A collective itself failed: the ranks can no longer agree. Its cause is the collective's error."""
-
-
-class AgreeingWorld(World):
-    """A world whose collectives raise `Failed` on all ranks if a rank sent a failure instead of taking part."""
-
-    @classmethod
-    def of(cls, world: World) -> AgreeingWorld:
-        return cls(**{field.name: getattr(world, field.name) for field in fields(World)})
-
-    def exchange(self, failure: Failure | None = None) -> None:
-        """Exchange this rank's status with the others. Collective; any other collective matches it.
-
-        Raises Failed: some rank failed; has the failure of the first one.
-        """
-        try:
-            statuses = World.gather_objects(self, failure)
-        except Exception as error:
-            raise Torn(str(error)) from error
-        if failures := [status for status in statuses if status is not None]:
-            raise Failed(failures[0])
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        found: list[Any] = self._together(super().gather_objects, value)
-        return found
-
-    def broadcast_object(self, value: Any) -> Any:
-        return self._together(super().broadcast_object, value)
-
-    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self._together(super().all_reduce_sum, tensor)
-        return found
-
-    def gather_rows(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
-        found: torch.Tensor = self._together(super().gather_rows, tensor, counts)
-        return found
-
-    def _together(self, collective: Callable[..., Any], *args: Any) -> Any:
-        if self.size == 1:
-            return collective(*args)
-        self.exchange()
-        try:
-            return collective(*args)
-        except Torn:
-            raise
-        except Exception as error:
-            raise Torn(str(error)) from error

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import create_model
 
-from clipstream.cli.verbs import check, compare, index
+from clipstream.cli.verbs import check, compare, evaluate, index
 from clipstream.cli.verbs.bench import input as bench_input
 from clipstream.cli.verbs.bench import train as bench_train
 from clipstream.config.config_sources import accepts_text
@@ -18,7 +18,7 @@ from clipstream.config.flags import own_flags
 from clipstream.config.settings import Settings, load
 from clipstream.data.settings import PathTokenizer
 from clipstream.data.sources.registry import expand
-from clipstream.tools import evaluate, stage, watch
+from clipstream.tools import stage
 from clipstream.utils.section import leaves
 from tests.support.tars import write_tar
 
@@ -74,7 +74,7 @@ def test_flags_and_files_alike(home: Path) -> None:
     assert settings.tokenizer.model_dump()["name"] == f"{home}/t"
 
 
-@pytest.mark.parametrize("verb", [bench_input, bench_train, evaluate, watch, stage])
+@pytest.mark.parametrize("verb", [bench_input, bench_train, evaluate, stage])
 def test_flags_of_the_verbs_own(verb: ModuleType, home: Path) -> None:
     argv = [f"{flag}=~/x" for flag in verb.OWN_FLAGS]
     assert own_flags(argv, verb.OWN_FLAGS)[0] == dict.fromkeys(verb.OWN_FLAGS, f"{home}/x")

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from clipstream.distributed.world import World
+from clipstream.distributed.world import AgreeingWorld, Failed, Failure, Torn, World
 from clipstream.errors import DataError
 from clipstream.evals.context import EvalContext
-from clipstream.evals.runner import AgreeingWorld, EvalRunner, Failed, Failure, Torn
+from clipstream.evals.runner import EvalRunner
 from clipstream.evals.settings import EvalSettings
 from clipstream.report.sinks import json_line
 from clipstream.report.terminal import evaluation_line

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from clipstream.checkpoint.run_lock import occupied
 from clipstream.cli.verbs.compare import main as compare
+from clipstream.cli.verbs.evaluate_watch import WatchedRun, _Watcher
 from clipstream.config.settings import load
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -35,7 +36,6 @@ from clipstream.report.html_report import (
 )
 from clipstream.report.run_reader import RunContents, fewer, read_run
 from clipstream.report.sinks import AUDIT_FILE, METRICS_FILE, MetricsFile, PictureFiles
-from clipstream.tools.watch import WatchedRun, _Watcher
 from tests.support.browser import look, needs_browser
 from tests.support.json_values import JSON, changed, places
 from tests.support.run_folders import EXAMPLES, make_run, picture

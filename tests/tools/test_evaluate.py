@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from clipstream.checkpoint.async_writer import AsyncWriter
-from clipstream.cli.verbs.evaluate import main
+from clipstream.checkpoint.store import locate
+from clipstream.cli.verbs.evaluate import OWN_FLAGS, main
 from clipstream.config.dump import dump
 from clipstream.config.flags import own_flags
 from clipstream.config.settings import Settings
@@ -28,7 +29,6 @@ from clipstream.evals.settings import RetrievalSettings
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from clipstream.report.terminal import evaluation_line, table
-from clipstream.tools.evaluate import OWN_FLAGS, locate
 from clipstream.train import main as train
 from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState
@@ -169,7 +169,7 @@ def test_a_model_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
     expected = [of_weights(towers.state_dict()) for towers in (tiny_towers(3), saved)]
     assert [row["weights"] for row in rows] == expected and rows[0]["pictures"] == rows[1]["pictures"] != ""
     assert main(["--checkpoint", f"{tmp_path}/e.pt"]) == 2
-    assert "give --model NAME --pretrained FILE" in capsys.readouterr().err
+    assert "use --model NAME --pretrained FILE" in capsys.readouterr().err
 
 
 @needs_browser
@@ -195,7 +195,7 @@ def test_files_that_cannot_be_written_are_told_before_and_cost_no_other_figures(
     for flag, path in (("--output", tmp_path), ("--report", tmp_path), ("--output", tmp_path / "file" / "x.csv")):
         assert main([*checkpoint, "--output", str(tmp_path / "out.jsonl"), flag, str(path)]) == 2
         shown = capsys.readouterr()
-        assert "cannot be written" in shown.err and f"name another file by {flag}" in shown.err
+        assert "cannot be written" in shown.err and f"set another file by {flag}" in shown.err
         assert "on val" not in shown.out and not (tmp_path / "out.jsonl").exists()
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -210,7 +210,7 @@ def test_files_that_cannot_be_written_are_told_before_and_cost_no_other_figures(
                 break
         shown = capsys.readouterr()
         assert code == 1 and shown.err.count(f"warning: {output} could not be written: No space left") == 1
-        assert "image_to_text_R@10" in shown.out and f"error: {output} lacks what was evaluated" in shown.err
+        assert "image_to_text_R@10" in shown.out and f"error: {output} is incomplete" in shown.err
         assert output.read_bytes().startswith(before)
         ballast.unlink()
         assert main([*checkpoint, "--output", str(output)]) == 0
@@ -257,14 +257,14 @@ def test_what_is_wrong_is_told(tmp_path: Path, run: Path, capsys: pytest.Capture
     assert main(["--checkpoint", str(tmp_path / "no")]) == 2 and "no folder" in capsys.readouterr().err
     assert main(["--checkpoint", str(tmp_path)]) == 2 and "open_clip_config.json" in capsys.readouterr().err
     prompts = ["--checkpoint", str(run), "--evals.val.prompts", "[a cat]"]
-    assert main(prompts) == 2 and "give --report FILE.html" in capsys.readouterr().err
+    assert main(prompts) == 2 and "set --report FILE.html" in capsys.readouterr().err
     assert main([*prompts, "--report", f"{tmp_path}/x.html", "--log.pictures", "0"]) == 2
     assert "evals.val.prompts: log.pictures is 0" in capsys.readouterr().err
     assert main(["--checkpoint", str(run), "--model", "ViT-B-32"]) == 2
     assert "--model" in capsys.readouterr().err
     for folder in (run, run / "checkpoints" / "step_00000007"):
         assert main(["--model", str(folder), "--val-data", "synthetic:"]) == 2
-        assert f"--model: {folder} is the folder of a run or a checkpoint: give --checkpoint" in capsys.readouterr().err
+        assert f"--model: {folder} is the folder of a run or a checkpoint: use --checkpoint" in capsys.readouterr().err
     torn = tmp_path / "checkpoints" / "step_00000003"
     tiny_towers().save_pretrained(torn)
     for path in (tmp_path, torn):

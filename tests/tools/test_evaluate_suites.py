@@ -14,18 +14,17 @@ import pytest
 import torch
 
 from clipstream.checkpoint.async_writer import AsyncWriter
+from clipstream.cli.verbs.evaluate import ROOT as VARIABLE
 from clipstream.cli.verbs.evaluate import main
 from clipstream.config.dump import dump
 from clipstream.config.entry import run_main
-from clipstream.config.settings import Settings, load
+from clipstream.config.settings import Settings, load, require_equal
 from clipstream.config.validate import validate_run
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
 from clipstream.evals.context import EvalContext
 from clipstream.evals.runner import EvalRunner
 from clipstream.evals.settings import EvalSettings, MeanSettings
-from clipstream.tools.evaluate import ROOT as VARIABLE
-from clipstream.tools.evaluate import check_same
 from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState
 from tests.support.clipbenchmark import CLASSES, drawn, write_benchmark
@@ -85,7 +84,7 @@ def test_a_suite_names_each_set_its_folder_and_how_it_is_fetched(suite: Path) ->
             *("--local-dir", f"${{CLIPSTREAM_EVALS}}/{found[1]}"),
         ]
     head = suite.read_text().partition("evals:")[0]
-    assert re.search(rf"^#   python -m clipstream\.evaluate .*--suite configs/evals/{suite.name}$", head, re.M)
+    assert re.search(rf"^#   clipstream evaluate .*--suite configs/evals/{suite.name}$", head, re.M)
     assert len(sections) == {"datacomp": 32 + 3, "robustness": 6 + 1, "retrieval": 2 + 1}[suite.stem]
 
 
@@ -106,7 +105,7 @@ def test_prompts_of_a_suite_want_a_page(sets: Path, capsys: pytest.CaptureFixtur
     suite = sets.parent / "mine.yaml"
     suite.write_text(f"evals:\n  a:\n    data: {{shards: 'benchmark:{sets}/wds_flickr30k'}}\n    prompts: [a cat]\n")
     assert evaluate(sets.parent, "--suite", str(suite)) == 2
-    assert f"{suite}:4: evals.a.prompts show pictures in a page: give --report" in capsys.readouterr().err
+    assert f"{suite}:4: evals.a.prompts show images in a page: set --report" in capsys.readouterr().err
     assert evaluate(sets.parent, "--suite", str(suite), "--report", str(sets.parent / "page.html")) == 0
     assert "“a cat”" in (sets.parent / "page.html").read_text()
 
@@ -132,9 +131,9 @@ def test_what_is_missing_is_told_at_once_with_the_way_to_get_it(sets: Path, caps
 
 def test_what_is_asked_wrong_is_told(sets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, text in (
-        (["--suite", ROBUSTNESS], "Give --evals-root FOLDER, or set CLIPSTREAM_EVALS"),
+        (["--suite", ROBUSTNESS], "set --evals-root FOLDER, or CLIPSTREAM_EVALS"),
         (["--suite", ROBUSTNESS, "--missing", "ignore"], "expected error or skip"),
-        (["--evals-root", str(sets)], "of which suite? Give --suite FILE as well"),
+        (["--evals-root", str(sets)], "--evals-root requires --suite FILE"),
         (["--suite", str(sets / "no.yaml")], "there is no file"),
         (["--suite", ROBUSTNESS, "--evals-root", f"{sets}/no", "--missing", "skip"], "nothing to evaluate on"),
     ):
@@ -225,7 +224,7 @@ def ranks_find(world: World, folder: str) -> int:
     def look() -> int:
         world.start()
         evals = given(**{f"set{world.rank if folder else 0}": 1.0})
-        check_same(Settings.model_validate({"evals": evals}), world)
+        require_equal(Settings.model_validate({"evals": evals}), world)
         return 0
 
     return run_main(lambda argv: look(), [])
@@ -234,4 +233,4 @@ def ranks_find(world: World, folder: str) -> int:
 def test_ranks_that_find_other_sets_do_not_wait_for_each_other() -> None:
     assert [end.code for end in end_ranks(2, ranks_find, "")] == [0, 0]
     ends = end_ranks(2, ranks_find, "other")
-    assert [end.code for end in ends] == [2, 2] and "rank 1 finds other data sets than rank 0" in ends[0].stderr
+    assert [end.code for end in ends] == [2, 2] and "the ranks have different settings: evals.set" in ends[0].stderr

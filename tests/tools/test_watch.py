@@ -19,11 +19,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from clipstream.checkpoint.async_writer import AsyncWriter
 from clipstream.cli.verbs.compare import main as compare
 from clipstream.cli.verbs.evaluate import main
+from clipstream.cli.verbs.evaluate_watch import WatchedRun, fault
 from clipstream.config.dump import dump
 from clipstream.config.settings import Settings
 from clipstream.distributed.world import World
 from clipstream.report.run_reader import read_run
-from clipstream.tools.watch import WatchedRun, fault
 from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState
 from tests.support.evaluating import tiny_towers
@@ -148,7 +148,7 @@ def test_a_stop_ends_it_cleanly_and_the_same_command_goes_on(run: Path) -> None:
     wait_until(lambda: len(figures(run)) == 6, process)
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=TIMEOUT)
-    assert process.returncode == 75 and b"stopped by SIGTERM; the same command goes on" in error
+    assert process.returncode == 75 and b"stopped by SIGTERM; rerun the same command to continue" in error
     assert b"Traceback" not in error and not (run / "watch" / "held").exists()
     save(run, 8, weights=8)
     again = follower(run)
@@ -163,7 +163,7 @@ def test_a_stop_ends_it_cleanly_and_the_same_command_goes_on(run: Path) -> None:
 def test_a_run_that_lies_still(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "metrics.jsonl").write_text(json.dumps(END) + "\n" + json.dumps({"step": 6, "start": {}}) + "\n")
     assert main(["--watch", str(run), "--idle", "1"]) == 75
-    assert "nothing has changed in" in capsys.readouterr().err and len(made(run)) == 6
+    assert "no change in" in capsys.readouterr().err and len(made(run)) == 6
     assert main(["--watch", str(run.parent / "none"), "--idle", "1"]) == 75
     assert not (run.parent / "none").exists(), "a run must find its name free"
 
@@ -182,8 +182,8 @@ def test_a_second_follower(run: Path, capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["--checkpoint", "x"], "--checkpoint belongs to the evaluation of one checkpoint"),
-        (["--out=x.csv"], "--out belongs to"),
+        (["--checkpoint", "x"], "--checkpoint is for one checkpoint, and --watch"),
+        (["--out=x.csv"], "--output is for one checkpoint"),
         (["--idle", "soon"], "--idle: expected seconds, not 'soon'"),
         (["--evals.val", "null", "--evals.kinds", "null"], "nothing to evaluate on"),
         (["--modl", "x"], "did you mean"),

@@ -1,26 +1,67 @@
-"""The verb `clipstream evaluate --checkpoint RUN | --watch RUN` (see `tools.evaluate` and `tools.watch`), and
-the function `clipstream.evaluate`.
+"""The verb `clipstream evaluate` and the function `clipstream.evaluate`: metrics of a checkpoint or a pretrained model.
+
+A command line enters; a table on the terminal, files of metrics and a page of images leave. A suite is a file of
+settings with evaluators only, so that a run takes it with --config. Missing data sets are not downloaded: the message
+names the command that does. `evaluate_watch` follows a run.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
 
+from clipstream.checkpoint.store import Subject, locate, model_in
+from clipstream.cli.verbs.evaluate_watch import OWN_FLAGS as WATCH_FLAGS
+from clipstream.cli.verbs.evaluate_watch import follow
+from clipstream.config.dump import print_config, take_flag
 from clipstream.config.entry import run_main, show_help
+from clipstream.config.error_messages import enumerate_words
+from clipstream.config.flags import own_flags
 from clipstream.config.python_settings import Config, settings_from
-from clipstream.config.settings import Settings
+from clipstream.config.settings import Settings, load, require_equal
 from clipstream.config.validate import validate_evals
-from clipstream.errors import SettingsError, each
-from clipstream.tools.evaluate import OWN_FLAGS
-from clipstream.tools.evaluate import evaluate as evaluate_command
-from clipstream.tools.watch import OWN_FLAGS as WATCH_FLAGS
-from clipstream.tools.watch import follow
-from clipstream.utils.logs import on_terminal
+from clipstream.data.settings import SourceSettings
+from clipstream.data.sources.registry import expand
+from clipstream.distributed.failure import FailureWatch
+from clipstream.distributed.world import World
+from clipstream.errors import ClipstreamError, SettingsError, each
+from clipstream.evals.settings import MeanSettings, PromptedSettings, Weights, sources_of
+from clipstream.models.pretrained import CONFIG_FILE, preflight
+from clipstream.report.eval_results import FIGURES_FILE, TABLE_FILE, add, traced
+from clipstream.report.html_report import write_evaluations
+from clipstream.report.sinks import Page, Record
+from clipstream.report.terminal import table
+from clipstream.storage.shard_url import ShardURL
+from clipstream.utils import atomic_write
+from clipstream.utils.logs import announce, logger, on_terminal, set_level
 
 if TYPE_CHECKING:
     from clipstream.api.model import Model, Source
+    from clipstream.evals.context import Example, Table
+
+ROOT = "CLIPSTREAM_EVALS"
+SUITE, FOLDER, MISSING = "--suite", "--evals-root", "--missing"
+OF_ONE = {
+    "--checkpoint": "a run's folder (its latest checkpoint), a checkpoint's, or RUN/checkpoints/best; without it, the "
+    "model of the settings",
+    "--weights": "trained (the default), or averaged: a checkpoint's averaged weights, of a run with train.ema",
+    "--output": "file that the figures are appended to: NAME.csv one line per figure, other names one JSON line "
+    f"per evaluation; {FIGURES_FILE} and {TABLE_FILE} in the run's folder unless given",
+    "--report": "FILE.html that shows the figures, and the images of each evaluation",
+}
+OWN_FLAGS = {
+    **OF_ONE,
+    SUITE: "a file of evaluators, such as configs/evals/robustness.yaml; may be given several times; evaluators that "
+    "are only in the run's own settings are left out",
+    FOLDER: f"folder or URL of the suites' data sets, such as hf://datasets/clip-benchmark; ${ROOT} unless given",
+    MISSING: "error (the default) or skip, for data sets that do not exist",
+    **WATCH_FLAGS,
+}
+NAMING_FLAGS = ("--model", "--model.name", "--pretrained", "--model.pretrained")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,11 +70,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    if show_help("evaluate", argv, {**OWN_FLAGS, **WATCH_FLAGS}):
+    if show_help("evaluate", argv, OWN_FLAGS):
         return 0
-    if any(token.partition("=")[0] in WATCH_FLAGS for token in argv):
-        return follow(argv)
-    return evaluate_command(argv)
+    every, argv = take_flag(argv)
+    tokens = [f"--output{token[5:]}" if token.partition("=")[0] == "--out" else token for token in argv]
+    own, flags = own_flags(tokens, OWN_FLAGS, many=(SUITE,))
+    suites = Suites.of(own)
+    if not own.keys() & WATCH_FLAGS.keys():
+        return _evaluate_one(own, flags, suites, every)
+    if other := own.keys() & OF_ONE.keys():
+        raise SettingsError(f"{min(other)} is for one checkpoint, and --watch evaluates all: use one of them")
+    return follow(own, lambda config: suites.load([config], flags), every)
 
 
 def evaluate(
@@ -87,3 +134,230 @@ def _config(evaluators: Any, flags: Mapping[str, Any]) -> tuple[Config, None, di
     if all(name.endswith((".yaml", ".yml")) for name in names):
         return names, None, dict(flags)
     return None, None, {"val_data": names, **flags}
+
+
+@dataclass(frozen=True)
+class Suites:
+    """The suites of a command line: their YAML files, in order, and whether missing data sets are skipped."""
+
+    files: tuple[str, ...]
+    skip: bool
+
+    @classmethod
+    def of(cls, own: Mapping[str, str]) -> Suites:
+        """From the verb's flags; the data sets' folder is put into the environment, which names of shards refer to.
+
+        Raises SettingsError: a flag has an invalid value, or there is no suite.
+        """
+        files = tuple(own[SUITE].split("\n")) if SUITE in own else ()
+        for flag in (FOLDER, MISSING):
+            if flag in own and not files:
+                raise SettingsError(f"{flag} requires {SUITE} FILE")
+        missing = own.get(MISSING, "error")
+        if missing not in ("error", "skip"):
+            raise SettingsError(f"{MISSING}: expected error or skip, not {missing!r}")
+        if (root := own.get(FOLDER)) is not None:
+            os.environ[ROOT] = root.rstrip("/") if ShardURL(root).scheme else str(Path(root))
+        return cls(files, missing == "skip")
+
+    def load(self, run: Sequence[str], flags: Sequence[str]) -> Settings:
+        """The settings, with the suites' evaluators whose data sets exist, and without those of the run itself.
+
+        Args:
+            run: the files of the run's own settings.
+
+        Raises:
+            SettingsError: they are wrong, the data sets' folder is not set, or data sets are missing and must not be
+                skipped.
+        """
+        configs = [word for file in (*run, *self.files) for word in ("--config", file)]
+        settings = load([*configs, *flags], trains=False)
+        set_level(settings.log.level)
+        settings.log_notices()
+        if not self.files:
+            return settings
+        own = tuple(f"{file}:" for file in run)
+        places = {name: settings.places.place_of(("evals", name)) for name in settings.evals}
+        evals = {name: section for name, section in settings.evals.items() if not places[name].startswith(own)}
+        sources = {name: list(sources_of(section).values()) for name, section in evals.items()}
+        specs = " ".join(str(source.shards) for of in sources.values() for source in of)
+        if f"${{{ROOT}}}" in specs and not {ROOT, f"WDS_{ROOT}"} & os.environ.keys():
+            raise SettingsError(f"{SUITE} requires the folder of its data sets: set {FOLDER} FOLDER, or {ROOT}")
+        gone = {name: why for name, of in sources.items() if (why := next(filter(None, map(_missing, of)), None))}
+        if gone and not self.skip:
+            root, shown = os.environ.get(ROOT, ""), ""
+            for name, text in gone.items():
+                fetch = None if ShardURL(root).scheme else (evals[name].fetch or "").replace(f"${{{ROOT}}}", root)
+                shown += f"  {name}: {text}\n" + (f"    {fetch}\n" if fetch else "")
+            count = sum(map(bool, sources.values()))
+            raise SettingsError(
+                f"{len(gone)} of {count} data sets are missing:\n{shown}download them, or use {MISSING} skip"
+            )
+        warnings = [f"{name} is left out: {text}" for name, text in gone.items()]
+        for name, section in [*evals.items()]:
+            if isinstance(section, MeanSettings) and section.of.keys() & gone.keys():
+                of = {part: metric for part, metric in section.of.items() if part not in gone}
+                left = f"the mean of {len(of)} of {len(section.of)} sets" if of else "left out"
+                warnings.append(f"{name} is {left}")
+                evals[name] = section.model_copy(update={"of": of})
+                if not of:
+                    del evals[name]
+        if World.from_env().rank == 0:
+            for text in warnings:
+                logger.warning(text)
+        return settings.model_copy(update={"evals": {name: one for name, one in evals.items() if name not in gone}})
+
+
+def _missing(source: SourceSettings) -> str | None:
+    """Why a data set cannot be read; None if it exists, or is remote, as only a download would tell."""
+    try:
+        shards = expand(source.shards)
+    except SettingsError as error:
+        return str(error)
+    local = [path for shard in shards if (path := ShardURL(shard).path) is not None]
+    lost = [path for path in local if not os.path.exists(path)]
+    more = " …" * (len(lost) > 1)
+    return f"{len(lost)} of {len(shards)} shards are not there: {lost[0]}{more}" if lost else None
+
+
+def _evaluate_one(own: Mapping[str, str], flags: Sequence[str], suites: Suites, every: bool | None) -> int:
+    """Evaluate a checkpoint or a model on all ranks, and return the exit code.
+
+    Raises SettingsError: wrong settings, no such checkpoint, or no evaluators.
+    """
+    weights = next((kind for kind in get_args(Weights) if kind == own.get("--weights", "trained")), None)
+    if weights is None:
+        raise SettingsError(f"--weights: expected {' or '.join(get_args(Weights))}, not {own['--weights']!r}")
+    subject = Subject("")
+    if (checkpoint := own.get("--checkpoint")) is not None:
+        if named := [flag for flag in flags if flag.partition("=")[0] in NAMING_FLAGS]:
+            raise SettingsError(f"{named[0]} and --checkpoint both name a model: use one of them")
+        subject = locate(checkpoint)
+    trained = [] if subject.run is None else [str(subject.run / "config.yaml")]
+    settings = suites.load(trained, flags)
+    if every is not None:
+        return print_config(settings, "evaluate", every)
+    report = Path(own["--report"]) if "--report" in own else None
+    _check_settings(settings, subject, trained, report)
+    model = settings.model
+    if subject.checkpoint is not None:
+        # A run's own tokenizer fits its weights.
+        fits = bool(trained) and load(["--config", *trained]).tokenizer == settings.tokenizer
+        model = model_in(subject.checkpoint, model, fits, averaged=weights == "averaged")
+    elif weights == "averaged":
+        raise SettingsError("--weights averaged requires --checkpoint")
+    else:
+        subject = replace(subject, label=" ".join(part for part in model.label.values() if part))
+    preflight(model, settings.tokenizer, ask=World.from_env().local_rank == 0)
+    outputs = [] if subject.run is None else [subject.run / FIGURES_FILE, subject.run / TABLE_FILE]
+    outputs = [Path(own["--output"])] if "--output" in own else outputs
+    about = {
+        "run": None if subject.run is None else subject.run.name,
+        "checkpoint": subject.label,
+        "model": (model if subject.run is None else settings.model).label,
+    }
+    from clipstream.distributed.launch import run_ranks
+
+    def body(world: World, watch: FailureWatch) -> None:
+        from clipstream.evals.context import context_for
+        from clipstream.evals.runner import EvalRunner
+
+        require_equal(settings, world)
+        results = _Results(outputs, report)
+        if world.is_main:
+            results.check()
+        context = context_for(settings, model, world, examples=0 if report is None else settings.log.pictures)
+        if world.is_main:
+            machine = f"{world.size} x {world.device}, {context.precision}"
+            announce(f"{subject.label} on {', '.join(settings.evals)}, {machine}")
+        runner = EvalRunner(
+            {name: section.model_copy(update={"weights": weights}) for name, section in settings.evals.items()},
+            context,
+            lambda record: None,
+            results.show,
+            weights={weights: nullcontext},
+            trace=lambda record, made_with: results.add(traced(record, made_with, about)),
+            ends=True,
+        )
+        records = runner(subject.step, last=True)
+        if world.is_main:
+            results.close(records, subject.label if subject.run is None else f"{subject.run.name} {subject.label}")
+        if failures := runner.failures:  # at the end, so that they are not lost among figures
+            raise failures[0].kind(enumerate_words(failure.message for failure in failures))
+
+    return run_ranks(settings.run, body)
+
+
+def _check_settings(settings: Settings, subject: Subject, trained: Sequence[str], report: Path | None) -> None:
+    """Check the settings of an evaluation. Raises SettingsError: they are wrong, or there are no evaluators."""
+    named = Path(settings.model.name)
+    if subject.checkpoint is None and any((named / part).exists() for part in ("checkpoints", CONFIG_FILE)):
+        raise SettingsError(f"--model: {named} is the folder of a run or a checkpoint: use --checkpoint {named}")
+    if not settings.evals:
+        raise SettingsError(
+            "there is nothing to evaluate on: set --checkpoint RUN, --val-data SHARDS, --suite FILE, or --config with "
+            "a section evals"
+        )
+    for name, section in settings.evals.items() if report is None else ():
+        place = settings.places.place_of(("evals", name, "prompts"))  # those in a run's own settings are for its report
+        if isinstance(section, PromptedSettings) and section.prompts and place.rpartition(":")[0] not in trained:
+            raise SettingsError(f"{place}: evals.{name}.prompts show images in a page: set --report FILE.html")
+    validate_evals(settings, shown=report is not None)
+
+
+class _Results:
+    """The files of an evaluation, on rank 0: figures and a page of images."""
+
+    def __init__(self, outputs: Sequence[Path], report: Path | None) -> None:
+        self.outputs, self.report = outputs, report
+        self._pages: list[Page] = []
+        self._lost: dict[Path, str] = {}
+
+    def check(self) -> None:
+        """Check that all files can be written, before hours are spent on evaluation.
+
+        Raises SettingsError: one cannot be written.
+        """
+        for flag, path in (*(("--output", path) for path in self.outputs), ("--report", self.report)):
+            if path is None:
+                continue
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                atomic_write.probe(path)
+            except OSError as error:
+                text = f"{path} cannot be written ({error.strerror}): set another file by {flag}"
+                raise SettingsError(text) from error
+
+    def add(self, evaluation: Record) -> None:
+        """Add an evaluation to the files; a failure to write is a warning, and evaluation goes on."""
+        for path in self.outputs:
+            try:
+                add(path, evaluation)
+            except OSError as error:
+                self._lose(path, error)
+
+    def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table]) -> None:
+        if self.report is not None:
+            self._pages.append(Page.of(step, name, examples, tables))
+
+    def close(self, records: Sequence[Record], title: str) -> None:
+        """Print a table, write the page, and print the files' names.
+
+        Raises ClipstreamError: a file could not be written.
+        """
+        if succeeded := [record for record in records if "error" not in record]:
+            print(table(succeeded), flush=True)
+        if self.report is not None:
+            try:
+                write_evaluations(self.report, title, records, self._pages)
+            except OSError as error:
+                self._lose(self.report, error)
+        there = [str(path) for path in (*self.outputs, self.report) if path is not None and path not in self._lost]
+        if there:
+            announce(f"written to {' and '.join(there)}")
+        for path, why in self._lost.items():
+            raise ClipstreamError(f"{path} is incomplete, as it could not be written: {why}")
+
+    def _lose(self, path: Path, error: OSError) -> None:
+        self._lost[path] = why = error.strerror or str(error)
+        logger.warning(f"{path} could not be written: {why}")

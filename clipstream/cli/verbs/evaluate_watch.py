@@ -8,14 +8,13 @@ lists the finished ones. The run's own files and checkpoints are never changed.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
 import shutil
 import time
-from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -23,10 +22,9 @@ from typing import TYPE_CHECKING, get_args
 from clipstream.checkpoint import store
 from clipstream.checkpoint.remote_sync import CHECKPOINTS
 from clipstream.checkpoint.run_lock import held as locked
-from clipstream.checkpoint.store import MARKER, Marker
-from clipstream.config.dump import print_config, take_flag
-from clipstream.config.flags import own_flags
-from clipstream.config.settings import Settings, load
+from clipstream.checkpoint.store import MARKER, Marker, model_in
+from clipstream.config.dump import print_config
+from clipstream.config.settings import Settings, load, require_equal
 from clipstream.config.validate import validate_evals
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.signals import StopSignals
@@ -39,35 +37,35 @@ from clipstream.report.html_report import Report
 from clipstream.report.outputs import SinkGroup, build_sinks
 from clipstream.report.sinks import METRICS_FILE, PictureFiles, Record, RunInfo, lines
 from clipstream.report.terminal import evaluation_line
-from clipstream.tools import evaluate
-from clipstream.tools.evaluate import context_for, model_in
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import announce, logger
 
 if TYPE_CHECKING:
-    from clipstream.evals.runner import Failure
-
+    from clipstream.distributed.world import Failure
 
 POLL = 2.0  # s between checks of the run's folder
+UNREAD = ("optimizer.safetensors", "rng.pt")  # files of a checkpoint that evaluation does not need
+TAIL = 1 << 16  # bytes at the end of metrics.jsonl that contain its last line
 OWN_FLAGS = {
     "--watch": "a run's folder: its checkpoints are evaluated as they appear, each once, until the run has ended",
     "--idle": "seconds without a change in that folder after which to end all the same (3600)",
 }
-OF_ONE = ("--checkpoint", "--weights", "--output", "--out", "--report")  # flags of the evaluation of one checkpoint
 
 
-def follow(argv: Sequence[str]) -> int:
+def follow(own: Mapping[str, str], settings_of: Callable[[str], Settings], every: bool | None) -> int:
     """Evaluate the checkpoints of a run on all ranks, and return the exit code.
+
+    Args:
+        own: the flags --watch and --idle.
+        settings_of: loads the settings, given the file of the run's own.
+        every: of `take_flag`: print the settings instead, all or those that differ from the defaults.
 
     Raises:
         SettingsError: wrong settings, or no evaluators.
         Stopped: by a signal, or because nothing changed in the run's folder for --idle seconds.
     """
-    every, argv = take_flag(argv)
-    own, flags = own_flags(argv, {**OWN_FLAGS, **evaluate.SUITE_FLAGS}, many=(evaluate.SUITE,))
-    suites = evaluate.Suites.of(own)
-    if other := [flag for flag in OF_ONE if any(token.partition("=")[0] == flag for token in flags)]:
-        raise SettingsError(f"{other[0]} belongs to the evaluation of one checkpoint, --watch takes all: leave one out")
+    if "--watch" not in own:
+        raise SettingsError("--idle requires --watch")
     run = WatchedRun(Path(own["--watch"]))
     try:
         idle = float(own.get("--idle", "3600"))
@@ -76,23 +74,23 @@ def follow(argv: Sequence[str]) -> int:
     if not idle > 0:
         raise SettingsError(f"--idle: expected seconds, not {own['--idle']!r}")
     if run.folder.is_file():
-        raise SettingsError(f"--watch: {run.folder} is a file: name a run's folder")
+        raise SettingsError(f"--watch: {run.folder} is a file, not a run's folder")
     with StopSignals() as signals:
         if every is None:
             _wait_for_a_checkpoint(run, signals, idle)
         config = str(run.folder / "config.yaml")
-        settings = suites.load([config], flags)
+        settings = settings_of(config)
         if every is not None:
             return print_config(settings, "evaluate", every)
         if not settings.evals:
             ways = "--val-data SHARDS, --suite FILE, or --config with a section evals"
-            raise SettingsError(f"nothing to evaluate on: give {ways}")
+            raise SettingsError(f"there is nothing to evaluate on: set {ways}")
         validate_evals(settings, shown=True)
         fits = load(["--config", config]).tokenizer == settings.tokenizer
         from clipstream.distributed.launch import run_ranks
 
         def body(world: World, watch: FailureWatch) -> None:
-            evaluate.check_same(settings, world)
+            require_equal(settings, world)
             busy = f"{run.folder} is being followed by {{}}: one follower is enough"
             lock = locked(run.folder / WATCH_FOLDER, "--watch: the folder", busy.format)
             try:
@@ -101,7 +99,8 @@ def follow(argv: Sequence[str]) -> int:
             except OSError as error:
                 if not atomic_write.is_full(error):
                     raise
-                text = f"the disk of {run.folder / WATCH_FOLDER} is full: free some space; the same command goes on"
+                folder = run.folder / WATCH_FOLDER
+                text = f"the disk of {folder} is full: free some space and rerun the same command to continue"
                 raise ClipstreamError(text) from error
 
         return run_ranks(settings.run, body)
@@ -174,11 +173,10 @@ class _Watcher(SinkGroup):
 
     def _skip(self, found: Found, why: str) -> None:
         self._skipped.add(found)
-        if self.world.is_main:
-            logger.warning(f"{found.path.name} is left out: {why}")
+        logger.warning(f"{found.path.name} is left out: {why}")
 
     def _evaluate(self, found: Found, signals: StopSignals) -> None:
-        """Make the due evaluations of a checkpoint. Collective."""
+        """Run the due evaluations of a checkpoint. Collective."""
 
         def hold() -> Path | None:
             held = self.run.hold(found)
@@ -198,13 +196,14 @@ class _Watcher(SinkGroup):
             "model": self.settings.model.label,
             "file": found.weights,
         }
+        from clipstream.evals.context import context_for
         from clipstream.evals.runner import EvalRunner
 
         try:
             for kind in dict.fromkeys(kind for kind, _ in due):
-                model = model_in(held, self.settings.model, self.fits, kind)
+                model = model_in(held, self.settings.model, self.fits, averaged=kind == "averaged")
                 preflight(model, self.settings.tokenizer, ask=self.world.local_rank == 0)
-                context = context_for(self.settings, model, self.world, pictures=self.settings.log.pictures)
+                context = context_for(self.settings, model, self.world, examples=self.settings.log.pictures)
                 runner = EvalRunner(
                     self.settings.evals,
                     context,
@@ -244,7 +243,7 @@ class _Watcher(SinkGroup):
     def _stop_on(self, signals: StopSignals) -> None:
         """Stop on all ranks when one of them has received a signal. Collective."""
         if by := next(filter(None, self.world.gather_objects(signals.received)), None):
-            raise Stopped(f"stopped by {by}; the same command goes on with what is not evaluated yet")
+            raise Stopped(f"stopped by {by}; rerun the same command to continue")
 
 
 def _wait_for_a_checkpoint(run: WatchedRun, signals: StopSignals, idle: float) -> None:
@@ -269,12 +268,7 @@ def _wait_for_a_checkpoint(run: WatchedRun, signals: StopSignals, idle: float) -
 
 
 def _still(run: WatchedRun, idle: float) -> str:
-    return f"nothing has changed in {run.folder} for {idle:g} s, and the run has not ended; the same command goes on"
-
-
-UNREAD = ("optimizer.safetensors", "rng.pt")  # files of a checkpoint that evaluation does not need
-TAIL = 1 << 16  # bytes at the end of metrics.jsonl that contain its last line
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.ENOSYS, errno.EMLINK)
+    return f"no change in {run.folder} for {idle:g} s, and the run has not ended; rerun the same command to continue"
 
 
 @dataclass(frozen=True)
@@ -295,13 +289,14 @@ class WatchedRun:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.checkpoints = folder, folder / CHECKPOINTS
+        self._held = folder / WATCH_FOLDER / "held"
         self._seen: object = None
         self._since = time.monotonic()
 
     def found(self) -> list[Found]:
         """The complete checkpoints, in the order in which they were written."""
-        markers = [(path, store.marker_of(path)) for path in reversed(store.whole(self.checkpoints))]
-        return [Found(path, _weights(marker)) for path, marker in markers if marker is not None]
+        newest_first = store.markers(self.checkpoints).items()
+        return [Found(self.checkpoints / name, _weights(marker)) for name, marker in reversed(newest_first)]
 
     def ended(self) -> bool:
         """Whether the run has finished; False for one that was stopped or has died."""
@@ -316,13 +311,11 @@ class WatchedRun:
 
     def still(self) -> float:
         """Seconds since a change in the folder was last seen."""
-        seen: list[tuple[int, int] | None] = []
+        seen = []
         for name in (METRICS_FILE, CHECKPOINTS, "config.yaml"):
-            try:
+            with suppress(OSError):
                 status = (self.folder / name).stat()
-                seen.append((status.st_mtime_ns, status.st_size))
-            except OSError:
-                seen.append(None)
+                seen.append((name, status.st_mtime_ns, status.st_size))
         if seen != self._seen:
             self._seen, self._since = seen, time.monotonic()
         return time.monotonic() - self._since
@@ -331,48 +324,38 @@ class WatchedRun:
         """Hard links to a checkpoint's files, which the run may remove meanwhile, or copies where links are impossible.
 
         Returns:
-            The folder of the links; None where the run has removed or replaced the checkpoint.
+            The folder of the links; None if the run has removed or replaced the checkpoint.
         """
-        held = self.folder / WATCH_FOLDER / "held" / found.path.name
+        held = self._held / found.path.name
         self.release()
-        held.mkdir(parents=True)
         try:
-            # By its file descriptor: the folder may be renamed or replaced at any time.
-            handle = os.open(found.path, os.O_RDONLY)
-            try:
-                with open(os.open(MARKER, os.O_RDONLY, dir_fd=handle), "rb") as file:
-                    marker = Marker.from_json(file.read())
-                if marker is None or _weights(marker) != found.weights:
-                    return None
-                for name in (MARKER, *(name for name in marker.sizes if name not in UNREAD)):
-                    path = held / name
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    try:
-                        os.link(name, path, src_dir_fd=handle)
-                    except OSError as error:
-                        if error.errno not in _NO_LINKS:
-                            raise
-                        with open(os.open(name, os.O_RDONLY, dir_fd=handle), "rb") as source, path.open("wb") as copy:
-                            shutil.copyfileobj(source, copy)
-            finally:
-                os.close(handle)
+            marker = Marker.from_json((found.path / MARKER).read_bytes())
+            if marker is None or _weights(marker) != found.weights:
+                return None
+            for name in (MARKER, *(name for name in marker.sizes if name not in UNREAD)):
+                path = held / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    os.link(found.path / name, path)
+                except OSError:  # another file system, or one without links
+                    shutil.copyfile(found.path / name, path)
         except FileNotFoundError:
             return None
         return held
 
     def release(self) -> None:
         """Remove the links, also those of an earlier process."""
-        shutil.rmtree(self.folder / WATCH_FOLDER / "held", ignore_errors=True)
+        shutil.rmtree(self._held, ignore_errors=True)
 
 
 def fault(held: Path) -> str | None:
-    """What is wrong with the files of a held checkpoint, or None."""
+    """The damage of a held checkpoint's files; None if there is none."""
     marker = Marker.from_json((held / MARKER).read_bytes())
     assert marker is not None, "a held checkpoint has a marker"
     return store.fault_by(marker, held, [name for name in marker.sizes if name not in UNREAD])
 
 
 def _weights(marker: Marker) -> str:
-    """The checksums of a checkpoint's weights; the save's number where it has none."""
+    """The checksums of a checkpoint's weights; the save's number if it has none."""
     files = (name for name in sorted(marker.checksums) if name.endswith(".safetensors") and name not in UNREAD)
     return " ".join(marker.checksums[name] for name in files) or f"save {marker.serial}"
