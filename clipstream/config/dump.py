@@ -24,7 +24,7 @@ from clipstream.data.settings import DataSettings, PathTokenizer, SourceSettings
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.evals.settings import LabelledSettings, ZeroShotSettings
+from clipstream.evals.settings import FrozenSettings, LabelledSettings, ZeroShotSettings
 from clipstream.losses.settings import DistillSettings
 from clipstream.models.model_config import LOCAL, ModelConfig
 from clipstream.models.settings import ModelSettings
@@ -173,6 +173,7 @@ _RULES: list[tuple[type[Section], str, Callable[[Any], Any]]] = [
     (SourceSettings, "keep", _path),
     (SourceSettings, "drop", _path),
     (LabelledSettings, "classes", _file),
+    (FrozenSettings, "train_shards", _shards),
     (ZeroShotSettings, "templates", _file),
     (CheckpointSettings, "remote_sync", _path),
 ]

@@ -16,6 +16,7 @@ from clipstream.checkpoint.remote_sync import RemoteDir
 from clipstream.checkpoint.run_lock import holds_a_run
 from clipstream.config.error_messages import enumerate_words, format_problem
 from clipstream.config.settings import INDEXED_EPOCH, Settings
+from clipstream.data.settings import SourceSettings
 from clipstream.data.sources.registry import expand
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -305,15 +306,17 @@ def _shards(settings: Settings) -> Problems:
             text = "there is nothing to train on: give --train-data SHARDS, or evaluate without training by "
             text += "`clipstream evaluate` with the same flags of data and model"
         yield ("data", "sources"), text
-    read = [(("data", "sources", name), source, "") for name, source in settings.data.sources.items()]
+    read: list[tuple[Path, SourceSettings, str]] = [
+        (("data", "sources", name, "shards"), source, "") for name, source in settings.data.sources.items()
+    ]
     for name, evaluator in settings.evals.items():
         fetch = f"; fetch it: {evaluator.fetch}" if evaluator.fetch else ""
-        read += [(("evals", name, key), source, fetch) for key, source in sources_of(evaluator).items()]
+        read += [(("evals", name, *key.split(".")), source, fetch) for key, source in sources_of(evaluator).items()]
     for path, source, fetch in read:
         try:
             expand(source.shards, source.type, write=False)
         except SettingsError as error:
-            yield (*path, "shards"), f"{error}{fetch}"
+            yield path, f"{error}{fetch}"
 
 
 def _evals(settings: Settings) -> Problems:

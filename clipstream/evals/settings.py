@@ -127,26 +127,30 @@ class LossEvalSettings(EvalSettings):
 class FrozenSettings(LabelledSettings):
     """What evaluators have in common that learn from the features of labelled pictures."""
 
-    train: SourceSettings = Field(description="the source to train on; `data` is the test set")
+    train_shards: str | list[str] = Field(
+        description="shards to train on, read as `data`, which is the test set, but for its index, keep and drop"
+    )
+
+    @property
+    def train(self) -> SourceSettings:
+        """The source to train on. Raises SettingsError: `data` is not set."""
+        own = {"shards": self.train_shards, "index": None, "keep": None, "drop": None}
+        return source_of(self).model_copy(update=own)
 
 
 class LinearProbeSettings(FrozenSettings):
-    """Logistic regression on the features of `train`, tested on `data`."""
+    """Logistic regression on the features of `train_shards`, tested on `data`."""
 
     type: Literal["linear_probe"] = "linear_probe"
     c: float = Field(0.316, gt=0, description="inverse strength of the L2 penalty, scikit-learn's C")
-    max_iterations: int = Field(1000, ge=1, description="of L-BFGS, at most")
 
 
 class NeighboursSettings(FrozenSettings):
-    """The vote of the k nearest pictures of `train` on those of `data`."""
+    """The vote of the k nearest images of `train_shards` on those of `data`."""
 
     type: Literal["knn"] = "knn"
     k: int = Field(20, ge=1, description="neighbours")
-    votes: Literal["uniform", "softmax"] = Field(
-        "softmax", description="weights of the neighbours' votes: all alike, or exp(cosine / temperature)"
-    )
-    temperature: float = Field(0.07, gt=0, description="of the softmax")
+    temperature: float = Field(0.07, gt=0, description="of the votes' weights, exp(cosine / temperature)")
 
 
 class MeanSettings(EvalSettings):
@@ -175,9 +179,10 @@ def source_of(settings: EvalSettings) -> SourceSettings:
 
 
 def sources_of(settings: EvalSettings) -> dict[str, SourceSettings]:
-    """The sources that an evaluator reads, by their keys."""
+    """The sources that an evaluator reads, by the keys of their shards."""
     values = {key: getattr(settings, key) for key in type(settings).model_fields}
-    return {key: value for key, value in values.items() if isinstance(value, SourceSettings)}
+    found = {f"{key}.shards": value for key, value in values.items() if isinstance(value, SourceSettings)}
+    return {**found, "train_shards": settings.train} if found and isinstance(settings, FrozenSettings) else found
 
 
 EvalSettings.builtin = {

@@ -39,7 +39,7 @@ LINES = (
     "--data.sources.on.shards [a,b] --data.sources.on.weight 2 --data.sources.1.shards x",
     "--data.sources.a.shards ${DATA}/a.tar --data.batch-schedule [[5,9],[7,12]] --data.lanes 7",
     "--evals.z.type zero_shot --evals.z.classes [yes,no] --evals.z.templates ['{c}'] --evals.z.data.shards a",
-    "--evals.p.type linear_probe --evals.p.data.shards a --evals.p.train.shards b --evals.p.train.caption.key cls",
+    "--evals.p.type linear_probe --evals.p.data.shards a --evals.p.train-shards b",
     "--evals.m.type mean --evals.m.of {z:[top1,top5]}",
     "--loss.type clip --loss.max-logit-scale null --loss.duplicates mask",
     "--tokenizer o/n --tokenizer.context-length 20",

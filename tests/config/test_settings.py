@@ -207,7 +207,7 @@ def test_wrong_flags(argv: list[str], message: str) -> None:
 @pytest.mark.parametrize("kind", ["zero_shot", "linear_probe"])
 def test_a_missing_key_is_named_and_no_flag_of_another(tmp_path: Path, kind: str) -> None:
     """Nor the file's line of another evaluator; a mapping that a file or a flag sets as a whole is named."""
-    key = {"zero_shot": "classes", "linear_probe": "train"}[kind]
+    key = {"zero_shot": "classes", "linear_probe": "train_shards"}[kind]
     other = ["--config", write(tmp_path / "a.yaml", "evals:\n  other: {data: {shards: a}}\n")]
     whole = write(tmp_path / "b.yaml", f"evals:\n  a: {{type: {kind}, data: {{shards: a}}}}\n")
     flags = ["--evals.a.batch-size", "8", "--evals.a.type", kind, "--evals.a.data.shards", "a"]

@@ -37,7 +37,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sections(place: Path) -> dict[str, EvalSettings]:
-    data, train = {"shards": f"{place}/test/*.tar"}, {"shards": f"{place}/train/*.tar"}
+    data, train = {"shards": f"{place}/test/*.tar"}, f"{place}/train/*.tar"
     classes = ["a", "b", "c"]
     told: dict[str, dict[str, Any]] = {
         "pairs": {"type": "retrieval", "data": {**data, "caption": {"type": "json", "path": "caption.en"}}},
@@ -45,8 +45,8 @@ def sections(place: Path) -> dict[str, EvalSettings]:
         "one": {"type": "zero_shot", "classes": classes, "templates": ["a {c}"]},
         "more": {"type": "zero_shot", "classes": classes, "templates": ["a {c}"], "labels": "list"},
         "loss": {"type": "loss", "data": {**data, "caption": {"type": "json", "path": "caption.en"}}},
-        "probe": {"type": "linear_probe", "train": train},
-        "near": {"type": "knn", "train": train, "k": 3},
+        "probe": {"type": "linear_probe", "train_shards": train},
+        "near": {"type": "knn", "train_shards": train, "k": 3},
     }
     common = {"data": data, "batch_size": 8, "on_error": "raise"}
     return {name: EvalSettings.model_validate({**common, **section}) for name, section in told.items()}

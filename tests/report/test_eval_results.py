@@ -72,7 +72,7 @@ def evaluate(world: World, folder: str) -> list[tuple[dict[str, Any], dict[str, 
     data = {"shards": f"{folder}/*.tar"}
     sections = {
         "val": {"type": "retrieval", "data": data, "batch_size": 4},
-        "near": {"type": "knn", "data": data, "train": {**data, "background": "black"}, "k": 3},
+        "near": {"type": "knn", "data": data, "train_shards": f"{folder}/*.tar", "k": 3},
     }
     settings = {name: EvalSettings.model_validate(section) for name, section in sections.items()}
     EvalRunner(settings, context_of(world), lambda record: None, trace=lambda *both: found.append(both))(3, last=True)
@@ -115,7 +115,7 @@ def test_a_figure_tells_which_words_its_classes_had(tmp_path: Path) -> None:
     kinds = {"type": "zero_shot", "classes": str(names), "templates": "plain"}
     sections = {
         "kinds": {**kinds, "data": {"shards": f"{tmp_path}/*.tar"}},
-        "near": {"type": "knn", "data": {"shards": f"{tmp_path}/*.tar"}, "train": {"shards": f"{tmp_path}/*.tar"}},
+        "near": {"type": "knn", "data": {"shards": f"{tmp_path}/*.tar"}, "train_shards": f"{tmp_path}/*.tar"},
     }
     context = context_of(World())
     for text in ("a\nb\nc\n", "a\nb\nd\n", "a\nb\nc\n"):

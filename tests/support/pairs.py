@@ -101,7 +101,7 @@ FACTORS: dict[str, dict[str, str]] = {
     "evaluator": {"off": "", "retrieval": "--evals.e.type retrieval", "loss": "--evals.e.type loss",
                   "zero shot": "--evals.e.type zero_shot --evals.e.classes [red,green,dog] "
                   "--evals.e.templates plain",
-                  "knn": "--evals.e.type knn --evals.e.train.shards {place}/val.tar"},
+                  "knn": "--evals.e.type knn --evals.e.train-shards {place}/val.tar"},
     "augmentation": {"off": "--data.augment.enabled false",
                      "whole": "--data.augment.scale [1,1] --data.augment.ratio [1,1]",
                      "crops": "--data.augment.scale [0.4,0.9] --data.augment.flip 0.5 --data.augment.color-jitter "

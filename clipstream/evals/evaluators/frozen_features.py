@@ -101,16 +101,16 @@ class Frozen(ABC):
 class Neighbours(Frozen):
     """k-nearest-neighbour classification by cosine, as scikit-learn's KNeighborsClassifier.
 
-    With softmax votes a neighbour's vote weighs exp(cosine / temperature), as in DINO (arXiv:2104.14294, appendix).
+    A neighbour's vote weighs exp(cosine / temperature), as in DINO (arXiv:2104.14294, appendix).
     """
 
     def __init__(self, settings: NeighboursSettings) -> None:
         super().__init__(settings)
-        self.k, self.votes, self.temperature = settings.k, settings.votes, settings.temperature
+        self.k, self.temperature = settings.k, settings.temperature
 
     def tally(self, train: Labelled, test: Labelled, classes: int, world: World) -> torch.Tensor:
         near, labels = nearest(train, test.features, self.k, world)
-        weights = torch.ones_like(near) if self.votes == "uniform" else ((near - 1) / self.temperature).exp()
+        weights = ((near - 1) / self.temperature).exp()
         tally = torch.zeros((classes, 3), dtype=torch.float64, device=near.device)
         for start in range(0, len(near), ROWS):
             some = slice(start, start + ROWS)

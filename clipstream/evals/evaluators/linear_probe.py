@@ -20,6 +20,7 @@ from clipstream.evals.settings import LinearProbeSettings
 from clipstream.utils.logs import logger
 
 AT_ONCE = 8192  # samples per pass
+ITERATIONS = 1000  # of L-BFGS, at most
 TOLERANCE = 1e-9  # of the largest element of the gradient
 
 
@@ -28,7 +29,7 @@ class LinearProbe(Frozen):
 
     def __init__(self, settings: LinearProbeSettings) -> None:
         super().__init__(settings)
-        self.c, self.iterations = settings.c, settings.max_iterations
+        self.c = settings.c
 
     def tally(self, train: Labelled, test: Labelled, classes: int, world: World) -> torch.Tensor:
         here = torch.bincount(train.labels, minlength=classes).double()
@@ -36,11 +37,8 @@ class LinearProbe(Frozen):
         places = torch.full((classes,), -1, device=present.device)
         places[present] = torch.arange(len(present), device=present.device)
         fit = Fit(train.features, places[train.labels], len(present), self.c, world)
-        if not fit.run(self.iterations) and world.is_main:
-            logger.warning(
-                f"the linear probe took {self.iterations} steps and is not at its optimum: raise "
-                "max_iterations, or lower c"
-            )
+        if not fit.run(ITERATIONS) and world.is_main:
+            logger.warning(f"the linear probe is not at its optimum after {ITERATIONS} steps: lower c")
         tally = torch.zeros((classes, 3), dtype=torch.float64, device=present.device)
         for rows, labels in _parts(test.features, test.labels):
             scores = rows.new_full((len(rows), classes), -torch.inf, dtype=torch.float64)

@@ -79,18 +79,16 @@ def test_the_neighbours_are_scikit_learns(size: int, k: int, monkeypatch: pytest
         assert cosines.numpy() == pytest.approx(1 - distances**2 / 2, abs=1e-6)  # float32 rows are not quite 1 long
 
 
-@pytest.mark.parametrize("votes", ["uniform", "softmax"])
-def test_the_votes_are_scikit_learns(votes: str) -> None:
+def test_the_votes_are_scikit_learns() -> None:
     neighbors, metrics = pytest.importorskip("sklearn.neighbors"), pytest.importorskip("sklearn.metrics")
     whole, test = clusters(300, 5, 1), clusters(200, 5, 2)
-    data = {"shards": "a.tar"}
-    settings = NeighboursSettings.model_validate({"data": data, "train": data, "k": 6, "votes": votes})
+    settings = NeighboursSettings.model_validate({"data": {"shards": "a.tar"}, "train_shards": "a.tar", "k": 6})
     tally = Neighbours(settings).tally(whole, test, 5, World())
 
     def weigh(distances: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return np.exp((1 - distances**2 / 2) / 0.07)
 
-    theirs = neighbors.KNeighborsClassifier(6, weights="uniform" if votes == "uniform" else weigh)
+    theirs = neighbors.KNeighborsClassifier(6, weights=weigh)
     theirs.fit(whole.features.double().numpy(), whole.labels.numpy())
     guesses, truth = theirs.predict(test.features.double().numpy()), test.labels.numpy()
     assert float(tally[:, 0].sum()) / 200 == metrics.accuracy_score(truth, guesses)
@@ -149,7 +147,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluate(world: World, folder: str, kind: str, **more: Any) -> dict[str, float]:
-    data = {key: {"shards": f"{folder}/{split}/*.tar"} for key, split in (("data", "test"), ("train", "train"))}
+    data = {"data": {"shards": f"{folder}/test/*.tar"}, "train_shards": f"{folder}/train/*.tar"}
     section = EvalSettings.model_validate({"type": kind, **data, "batch_size": 8, **more})
     return dict(KINDS[kind](section)(context_of(world)))
 
@@ -173,9 +171,7 @@ def test_classes_without_a_picture_to_learn_from_are_never_guessed(pictures: Pat
 
 
 def test_labels_of_the_features(pictures: Path) -> None:
-    section = LinearProbeSettings.model_validate(
-        {"data": {"shards": f"{pictures}/test/*.tar"}, "train": {"shards": "-"}}
-    )
+    section = LinearProbeSettings.model_validate({"data": {"shards": f"{pictures}/test/*.tar"}, "train_shards": "-"})
     found = labelled(context_of(World()), section.data, Labelling.of(section), 8)  # type: ignore[arg-type]
     assert found.labels.tolist() == [(100 + i) % 3 for i in range(37)] and found.features.shape == (37, 16)
     with pytest.raises(DataError, match="is no whole number: give the evaluator's classes"):
