@@ -1,7 +1,7 @@
 """Settings as YAML that `--config` reads back: a run's config.yaml, and the output of `--print-config`.
 
 config.yaml repeats the run from any folder: paths are made absolute, and the model's JSON config is included. Commands
-(`pipe:`, `evals.NAME.fetch`, `log.alert`) and settings of plug-ins stay as they are. `--print-config` prints settings
+(`pipe:`, `evals.NAME.fetch`) and settings of plug-ins stay as they are. `--print-config` prints settings
 as they were given, and writes no file.
 """
 

@@ -23,7 +23,7 @@ from clipstream.utils.section import (
     section_of,
 )  # fmt: skip
 
-RENAMED = {"tail": "remainder", "starving": "data_stall_warning"}  # former names of keys
+RENAMED = {"tail": "remainder"}  # former names of keys
 _EXPECTED = {
     "int_parsing": "a whole number",
     "int_type": "a whole number",

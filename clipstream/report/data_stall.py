@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-
 from clipstream.report.sinks import Record, Sink
 from clipstream.text import counted, duration, milliseconds
 from clipstream.utils.logs import logger
-from clipstream.utils.plugins import is_plugin, load_function
 
+SHARE = 0.2  # of the time, that may be spent waiting
 PATIENCE = 3  # training lines in a row that wait too long
 MOMENT = 30.0  # s of waiting in these lines before a warning
 _ADVICE = {
@@ -18,7 +15,7 @@ _ADVICE = {
     "order": "computing the order takes long: use fewer, larger shards",
     "read": "the disk is slow: use a local disk, or more --workers",
     "transform": "your transform (data.sources.NAME.transform) is slow: make it faster, or use more --workers",
-    "decode": "decoding is slow: use more --workers, or smaller pictures in the shards",
+    "decode": "decoding is slow: use more --workers, or smaller images in the shards",
     "tokenize": "the tokenizer is slow: use one of the Hub with a tokenizer.json, or more --workers",
 }
 
@@ -27,13 +24,11 @@ class DataStallWarning(Sink):
     """Warns once when several training lines in a row wait for data, and reports when that is over.
 
     Args:
-        share: maximum share of the time that may be spent waiting.
         ranks: of the run; while one waits, all do.
-        hook: called with the warning: `module:function`, or a shell command, which gets it in $CLIPSTREAM_ALERT.
     """
 
-    def __init__(self, share: float, ranks: int, hook: str | None = None) -> None:
-        self._share, self._ranks, self._hook = share, ranks, hook
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
         self._lost = 0.0  # s, of the run
         self._lines, self._streak = 0, 0.0  # lines in a row that wait too long, and their waiting in s
         self._warned = False
@@ -44,7 +39,7 @@ class DataStallWarning(Sink):
             return
         waited = record["data_wait"] * record["seconds"]
         self._lost += waited
-        if record["data_wait"] <= self._share:
+        if record["data_wait"] <= SHARE:
             if self._warned:
                 logger.info(f"training no longer waits for data (step {record['step']}); {self._cost()}")
             self._lines, self._streak, self._warned = 0, 0.0, False
@@ -58,21 +53,10 @@ class DataStallWarning(Sink):
         stage = next(stage for stage in record["stages"] if stage in _ADVICE)
         took = record["stages"][stage]
         times = f"{milliseconds(took['p50'])} at p50, {milliseconds(took['p99'])} at p99"
-        text = (
+        logger.warning(
             f"training waits for data {record['data_wait']:.0%} of its time (step {record['step']}): most of the "
             f"workers' time goes into {stage!r}, {times}; {self._cost()}. {_ADVICE[stage]}"
         )
-        logger.warning(text)
-        if self._hook is None:
-            return
-        try:
-            if is_plugin(self._hook):
-                load_function(self._hook)(text)
-            else:  # not waited for: a slow command must not delay training
-                environment = {**os.environ, "CLIPSTREAM_ALERT": text}
-                subprocess.Popen(self._hook, shell=True, env=environment, stdin=subprocess.DEVNULL)
-        except Exception as error:  # of the user's function
-            logger.warning(f"log.alert {self._hook!r} failed: {type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Report the cost, if training still waits."""

@@ -6,7 +6,7 @@ The files that resuming and the report read are always written; `log.sinks` adds
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from clipstream.errors import SettingsError
 from clipstream.report.data_stall import DataStallWarning
 from clipstream.report.eval_results import FIGURES_FILE, FiguresFile, traced
 from clipstream.report.html_report import REPORT_FILE, Report, write_report
-from clipstream.report.settings import LogSettings, SinkSettings
+from clipstream.report.settings import LogSettings
 from clipstream.report.sinks import (
     METRICS_FILE,
     NONFINITE_FILE,
@@ -46,36 +46,40 @@ if TYPE_CHECKING:
     from clipstream.evals.context import Example, Table
 
 SINK_METHODS = ("write", "show", "status", "close")
-BUILTIN: dict[str, Callable[[Any, RunInfo], Sink]] = {
-    "jsonl": lambda settings, run: MetricsFile(
-        run.folder, run.resume_step, file=settings.file, ended=run.repeats_end, owed=run.repeats_evals
-    ),
-    "wandb": lambda settings, run: wandb_run(settings, run),
-    "trackio": lambda settings, run: trackio_run(settings, run),
-    "tensorboard": lambda settings, run: TensorBoard(run.folder, run.resume_step, subfolder=settings.folder),
-    "terminal": lambda settings, run: ProgressDisplay(
-        run.total_steps,
-        start=run.resume_step or 0,
-        mode=settings.progress,
-        every=settings.every,
-        ema_samples=settings.loss_ema_samples,
-    ),
-}
+TRACKERS: dict[str, Callable[[Any, RunInfo], Sink]] = {"wandb": wandb_run, "trackio": trackio_run}
 
 
-def build_sinks(settings: Mapping[str, SinkSettings], run: RunInfo) -> dict[str, Sink]:
-    """The sinks that the settings name, by name, in their order.
+def build_sinks(log: LogSettings, run: RunInfo, *, trains: bool = True) -> dict[str, Sink]:
+    """The built-in sinks that are on, then those of `log.sinks`, by name.
+
+    Args:
+        trains: whether there are training lines, for metrics.jsonl and the terminal.
 
     Raises SettingsError: a class is not found or cannot be constructed.
     """
+    makers: dict[str, Callable[[], Sink]] = {}
+    if trains:
+        makers["metrics"] = lambda: MetricsFile(
+            run.folder, run.resume_step, ended=run.repeats_end, owed=run.repeats_evals
+        )
+        makers["terminal"] = lambda: ProgressDisplay(
+            run.total_steps,
+            start=run.resume_step or 0,
+            mode=log.progress,
+            every=log.terminal_every,
+            ema_samples=log.loss_ema_samples,
+        )
+    if log.tensorboard:
+        makers["tensorboard"] = lambda: TensorBoard(run.folder, run.resume_step)
+    for name, section in log.sinks.items():
+        makers[name] = partial(TRACKERS.get(section.type) or partial(make_plugin, section.type), section, run)
     sinks: dict[str, Sink] = {}
-    for name, section in settings.items():
-        make = BUILTIN.get(section.type) or partial(make_plugin, section.type)
+    for name, make in makers.items():
         try:
-            made = make(section, run)
+            made = make()
             if lacks := [method for method in SINK_METHODS if not callable(getattr(made, method, None))]:
                 raise SettingsError(
-                    f"{section.type} has no {', '.join(lacks)}: derive it from clipstream.report.sinks.Sink"
+                    f"{log.sinks[name].type} has no {', '.join(lacks)}: derive it from clipstream.report.sinks.Sink"
                 )
             sinks[name] = made
         except BaseException as error:
@@ -161,11 +165,11 @@ class Outputs(SinkGroup):
             return
         folder, done = run.folder, run.resume_step
         self.sinks = {
-            **build_sinks(settings.all_sinks, run),
+            **build_sinks(settings, run),
             QUARANTINE_FILE: QuarantineFile(folder / QUARANTINE_FILE, done),
             NONFINITE_FILE: NonfiniteFile(folder / NONFINITE_FILE, done),
             "pictures": PictureFiles(folder),
-            "data_stall_warning": DataStallWarning(settings.data_stall_warning, world.size, settings.alert),
+            "data_stall_warning": DataStallWarning(world.size),
         }
         if settings.report:
             self.sinks[REPORT_FILE] = Report(folder)  # last: it reads what the others have written

@@ -1,4 +1,4 @@
-"""Settings of logging: sinks, pictures, the report and warnings. Imports no torch."""
+"""Settings of logging: sinks, images, the report and the terminal. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from typing import Literal
 
 from pydantic import Field, SerializeAsAny, field_validator
 
-from clipstream.utils.plugins import is_plugin, load_function
-from clipstream.utils.section import PathText, PluginSection, Section
-
-Progress = Literal["auto", "bar", "lines", "none"]
-
+from clipstream.utils.section import PluginSection, Section
 
 MOST_PROFILED = 100  # steps
 WARM_UP = 5  # steps of a process before a number of profiled ones: compilation, allocation, the choice of kernels
@@ -29,70 +25,26 @@ def _profile_steps(text: str) -> tuple[int | None, int]:
 class SinkSettings(PluginSection):
     """A destination of the run's records. `type` may be a user's own `package.module:Name`."""
 
-    type: str = Field("jsonl", description="jsonl, tensorboard, wandb, trackio, terminal, or package.module:Name")
+    type: str = Field(description="wandb, trackio, or package.module:Name")
 
 
-class JsonLinesSettings(SinkSettings):
-    """A JSON object per record, as in metrics.jsonl."""
-
-    type: Literal["jsonl"] = "jsonl"
-    file: PathText = Field("metrics.jsonl", min_length=1, description="its path, relative to the run's folder")
-
-
-class TensorBoardSettings(SinkSettings):
-    """TensorBoard events: scalars, pictures and tables."""
-
-    type: Literal["tensorboard"] = "tensorboard"
-    folder: PathText = Field(
-        "tensorboard", min_length=1, description="where they are written; relative to the run's folder"
-    )
-
-
-class TrackerSettings(SinkSettings):
-    """An experiment tracker."""
-
-    project: str = Field("clipstream", min_length=1, description="the project that the run appears in")
-    group: str | None = Field(None, description="group of runs within the project")
-    name: str | None = Field(None, description="the run's name there; run.name unless set")
-
-
-class WandbSettings(TrackerSettings):
-    """Weights & Biases (pip install 'clipstream[wandb]')."""
+class WandbSettings(SinkSettings):
+    """Weights & Biases (pip install 'clipstream[wandb]'). WANDB_ENTITY, WANDB_MODE and other variables hold as well."""
 
     type: Literal["wandb"] = "wandb"
-    entity: str | None = Field(None, description="user or team; the account's default unless set")
+    project: str = Field("clipstream", min_length=1, description="project of the run")
     notes: str | None = Field(None, description="notes on the run")
-    tags: list[str] = Field(default_factory=list, description="tags of the run")
-    mode: Literal["online", "offline", "disabled"] | None = Field(
-        None, description="offline writes to the run's folder, for `wandb sync`; WANDB_MODE, or online, unless set"
-    )
 
 
-class TrackioSettings(TrackerSettings):
+class TrackioSettings(SinkSettings):
     """Trackio, which stores runs on this machine or in a Hugging Face Space (pip install 'clipstream[trackio]')."""
 
     type: Literal["trackio"] = "trackio"
-    space: str | None = Field(
-        None, description="Hugging Face Space that gets the figures, as ORG/NAME; none unless set"
-    )
+    project: str = Field("clipstream", min_length=1, description="project of the run")
+    space: str | None = Field(None, description="Hugging Face Space that receives the metrics, as ORG/NAME")
 
 
-class TerminalSettings(SinkSettings):
-    """Training lines, evaluations and warnings on standard output."""
-
-    type: Literal["terminal"] = "terminal"
-    progress: Progress = Field("auto", description="auto: a bar on a terminal or in a notebook, lines elsewhere")
-    every: int = Field(1, ge=1, description="steps between training lines, where log.every is less")
-    loss_ema_samples: int = Field(0, ge=0, description="see log.loss_ema_samples")
-
-
-SinkSettings.builtin = {
-    "jsonl": JsonLinesSettings,
-    "tensorboard": TensorBoardSettings,
-    "wandb": WandbSettings,
-    "trackio": TrackioSettings,
-    "terminal": TerminalSettings,
-}
+SinkSettings.builtin = {"wandb": WandbSettings, "trackio": TrackioSettings}
 
 
 class LogSettings(Section):
@@ -104,17 +56,12 @@ class LogSettings(Section):
     tensorboard: bool = Field(True, description="write TensorBoard events")
     sinks: dict[str, SerializeAsAny[SinkSettings]] = Field(
         default_factory=dict,
-        description="further destinations of records, by name, beside metrics.jsonl, TensorBoard and the terminal",
+        description="further sinks by name, beside metrics.jsonl, TensorBoard and the terminal",
     )
-    pictures: int = Field(16, ge=0, description="pictures shown of a training batch and of each evaluation; 0 for none")
-    pictures_every: int = Field(1000, ge=1, description="steps between training batches that are shown")
+    pictures: int = Field(
+        16, ge=0, description="images shown of every 1,000th training batch and of each evaluation; 0 for none"
+    )
     report: bool = Field(True, description="write report.html after evaluations and at the end")
-    data_stall_warning: float = Field(
-        0.2, ge=0, le=1, description="share of time waiting for data above which a warning names the slow stage"
-    )
-    alert: str | None = Field(
-        None, description="called with that warning: module:function, or a shell command ($CLIPSTREAM_ALERT)"
-    )
     audit_precision: bool = Field(
         False,
         description="before the first step, write which casts and float32 operations a step has, and what fp16 would "
@@ -128,7 +75,9 @@ class LogSettings(Section):
         description="steps that torch's profiler records into the run's folder: a number of them, after warm-up, or "
         "the first and the last, as 10-14",
     )
-    progress: Progress = Field("auto", description="auto: a bar on a terminal or in a notebook, lines elsewhere")
+    progress: Literal["auto", "bar", "lines", "none"] = Field(
+        "auto", description="auto: a bar on a terminal or in a notebook, lines elsewhere"
+    )
     terminal_every: int = Field(
         1, ge=1, description="steps between training lines in the terminal, where every is less; a bar shows all"
     )
@@ -145,23 +94,11 @@ class LogSettings(Section):
         "info", description="messages of this level and above are shown; out.log has info and above in any case"
     )
 
-    @property
-    def all_sinks(self) -> dict[str, SinkSettings]:
-        """The built-in sinks that are on, and those of `sinks`, by name; an entry of `sinks` wins over a built-in."""
-        board = {"tensorboard": TensorBoardSettings()} if self.tensorboard else {}
-        terminal = TerminalSettings(
-            progress=self.progress, every=self.terminal_every, loss_ema_samples=self.loss_ema_samples
-        )
-        return {"metrics": JsonLinesSettings(), **board, "terminal": terminal, **self.sinks}
-
     @field_validator("sinks")
     @classmethod
-    def _write_files_of_their_own(cls, value: dict[str, SinkSettings]) -> dict[str, SinkSettings]:
-        if "metrics" in value:
-            raise ValueError("'metrics' is the name of metrics.jsonl, which is always written: choose another name")
-        for name, sink in value.items():
-            if isinstance(sink, JsonLinesSettings) and sink.file == "metrics.jsonl":
-                raise ValueError(f"{name}: metrics.jsonl is always written: give another file")
+    def _have_names_of_their_own(cls, value: dict[str, SinkSettings]) -> dict[str, SinkSettings]:
+        if taken := {"metrics", "tensorboard", "terminal"} & value.keys():
+            raise ValueError(f"{min(taken)!r} is the name of a built-in sink: choose another name")
         return value
 
     @field_validator("profile", mode="before")
@@ -191,10 +128,3 @@ class LogSettings(Section):
             first = done + 1 + max(0, min(WARM_UP, total - done - last))
             last += first - 1
         return range(max(first, done + 1), min(last, total) + 1)
-
-    @field_validator("alert")
-    @classmethod
-    def _check_that_it_loads(cls, value: str | None) -> str | None:
-        if value is not None and is_plugin(value):
-            load_function(value)
-        return value

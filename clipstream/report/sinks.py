@@ -162,11 +162,10 @@ class MetricsFile(JsonLines, Sink):
         folder: str | Path,
         resume_step: int | None = None,
         *,
-        file: str = METRICS_FILE,
         ended: bool = False,
         owed: bool = False,
     ) -> None:
-        super().__init__(Path(folder) / file, resume_step, ended=ended, owed=owed)
+        super().__init__(Path(folder) / METRICS_FILE, resume_step, ended=ended, owed=owed)
         self.path.touch()
 
     def write(self, record: Record) -> None:
@@ -200,22 +199,19 @@ class TensorBoard(Sink):
 
     Args:
         resume_step: TensorBoard hides events of later steps.
-        subfolder: of `folder`, with the events.
 
     Raises:
         SettingsError: tensorboard is not installed.
     """
 
-    def __init__(
-        self, folder: str | Path, resume_step: int | None = None, *, subfolder: str = TENSORBOARD_FOLDER
-    ) -> None:
+    def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise SettingsError(f"no tensorboard here ({error}): install it, or --log.tensorboard false") from error
         purge = 0 if resume_step is None else resume_step + 1
         make: Any = SummaryWriter  # untyped in torch
-        self._writer = make(str(Path(folder) / subfolder), purge_step=purge, flush_secs=20)
+        self._writer = make(str(Path(folder) / TENSORBOARD_FOLDER), purge_step=purge, flush_secs=20)
 
     def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
         """Add pictures as a grid, and their texts and the tables as text."""

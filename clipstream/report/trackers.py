@@ -73,12 +73,8 @@ def wandb_run(settings: WandbSettings, run: RunInfo) -> Tracker:
     try:
         found = wandb.init(
             project=settings.project,
-            entity=settings.entity,
-            group=settings.group,
-            name=settings.name or run.folder.name,
+            name=run.folder.name,
             notes=settings.notes,
-            tags=settings.tags or None,
-            mode=settings.mode,
             config=dict(run.settings),
             dir=str(run.folder),
             id=path.read_text(encoding="utf-8").strip(),
@@ -88,7 +84,7 @@ def wandb_run(settings: WandbSettings, run: RunInfo) -> Tracker:
         )
     except Exception as error:  # of many kinds: no login, no network, a broken settings file
         raise SettingsError(
-            f"Weights & Biases could not start the run: {error}; run `wandb login`, or set the sink's mode to offline"
+            f"Weights & Biases could not start the run: {error}; run `wandb login`, or set WANDB_MODE=offline"
         ) from error
     return Tracker(
         wandb,
@@ -107,8 +103,7 @@ def trackio_run(settings: TrackioSettings, run: RunInfo) -> Tracker:
     try:
         found = trackio.init(
             project=settings.project,
-            group=settings.group,
-            name=settings.name or run.folder.name,
+            name=run.folder.name,
             space_id=settings.space,
             config=_plain(run.settings),
             resume="never" if run.resume_step is None else "allow",

@@ -220,7 +220,6 @@ def fit(
         state=resumed,
         epoch_samples=train.epoch_samples,
         show=show,
-        show_every=log.pictures_every,
         early_stop=early_stop,
         throughput=throughput,
         profiler=build_profiler(settings, world, state.step),

@@ -25,11 +25,10 @@ from tests.support.tars import write_tar
 # Keys whose text is no path; a new one is told here, or has the type `section.PathText`.
 NO_PATH = {
     "run.name", "run.device", "tokenizer.name", "optim.name", "train.compile_backend", "train.early_stop.metric",
-    "checkpoint.keep_best", "log.alert",
-    *(f"log.sinks.NAME.{key}" for key in ("project", "group", "name", "entity", "notes", "space")),
+    "checkpoint.keep_best", *(f"log.sinks.NAME.{key}" for key in ("project", "notes", "space")),
 }  # fmt: skip
 NO_PATH_ANYWHERE = {  # the last part of a key; shards have a language of their own, which `expand` reads
-    "type", "shards", "image_key", "separator", "path", "key", "fallback", "transform", "background", "fetch", "label",
+    "type", "shards", "train_shards", "image_key", "separator", "path", "key", "fallback", "transform", "background", "fetch", "label",
     "grad_checkpointing", "profile"
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.context import Table
 from clipstream.report.outputs import Outputs
-from clipstream.report.settings import JsonLinesSettings, SinkSettings, TerminalSettings
+from clipstream.report.settings import SinkSettings
 from clipstream.report.sinks import Record, RunInfo, Sink
 from clipstream.train import main
 from tests.support.runs import flags, furnish
@@ -92,14 +92,6 @@ def test_training_tells_a_sink_that_it_saves(tmp_path: Path) -> None:
     assert told == ["saving", ""] * 2  # --checkpoint.every 2
 
 
-def test_a_second_file_of_lines(tmp_path: Path) -> None:
-    out = outputs(tmp_path, "--log.sinks.copy.type=jsonl", f"--log.sinks.copy.file={tmp_path}/copy.jsonl")
-    out.write({"step": 10, "loss": 1.5})
-    out.close()
-    for name in ("metrics.jsonl", "copy.jsonl"):
-        assert json.loads((tmp_path / name).read_text()) == {"step": 10, "loss": 1.5}
-
-
 def test_a_sink_that_fails_is_reported_once_and_the_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,10 +112,9 @@ def test_a_sink_that_cannot_be_built_ends_the_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
-        ("--log.sinks.mine.type=aim", "type 'aim' is not one of jsonl, tensorboard, terminal, trackio, wandb"),
+        ("--log.sinks.mine.type=aim", "type 'aim' is not one of trackio, wandb"),
         ("--log.sinks.mine.type=no_such_module:Sink", "no module 'no_such_module'"),
-        ("--log.sinks.metrics.type=tensorboard", "'metrics' is the name of metrics.jsonl"),
-        ("--log.sinks.mine.type=jsonl", "mine: metrics.jsonl is always written: give another file"),
+        ("--log.sinks.metrics.type=wandb", "'metrics' is the name of a built-in sink"),
     ],
 )
 def test_wrong_sinks_are_errors(flag: str, said: str) -> None:
@@ -132,13 +123,7 @@ def test_wrong_sinks_are_errors(flag: str, said: str) -> None:
     assert said in str(caught.value)
 
 
-def test_flags_and_sinks_of_the_same_name() -> None:
-    log = load(["--log.progress=lines"]).log
-    assert list(log.all_sinks) == ["metrics", "tensorboard", "terminal"]
-    assert log.all_sinks["metrics"] == JsonLinesSettings()
-    assert log.all_sinks["terminal"] == TerminalSettings(progress="lines")
-    log = load(["--log.sinks.terminal.type=terminal", "--log.sinks.terminal.progress=none"]).log
-    assert log.all_sinks["terminal"] == TerminalSettings(progress="none")
+def test_a_flag_adds_a_sink() -> None:
     log = load([f"--report-to=tensorboard,{__name__}:Recorder"]).log
     assert log.tensorboard and log.sinks == {"Recorder": SinkSettings(type=f"{__name__}:Recorder")}
     assert not load([f"--report-to={__name__}:Recorder"]).log.tensorboard
@@ -153,7 +138,7 @@ def test_the_check_names_what_is_wrong() -> None:
         (lambda settings, run: object(), "it has no method `write`"),
     ):
         with pytest.raises(AssertionError, match=said):
-            testing.check_sink(sink, JsonLinesSettings(file="other"))
+            testing.check_sink(sink, SinkSettings(type=f"{__name__}:Recorder"))
 
 
 class NoShow(Changing):
@@ -177,14 +162,13 @@ def test_a_sink_that_changes_a_record_changes_it_for_itself(tmp_path: Path) -> N
     out = outputs(
         tmp_path,
         f"--log.sinks.mine.type={__name__}:Changing",
-        "--log.sinks.more.type=jsonl",
-        f"--log.sinks.more.file={tmp_path}/more.jsonl",
+        f"--log.sinks.more.type={__name__}:Recorder",
     )
     for record in records:
         out.write(record)
     out.close()
-    assert [record["step"] for record in records] == [3, 3]
-    for name in ("metrics.jsonl", "more.jsonl", "nonfinite.jsonl"):
+    assert [record["step"] for record in records] == [3, 3] and Recorder.made.calls == [*records, "close"]
+    for name in ("metrics.jsonl", "nonfinite.jsonl"):
         (line,) = (tmp_path / name).read_text().splitlines()
         assert json.loads(line)["step"] == 3
 

@@ -126,8 +126,7 @@ class _Watcher(SinkGroup):
                 self._note(record)
         # TensorBoard hides events of later steps than `resume_step`.
         info = RunInfo(self.folder, 0, max((step for _, step, _ in self._done), default=None), world.size)
-        sinks = {name: one for name, one in settings.log.all_sinks.items() if name not in ("metrics", "terminal")}
-        self.sinks = {**build_sinks(sinks, info), "pictures": PictureFiles(self.folder)}
+        self.sinks = {**build_sinks(settings.log, info, trains=False), "pictures": PictureFiles(self.folder)}
 
     def loop(self, signals: StopSignals, idle: float) -> None:
         """Return when the run has ended and everything is evaluated.
