@@ -28,8 +28,8 @@ NO_PATH = {
     "checkpoint.keep_best", *(f"log.sinks.NAME.{key}" for key in ("project", "notes", "space")),
 }  # fmt: skip
 NO_PATH_ANYWHERE = {  # the last part of a key; shards have a language of their own, which `expand` reads
-    "type", "shards", "train_shards", "image_key", "separator", "path", "key", "fallback", "transform", "background", "fetch", "label",
-    "grad_checkpointing", "profile"
+    "type", "shards", "train_shards", "image_key", "separator", "path", "key", "fallback", "transform", "background",
+    "fetch", "label", "grad_checkpointing", "profile"
 }  # fmt: skip
 
 
@@ -55,9 +55,9 @@ def test_every_setting_that_names_a_file_or_a_folder_may_begin_with_the_home_fol
         fields: dict[str, Any] = {"value": (field.annotation, field)}
         assert create_model("One", **fields)(value="~/x y").model_dump() == {"value": f"{home}/x y"}, key
     assert PathTokenizer(name="~/t").name == f"{home}/t"
-    # Paths are made absolute in config.yaml, which has no `resume`; a sink's file is relative to the run's folder.
+    # Paths are made absolute in config.yaml, which has no `resume`.
     absolute = {name for _, name, _ in _RULES}
-    assert {key.rpartition(".")[2] for key in paths} - absolute == {"resume", "file"}
+    assert {key.rpartition(".")[2] for key in paths} - absolute == {"resume"}
 
 
 def test_flags_and_files_alike(home: Path) -> None:
