@@ -179,12 +179,3 @@ def step_of(name: str) -> str:
         if parse_path(name) == tuple(name.split(".")):
             return name
     return _SPECIAL.sub(_BACKSLASHED, name)
-
-
-def filter_of(field: str, value: str) -> str:
-    """The filter for a value of the field with this name, quoted and escaped if necessary."""
-    with contextlib.suppress(ValueError):
-        plain = f"[{field}={value}]"
-        if parse_path(f"x{plain}") == ("x", Each((field,), value)):
-            return plain
-    return f"[{_SPECIAL.sub(_BACKSLASHED, field)}={json.dumps(value, ensure_ascii=False)}]"

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from clipstream.errors import ClipstreamError
+from clipstream.errors import ClipstreamError, Dropped
 from clipstream.text import printable_lines
 from clipstream.utils.logs import logger
 
@@ -41,6 +41,20 @@ def raised(part: str, error: BaseException) -> str:
     folder = os.path.dirname(theirs[0].filename)  # the last frames may be those of an installed package
     last = [frame for frame in theirs if os.path.dirname(frame.filename) == folder][-1]
     return f"{what} at {os.path.basename(last.filename)}:{last.lineno}"
+
+
+def called(reason: str, part: str, function: Callable[..., Any], *arguments: object) -> Any:
+    """The result of a plug-in's function that is called for a sample.
+
+    Raises:
+        Dropped: as the function raised it, or under `reason` if it raised anything else.
+    """
+    try:
+        return function(*arguments)
+    except Dropped:
+        raise
+    except Exception as error:
+        raise Dropped(reason, raised(part, error)) from error
 
 
 def _is_library(file: str) -> bool:

@@ -69,10 +69,7 @@ def listed(tmp_path: Path) -> str:
 def test_all_positions_of_a_list_are_seen_and_its_text_is_advised(listed: str, told: Told) -> None:
     code, out, err = told(listed)
     assert code == 3 and "texts.*.lang" in out and "up to 4 a sample" in out and '"de" | "en" | "fr"' in out
-    assert (
-        "use --caption-json 'texts.*.t'; other members and fields with text: --caption-json 'texts[lang=en].t'" in err
-    )
-    assert ".lang'" not in err and "texts.0" not in err and ".id" not in err
+    assert "use --caption-json 'texts.*.t'" in err and ".lang'" not in err and "texts.0" not in err and ".id" not in err
     code, out, err = told(listed, "--caption-json", "texts[lang=en].t")
     assert code == 0 and "listed.tar/00: en " in out and "warning" not in out
     code, _, err = told(listed, "--caption-json", "texts[lang=xx].t")
@@ -149,8 +146,7 @@ def fields(**samples: Any) -> dict[str, bytes]:
         (lambda i: fields(x="dog", y=prose(i), z=f"IMG_{i}.jpg"), ["--caption-json y", "--caption-json x"]),
         (lambda i: fields(a=f"图片里有一只{i}猫在草地上", b="en", c="de-DE"), ["--caption-json a"]),
         (lambda i: fields(rows=[{"n": i, "who": "ab"[k], "say": prose(i + k)} for k in range(2)]),
-         ["--caption-json 'rows.*.say'", "--caption-json 'rows[who=a].say'", "--caption-json 'rows[who=b].say'",
-          "--caption-json 'rows.*.who'"]),
+         ["--caption-json 'rows.*.say'", "--caption-json 'rows.*.who'"]),
         (lambda i: fields(**{"it's; $(rm)": prose(i)}),
          ["--data.sources.train.caption '{type: json, path: \"it'\"'\"'s; $(rm)\"}'"]),
         (lambda i: fields(**{HOSTILE: prose(i), "": prose(i), "x" * 999: prose(i)}), []),
@@ -195,7 +191,7 @@ def test_keys_end_at_the_first_dot(tmp_path: Path, told: Told) -> None:
     assert code == 3 and "--image-key" not in err and "--caption-key" not in err and "see the note above" in err
     assert "a key ends at the first dot" in out and "photo_0.png: mkdir out && tar" in out
     code, out, _ = told(str(tmp_path / "a.tar"), "--image-key", "0.png", "--caption-key", "0.txt")
-    assert code == 0 and "note: pictures are members 0.png, 1.png" in out
+    assert code == 0 and "note: images are members 0.png, 1.png" in out
     settings = data(str(tmp_path / "a.tar"), sampling={"mode": "indexed", "remainder": "pad"})
     with (
         pytest.raises(DataError, match=r"a key ends at the first dot(.|\n)*mkdir out") as error,
@@ -204,22 +200,6 @@ def test_keys_end_at_the_first_dot(tmp_path: Path, told: Told) -> None:
         for _ in range(100):
             next(stream)
     assert "use --image-key" not in str(error.value)
-
-
-@pytest.mark.skipif(not GNU_TAR, reason="needs GNU tar")
-def test_a_folder_for_each_sample_is_told_and_mended(tmp_path: Path, told: Told) -> None:
-    parts = (("image", lambda i: {"jpg": picture(i)}), ("caption", lambda i: {"txt": prose(i)}))
-    samples = [{"__key__": f"{i:02d}/{name}", **made(i)} for i in range(8) for name, made in parts]
-    write_tar(tmp_path / "SHARD.tar", samples)
-    code, out, _ = told(str(tmp_path / "SHARD.tar"))
-    assert code == 3 and "each folder in the tar has the files caption.txt, image.jpg" in out
-    command = out[out.index("mkdir out &&") : out.index(" (the check of")]
-    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
-    flags = ["--image-key", "image.jpg", "--caption-key", "caption.txt"]
-    code, out, err = told(str(tmp_path / "NEW.tar"))
-    assert code == 3 and " ".join(flags) in err and "each folder" not in out
-    code, out, _ = told(str(tmp_path / "NEW.tar"), *flags)
-    assert code == 0
 
 
 def test_two_views_of_a_sample_are_no_dots_in_keys(tmp_path: Path, told: Told) -> None:

@@ -69,18 +69,6 @@ def test_the_flag_that_reads_it(sample: dict[str, bytes | str], caption: Caption
     assert profile_of(sample, sample).suggestion("jpg;png", caption) == flags
 
 
-def test_the_flag_of_a_dialogue_is_that_of_the_answers() -> None:
-    turns = [[("human", "Describe the image."), ("gpt", f"a dog and {n} red cats")] for n in range(5)]
-    rows = [json.dumps({"talk": [{"from": who, "value": text} for who, text in turn]}) for turn in turns]
-    profile = profile_of(*({"png": PNG, "json": row} for row in rows))
-    assert profile.suggestion("png", TextCaption()) == ["--caption-json 'talk[from=gpt].value'"]
-    turns = [[("user", f"Is it {n}?"), ("assistant", f"a dog and {n} red cats")] for n in range(5)]
-    said = [[{"role": who, "content": [{"type": "text", "text": text}]} for who, text in turn] for turn in turns]
-    profile = profile_of(*({"png": PNG, "json": json.dumps({"messages": one})} for one in said))
-    path = "messages[role=assistant].content.*.text"
-    assert profile.suggestion("png", TextCaption()) == [f"--caption-json '{path}'"]
-
-
 def test_advice_says_what_was_seen() -> None:
     assert profile_of().advice("jpg;png", TextCaption()) == "the members of no sample could be read"
     advice = profile_of(*[{"png": PNG, "json": json.dumps(EMOJI)}] * 3).advice("jpg;png", TextCaption())

@@ -10,7 +10,8 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from pydantic_core import from_json
@@ -20,14 +21,13 @@ from clipstream.data.json_path import parse_path, structure, values_at
 from clipstream.data.settings import CaptionSettings, JsonCaption, TextCaption
 from clipstream.errors import Dropped, SettingsError
 from clipstream.text import printable
-from clipstream.utils.plugins import load_function, make_plugin, raised
+from clipstream.utils.plugins import called, load_function, make_plugin
 
 if TYPE_CHECKING:
     from clipstream.data.order.rng import SampleRNG, SampleRNGs
 
 RawSample = Mapping[str, Any]
 JsonObject = dict[str, Any]
-Choice = TypeVar("Choice")
 SampleTransform = Callable[[RawSample], RawSample]
 
 
@@ -54,8 +54,8 @@ class CaptionExtractor(Protocol):
 def candidates(extractor: CaptionExtractor, sample: RawSample) -> list[list[str]]:
     """All captions that training may draw, by path of the caption settings; no path has a blank one.
 
-    A user's own extractor may have a method `candidates(sample) -> list[str]`; without, its caption in evaluation is
-    the only one. `draw_captions` draws from them as JsonField does.
+    A user's own extractor may have a method `candidates(sample) -> list[str]`; without it, its caption in evaluation is
+    the only one.
 
     Raises:
         Dropped: as the extractor does.
@@ -66,12 +66,25 @@ def candidates(extractor: CaptionExtractor, sample: RawSample) -> list[list[str]
 
 
 def draw_caption(by_path: Sequence[list[str]], weights: Sequence[float] | None, rng: SampleRNG) -> int:
-    """What JsonField draws from the candidates of a sample: the caption's position among all of them."""
+    """The caption that training draws from the candidates of a sample: its position among all of them.
+
+    Of several paths with text one is drawn by weight, then one of its texts. Paths of weight 0 are used where no other
+    has text.
+    """
     present = [number for number, texts in enumerate(by_path) if texts]
     usable = [number for number in present if weights is None or weights[number]] or present[:1]
     path = usable[0]
     if weights is not None and len(usable) > 1:
-        path = _drawn([(path, weights[path]) for path in usable], rng)
+        total = 0.0  # not `sum`, which adds floats in another way since Python 3.12
+        for number in usable:
+            total += weights[number]
+        point = rng.uniform() * total
+        path = usable[-1]
+        for number in usable:
+            point -= weights[number]
+            if point < 0:
+                path = number
+                break
     before = sum(len(texts) for texts in by_path[:path])
     return before + (rng.integer(len(by_path[path])) if len(by_path[path]) > 1 else 0)
 
@@ -79,7 +92,7 @@ def draw_caption(by_path: Sequence[list[str]], weights: Sequence[float] | None, 
 def draw_captions(
     counts: np.ndarray[Any, Any], weights: Sequence[float] | None, rngs: SampleRNGs
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """What JsonField draws for n samples, int64 [n]: the caption's position among all candidates of its sample.
+    """`draw_caption` for n samples, int64 [n].
 
     Args:
         counts: integers [n, P], number of candidates of each path; each sample has some.
@@ -150,19 +163,31 @@ def build_transform(path: str | None) -> SampleTransform | None:
     return None if path is None else _OwnTransform(path)
 
 
-class TextField:
+class _Field:
+    """A caption extractor that draws from its candidates."""
+
+    weights: Sequence[float] | None = None  # of the paths
+
+    def candidates(self, sample: RawSample) -> list[list[str]]:
+        """See `candidates`."""
+        raise NotImplementedError
+
+    def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
+        """The caption: in training one that `draw_caption` draws, in evaluation the first. Raises Dropped."""
+        by_path = self.candidates(sample)
+        texts = list(chain(*by_path))
+        return texts[0 if rng is None or len(texts) == 1 else draw_caption(by_path, self.weights, rng)]
+
+
+class TextField(_Field):
     """The caption is the text of a member: the first present of `members`, UTF-8, stripped.
 
-    Where the text is a list of texts (`json_path.structure`), one is drawn, in evaluation the first.
+    Where the text is a list of texts (`json_path.structure`), one is drawn, in evaluation the first. Reasons of dropped
+    samples: `no_caption`, `caption_not_utf8` or `empty_caption`.
     """
 
     def __init__(self, members: tuple[str, ...]) -> None:
         self.members = members
-
-    def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
-        """The caption. Raises Dropped: `no_caption`, `caption_not_utf8` or `empty_caption`."""
-        texts = self._texts(sample)
-        return usable_text(texts[rng.integer(len(texts))] if rng is not None and len(texts) > 1 else texts[0])
 
     def every(self, sample: RawSample) -> list[str]:
         """The texts of a list, else the lines. Raises Dropped as __call__."""
@@ -182,110 +207,66 @@ class TextField:
         raise Dropped("no_caption", f"{_kind(found)}, not a text: name the text in it by --caption-json")
 
 
-class JsonField:
+class JsonField(_Field):
     """The caption is a string at a path into the JSON member.
 
     Only strings are captions: a number or a null counts as absent. From a list of strings (also one that is written as
     a text), and from the strings that a path with `*` or a filter matches, one is drawn (in evaluation, the first). Of
     several paths the first that has text is used. With weights, training draws one of those that have text; the first
-    of weight 0 is used where no other has text, as in open_clip. The grammar of paths is in `json_path`.
+    of weight 0 is used where no other has text, as in open_clip. The grammar of paths is in `json_path`. Reasons of
+    dropped samples: as TextField, `json_invalid` or `json_not_object`.
     """
 
     def __init__(self, settings: JsonCaption) -> None:
-        weights = settings.weights or [1.0] * len(settings.paths)
-        steps = [parse_path(path) for path in settings.paths]
-        choices = zip(steps, weights, range(len(steps)), strict=True)
-        self._choices = sorted(choices, key=lambda choice: not choice[1])  # those of weight 0 come last
-        self._weighted = settings.weights is not None
+        self._paths = [parse_path(path) for path in settings.paths]
+        self.weights = settings.weights
         self._wanted = " or ".join(settings.paths)
         self._json = split_keys(settings.key)
         self._fallback = TextField(split_keys(settings.fallback or ""))
         self.members = self._json + self._fallback.members
 
-    def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
-        """The caption. Raises Dropped: as TextField, `json_invalid` or `json_not_object`."""
-        try:
-            found = self._texts(object_of(sample, self._json, "no_caption"), first=rng is None)
-            texts = found[0][0]
-            if rng is not None and len(found) > 1:
-                texts = _drawn([(own, weight) for own, weight, _ in found], rng)
-            return usable_text(texts[rng.integer(len(texts))] if rng is not None and len(texts) > 1 else texts[0])
-        except Dropped:
-            if not self._falls_back(sample):
-                raise
-        return self._fallback(sample, rng)
-
     def every(self, sample: RawSample) -> list[str]:
         """All strings of the first path that has text, else the lines of the fallback. Raises Dropped as __call__."""
-        try:
-            return self._texts(object_of(sample, self._json, "no_caption"), first=True)[0][0]
-        except Dropped:
-            if not self._falls_back(sample):
-                raise
-        return self._fallback.every(sample)
+        by_path = self._by_path(sample)
+        return self._fallback.every(sample) if by_path is None else next(filter(None, by_path))
 
     def candidates(self, sample: RawSample) -> list[list[str]]:
         """See `candidates`; the text of the fallback counts to the first path."""
-        by_path: list[list[str]] = [[] for _ in self._choices]
+        by_path = self._by_path(sample)
+        return self._fallback.candidates(sample) + [[]] * (len(self._paths) - 1) if by_path is None else by_path
+
+    def _by_path(self, sample: RawSample) -> list[list[str]] | None:
+        """The texts by path; None where the fallback, which is present, stands in for them."""
         try:
-            for texts, _, number in self._texts(object_of(sample, self._json, "no_caption")):
-                by_path[number] = [usable_text(text) for text in texts]
-        except Dropped:
-            if not self._falls_back(sample):
+            return self._texts(object_of(sample, self._json, "no_caption"))
+        except Dropped:  # the better reason, unless there is a fallback
+            if member_of(sample, self._fallback.members) is ABSENT:
                 raise
-            by_path[:1] = self._fallback.candidates(sample)
-        return by_path
+            return None
 
-    def _falls_back(self, sample: RawSample) -> bool:
-        """Whether the fallback is present; if not, the error in the JSON member is the better reason."""
-        return member_of(sample, self._fallback.members) is not ABSENT
-
-    def _texts(self, value: JsonObject | list[Any], first: bool = False) -> list[tuple[list[str], float, int]]:
-        """(texts, weight, number) of each path that training may draw: all that have text, or the first alone."""
-        reason = "no_caption"
-        inside: list[Any] | JsonObject | None = None
-        found: list[tuple[list[str], float, int]] = []
-        for steps, weight, number in self._choices:
-            if found and not weight:
+    def _texts(self, value: JsonObject | list[Any]) -> list[list[str]]:
+        """The texts of each path that training may draw: without weights, of the first that has any."""
+        by_path: list[list[str]] = [[] for _ in self._paths]
+        weights = self.weights or [1.0] * len(by_path)
+        reason, inside = "no_caption", None
+        for number in sorted(range(len(by_path)), key=lambda number: not weights[number]):  # those of weight 0 last
+            if any(by_path) and not (self.weights and weights[number]):
                 break
             items: list[Any] = []
-            usable = []
-            for inner in values_at(value, steps):
+            for inner in values_at(value, self._paths[number]):
                 there = (structure(inner) if isinstance(inner, str) else None) or inner
                 items += there if isinstance(there, list) else [there]
                 inside = there if isinstance(there, (list, dict)) else inside
             for text in items:
                 if isinstance(text, str):
                     try:
-                        text.encode()
-                    except UnicodeEncodeError:  # a text with lone surrogates, which JSON's escapes can hold
-                        reason = "caption_not_utf8"
-                        continue
-                    if text.strip():
-                        usable.append(text)
-                    elif reason == "no_caption":
-                        reason = "empty_caption"
-            if usable:
-                found.append((usable, weight, number))
-                if first or not (self._weighted and weight):
-                    break
-        if not found:
+                        by_path[number].append(usable_text(text))
+                    except Dropped as drop:
+                        reason = "caption_not_utf8" if "caption_not_utf8" in (drop.reason, reason) else drop.reason
+        if not any(by_path):
             more = f", but {_kind(inside)}: lead the path on into it" if inside else ""
             raise Dropped(reason, f"no text at {self._wanted}{more}")
-        return found
-
-
-def _drawn(choices: Sequence[tuple[Choice, float]], rng: SampleRNG) -> Choice:
-    """One of the choices, drawn by weight."""
-    total = 0.0  # not `sum`, which adds floats in another way since Python 3.12
-    for _, weight in choices:
-        total += weight
-    point = rng.uniform() * total
-    for choice, weight in choices:
-        point -= weight
-        if point < 0:
-            return choice
-    return choices[-1][0]
+        return by_path
 
 
 class _OwnExtractor:
@@ -298,12 +279,7 @@ class _OwnExtractor:
         self.members = None if names is None else split_keys(names)
 
     def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
-        try:
-            caption = self._extractor(sample, rng)
-        except Dropped:
-            raise
-        except Exception as error:
-            raise Dropped("extractor_error", raised("the caption extractor", error)) from error
+        caption = called("extractor_error", "the caption extractor", self._extractor, sample, rng)
         if not isinstance(caption, str):
             raise Dropped("extractor_error", f"it gave {type(caption).__name__}, not str")
         return usable_text(caption)
@@ -312,12 +288,7 @@ class _OwnExtractor:
         """See `candidates`. Raises Dropped: as __call__."""
         if (own := getattr(self._extractor, "candidates", None)) is None:
             return [[self(sample, None)]]
-        try:
-            texts = own(sample)
-        except Dropped:
-            raise
-        except Exception as error:
-            raise Dropped("extractor_error", raised("the caption extractor", error)) from error
+        texts = called("extractor_error", "the caption extractor", own, sample)
         if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
             raise Dropped("extractor_error", "its `candidates` gave no list of str")
         return [[usable_text(text) for text in texts]]
@@ -333,12 +304,7 @@ class _OwnTransform:
             raise SettingsError(f"transform: {error}") from error
 
     def __call__(self, sample: RawSample) -> RawSample:
-        try:
-            changed = self._function(sample)
-        except Dropped:
-            raise
-        except Exception as error:
-            raise Dropped("transform_error", raised("the transform", error)) from error
+        changed = called("transform_error", "the transform", self._function, sample)
         if changed is None:
             raise Dropped("transform_none", "")
         if not isinstance(changed, Mapping):

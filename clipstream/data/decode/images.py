@@ -24,7 +24,7 @@ from clipstream.data.batch import ImageSpec
 from clipstream.data.settings import MAX_PIXELS, ImageTransformSettings, rgb
 from clipstream.errors import Dropped, SettingsError
 from clipstream.utils.content import describe
-from clipstream.utils.plugins import make_plugin, raised
+from clipstream.utils.plugins import called, make_plugin
 
 if TYPE_CHECKING:
     from clipstream.data.order.rng import SampleRNG
@@ -115,12 +115,8 @@ class OwnImageTransform:
     def __call__(self, data: bytes, rng: SampleRNG | None, out: Pixels | None = None) -> Pixels:
         """See ImageTransform. Raises Dropped: as EvalTransform, `image_transform_error`, or the user's own reason."""
         picture = decoded(data, self._background, self._upright, self._max_pixels)
-        try:
-            pixels = self._transform(picture if picture.mode == "RGB" else converted(picture), self._size, rng)
-        except Dropped:
-            raise
-        except Exception as error:
-            raise Dropped("image_transform_error", raised("the image transform", error)) from error
+        picture = picture if picture.mode == "RGB" else converted(picture)
+        pixels = called("image_transform_error", "the image transform", self._transform, picture, self._size, rng)
         shape, dtype = getattr(pixels, "shape", None), getattr(pixels, "dtype", None)
         if not isinstance(pixels, np.ndarray) or shape != (*self._size, 3) or dtype != np.uint8:
             got = f"{type(pixels).__name__} {dtype or ''} {shape or ''}".strip()

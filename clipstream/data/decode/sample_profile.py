@@ -1,6 +1,6 @@
 """Profiles of samples: member suffixes, JSON fields with examples, and the flags that would read them.
 
-Raw samples enter, advice for people leaves. Pictures are not decoded.
+Raw samples enter; advice for users leaves. Images are not decoded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from clipstream.data.decode.captions import RawSample, build_caption, candidates, split_keys
-from clipstream.data.json_path import filter_of, parse_path, step_of, structure
+from clipstream.data.json_path import parse_path, step_of, structure
 from clipstream.data.settings import CaptionSettings, JsonCaption, TextCaption
 from clipstream.errors import Dropped
 from clipstream.storage.tar import PACKING, UNPACKING
@@ -34,10 +34,9 @@ SHORT_FLAGS = "data.sources.train"  # the source that --caption-key and the like
 EXAMPLE_CHARS = 60
 NAME_CHARS = 200  # of a field that is suggested
 TRIED = 64  # samples on which suggestions are tried, at most
-TRIED_BYTES = 1 << 22  # of their members, pictures apart
+TRIED_BYTES = 1 << 22  # of their members without images
 KEPT = 32  # different texts of a field that are kept
 KEPT_CHARS = 120  # of each
-FILTERS = 12  # different values of a field by which the elements of a list are told apart, at most
 CAPTION_NAMES = ("caption", "captions", "text", "texts", "description", "title", "alt", "prompt", "cap", "txt")
 NOT_CAPTIONS = (
     *("url", "uri", "key", "id", "uid", "uuid", "status", "error", "error_message", "license", "exif"),
@@ -46,13 +45,9 @@ NOT_CAPTIONS = (
 # One word that is a code of a language, has digits or signs, or is very long: an id, a hash, a path, a URL.
 _CODE = re.compile(r"(?i:true|false|none|null|nan)|[a-z]{2}(-[A-Za-z]{2,4})?|(?=.*[\d_=/\\@:])[!-~]+|[!-~]{25,}")
 _WORD = re.compile(r"[^\W\d_]{2,}")
-_ANSWER = re.compile(r"=(?:assistant|gpt|model)]")  # in the filter for who answers in a dialogue
 NO_TEXT = "no member and no JSON field holds text that looks like a caption"
 _UNDOTTED = r"s,\.\([^./]*\.\),_\1,g"  # of neighbouring dots every second one: twice
 RENAMING = f"{UNPACKING.removesuffix('&& ')}--transform='{_UNDOTTED};{_UNDOTTED}' && {PACKING}"
-_UNFOLDED = r"s,/\([^/.]*\)\.\([^/]*\)$,.\1.\2,"  # FOLDER/NAME.SUFFIX: FOLDER.NAME.SUFFIX
-UNFOLDING = UNPACKING + PACKING.replace(" -C", f" --transform='{_UNFOLDED}' -C")
-PARTS = 8  # files that each folder of a tar has, at most
 
 
 @dataclass
@@ -68,12 +63,12 @@ class Field:
     member: str = "json"  # suffix of the JSON member that holds the field
     path: str = ""  # of the field in it; '' for the whole member
 
-    def add(self, text: str) -> None:
+    def add(self, text: str, times: int = 1) -> None:
         """Count a text."""
-        self.count += 1
+        self.count += times
         text = text[:KEPT_CHARS]
         if text in self.texts or len(self.texts) < KEPT:
-            self.texts[text] += 1
+            self.texts[text] += times
 
     def merge(self, other: Field) -> None:
         """Add the counts of another. A field that was null takes the type of the first other value."""
@@ -81,10 +76,10 @@ class Field:
             self.type, self.example = other.type, other.example
         self.samples += other.samples
         self.most = max(self.most, other.most)
-        self.count += other.count
-        for text, count in other.texts.items():
-            if text in self.texts or len(self.texts) < KEPT:
-                self.texts[text] += count
+        count = self.count + other.count
+        for text, times in other.texts.items():
+            self.add(text, times)
+        self.count = count
 
     @property
     def kind(self) -> str:
@@ -112,25 +107,21 @@ class Profile:
     def __init__(self) -> None:
         self.samples: int = 0
         self.suffixes: Counter[str] = Counter()  # samples by member suffix
-        self.parts: Counter[str] = Counter()  # samples by NAME.SUFFIX in a folder of the tar; the first names alone
-        self.images: Counter[str] = Counter()  # the same, of the members whose bytes begin as a picture
+        self.images: Counter[str] = Counter()  # the same, of the members whose bytes begin as an image
         self.texts: dict[str, Field] = {}  # by suffix, the members that are readable text
         self.json_fields: dict[str, Field] = {}  # by path into the member `json`; of another JSON member, `SUFFIX:path`
-        self.tried: list[dict[str, bytes]] = []  # the first samples, without their pictures
+        self.tried: list[dict[str, bytes]] = []  # the first samples, without their images
 
     def add(self, sample: RawSample) -> None:
         """Count one raw sample, suffix -> bytes; keys with `__` are ignored."""
         self.samples += 1
         kept: dict[str, bytes] = {}
-        inside = str(sample.get("__key__", "")).rpartition("/")[1:]
         for name, data in sample.items():
             if name.startswith("__") or not isinstance(data, (bytes, bytearray, memoryview)):
                 continue
             suffix = name.lower()
             if suffix in self.suffixes or len(self.suffixes) < MAX_SUFFIXES:
                 self.suffixes[suffix] += 1
-            if inside[0] and ((part := f"{inside[1]}.{suffix}") in self.parts or len(self.parts) <= PARTS):
-                self.parts[part] += 1
             head, kept[suffix] = bytes(data[:512]), bytes(data)
             if content.kind(head) in content.PICTURES:
                 self.images[suffix] += 1
@@ -155,7 +146,6 @@ class Profile:
         """Add another profile's counts to this one; the first example of each field stays."""
         self.samples += other.samples
         self.suffixes.update(other.suffixes)
-        self.parts.update(other.parts)
         self.images.update(other.images)
         for suffix, member in other.texts.items():
             _count(self.texts, suffix, member)
@@ -258,70 +248,50 @@ class Profile:
         ranked: list[tuple[tuple[Any, ...], str, CaptionSettings]] = []
         dotted = {suffix.rpartition(".")[0] for suffix in self._dotted()}
         for suffix, member in self.texts.items():
-            if suffix.rpartition(".")[0] in dotted:  # the text of one picture of several
+            if suffix.rpartition(".")[0] in dotted:  # the text of one image of several
                 continue
             if member.language and suffix != "cls" and self.suffixes[suffix] * 2 >= self.samples and _nameable(suffix):
-                if suffix in ("txt", "text", "caption"):
-                    rank = 0
-                elif suffix.startswith("caption"):
-                    rank = 2
-                else:
-                    rank = CAPTION_NAMES.index(suffix) if suffix in CAPTION_NAMES else 12
-                key = (member.is_constant, rank + text_rank, 0, -member.language, -member.samples)
+                name = "caption" if suffix == "txt" or suffix.startswith("caption") else suffix
+                rank = text_rank + (CAPTION_NAMES.index(name) if name in CAPTION_NAMES else 12)
+                key = (member.is_constant, rank, 0, -member.language, -member.samples)
                 flag = f"--caption-key {shlex.quote(suffix)}"
                 if place != SHORT_FLAGS:
                     flag = f"--{place}.caption {shlex.quote(f'{{type: text, key: {_scalar(suffix)}}}')}"
                 ranked.append((key, flag, TextCaption(key=suffix)))
         for found in self.json_fields.values():
-            path = found.path
-            if found.type not in ("str", "list of str") or not _nameable(path or "*") or not found.language:
+            path = found.path or "*"  # a list of texts in itself
+            if found.type not in ("str", "list of str") or not _nameable(path) or not found.language:
                 continue
-            path = path or "*"  # a list of texts in itself
             names = [step.lower() for step in parse_path(path) if isinstance(step, str)]
             if path != "*" and (not names or names[-1] in NOT_CAPTIONS):
                 continue
             rank = min((CAPTION_NAMES.index(name) + 1 for name in names if name in CAPTION_NAMES), default=20)
             alternative = (found.type != "str") + (names[-1:] not in ([one] for one in ("en", *CAPTION_NAMES[:4])))
             key = (found.is_constant, rank, alternative, -found.language, -found.samples)
-            paths = [path, *(self._filtered(found) if found.most > 1 else ())]
-            paths.sort(key=lambda one: not _ANSWER.search(one))
-            for n, one in enumerate(paths):
-                if place == SHORT_FLAGS and found.member == "json" and ";" not in one:
-                    flag = f"--caption-json {shlex.quote(one)}"
-                else:
-                    member_key = "" if found.member == "json" else f"key: {_scalar(found.member)}, "
-                    value = f"{{type: json, {member_key}path: {_scalar(one)}}}"
-                    flag = f"--{place}.caption {shlex.quote(value)}"
-                ranked.append(((*key, n), flag, JsonCaption(path=one, key=found.member)))
+            if place == SHORT_FLAGS and found.member == "json" and ";" not in path:
+                flag = f"--caption-json {shlex.quote(path)}"
+            else:
+                member_key = "" if found.member == "json" else f"key: {_scalar(found.member)}, "
+                value = f"{{type: json, {member_key}path: {_scalar(path)}}}"
+                flag = f"--{place}.caption {shlex.quote(value)}"
+            ranked.append((key, flag, JsonCaption(path=path, key=found.member)))
         now = self._tried(caption) if isinstance(caption, (TextCaption, JsonCaption)) else None
-        flags: list[tuple[bool, str]] = []
-        for _, flag, settings in sorted(ranked, key=lambda one: one[:2]):
-            if any(texts := self._tried(settings)) and texts != now:
-                firsts = [own[0] for own in texts if own]  # what a dialogue begins with is often the same
-                flags.append((len(firsts) > 2 and len(set(firsts)) == 1, flag))
-        return [flag for _, flag in sorted(flags, key=lambda one: one[0])]
+        best_first = sorted(ranked, key=lambda one: one[:2])
+        return [flag for _, flag, found in best_first if any(texts := self._tried(found)) and texts != now]
 
     def layout(self) -> str:
-        """A note if each sample is a folder, or names of pictures have dots before their extension; '' if not."""
-        stems, ends = zip(*(part.split(".", 1) for part in self.parts), strict=True) if self.parts else ((), ())
-        if 2 <= len(set(stems)) == len(stems) <= PARTS and len(set(ends)) > 1 and min(self.parts.values()) > 2:
-            return (
-                f"each folder in the tar has the files {printable(', '.join(sorted(self.parts)), 200)}: what belongs "
-                "to a sample has one name up to the first dot, so each file is a sample of its own. If a folder is a "
-                f"sample, rename its files, e.g. to FOLDER.{printable(next(iter(self.parts)), 60)}: "
-                f"{UNFOLDING} (the check of NEW.tar names the flags to use)"
-            )
+        """A note if names of images have dots before their extension; '' if not."""
         if not (dotted := self._dotted()):
             return ""
         shown = [printable(suffix, 60) for suffix in dotted]
         return (
-            f"pictures are members {', '.join(shown[:3])}{', …' if len(shown) > 3 else ''} of their samples: a key "
-            f"ends at the first dot of the file's name, so photo.{shown[0]} is member {shown[0]} of the sample photo. "
-            f"If each is a picture of its own, rename the files, e.g. to photo_{shown[0]}: {RENAMING}"
+            f"images are members {', '.join(shown[:3])}{', …' if len(shown) > 3 else ''} of their samples: a key ends "
+            f"at the first dot of the file's name, so photo.{shown[0]} is member {shown[0]} of the sample photo. If "
+            f"each is an image of its own, rename the files, e.g. to photo_{shown[0]}: {RENAMING}"
         )
 
     def _dotted(self) -> list[str]:
-        """Suffixes of pictures such as `0.png` and `1.png`, which differ before their last dot."""
+        """Suffixes of images such as `0.png` and `1.png`, which differ before their last dot."""
         kinds: dict[str, list[str]] = {}
         for suffix in self.images:
             kinds.setdefault(suffix.rpartition(".")[2], []).append(suffix)
@@ -332,24 +302,6 @@ class Profile:
             if len(alike) > 4 or (len(alike) > 1 and numbered):
                 dotted += names
         return dotted
-
-    def _filtered(self, found: Field) -> list[str]:
-        """The paths with a filter in place of a `*`, one per value of a field that distinguishes elements."""
-        paths: list[str] = []
-        for star in re.finditer(r"\.\*\.", found.path):
-            stem, rest = found.path[: star.start()], found.path[star.end() :]
-            apart = [
-                (len(other.texts), step[0], other.texts)
-                for other in self.json_fields.values()
-                if other.member == found.member and other.path.startswith(f"{stem}.*.") and other is not found
-                if other.type == "str" and 2 <= len(other.texts) <= FILTERS and other.count >= 2 * len(other.texts)
-                if _nameable(*other.texts) and len(step := parse_path(other.path.removeprefix(f"{stem}.*."))) == 1
-                if isinstance(step[0], str)
-            ]
-            for _, name, texts in sorted(apart, key=lambda one: one[:2])[:1]:
-                values = sorted(texts, key=lambda value: (value != "en", -texts[value]))
-                paths += [f"{stem}{filter_of(name, value)}.{rest}" for value in values]
-        return paths
 
     def _add_json(self, suffix: str, data: bytes) -> None:
         found: dict[str, Field] = {}
