@@ -47,15 +47,15 @@ bench-loss: .venv/.installed-dev
 	$(BIN)/python benchmarks/loss.py --csv build/loss.csv --plot build/loss.svg
 
 # The settings of training one after the other on a small model and generated data, beside open_clip's step; the table as
-# CSV, the plot and the settings to use under build/.
+# CSV and the settings to use under build/.
 bench-train: .venv/.installed-dev
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[bench]'
 	mkdir -p build
 	$(BIN)/python -m clipstream bench train --model configs/models/small.json --batch-size 128 --against open_clip \
-		--csv build/train.csv --plot build/train.svg --yaml build/train.yaml
+		--csv build/train.csv --yaml build/train.yaml
 	$(BIN)/python -m clipstream bench train --model configs/models/small-vit.json --batch-size 64 --against open_clip \
 		--rungs fused,buckets,checkpointing,micro-batch,patch-dropout \
-		--csv build/train-vit.csv --plot build/train-vit.svg --yaml build/train-vit.yaml
+		--csv build/train-vit.csv --yaml build/train-vit.yaml
 
 # Stores of features: speed, memory and accuracy of a store, the verb beside a bare loop of its tower, and training from a
 # store beside training with the tower live.

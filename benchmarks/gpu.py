@@ -52,11 +52,15 @@ from made import make
 from torch._C._autograd import DeviceType
 from torch._dynamo.utils import counters
 
-from clipstream.cli.verbs.bench.ladder import Ladder
-from clipstream.cli.verbs.bench.options import Options
-from clipstream.cli.verbs.bench.results import GIB
-from clipstream.cli.verbs.bench.rungs import Rung, with_changes
-from clipstream.cli.verbs.bench.turns import Parts, PeakMemory, explained, synchronize
+from clipstream.cli.verbs.bench.ladder import (
+    Ladder,
+    Options,
+    Parts,
+    Rung,
+    explained,
+    synchronize,
+    with_changes,
+)
 from clipstream.config.settings import load
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
@@ -65,6 +69,7 @@ from clipstream.models.model_config import builtin
 from clipstream.utils.logs import on_terminal
 from clipstream.utils.timing.parts import DATA, PARTS
 from clipstream.utils.timing.step_timer import StepTimer, timed
+from clipstream.utils.timing.usage import GIB, PeakMemory
 
 BEGIN, END = "<!-- benchmarks/gpu.py: table -->", "<!-- benchmarks/gpu.py: end -->"
 CAPTIONS = Path(__file__).with_name("captions.txt")
@@ -161,24 +166,24 @@ def ladder_of(model: Model, shards: str, folder: Path, args: argparse.Namespace)
         "--train.tf32", json.dumps(not cpu), "--workers", str(args.workers),
         *(["--train.compile-backend", "eager"] if cpu else []),  # which needs no C++ compiler
     ]  # fmt: skip
-    options = Options(rungs=(), loss_steps=BATCHES)
+    options = Options(loss_steps=BATCHES)
     return Ladder(load(flags, ranks=1), options, World(device="cpu" if cpu else "cuda:0"))
 
 
 def measure(ladder: Ladder, rung: Rung, seconds: float, args: argparse.Namespace, row: Row) -> None:
     """Measure a rung for at most so many seconds, and put what is found into `row` as soon as it is known."""
     until = time.monotonic() + seconds
-    turns, device = ladder.turns, ladder.world.device
-    if rung.name in ("eager-buckets", "eager-packed") and turns.padded is not None:
-        row["note"] = f"not run: {turns.padded}"
+    device = ladder.world.device
+    if rung.name in ("eager-buckets", "eager-packed") and ladder.padded is not None:
+        row["note"] = f"not run: {ladder.padded}"
         return
     memory = PeakMemory(device)
     with ExitStack() as stack:
         try:
             with time_limit(seconds):
                 settings = with_changes(ladder.settings, rung.changes)
-                parts = turns.build(settings, rung, stack)
-                step = step_of(parts, settings.optim.lr, [turns.batches[0]] if rung.open_clip else None)
+                parts = ladder.build(settings, rung, stack)
+                step = step_of(parts, settings.optim.lr, [ladder.batches[0]] if rung.open_clip else None)
                 warm_up(step, until - seconds / 2, row)
                 timer, sensors = StepTimer(device), Sensors(device)
                 rates: list[float] = []
@@ -194,7 +199,7 @@ def measure(ladder: Ladder, rung: Rung, seconds: float, args: argparse.Namespace
                     row["note"] = f"compiled {graphs() - before} graphs in measured steps"
                 row["step_ms"] = 1e3 * row["batch"] / row["samples_per_s"]
                 row["memory_gib"] = memory.peak() / GIB
-                row["tflops"] = turns.tflops(settings, row["samples_per_s"])
+                row["tflops"] = ladder.tflops(settings, row["samples_per_s"])
                 peak = peak_tflops(device, settings.train.arithmetic)
                 row["mfu"] = None if row["tflops"] is None or peak is None else row["tflops"] / peak
                 row.update(sensors.medians())
@@ -387,7 +392,7 @@ def rows_of(model: Model, until: float, shards: str, folder: Path, args: argpars
         if ladder is None or left <= 0:
             row["note"] = reason
         else:
-            row["batch"] = ladder.turns.batches[0].global_size
+            row["batch"] = ladder.batches[0].global_size
             measure(ladder, rung, left if rung is rungs[-1] else SHARE * left, args, row)
         yield row
 

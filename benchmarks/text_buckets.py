@@ -115,7 +115,8 @@ def open_clip_step(towers: Towers, batch: Batch, name: str) -> Callable[[], obje
     except SettingsError as error:
         print(error)
         return None
-    return partial(step, step.prepare(batch), lr=1e-6)
+    prepared = step.prepare(batch)
+    return lambda: step.start(prepared, 1e-6)()
 
 
 def image_seconds(case: Callable[[], object]) -> float:

@@ -21,9 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from clipstream.cli.main import VERBS
-from clipstream.cli.verbs import audit, evaluate, precompute
-from clipstream.cli.verbs.bench import input as bench_input
-from clipstream.cli.verbs.bench import train as bench_train
+from clipstream.cli.verbs import audit, bench, evaluate, precompute
 from clipstream.cli.verbs.evaluate import OWN_FLAGS as OF_EVALUATE
 from clipstream.config.flag_aliases import ALIASES, BY_FLAG
 from clipstream.config.help import default_note, generic_key, value_form
@@ -185,8 +183,7 @@ def test_flags_that_pages_name_exist() -> None:
     own = {
         *BY_FLAG,
         *OF_EVALUATE,
-        *bench_input.OWN_FLAGS,
-        *bench_train.OWN_FLAGS,
+        *bench.OWN_FLAGS,
         *stage.OWN_FLAGS,
         *audit.OWN_FLAGS,
         *precompute.OWN_FLAGS,

@@ -8,6 +8,7 @@ Lists are written `'[a, b]'`; a flag given again replaces its earlier value. A f
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
 from clipstream.config.config_sources import Node, merged
@@ -26,8 +27,10 @@ from clipstream.config.flag_groups import (
     zero_shot_sets,
 )  # fmt: skip
 from clipstream.config.open_clip_flags import notice, refusal, value_notice
+from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, nearest
 from clipstream.storage.shard_url import parts_of, redact, table_format
+from clipstream.utils import atomic_write
 from clipstream.utils.section import Path, Section, child, dotted, entries_of, leaves, with_home, with_shipped
 
 
@@ -206,6 +209,21 @@ def advice(root: type[Section], flag: str) -> str:
     if near := nearest(name, names):
         return f"unknown flag; did you mean {names[near[0]]!r}?"
     return "unknown flag; --help all lists all of them"
+
+
+def output_file(own: Mapping[str, str], flag: str) -> FilePath | None:
+    """The file that one of a verb's own flags names; None if the flag is not given.
+
+    Raises SettingsError: the file cannot be written.
+    """
+    if flag not in own:
+        return None
+    try:
+        if World.from_env().is_main:
+            atomic_write.probe(FilePath(own[flag]))
+    except OSError as error:
+        raise SettingsError(f"{flag}: {own[flag]} cannot be written ({error.strerror})") from error
+    return FilePath(own[flag])
 
 
 def own_flags(

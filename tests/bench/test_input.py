@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.cli.verbs.bench import main
-from clipstream.cli.verbs.bench.input import Measured, needs
+from clipstream.cli.verbs.bench import Measured, main, needs
 from clipstream.data.loader.stage_timing import StageTimes
 from tests.support.models import MODEL
 from tests.support.pictures import make_shards
@@ -38,10 +37,10 @@ def test_a_users_shards_are_measured(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ([], "give --train-data SHARDS"),
-        (["--train-data", "a.tar", "--counts", "1,x"], "--counts: give numbers from 0 to"),
+        ([], "bench requires shards"),
+        (["--train-data", "a.tar", "--counts", "1,x"], "--counts: expected numbers from 0 to"),
         (["--train-data", "a.tar", "--counts", "1,999"], "not '1,999'"),
-        (["--train-data", "a.tar", "--seconds", "-1"], "--seconds: give a number above 0"),
+        (["--train-data", "a.tar", "--seconds", "-1"], "--seconds: expected a number above 0"),
         (
             ["--train-data", "a.tar", "--output", "absent/a.jsonl"],
             "--output: absent/a.jsonl cannot be written (No such",

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 from pydantic import create_model
 
-from clipstream.cli.verbs import check, compare, evaluate, index
-from clipstream.cli.verbs.bench import input as bench_input
-from clipstream.cli.verbs.bench import train as bench_train
+from clipstream.cli.verbs import bench, check, compare, evaluate, index
 from clipstream.config.config_sources import accepts_text
 from clipstream.config.dump import _RULES
 from clipstream.config.flags import own_flags
@@ -73,7 +71,7 @@ def test_flags_and_files_alike(home: Path) -> None:
     assert settings.tokenizer.model_dump()["name"] == f"{home}/t"
 
 
-@pytest.mark.parametrize("verb", [bench_input, bench_train, evaluate, stage])
+@pytest.mark.parametrize("verb", [bench, evaluate, stage])
 def test_flags_of_the_verbs_own(verb: ModuleType, home: Path) -> None:
     argv = [f"{flag}=~/x" for flag in verb.OWN_FLAGS]
     assert own_flags(argv, verb.OWN_FLAGS)[0] == dict.fromkeys(verb.OWN_FLAGS, f"{home}/x")

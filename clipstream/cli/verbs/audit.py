@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.entry import run_main, show_help
-from clipstream.config.flags import own_flags
+from clipstream.config.flags import output_file, own_flags
 from clipstream.config.settings import Settings, load, require_equal, resolve
 from clipstream.config.validate import validate_sources
 from clipstream.distributed.failure import FailureWatch
@@ -21,7 +21,6 @@ from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.losses.settings import chosen_loss_type
 from clipstream.models.pretrained import preflight, preflight_teacher
-from clipstream.utils import atomic_write
 from clipstream.utils.console import ResultConsole
 from clipstream.utils.logs import set_level
 
@@ -58,11 +57,7 @@ def _main(argv: list[str]) -> int:
         if not config.is_file():
             raise SettingsError(f"--run: {own['--run']} holds no run: there is no config.yaml in it")
         flags = ["--config", str(config), *flags]
-    if "--json" in own:
-        try:
-            atomic_write.probe(Path(own["--json"]))
-        except OSError as error:
-            raise SettingsError(f"--json: {own['--json']} cannot be written ({error.strerror})") from error
+    output_file(own, "--json")
     settings = load(flags)
     set_level(settings.log.level)
     if every is not None:

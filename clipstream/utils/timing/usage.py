@@ -6,9 +6,12 @@ GPU memory is that of torch's allocator. Utilisation and power come from NVML, b
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -69,13 +72,40 @@ class Usage:
             new = sum(seconds - self._spent.get(pid, 0.0) for pid, seconds in spent.items())
             found["cores"] = new / (now - self._began)
         self._began, self._spent = now, spent
-        own = _memory(os.getpid())
+        own = memory_of(os.getpid())
         if "VmRSS" in own:
             found["memory_gib"] = own["VmRSS"] / GIB
             found["memory_peak_gib"] = own["VmHWM"] / GIB
-        if rows := [memory["VmRSS"] for memory in map(_memory, workers) if "VmRSS" in memory]:
+        if rows := [memory["VmRSS"] for memory in map(memory_of, workers) if "VmRSS" in memory]:
             found["workers_memory_gib"] = sum(rows) / GIB
         return found
+
+
+class PeakMemory:
+    """Peak of a device's memory: CUDA's allocator, or on the CPU resident memory of the process (Linux).
+
+    Its construction frees what is not used, and begins a new peak.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
+            return
+        with suppress(OSError, AttributeError):  # not glibc
+            ctypes.CDLL(None).malloc_trim(0)
+        with suppress(OSError):  # not permitted: the peak is that of the process's life
+            Path("/proc/self/clear_refs").write_text("5")
+        self._before = memory_of("self").get("VmRSS", 0)
+
+    def peak(self) -> int:
+        """Most bytes in use since the construction, above those that were in use then."""
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self._device) - self._before)
+        return memory_of("self").get("VmHWM", 0) - self._before
 
 
 def over_ranks(figures: Iterable[Mapping[str, float]]) -> Figures:
@@ -102,7 +132,7 @@ def _processor_seconds(pids: Sequence[int]) -> dict[int, float]:
     return found
 
 
-def _memory(pid: int) -> dict[str, int]:
+def memory_of(pid: int | str) -> dict[str, int]:
     """Resident memory of a process in bytes, now (VmRSS) and at most (VmHWM); empty where Linux's /proc is not."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()

@@ -1,21 +1,70 @@
-"""The verb `clipstream bench`: how fast shards are read here, and with `bench train`, how fast a model trains
-under one setting after another.
+"""The verb `clipstream bench`: throughput of shards on this machine, and with `bench train` of training by setting.
 
-A command line enters; tables leave. `input` measures reading. `train` measures training by `ladder`: `rungs` is
-the table of settings, `turns` a measurement, `open_clip_step` the step of open_clip's trainer, and `results` is what is
-printed and written.
+`bench` reads as training does, with the same settings, by stage and number of workers, and discards the batches; a
+model is built only for its image size and tokenizer. `bench train` is in `ladder`, which imports torch.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from clipstream.cli.verbs.bench import input, train
+from rich.console import Console
+from rich.table import Table
+
+from clipstream.config.dump import print_config, take_flag
 from clipstream.config.entry import run_main, show_help
-from clipstream.errors import SettingsError, did_you_mean
+from clipstream.config.flags import output_file, own_flags
+from clipstream.config.settings import load, resolve
+from clipstream.config.validate import validate_sources
+from clipstream.data.loader.stage_timing import IDLE
+from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.distributed.capabilities import cores
+from clipstream.distributed.launch import run_ranks
+from clipstream.distributed.world import World
+from clipstream.errors import ClipstreamError, SettingsError, did_you_mean
+from clipstream.losses.settings import chosen_loss_type
+from clipstream.models.pretrained import preflight, preflight_teacher
+from clipstream.report.sinks import json_line
+from clipstream.text import counted, duration, milliseconds, percent
+from clipstream.utils.console import ResultConsole
+from clipstream.utils.logs import set_level
 
-OWN_FLAGS = {**input.OWN_FLAGS, **train.OWN_FLAGS}  # of both, for completion
+if TYPE_CHECKING:
+    from clipstream.data.batch import ImageSpec
+    from clipstream.data.decode.tokenizers import Tokenizer
+    from clipstream.data.loader.stage_timing import StageTimes
+
+INPUT_FLAGS = {
+    "--counts": "numbers of workers to measure, separated by ',': 1, 2, 4 … up to the cores unless given",
+    "--seconds": "how long to measure each of them (10)",
+    "--gpus": "number of GPUs to feed (1)",
+    "--gpu-rate": "samples a second that one GPU trains; 500, 1000, 2000 and 4000 are shown unless given",
+    "--output": "file that a JSON line is appended to for each measurement",
+}
+RUNGS = (
+    "tf32", "precision", "fused", "compile", "buckets", "checkpointing", "micro-batch", "fsdp", "patch-dropout",
+    "shards",
+)  # fmt: skip
+TRAIN_FLAGS = {
+    "--rungs": f"settings to measure, separated by ',': {', '.join(RUNGS)}; all unless given",
+    "--rounds": "rounds in which the rungs take turns (3)",
+    "--steps": "measured steps of a turn (5)",
+    "--warmup-steps": "steps before them, which are not measured (2)",
+    "--loss-steps": "steps after which losses are compared; the first turn of each rung has as many (20)",
+    "--loss-tolerance": "largest relative difference to the baseline's loss, of settings to use (0.01)",
+    "--against": "open_clip: measure the training step of open_clip's trainer as well, on the same tensors",
+    "--csv": "file for the table",
+    "--yaml": "file for the settings to use, for --config",
+}
+OWN_FLAGS = {**INPUT_FLAGS, **TRAIN_FLAGS}  # of both, for completion
+USUAL_RATES = (500.0, 1000.0, 2000.0, 4000.0)
+GENERATED = "toy:train"  # source of the batches of `bench train` where no shards are given
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,10 +74,221 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> int:
     if argv[:1] == ["train"]:
-        return 0 if show_help("bench train", argv[1:], train.OWN_FLAGS) else train.bench(argv[1:])
+        return 0 if show_help("bench train", argv[1:], TRAIN_FLAGS) else _bench_train(argv[1:])
     if argv and not argv[0].startswith("-") and (meant := did_you_mean(argv[0], ["train"])):
         raise SettingsError(f"there is no bench {argv[0]}{meant}")
-    return 0 if show_help("bench", argv, input.OWN_FLAGS) else input.bench(argv)
+    return 0 if show_help("bench", argv, INPUT_FLAGS) else _bench_input(argv)
+
+
+def _bench_train(argv: Sequence[str]) -> int:
+    """Raises ClipstreamError: wrong settings, or the baseline cannot run."""
+    every, argv = take_flag(argv)
+    own, flags = own_flags(argv, TRAIN_FLAGS)
+    settings, options = load(flags), train_options(own)
+    set_level(settings.log.level)
+    if every is not None:
+        return print_config(settings, "bench train", every)
+    if not settings.data.sources:
+        options["rungs"] = tuple(name for name in options["rungs"] if name != "shards")
+        source = SourceSettings.model_validate({"shards": GENERATED})
+        data = settings.data.model_copy(update={"sources": {"train": source}})
+        settings = settings.model_copy(update={"data": data})
+    validate_sources(settings)
+    ask = World.from_env().local_rank == 0
+    preflight(settings.model, settings.tokenizer, loss_type=chosen_loss_type(settings.loss), ask=ask)
+    if (teacher := settings.distill.teacher(settings.model.cache_dir)) is not None:
+        preflight_teacher(teacher, ask=ask)
+    from clipstream.cli.verbs.bench.ladder import Options, run
+
+    return run_ranks(settings.run, partial(run, settings, Options(**options)))
+
+
+def train_options(own: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of `ladder.Options` that the verb's own flags give. Raises SettingsError: a flag has a wrong value."""
+    rungs = tuple(own["--rungs"].split(",")) if "--rungs" in own else RUNGS
+    for name in rungs:
+        if name not in RUNGS:
+            raise SettingsError(
+                f"--rungs: there is no {name!r}{did_you_mean(name, RUNGS)}; here are {', '.join(RUNGS)}"
+            )
+    if own.get("--against", "open_clip") != "open_clip":
+        raise SettingsError(f"--against: expected open_clip, not {own['--against']!r}")
+    return {
+        "rungs": rungs,
+        "rounds": _number(own, "--rounds", 3, least=1),
+        "steps": _number(own, "--steps", 5, least=1),
+        "warmup_steps": _number(own, "--warmup-steps", 2, least=0),
+        "loss_steps": _number(own, "--loss-steps", 20, least=1),
+        "loss_tolerance": _number(own, "--loss-tolerance", 0.01),
+        "open_clip": "--against" in own,
+        "csv": output_file(own, "--csv"),
+        "yaml": output_file(own, "--yaml"),
+    }
+
+
+def _number(own: Mapping[str, str], flag: str, default: float, least: int | None = None) -> Any:
+    """The value of a flag: a whole number of at least `least`; without `least`, any number above 0."""
+    text = own.get(flag)
+    if text is None:
+        return default
+    try:
+        value = float(text) if least is None else int(text)
+    except ValueError:
+        value = -1
+    if not (value > 0 and math.isfinite(value) if least is None else value >= least):
+        expected = "a number above 0" if least is None else f"a whole number, at least {least}"
+        raise SettingsError(f"{flag}: expected {expected}, not {text!r}")
+    return value
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The throughput with one number of workers."""
+
+    workers: int  # processes; 0 for reading in this process
+    rate: float  # samples/s
+    first: float  # seconds to the first batch
+    times: StageTimes  # of the stages
+    samples: int  # samples in `times`
+
+    @property
+    def each(self) -> float:
+        return self.rate / max(1, self.workers)
+
+    def record(self) -> dict[str, object]:
+        return {
+            "workers": self.workers,
+            "samples_per_s": self.rate,
+            "first_batch_s": self.first,
+            "bottleneck": self.times.longest(),
+            "stages": self.times.summary(),
+        }
+
+
+def _bench_input(argv: Sequence[str]) -> int:
+    """Measure, print tables, and return the exit code.
+
+    Raises:
+        SettingsError: wrong settings, or no shards.
+        DataError: the shards have no usable sample.
+        ClipstreamError: the figures could not be written.
+    """
+    every, argv = take_flag(argv)
+    own, flags = own_flags(argv, INPUT_FLAGS)
+    seconds, gpus = _number(own, "--seconds", 10.0), _number(own, "--gpus", 1.0)
+    rates = (_number(own, "--gpu-rate", 0.0),) if "--gpu-rate" in own else USUAL_RATES
+    settings = load(flags)
+    set_level(settings.log.level)
+    settings.log_notices()
+    if every is not None:
+        return print_config(settings, "bench", every)
+    if not settings.data.sources:
+        raise SettingsError("bench requires shards: --train-data SHARDS")
+    settings = resolve(settings, World())
+    lanes, most = int(settings.data.lanes), cores()
+    counts = [count for count in (2**k for k in range(most.bit_length())) if count <= min(most, lanes)]
+    if (given := own.get("--counts")) is not None:
+        try:
+            counts = sorted({int(part) for part in given.split(",")})
+        except ValueError:
+            counts = [-1]
+        if counts[0] < 0 or counts[-1] > lanes:
+            raise SettingsError(f"--counts: expected numbers from 0 to {lanes}, the lanes, as in 1,2,4, not {given!r}")
+    output = output_file(own, "--output")
+    preflight(settings.model, settings.tokenizer)
+    from clipstream.data.decode.tokenizers import build_tokenizer
+    from clipstream.models.build import build_towers
+    from clipstream.models.pretrained import fetch
+
+    fetch(settings.model, settings.tokenizer, World())
+    towers = build_towers(settings.model, seed=settings.run.seed, tokenizer=settings.tokenizer)
+    tokenizer = build_tokenizer(
+        settings.tokenizer, towers.open_clip_tokenizer(), towers.context_length, cache_dir=settings.model.cache_dir
+    )
+    console = ResultConsole(120, markup=False)
+    found = []
+    for count in counts:
+        console.print(f"{counted(count, 'worker')} …")
+        found.append(measure(settings.data, count, seconds, tokenizer, towers.image, settings.run.seed))
+    _show(found, console)
+    best = max(found, key=lambda one: one.rate)
+    for line in needs(best, gpus, rates, cores()):
+        console.print(line)
+    if output is not None:
+        try:
+            with output.open("a", encoding="utf-8") as file:
+                file.writelines(json_line(one.record()) for one in found)
+        except OSError as error:
+            raise ClipstreamError(f"--output: {output} could not be written ({error.strerror})") from error
+    return 0
+
+
+def measure(
+    data: DataSettings, workers: int, seconds: float, tokenizer: Tokenizer, image: ImageSpec, seed: int
+) -> Measured:
+    """The throughput over `seconds`, after the first batches.
+
+    Args:
+        data: with `lanes` resolved; `workers` is ignored.
+    """
+    from clipstream.data.build import training_loader
+
+    settings = data.model_copy(update={"workers": workers})
+    began = time.perf_counter()
+    with training_loader(settings, world=World(), seed=seed, tokenizer=tokenizer, image=image, views=True) as loader:
+        next(loader)
+        first = time.perf_counter() - began
+        for _ in range(settings.prefetch):  # already filled, or begun
+            next(loader)
+        loader.take_times()
+        samples, began = 0, time.perf_counter()
+        while (took := time.perf_counter() - began) < seconds or not samples:
+            samples += len(next(loader))
+        return Measured(workers, samples / took, first, loader.take_times(), samples)
+
+
+def needs(measured: Measured, gpus: float, rates: Sequence[float], cores: int) -> list[str]:
+    """One sentence for each rate: how many workers the GPUs need.
+
+    Args:
+        rates: samples/s of one GPU.
+    """
+    lines = []
+    for rate in rates:
+        wanted = math.ceil(gpus * rate / measured.each)
+        there = f"; here are {cores} cores" if wanted > cores else ""
+        lines.append(
+            f"{counted(gpus, 'GPU', 'g')} that train{'s' * (gpus == 1)} {rate:,.0f} samples/s"
+            f"{' each' * (gpus != 1)}: {wanted} workers in all, a core each{there}"
+        )
+    return lines
+
+
+def _show(found: Sequence[Measured], console: Console) -> None:
+    table = Table(title="Workers", title_justify="left")
+    for column in ("workers", "samples/s", "each", "first batch", "bottleneck"):
+        table.add_column(column, justify="left" if column == "bottleneck" else "right")
+    for one in found:
+        table.add_row(
+            str(one.workers), f"{one.rate:,.0f}", f"{one.each:,.0f}", duration(one.first), one.times.longest() or ""
+        )
+    console.print(table)
+    last = found[-1]
+    table = Table(title=f"Stages of {last.workers} workers", title_justify="left")
+    for column in ("stage", "share", "a sample", "samples/s alone, a core", "p50", "p99"):
+        table.add_column(column, justify="left" if column == "stage" else "right")
+    whole = sum(last.times.seconds.values())
+    for stage, took in last.times.summary().items():
+        a_sample = took["seconds"] / last.samples
+        table.add_row(
+            stage,
+            percent(took["seconds"] / whole),
+            milliseconds(a_sample),
+            "" if stage == IDLE else f"{1 / a_sample:,.0f}",
+            milliseconds(took["p50"]),
+            milliseconds(took["p99"]),
+        )
+    console.print(table)
 
 
 if __name__ == "__main__":

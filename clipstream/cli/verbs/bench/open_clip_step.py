@@ -89,10 +89,6 @@ class OpenClipStep:
         pixels = batch.images.to(self.device)
         return (pixels.float() / 255 - self.mean) / self.std, batch.ids.to(self.device).long()
 
-    def __call__(self, batch: Prepared, lr: float) -> float:
-        """One step; the loss before the update."""
-        return self.start(batch, lr)()
-
     def start(self, batch: Prepared, lr: float) -> Callable[[], float]:
         """Start one step, and return the function that waits for its loss."""
         for group in self.optimizer.param_groups:
