@@ -33,6 +33,9 @@ TABLE_FORMATS = {
     ".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".ndjson": "json", ".json": "json",
     ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow",
 }  # fmt: skip
+# Parts of a query that differ each time a URL is signed.
+SIGNED = re.compile(r"(?i)^(?:x-(?:amz|goog|ms)-.*|awsaccesskeyid|googleaccessid|signature|sig|se|st|sp|sv|sr|expires"
+                    r"|policy|key-pair-id|.*token.*)=")  # fmt: skip
 _MASKED = re.compile(r"[^\s/@'\":=]*:\*\*\*")  # user:*** in front of an @
 USER_FLAG = re.compile(r"((?:^|\s)(?:-u[\s=]*|--user[\s=]+))[^\s'\"|]+")
 
@@ -74,6 +77,18 @@ class ShardURL:
     def is_remote(self) -> bool:
         """Whether it has to be downloaded, unlike paths and what a source type reads or makes in place."""
         return self.scheme not in (None, "file", *PATH_SCHEMES, *GENERATED)
+
+    @property
+    def unsigned(self) -> str:
+        """The absolute path, or the URL without login and signature: the same for each link to a shard."""
+        if self.path is not None:
+            return os.path.abspath(self.path)
+        full = str(self).replace("***@", "")
+        if self.scheme == "pipe":
+            return full
+        path, _, query = full.partition("?")
+        kept = [part for part in query.split("&") if part and not SIGNED.match(part)]
+        return "?".join([path, "&".join(kept)]) if kept else path
 
     def __str__(self) -> str:
         return redact(self.full)

@@ -1,13 +1,18 @@
-"""The console on which commands print their results."""
+"""The console on which commands print their results, and their progress."""
 
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 
+from clipstream.text import printable_lines
 from clipstream.utils.logs import drop_output
+
+LINES_EVERY, REFRESH = 10.0, 0.2  # s between two lines of progress, and between two redraws of a bar
 
 
 class ResultConsole(Console):
@@ -29,3 +34,45 @@ class ResultConsole(Console):
         """See rich's Console, whose own method ends the program."""
         self.quiet = True
         drop_output(sys.stdout)
+
+
+class ProgressBar:
+    """The progress of a verb: a bar on a terminal, lines elsewhere. A context manager.
+
+    Args:
+        label: names the work.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label, self._shown = label, time.monotonic()
+        # Without a refreshing thread, as processes are forked while the bar is shown.
+        self._bar = Progress(
+            TextColumn(label), BarColumn(), TextColumn("{task.description}"),
+            console=Console(force_terminal=True), auto_refresh=False, disable=not sys.stdout.isatty(),
+        )  # fmt: skip
+        self._task = self._bar.add_task("", total=1.0)
+
+    def __enter__(self) -> ProgressBar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def update(self, done: int, total: int, text: str) -> None:
+        """Show `text`, which has the numbers `done` and `total`, unless it was shown a moment ago."""
+        now = time.monotonic()
+        late = now - self._shown >= (LINES_EVERY if self._bar.disable else REFRESH)
+        if late or (done == total and not self._bar.disable):
+            self._shown = now
+            if self._bar.disable:
+                self.say(f"{self._label}: {text}")
+            else:
+                self._bar.update(self._task, completed=done / max(1, total), description=text, refresh=True)
+
+    def say(self, text: str) -> None:
+        """Print lines, above the bar if there is one."""
+        if self._bar.disable:
+            print(printable_lines(text), flush=True)
+        else:
+            self._bar.console.print(printable_lines(text), markup=False, highlight=False, soft_wrap=True)

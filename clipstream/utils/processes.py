@@ -1,8 +1,7 @@
 """Child processes: their end, on the parent's request or when it dies, and a pool of them for independent tasks.
 
 `Ended` runs a child's `finally` blocks; a clean-up that hangs is cut short. The processes of a pool share the parent's
-memory, and one that the system kills loses only its current task: `concurrent.futures` gives up all tasks then, and
-reports no progress.
+memory, and one that the system kills loses only its current task: `concurrent.futures` gives up all tasks then.
 """
 
 from __future__ import annotations
@@ -19,16 +18,14 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 Result = TypeVar("Result")
 _PR_SET_PDEATHSIG = 1
 END = signal.SIGUSR2
 _LAST_SECONDS = 2  # for a child to clean up
-PROGRESS_INTERVAL = 0.2  # s between progress messages of a task
 PATIENCE = 5.0  # s that a process may take to end when there is no more work
 PULSE = 0.25  # s without a message after which `run` yields None
 
@@ -77,25 +74,9 @@ def end(process: BaseProcess, patience: float = 0.0) -> None:
         process.join()
 
 
-class Progress(NamedTuple):
-    """The progress of a task, in units of its own."""
-
-    number: int
-    amount: int
-
-
-@dataclass(frozen=True)
-class Done(Generic[Result]):
-    """The result of a task."""
-
-    number: int
-    result: Result
-
-
 class Crashed(NamedTuple):
-    """The process of a task has died."""
+    """The result of a task whose process has died."""
 
-    number: int
     how: str
 
 
@@ -104,15 +85,13 @@ class _Worker(NamedTuple):
     connection: Connection
 
 
-def run(
-    do: Callable[[int, Callable[[int], None]], Result], count: int, jobs: int
-) -> Generator[Progress | Done[Result] | Crashed | None, None, None]:
-    """Run `count` tasks in `jobs` processes; yields events, and None from time to time.
+def run(do: Callable[[int], Result], count: int, jobs: int) -> Generator[tuple[int, Result | Crashed] | None]:
+    """Run `count` tasks in `jobs` processes; yields (number, result) as tasks end, and None from time to time.
 
     Closing the generator ends the processes, also in the middle of their work.
 
     Args:
-        do: called in a process with a task's number, from 0, and a function that reports its progress.
+        do: called in a process with a task's number, from 0.
 
     Raises RuntimeError: `do` raised, which is a bug.
     """
@@ -138,16 +117,13 @@ def run(
                     how = f"its process ended with code {worker.process.exitcode}"
                     if worker.process.exitcode == -signal.SIGKILL:
                         how = "its process was killed (the system does that when memory runs out: use fewer of them)"
-                    yield Crashed(number, how)
-                    continue
-                if kind == "progress":
-                    yield Progress(number, value)
+                    yield number, Crashed(how)
                     continue
                 del busy[connection]
                 idle.append(worker)
                 if kind == "bug":
                     raise RuntimeError(value)
-                yield Done(number, value)
+                yield number, value
             if not ready:
                 yield None
     finally:
@@ -174,22 +150,13 @@ def _start(do: Callable[..., Any]) -> _Worker:
 
 def _work(do: Callable[..., Any], connection: Connection, parents_end: Connection, parent: int) -> None:
     """A process of the pool: do the tasks whose numbers arrive, until None does."""
-    last = 0.0
-
-    def progress(amount: int) -> None:
-        nonlocal last
-        if (now := time.monotonic()) - last >= PROGRESS_INTERVAL:
-            last = now
-            connection.send(("progress", amount))
-
     try:
         listen()
         end_with(parent)
         parents_end.close()
         while (number := connection.recv()) is not None:
-            last = 0.0
             try:
-                answer = "done", do(number, progress)
+                answer = "done", do(number)
             except Exception:
                 answer = "bug", traceback.format_exc()
             connection.send(answer)

@@ -203,7 +203,7 @@ LONG = "n" * 300
         (evaluate, [f"--watch={__file__}"], "is a file: name a run's folder"),
         (stage, [LONG, "--train-data=a.tar"], "cannot be made: File name too long"),
         (stage, ["", "--train-data=a.tar"], "name the folder first"),
-        (stage, ["out", "--train-data=a.tar", f"--size={'9' * 5000}"], "--size: expected a whole number"),
+        (stage, ["out", "--train-data=a.tar", f"--size={'9' * 5000}"], "--size: expected an integer"),
         (check, [""], "error: --shards: name at least one shard"),
         (check, ["a.tar", "--caption-json="], "error: --caption-json: the path '' is malformed"),
     ],

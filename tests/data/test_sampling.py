@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from clipstream.cli.verbs.index import make_indexes
 from clipstream.data.batch import Batch
 from clipstream.data.order.lanes import DataState
 from clipstream.data.settings import DataSettings
 from clipstream.data.sources.indexes import identity_of, path_of, read, write
 from clipstream.errors import DataError, SettingsError
 from clipstream.storage.tar import ShardIndex
-from clipstream.tools.index import make_indexes
 from tests.support.indexed_sampling import indexed
 from tests.support.loaders import data, digest, digests, loader
 from tests.support.pictures import make_shards, picture

@@ -65,7 +65,7 @@ def gets(site: Site) -> Counter[str]:
 
 def command(out: str) -> list[str]:
     """The flags of the command that a call ends with."""
-    found = re.findall(r"^train on them with: python -m clipstream.train (.*)$", out, re.MULTILINE)
+    found = re.findall(r"^train on them by: python -m clipstream.train (.*)$", out, re.MULTILINE)
     assert len(found) == 1
     return shlex.split(found[0])
 
@@ -115,7 +115,7 @@ evals:
     flags = ["--config", str(file), "--data.sources.more.shards", f"{site.root}/00003.tar", "--steps=5"]
     assert main([str(folder), *flags, "--data.sources.more.image-key", "jpg"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"sources\.list: left as it is.*pairs\.csv", out) and "toy:train" in out and "note" not in out
+    assert re.search(r"sources\.list: not copied.*pairs\.csv", out) and "toy:train" in out and "note" not in out
     settings = load(command(out))
     before = load([*flags, "--data.sources.more.image-key", "jpg"])
     places = {"web": ["00000.tar", "00002.tar"], "mixed": ["{00004..00005}.tar"], "more": ["00003.tar"]}
@@ -129,7 +129,7 @@ evals:
     assert sizes == {"00004.tar": 16, "00005.tar": 9}
     # A flag that sets more than the shards would go before any file.
     assert main([str(folder), "--data.sources.web", f"{{shards: {site.root}/00000.tar, weight: 2}}"]) == 0
-    assert "--data.sources.web wins over files" in capsys.readouterr().out
+    assert "--data.sources.web overrides staged.yaml" in capsys.readouterr().out
 
 
 def test_a_second_call_copies_what_is_missing_damaged_or_changed(site: Site, tmp_path: Path) -> None:
@@ -140,17 +140,16 @@ def test_a_second_call_copies_what_is_missing_damaged_or_changed(site: Site, tmp
     assert main(argv) == 0
     assert not gets(site)
     (train / "00000.tar").unlink()
-    body = site.bodies["00001.tar"]
-    (train / "00001.tar").write_bytes(body[:9000] + bytes([body[9000] ^ 1]) + body[9001:])
+    os.utime(train / "00001.tar", (7, 7))  # written by another program
     (train / "00002.tar").write_bytes(site.bodies["00002.tar"][:-1])
     site.bodies["00003.tar"] = site.bodies["00004.tar"]
-    with (tmp_path / "staged.jsonl").open("a") as file:
-        file.write('{"file": "sources/train/00004.tar", "sh')  # as a crash may leave it
     assert main(argv) == 0
     assert gets(site) == {f"0000{n}.tar": 1 for n in range(4)}
     assert tars(tmp_path) == copies(site)
     site.close()
-    assert main(argv) == 0, "what is here needs nobody"
+    assert main(argv) == 0, "intact copies need no server"
+    (train / "00000.tar.index").unlink()
+    assert main(argv) == 3, "a file that was not staged is never overwritten"
 
 
 def test_a_killed_call_leaves_whole_shards_alone(site: Site, tmp_path: Path) -> None:
@@ -175,13 +174,11 @@ def test_an_interrupted_call_says_how_to_go_on(site: Site, tmp_path: Path) -> No
     site.hold("00002.tar")
     mark = f"sleep 987{os.getpid()}"
     stopped = process(str(tmp_path), "--train-data", f"{site.root}/{{00000..00005}}.tar::pipe:{mark}; cat x.tar")
-    listed = tmp_path / "staged.jsonl"
-    wait_until(lambda: listed.exists() and listed.read_text().count("\n") == 5 and command_runs(mark))
+    wait_until(lambda: len(tars(tmp_path)) == 5 and command_runs(mark))
     stopped.send_signal(signal.SIGINT)
     _, err = stopped.communicate(timeout=TIMEOUT)
     assert stopped.returncode == 75, err
-    assert "5 of 7 shards are in" in err and "go on by the same command" in err
-    assert "Traceback" not in err
+    assert re.search(r"\d of 7 shards are in .*rerun the same command", err) and "Traceback" not in err
     command_ends(mark)
     assert not (tmp_path / ".parts").exists()
 
@@ -196,7 +193,6 @@ def test_names_that_collide(site: Site, tmp_path: Path, capsys: pytest.CaptureFi
         assert isinstance(shards, list) and len(set(shards)) == 4 and shards[1] == shards[3]
         names = ["a/0.tar", "b/0.tar", "c/0.tar", "b/0.tar", "0.tgz"]
         assert [Path(shard).read_bytes() for shard in shards] == [site.bodies[name] for name in names]
-    assert Path(shards[0]).name == "0.tar"
 
 
 def test_credentials_are_never_shown(
@@ -256,9 +252,10 @@ def test_smaller_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     samples = [{"__key__": f"{n}", "jpg": picture(n, 90), "txt": f"text {n}", "json": "{}"} for n in range(6)]
     path = write_tar(tmp_path / "0.tar", [*samples, {"__key__": "6", "jpg": b"broken", "txt": "x"}])
     argv = [str(tmp_path / "fast"), "--train-data", str(path), "--size", "40", "--format", "webp"]
-    for _ in range(2):
-        assert main(argv) == 0
-        assert "6 resized, 1 undecodable" in capsys.readouterr().out
+    assert main(argv) == 0
+    assert "6 resized, 1 undecodable" in capsys.readouterr().out
+    assert main(argv) == 0
+    assert "0 were copied now" in capsys.readouterr().out
     shard = Shard(tmp_path / "fast/sources/train/0.tar")
     assert shard.index.fault is None and [ref.key for ref in shard.index.samples] == [str(n) for n in range(7)]
     for ref in shard.index.samples[:6]:
@@ -288,10 +285,7 @@ def test_a_full_disk(small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFix
     for number in range(4):
         (tmp_path / f"{number}.tar").write_bytes(body)
     shards = f"{tmp_path}/{{0..3}}.tar"
-    assert main([str(small_disk), "--train-data", shards]) == 3
-    assert "kB free: free some space there" in capsys.readouterr().err and not tars(small_disk), "known before"
-    piped = "::".join(f"pipe:cat '{tmp_path}/{number}.tar'" for number in range(4))
-    assert main([str(small_disk), "--train-data", piped, "--jobs", "1"]) == 3
+    assert main([str(small_disk), "--train-data", shards, "--jobs", "1"]) == 3
     err = capsys.readouterr().err
     assert f"the disk of {small_disk} is full" in err and "2 of 4 shards are staged" in err
     assert list(tars(small_disk).values()) == [body] * 2 and not (small_disk / "staged.yaml").exists()
@@ -318,12 +312,10 @@ def test_one_call_at_a_time(shards: list[str], tmp_path: Path) -> None:
         (["{tmp}", "--train-data", "synthetic:"], "nothing to stage"),
         (["{tmp}", "--train-data", "{tmp}/none/*.tar"], "data.sources.train.shards"),
         (["{tmp}", "--train-data", "{tmp}/0.tar"], "lies in"),
-        (["{tmp}/a{b,c}", "--train-data", "0.tar"], "name another"),
-        (["{tmp}/theirs", "--train-data", "0.tar"], "holds sources, which was not staged"),
+        (["{tmp}/a{b,c}", "--train-data", "0.tar"], "cannot contain"),
     ],
 )
 def test_wrong_usage(argv: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "theirs/sources").mkdir(parents=True)
     assert main([word.replace("{tmp}", str(tmp_path)) for word in argv]) == 2
     assert told in capsys.readouterr().err
 

@@ -1,12 +1,32 @@
-"""The verb `clipstream index SHARDS`: writes the side index of each shard, for the mode `indexed`."""
+"""The verb `clipstream index SHARDS`: writes the side index of each shard, for the mode `indexed`.
+
+Names of shards enter; one small file per shard is written by several processes. Indexes that exist and are not stale
+are kept. Remote shards are downloaded. Never imports torch.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from clipstream.config.entry import run_main
+from clipstream.data.sources import indexes
+from clipstream.data.sources.registry import typed_shards
+from clipstream.distributed.capabilities import cores
+from clipstream.errors import DataError, SettingsError
+from clipstream.storage.shard_cache import ShardCache
+from clipstream.storage.shard_url import ShardURL, redact
+from clipstream.storage.tar import scan
+from clipstream.storage.transfer import ShardError
+from clipstream.text import printable
+from clipstream.utils.console import ProgressBar
+from clipstream.utils.processes import Crashed, run
 from clipstream.utils.section import own_path
+
+LISTED = 10  # shards that a message names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,17 +38,17 @@ def build_parser() -> argparse.ArgumentParser:
     """The verb's command line."""
     parser = argparse.ArgumentParser(
         prog="clipstream index",
-        description="Write a small file for each shard that says what the shard holds: its samples are counted for "
-        "--data.sampling.mode indexed, and local ones are opened at once. Shards that have an index and have not "
-        "changed are skipped.",
+        description="Write a side index for each shard: a small file that lists its samples. The mode indexed "
+        "(--data.sampling.mode) takes the number of samples from it, and local shards are opened without a scan. "
+        "Shards that have an index and have not changed are skipped.",
     )
     parser.add_argument(
         "shards", nargs="+", metavar="SHARDS", help="tars: braces, '::', globs, pipe:, http(s):, s3:, …"
     )
     parser.add_argument(
-        "--into", type=own_path, metavar="FOLDER", help="folder for the indexes (beside the shards, if they are local)"
+        "--into", type=own_path, metavar="FOLDER", help="folder for the indexes (default: beside local shards)"
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (one a core)")
+    parser.add_argument("--workers", type=int, metavar="N", help="number of processes (default: one per core)")
     parser.add_argument("--again", action="store_true", help="also shards that have an index")
     return parser
 
@@ -40,8 +60,98 @@ def _main(argv: list[str]) -> int:
         parser.error(f"--workers must be 1 or more, not {options.workers}")
     if options.into == "":
         parser.error("--into must name a folder")
-    # Not before, so that --help and wrong usage answer at once.
-    from clipstream.tools.index import make_indexes
-
     make_indexes(options.shards, folder=options.into, workers=options.workers, again=options.again)
     return 0
+
+
+class Indexed(NamedTuple):
+    """The result for a shard."""
+
+    samples: int = 0  # in the shard; 0 if it could not be read
+    made: bool = False  # whether its index was written now
+    fault: str = ""  # of the shard, whose complete samples are indexed
+    error: str = ""  # why it has no index
+
+
+def make_indexes(
+    specs: Sequence[str], *, folder: str | None = None, workers: int | None = None, again: bool = False
+) -> int:
+    """Index the shards that `specs` name; returns the number of samples.
+
+    Args:
+        folder: of the indexes; None to write them beside local shards.
+        workers: number of processes; the number of cores unless given.
+        again: whether to replace indexes that are not stale.
+
+    Raises:
+        SettingsError: there is nothing to index, or no folder for the indexes of remote shards.
+        DataError: some shards could not be indexed; the others are.
+    """
+    shards = dict(typed_shards(list(specs)))
+    if others := [url for url, kind in shards.items() if not kind.tars]:
+        raise SettingsError(f"{redact(others[0])}: only tars have an index")
+    urls = list(shards)
+    remote = [url for url in urls if ShardURL(url).path is None]
+    if remote and folder is None:
+        raise SettingsError(f"{redact(remote[0])} is remote: set the folder of the indexes by --into FOLDER")
+    done: dict[str, Indexed] = {}
+    began = time.monotonic()
+
+    def summary() -> str:
+        return f"{len(done):,} of {len(urls):,} shards, {sum(one.samples for one in done.values()):,} samples"
+
+    # The cache is forked into each process, so that a host that does not answer is asked once.
+    with contextlib.closing(ShardCache(None)) as store, ProgressBar("indexing") as bar:
+        tasks = run(lambda number: index_shard(urls[number], store, folder, again), len(urls), workers or cores())
+        with contextlib.closing(tasks) as events:
+            for event in events:
+                if event is not None:
+                    number, result = event
+                    done[urls[number]] = Indexed(error=result.how) if isinstance(result, Crashed) else result
+                bar.update(len(done), len(urls), summary())
+    if faults := [_line(url, one.fault) for url, one in done.items() if one.fault]:
+        print(f"{len(faults):,} shards are damaged; their intact samples are indexed:", *_some(faults), sep="\n")
+    made = sum(one.made for one in done.values())
+    print(f"{summary()}; {made:,} indexes made, {time.monotonic() - began:.1f} s", flush=True)
+    if errors := [_line(url, one.error) for url, one in done.items() if one.error]:
+        raise DataError("\n".join([f"{len(errors):,} of {len(urls):,} shards could not be indexed:", *_some(errors)]))
+    return sum(one.samples for one in done.values())
+
+
+def index_shard(url: str, store: ShardCache, folder: str | None, again: bool) -> Indexed:
+    """Index a shard, which `store` downloads and decompresses; its errors are part of the result.
+
+    A damaged tar is indexed with its fault; a file that is no tar at all is an error.
+    """
+    path, local = indexes.path_of(url, folder), ShardURL(url).path
+    assert path is not None
+    try:
+        if local is not None:
+            identity = indexes.identity_of(local)
+        else:  # before the download, so that a change in between makes the index stale
+            identity = indexes.Identity(version=store.fetcher.info(ShardURL(url)).version)
+        if not again:
+            with contextlib.suppress(OSError, ValueError):
+                head = indexes.read_head(path)
+                if head.of == identity:
+                    return Indexed(head.samples, fault="" if head.fault is None else str(head.fault))
+        try:
+            found = scan(store.local(url))
+        finally:
+            store.release(url)
+        if found.fault is not None and (found.fault.reason == "not_a_tar" or identity.size == 0):
+            return Indexed(error=str(found.fault))
+        indexes.write(path, found, identity)
+    except FileNotFoundError as error:
+        return Indexed(error=f"missing: {error.filename} does not exist")
+    except (ShardError, OSError) as error:
+        return Indexed(error=str(error))
+    return Indexed(len(found.samples), True, "" if found.fault is None else str(found.fault))
+
+
+def _line(url: str, what: str) -> str:
+    return f"  {printable(redact(url))}: {printable(what, 500)}"
+
+
+def _some(lines: Sequence[str]) -> list[str]:
+    return [*lines[:LISTED], *([f"  … and {len(lines) - LISTED:,} more"] if len(lines) > LISTED else [])]

@@ -1,13 +1,441 @@
-"""The verb `clipstream stage FOLDER`: copies shards to this machine (see `tools.stage`)."""
+"""The verb `clipstream stage FOLDER`: copies the shards of a run ahead of it.
+
+A command line enters; copies and settings that train on them are written. A shard is downloaded as during a run,
+re-encoded if that is asked for, scanned, and renamed to its place once it is complete on disk. The side index of a copy
+records what it was made from, so that the same command continues after an interruption. Never imports torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, cast, get_args
+from urllib.parse import quote
 
+from rich.filesize import decimal
+
+from clipstream.checkpoint.run_lock import held
+from clipstream.config.config_sources import to_yaml
+from clipstream.config.dump import print_config, take_flag
 from clipstream.config.entry import run_main, show_help
-from clipstream.tools.stage import OWN_FLAGS, stage
+from clipstream.config.flags import own_flags, split
+from clipstream.config.settings import Settings, load
+from clipstream.data.decode.captions import split_keys
+from clipstream.data.decode.reencode import Format, Recipe, rewrite
+from clipstream.data.settings import SourceSettings
+from clipstream.data.sources import indexes
+from clipstream.data.sources.patterns import in_braces
+from clipstream.data.sources.registry import entries, expand, source_type, typed_shards
+from clipstream.data.sources.tars import SIZES
+from clipstream.distributed.capabilities import cores
+from clipstream.errors import DataError, SettingsError, Stopped
+from clipstream.storage.downloader import Fetcher
+from clipstream.storage.shard_url import ShardURL, parts_of, redact, stable_name
+from clipstream.storage.tar import scan
+from clipstream.storage.transfer import Monitor, ShardError
+from clipstream.text import duration, printable
+from clipstream.utils import atomic_write
+from clipstream.utils.console import ProgressBar
+from clipstream.utils.logs import set_level
+from clipstream.utils.processes import Crashed, run
+from clipstream.utils.section import Tree, own_path
+
+SETTINGS_FILE = "staged.yaml"
+PARTS = ".parts"  # subfolder for incomplete copies
+COPYING = 16  # default number of processes, which mostly wait for servers and disks
+SHOWN = 20  # shards that a message names
+DISK_FULL = 1 << 16  # free bytes below which a disk counts as full
+PLAIN = re.compile(r"\w[\w .+=@%-]{0,180}\.tar")
+OWN_FLAGS = {
+    "--jobs": f"number of processes (default: {COPYING}; with --size or --format one per processor)",
+    "--size": "resize images whose shorter side is longer than this, in pixels",
+    "--format": f"image format: {', '.join(get_args(Format))} (default: keep)",
+    "--quality": "quality of re-encoded JPEG, WebP and AVIF images, 1 to 100 (default: 95)",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb, and return its exit code."""
-    return run_main(lambda argv: 0 if show_help("stage", argv, OWN_FLAGS) else stage(argv), argv)
+    """Run the verb, and return its exit code: 0, 2 for wrong usage, 3 if some shards could not be copied."""
+    return run_main(lambda argv: 0 if show_help("stage", argv, OWN_FLAGS) else _main(argv), argv)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The parsed command line."""
+
+    folder: Path  # of the copies, absolute
+    jobs: int  # number of processes
+    recipe: Recipe | None  # how images are re-encoded; None to copy shards unchanged
+    flags: list[str]  # of the settings
+    settings: Settings  # by those flags
+
+
+@dataclass(frozen=True)
+class PlannedShard:
+    """A shard to copy."""
+
+    url: str  # of the original
+    file: str  # path of the copy in the folder, with slashes
+    source: SourceSettings  # settings of its source, which name the suffixes and the background of images
+
+
+@dataclass(frozen=True)
+class StagedSource:
+    """A source of the settings."""
+
+    path: tuple[str, ...]  # its key
+    settings: SourceSettings  # of the source
+    parts: list[PlannedShard | str]  # its setting `shards`, in order: shards to copy, and parts that are not copied
+
+    @property
+    def shards(self) -> list[PlannedShard]:
+        """Each shard once."""
+        return list({part.file: part for part in self.parts if isinstance(part, PlannedShard)}.values())
+
+    @property
+    def name(self) -> str:
+        """Its dotted key."""
+        return ".".join(self.path)
+
+    def copied(self, folder: Path) -> list[str]:
+        """The setting `shards` for a run on the copies, in the order of the originals."""
+        named: list[str] = []
+        for staged, parts in groupby(self.parts, key=lambda part: isinstance(part, PlannedShard)):
+            names = [part if isinstance(part, str) else str(folder / part.file) for part in parts]
+            named += in_braces(names) if staged else names
+        return named
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The result for a shard: a complete copy, or the error that prevented it."""
+
+    samples: int = 0
+    size: int = 0  # bytes
+    fault: str | None = None  # of the original, which is copied as it is
+    made: bool = False  # whether it was copied now
+    images: Counter[str] = field(default_factory=Counter)  # number of images that were re-encoded now, by the result
+    error: str = ""
+    full: bool = False  # whether the error is that the disk is full
+
+
+def _main(argv: Sequence[str]) -> int:
+    every, argv = take_flag(argv)
+    asked = arguments(argv)
+    if every is not None:
+        return print_config(asked.settings, "stage", every)
+    folder, advice = asked.folder, "wait until it has ended, or name another folder"
+    with held(folder, "the folder", lambda holder: f"{holder} stages into {folder}: {advice}"):
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # handled like SIGINT
+        try:
+            shutil.rmtree(folder / PARTS, ignore_errors=True)  # of a killed call
+            began, sources = time.monotonic(), plan(asked.settings, folder)
+            _announce(asked, sources)
+            # The settings of an earlier call are valid again once all shards are copied.
+            (folder / SETTINGS_FILE).unlink(missing_ok=True)
+            copies = copy_all(asked, [shard for source in sources for shard in source.shards])
+            _conclude(asked, sources, copies, time.monotonic() - began)
+        except BrokenPipeError:  # the reader of our output has ended
+            raise
+        except OSError as error:
+            raise DataError(f"cannot write to {folder}: {error.strerror or error}") from error
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            shutil.rmtree(folder / PARTS, ignore_errors=True)
+    return 0
+
+
+def arguments(argv: Sequence[str]) -> Asked:
+    """Parse the command line. Raises SettingsError: a flag or a setting is wrong."""
+    if not argv or not argv[0] or argv[0].startswith("-"):
+        raise SettingsError("name the folder first: clipstream stage FOLDER --train-data SHARDS")
+    folder = Path(os.path.abspath(own_path(argv[0])))
+    inside = str(folder / "0.tar")
+    with contextlib.suppress(SettingsError):
+        if expand(inside) == [inside]:
+            inside = ""
+    if inside:
+        raise SettingsError(f"{folder}: a folder's name cannot contain braces, brackets, * or ::")
+    own, flags = own_flags(argv[1:], OWN_FLAGS)
+    size, kind = _number(own, "--size"), own.get("--format", "keep")
+    quality = _number(own, "--quality", 100)
+    if kind not in get_args(Format):
+        raise SettingsError(f"--format: expected {', '.join(get_args(Format))}, not {kind!r}")
+    recipe = None
+    if size is not None or kind != "keep":
+        recipe = Recipe(size, cast(Format, kind), 95 if quality is None else quality)
+    elif quality is not None:
+        raise SettingsError("--quality requires --size or --format")
+    jobs = _number(own, "--jobs") or (cores() if recipe else COPYING)
+    settings = load(flags)
+    set_level(settings.log.level)
+    settings.log_notices()
+    return Asked(folder, jobs, recipe, flags, settings)
+
+
+def _number(own: Mapping[str, str], flag: str, most: int = 10**9 - 1) -> int | None:
+    if (text := own.get(flag)) is None:
+        return None
+    if not re.fullmatch("[0-9]{1,9}", text) or not 1 <= int(text) <= most:
+        raise SettingsError(f"{flag}: expected an integer from 1 to {most:,}, not {text!r}")
+    return int(text)
+
+
+def plan(settings: Settings, folder: Path) -> list[StagedSource]:
+    """Choose the file of each shard: one with its own name, and a hash where several shards of a source have it.
+
+    Raises:
+        SettingsError: shards cannot be listed, or are in the folder already.
+    """
+    planned = []
+    named = [(("data", "sources", name), source) for name, source in settings.data.sources.items()]
+    of_evals = [(("evals", name, "data"), one.data) for name, one in settings.evals.items() if one.data is not None]
+    for path, source in [*named, *of_evals]:
+        key = f"{'.'.join(path)}.shards"
+        urls: list[tuple[str, bool]] = []  # with whether a copy can replace it
+        try:
+            for part in parts_of(source.shards):
+                if any(source_type(name).staged for name, _ in entries(part, source.type)):
+                    urls += [(url, kind.staged) for url, kind in typed_shards(part, source.type)]
+                else:
+                    urls.append((part, False))
+        except SettingsError as error:
+            raise SettingsError(f"{key}: {error}") from error
+        # The user's name as the name of a folder.
+        name = re.sub(r"^\.", "%2E", quote(path[-1] if path[0] == "data" else path[1], safe=" "))
+        under = f"{'sources' if path[0] == 'data' else 'evals'}/{name}"
+        stems: dict[str, str] = {}
+        for url, staged in urls:
+            if staged:
+                if (local := ShardURL(url).path) and folder in Path(os.path.abspath(local)).parents:
+                    raise SettingsError(
+                        f"{key}: {local} lies in {folder}: name the original shards (without the --config that an "
+                        "earlier call wrote)"
+                    )
+                stems[url] = stable_name(url).removesuffix(".tar")
+                if not PLAIN.fullmatch(stable_name(url)):
+                    stems[url] = re.sub(r"[^\w.-]+", "-", stems[url]).strip("-.")[:120] or "shard"
+        shared = Counter(stem.casefold() for stem in stems.values())
+        hashed = {
+            url: f"{stem}-{_hash(url)[:8]}" if shared[stem.casefold()] > 1 else stem for url, stem in stems.items()
+        }
+        parts = [PlannedShard(url, f"{under}/{hashed[url]}.tar", source) if staged else url for url, staged in urls]
+        planned.append(StagedSource(path, source, parts))
+    return planned
+
+
+def _hash(url: str) -> str:
+    return hashlib.sha256(ShardURL(url).unsigned.encode()).hexdigest()[:24]
+
+
+def _announce(asked: Asked, sources: Sequence[StagedSource]) -> None:
+    """Print which sources are staged.
+
+    Raises SettingsError: there is nothing to stage, or a run would not find the images by their new suffixes.
+    """
+    staged = [source for source in sources if source.shards]
+    for source in sources:
+        if left := [redact(part) for part in source.parts if isinstance(part, str)]:
+            names = ", ".join(left[:3]) + (" …" if len(left) > 3 else "")
+            print(f"{source.name}: not copied, no tar: {names}", flush=True)
+    if not staged:
+        raise SettingsError("there is nothing to stage: name tars by --train-data, --val-data or --config")
+    for source in staged:
+        keys = split_keys(source.settings.image_key)
+        lost = {asked.recipe.suffix(key) for key in keys}.difference(keys) if asked.recipe else set()
+        if lost:
+            flag = f"--{source.name}.image-key"
+            raise SettingsError(
+                f"--format: the run would not find images with the suffix {min(lost)}: add it by {flag} "
+                f"'{';'.join([*keys, *sorted(lost)])}'"
+            )
+    counts = ", ".join(f"{source.name} {len(source.shards):,}" for source in staged)
+    print(f"shards to stage in {asked.folder}: {counts}", flush=True)
+
+
+def copy_all(asked: Asked, shards: Sequence[PlannedShard]) -> dict[str, Copy]:
+    """Copy the shards by several processes; those with an intact copy are left. One failure does not stop the others.
+
+    Returns the results by file.
+
+    Raises:
+        DataError: the disk is full.
+        Stopped: by SIGINT or SIGTERM.
+    """
+    parts, fetcher = asked.folder / PARTS, Fetcher()
+    parts.mkdir()
+    for shard in shards:
+        (asked.folder / shard.file).parent.mkdir(parents=True, exist_ok=True)
+    copies: dict[str, Copy] = {}
+    began, copied = time.monotonic(), 0
+
+    def do(number: int) -> Copy:
+        return stage_shard(shards[number], asked.folder, asked.recipe, fetcher)
+
+    def count() -> str:
+        return f"{sum(not copy.error for copy in copies.values()):,} of {len(shards):,} shards"
+
+    try:
+        with ProgressBar("staging") as bar, contextlib.closing(run(do, len(shards), asked.jobs)) as events:
+            for event in events:
+                if event is not None:
+                    shard, copy = shards[event[0]], event[1]
+                    if isinstance(copy, Crashed):
+                        copy = Copy(error=f"{redact(shard.url)}: {copy.how}")
+                    copies[shard.file] = copy
+                    copied += copy.size if copy.made else 0
+                    if copy.full:
+                        raise DataError(
+                            f"the disk of {asked.folder} is full: {count()} are staged and stay; free some space, "
+                            "and rerun the same command to continue"
+                        )
+                    if copy.error:
+                        bar.say(f"failed: {copy.error}")
+                here, seconds = copied + _bytes_in(parts), max(time.monotonic() - began, 1e-3)
+                words = [count(), decimal(here), f"{decimal(int(here / seconds))}/s"]
+                if copied:
+                    words.append(f"{duration(seconds * (len(shards) / len(copies) - 1))} left")
+                bar.update(len(copies), len(shards), "  ".join(words))
+    except KeyboardInterrupt:
+        told = f"interrupted: {count()} are in {asked.folder} and stay; rerun the same command to continue"
+        raise Stopped(told) from None
+    return copies
+
+
+def stage_shard(shard: PlannedShard, folder: Path, recipe: Recipe | None, fetcher: Fetcher) -> Copy:
+    """Copy a shard, unless there is a copy that is intact, of the current version, and made by the same recipe."""
+    shown, target = redact(shard.url), folder / shard.file
+    index = Path(f"{target}{indexes.SUFFIX}")
+    part, changed = (folder / PARTS / f"{os.getpid()}.{name}" for name in ("part", "changed.part"))
+    made_by: dict[str, object] | None = None
+    if recipe is not None:
+        recipe = replace(recipe, background=shard.source.background)
+        made_by = {**asdict(recipe), "image_key": shard.source.image_key}
+    version = fetcher.info(ShardURL(shard.url)).version
+    origin: dict[str, object] = {"shard": _hash(shard.url), "version": version, "recipe": made_by}
+    try:
+        head = None
+        with contextlib.suppress(OSError, ValueError):
+            head = indexes.read_head(index)
+        if target.exists():
+            if head is None or head.origin is None:
+                return Copy(error=f"{shown}: {target} exists and was not staged: remove it, or name another folder")
+            if version is None or head.origin["version"] is None:
+                origin["version"] = head.origin["version"]
+            if head.origin == origin and head.of == indexes.identity_of(target):
+                fault = None if head.fault is None else str(head.fault)
+                return Copy(head.samples, target.stat().st_size, fault)
+            origin["version"] = version
+        for _ in range(2):  # a fault may be one of the transfer
+            fetcher.fetch(ShardURL(shard.url), part, Monitor())
+            found = scan(part)
+            if found.fault is None:
+                break
+        whole, images = part, Counter[str]()
+        if recipe is not None and found.fault is None:
+            images = rewrite(part, found, changed, split_keys(shard.source.image_key), recipe)
+            whole, found = changed, scan(changed)
+        size = whole.stat().st_size
+        atomic_write.flush(whole)
+        # The index before the shard: it names the version of its file, and is ignored beside another one.
+        indexes.write(index, found, indexes.identity_of(whole), origin)
+        whole.replace(target)
+        atomic_write.flush(target.parent)
+    except (ShardError, OSError) as error:
+        # The message of a command that could not write is unknown.
+        space = shutil.disk_usage(folder).free
+        if atomic_write.is_full(error) or space < DISK_FULL or getattr(error, "reason", None) == "disk":
+            return Copy(error=f"{shown}: the disk is full", full=True)
+        said = str(error) if isinstance(error, ShardError) else f"disk: {redact(str(error))}"
+        return Copy(error=said if shown in said else f"{shown}: {said}")
+    finally:
+        part.unlink(missing_ok=True)
+        changed.unlink(missing_ok=True)
+    return Copy(len(found.samples), size, None if found.fault is None else str(found.fault), True, images)
+
+
+def _bytes_in(folder: Path) -> int:
+    size = 0
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):
+            size += path.stat().st_size
+    return size
+
+
+def _conclude(asked: Asked, sources: Sequence[StagedSource], copies: Mapping[str, Copy], seconds: float) -> None:
+    """Write the settings for a run on the copies, and print a summary and the command of that run.
+
+    Raises:
+        DataError: shards could not be staged.
+    """
+    whole = {file: copy for file, copy in copies.items() if not copy.error}
+    urls = {shard.file: redact(shard.url) for source in sources for shard in source.shards}
+    for shown in [f"{urls[file]}: {copy.fault}" for file, copy in whole.items() if copy.fault][:SHOWN]:
+        print(f"warning: the original is damaged, and copied as it is: {printable(shown, 800)}")
+    if images := sum((copy.images for copy in whole.values()), Counter[str]()):
+        print("images: " + ", ".join(f"{count:,} {what}" for what, count in images.most_common()))
+    samples, size = sum(copy.samples for copy in whole.values()), sum(copy.size for copy in whole.values())
+    made = sum(copy.made for copy in whole.values())
+    print(
+        f"{len(whole):,} of {len(copies):,} shards are in {asked.folder}: {samples:,} samples, {decimal(size)}; "
+        f"{made:,} were copied now, in {duration(seconds)}"
+    )
+    staged = [source for source in sources if source.shards]
+    if whole:
+        for source in staged:
+            counts = {
+                Path(shard.file).name: whole[shard.file].samples for shard in source.shards if shard.file in whole
+            }
+            under = (asked.folder / source.shards[0].file).parent
+            atomic_write.replace(under / SIZES, json.dumps(counts).encode())
+        _write_settings(asked, staged)
+    if failures := [copy.error for copy in copies.values() if copy.error]:
+        told = f"{len(failures):,} of {len(copies):,} shards could not be staged:"
+        more = [f"  and {len(failures) - SHOWN:,} more"] if len(failures) > SHOWN else []
+        advice = "rerun the same command to copy them; a run on these copies counts them as missing shards"
+        raise DataError("\n".join([told, *(f"  {error}" for error in failures[:SHOWN]), *more, advice]))
+
+
+def _write_settings(asked: Asked, staged: Sequence[StagedSource]) -> None:
+    """Write the settings that name the copies in place of the originals, and print the command that uses them."""
+    # The same settings without the flags that name staged shards.
+    configs, given = split(asked.flags, [])
+    flags = {source.name: asked.settings.places.place_of((*source.path, "shards")) for source in staged}
+    words = ["python", "-m", "clipstream.train"]
+    words += [word for file in configs for word in ("--config", file)]
+    for one in given:
+        if not {one.flag, one.flag.replace("_", "-")} & set(flags.values()):
+            words += [one.flag] if one.text is None else [one.flag, *one.text.split("\n")]
+    words += ["--config", str(asked.folder / SETTINGS_FILE)]
+    command = shlex.join(redact(word) for word in words)
+    tree: Tree = {}
+    for source in staged:
+        # --val-data also copies settings from training's source.
+        by_flag = flags[source.name] == "--val-data"
+        section = source.settings.model_dump(mode="json", exclude_unset=True) if by_flag else {}
+        at = tree
+        for part in source.path[:-1]:
+            at = at.setdefault(part, {})
+        at[source.path[-1]] = {**section, "shards": source.copied(asked.folder)}
+    head = f"# Shards copied by `clipstream stage`. Train on them by\n#     {command}\n"
+    atomic_write.replace(asked.folder / SETTINGS_FILE, (head + to_yaml(tree)).encode())
+    print(f"train on them by: {command}")
+    resolved = load(words[3:]).model_dump(mode="json")
+    for source in staged:
+        found: Any = resolved
+        for part in source.path:
+            found = found[part]
+        if found != {**source.settings.model_dump(mode="json"), "shards": source.copied(asked.folder)}:
+            print(f"note: {flags[source.name]} overrides {SETTINGS_FILE}: write that source into a file, and rerun")

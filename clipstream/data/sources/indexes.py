@@ -54,9 +54,6 @@ SUFFIX = ".index"
 MAGIC = b"clipstream-index 1 "
 LONGEST_HEAD = 1 << 16
 MOST_PACKED = 256  # bytes that a byte of an index unpacks to at most, which shards' are far below: zlib allows 1,032
-# Parts of a URL that differ each time it is signed.
-SIGNED = re.compile(r"(?i)^(?:x-(?:amz|goog|ms)-.*|awsaccesskeyid|googleaccessid|signature|sig|se|st|sp|sv|sr|expires"
-                    r"|policy|key-pair-id|.*token.*)=")  # fmt: skip
 SMALL = 256 << 20  # most bytes of tars without an index that are scanned at the start
 READERS = 16  # threads: on a network file system, opening a file takes far longer than reading a line of it
 NAMED = 5  # shards that a message lists
@@ -83,6 +80,7 @@ class Head(NamedTuple):
     fault: Fault | None  # of the shard
     length: int  # of the rest of the index
     crc32: int  # of the rest
+    origin: dict[str, object] | None  # of a copy: what it was made from, and how
 
 
 class _Fields(TypedDict):
@@ -95,6 +93,7 @@ class _Fields(TypedDict):
     fault: tuple[InstanceOf[str], InstanceOf[str]] | None
     length: Count
     crc32: int
+    origin: NotRequired[dict[str, object]]
 
 
 class _Entry(TypedDict):
@@ -110,13 +109,7 @@ def path_of(name: str, folder: str | None) -> Path | None:
     url = ShardURL(name)
     if folder is None:
         return None if url.path is None else Path(f"{url.path}{SUFFIX}")
-    full = str(url).replace("***@", "")
-    if url.path is not None:
-        full = os.path.abspath(url.path)
-    elif url.scheme != "pipe":
-        path, _, query = full.partition("?")
-        kept = [part for part in query.split("&") if part and not SIGNED.match(part)]
-        full = "?".join([path, "&".join(kept)]) if kept else path
+    full = url.unsigned
     words = re.findall(r"[\w.-]+(?=\.(?:tar|tgz)\b)", full)
     stem = words[-1][-60:] if words else "shard"
     return Path(folder) / f"{stem}-{hashlib.sha256(full.encode()).hexdigest()[:16]}{SUFFIX}"
@@ -133,8 +126,8 @@ def identity_of(path: str | Path) -> Identity:
     return Identity(stat.st_size, int(stat.st_mtime))
 
 
-def write(path: Path, index: ShardIndex, of: Identity) -> None:
-    """Write a shard's index atomically. Raises OSError."""
+def write(path: Path, index: ShardIndex, of: Identity, origin: dict[str, object] | None = None) -> None:
+    """Write a shard's index atomically; `origin` is what a copy was made from, and how. Raises OSError."""
     kinds: dict[tuple[str, ...], int] = {}
     rows, expected = [], 0
     for key, members in index.samples:
@@ -145,7 +138,8 @@ def write(path: Path, index: ShardIndex, of: Identity) -> None:
             expected = _next(offset, size)
         rows.append(row)
     body = zlib.compress(json.dumps({"kinds": list(kinds), "samples": rows}, separators=(",", ":")).encode())
-    rest = {"fault": index.fault, "length": len(body), "crc32": zlib.crc32(body)}
+    rest: dict[str, object] = {"fault": index.fault, "length": len(body), "crc32": zlib.crc32(body)}
+    rest |= {} if origin is None else {"origin": origin}
     head = json.dumps({"samples": len(index.samples), **of._asdict(), **rest}).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write.replace(path, MAGIC + b"%08x %s\n" % (zlib.crc32(head), head) + body)
@@ -208,7 +202,7 @@ def _head(line: bytes) -> Head:
     fields = checked(_Fields, json.loads(text))
     fault = None if fields["fault"] is None else Fault(*fields["fault"])
     of = Identity(fields["size"], fields["mtime"], fields["version"])
-    return Head(fields["samples"], of, fault, fields["length"], fields["crc32"])
+    return Head(fields["samples"], of, fault, fields["length"], fields["crc32"], fields.get("origin"))
 
 
 def _next(offset: int, size: int) -> int:

@@ -215,11 +215,11 @@ def test_a_file_that_is_no_tar_gets_no_index(tmp_path: Path, capsys: Any, conten
     [
         (
             "http://localhost/a.tar",
-            "http://localhost/a.tar is remote: say in which folder the indexes go by --into FOLDER",
+            "http://localhost/a.tar is remote: set the folder of the indexes by --into FOLDER",
         ),
         ("http://me:secret@localhost/a.tar", "http://***@localhost/a.tar is remote"),
-        ("pairs.csv", "pairs.csv needs no index: only tars do"),
-        ("synthetic:", "needs no index"),
+        ("pairs.csv", "pairs.csv: only tars have an index"),
+        ("synthetic:", "only tars have an index"),
         ("/no/such/*.tar", "no file matches /no/such/*.tar"),
     ],
 )

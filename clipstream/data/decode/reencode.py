@@ -1,4 +1,4 @@
-"""Re-encodes pictures: smaller, or in another format; and copies a local tar with its pictures re-encoded.
+"""Re-encoding of images, smaller or in another format, alone (`recode`) or in a copy of a tar (`rewrite`).
 
 The image transforms give the same pixels of the result as of the original, as far as its size and format allow: the
 orientation stays in its EXIF tag, and transparency stays if the format has it. All other members of a tar are copied
@@ -11,10 +11,10 @@ import copy
 import io
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from PIL import ExifTags, Image
 
@@ -38,10 +38,10 @@ SPARE = 2
 
 @dataclass(frozen=True)
 class Recipe:
-    """How pictures are re-encoded."""
+    """How images are re-encoded."""
 
-    size: int | None  # pixels of the shorter side of larger pictures; None keeps sizes
-    format: Format  # of the result; 'keep' keeps each picture's own
+    size: int | None  # pixels of the shorter side of larger images; None keeps sizes
+    format: Format  # of the result; 'keep' keeps each image's own
     quality: int  # of JPEG, WebP and AVIF, 1 to 100
     background: str = "white"  # colour under transparent pixels, for formats without transparency
 
@@ -52,43 +52,39 @@ class Recipe:
         return suffix if same else f"{head}{dot}{self.format}"
 
 
-class Recoded(NamedTuple):
-    """A re-encoded picture."""
-
-    data: bytes  # the file; the original one if nothing was to be done, or nothing could be
-    what: str  # 'resized', 'reencoded', 'unchanged' or 'undecodable'
-
-
-def recode(data: bytes, recipe: Recipe) -> Recoded:
-    """Re-encode a picture. Only the first frame of an animation is kept, as training uses no other.
+def recode(data: bytes, recipe: Recipe) -> tuple[bytes, str]:
+    """Re-encode an image file. Only the first frame of an animation is kept, as training uses no other.
 
     Orientation and colour profile are kept, other metadata is not. Palettes are replaced by RGB; evaluation, which
-    resizes palettes without a filter as open_clip does, then has a smoother picture. A picture that cannot be decoded
-    or written is returned unchanged, and so is a GIF that is to keep its format.
+    resizes palettes without a filter as open_clip does, then has a smoother image. A GIF that is to keep its format is
+    returned unchanged.
+
+    Returns:
+        (file, 'resized', 'reencoded', 'unchanged' or 'undecodable'); the last two have the original file.
     """
     try:
-        picture = opened(data)
-        orientation = orientation_of(picture)
-        have = _SAMES.get(str(picture.format), str(picture.format))
+        image = opened(data)
+        orientation = orientation_of(image)
+        have = _SAMES.get(str(image.format), str(image.format))
         want = have if recipe.format == "keep" else _NAMES[recipe.format]
         if have == "TIFF":  # turned by Pillow when it is decoded
-            picture.load()
-        smaller = recipe.size is not None and min(picture.size) > recipe.size
+            image.load()
+        smaller = recipe.size is not None and min(image.size) > recipe.size
         if want not in _WRITTEN or not (smaller or want != have):
-            return Recoded(data, "unchanged")
-        colours, profile = _COLOURS.get(picture.mode), picture.info.get("icc_profile")
-        target = picture.size
+            return (data, "unchanged")
+        colours, profile = _COLOURS.get(image.mode), image.info.get("icc_profile")
+        target = image.size
         if smaller and recipe.size is not None:
-            scale = recipe.size / min(picture.size)
-            width, height = (max(recipe.size, round(side * scale)) for side in picture.size)
+            scale = recipe.size / min(image.size)
+            width, height = (max(recipe.size, round(side * scale)) for side in image.size)
             target = (width, height)
             if have == "JPEG":
-                picture.draft(picture.mode, (target[0] * SPARE, target[1] * SPARE))
-        picture = eight_bits(picture, recipe.background if want in _WITHOUT_ALPHA else None)
-        if picture.size != target:
-            picture = picture.resize(target, Image.Resampling.LANCZOS)
+                image.draft(image.mode, (target[0] * SPARE, target[1] * SPARE))
+        image = eight_bits(image, recipe.background if want in _WITHOUT_ALPHA else None)
+        if image.size != target:
+            image = image.resize(target, Image.Resampling.LANCZOS)
         # Always given: else Pillow writes the original profile, which may be of another colour space.
-        options: dict[str, object] = {"icc_profile": profile if _COLOURS[picture.mode] == colours else None}
+        options: dict[str, object] = {"icc_profile": profile if _COLOURS[image.mode] == colours else None}
         if want in ("JPEG", "WEBP", "AVIF"):
             options["quality"] = recipe.quality
         if want == "JPEG":
@@ -100,36 +96,28 @@ def recode(data: bytes, recipe: Recipe) -> Recoded:
             exif[ExifTags.Base.Orientation] = orientation
             options["exif"] = exif.tobytes()
         file = io.BytesIO()
-        picture.save(file, want, **options)
-        return Recoded(file.getvalue(), "resized" if smaller else "reencoded")
-    except Exception:  # Dropped, or any exception of Pillow's readers and writers; training counts the picture
-        return Recoded(data, "undecodable")
+        image.save(file, want, **options)
+        return (file.getvalue(), "resized" if smaller else "reencoded")
+    except Exception:  # Dropped, or any exception of Pillow's readers and writers; training counts the image
+        return (data, "undecodable")
 
 
-def rewrite(
-    source: Path,
-    index: ShardIndex,
-    target: Path,
-    image_keys: Sequence[str],
-    recipe: Recipe,
-    tell: Callable[[int], None],
-) -> Counter[str]:
-    """Write `source` to `target`, with the picture that training reads from each sample re-encoded.
+def rewrite(source: Path, index: ShardIndex, target: Path, image_keys: Sequence[str], recipe: Recipe) -> Counter[str]:
+    """Write `source` to `target`, with the image that training reads from each sample re-encoded.
 
     Args:
         source: an intact tar.
         index: its samples.
-        image_keys: suffixes of the picture in lower case, first present wins.
-        tell: called with the number of bytes of `source` that are done.
+        image_keys: suffixes of the image in lower case, first present wins.
 
     Returns:
-        Number of pictures that were 'resized', 'reencoded', 'unchanged' or 'undecodable'.
+        Number of images by the result of `recode`.
 
     Raises:
         OSError: one of the files cannot be read or written.
     """
     keeping = replace(recipe, format="keep")
-    pictures: dict[int, tuple[str, str]] = {}  # offset of the data -> suffix before and after
+    images: dict[int, tuple[str, str]] = {}  # offset of the data -> suffix before and after
     for _, members in index.samples:
         suffix = next((key for key in image_keys if key in members), None)
         if suffix is None or members[suffix][1] >= LINK:
@@ -139,9 +127,9 @@ def rewrite(
         # Under its new suffix it must still be the one that training reads; else it keeps its format.
         clash = renamed in members or next((key for key in image_keys if key in left), None) != renamed
         new = suffix if renamed != suffix and clash else renamed
-        pictures.setdefault(members[suffix][0], (suffix, new))  # not that of a later hard link
+        images.setdefault(members[suffix][0], (suffix, new))  # not that of a later hard link
     done: Counter[str] = Counter()
-    names: dict[str, str] = {}  # of pictures whose suffix changes, which hard links may name
+    names: dict[str, str] = {}  # of images whose suffix changes, which hard links may name
     with (
         open(source, "rb") as file,
         tarfile.open(source, "r:", errors="surrogateescape") as before,
@@ -149,16 +137,15 @@ def rewrite(
     ):
         for member in before:
             before.members, after.members = [], []  # type: ignore[attr-defined]  # else both keep all members
-            tell(member.offset_data)
             file.seek(member.offset_data)
-            if member.offset_data not in pictures:
+            if member.offset_data not in images:
                 has_data = member.isreg() or member.type not in tarfile.SUPPORTED_TYPES
                 if member.linkname in names:
                     member.linkname = names[member.linkname]
                     member.pax_headers = {**member.pax_headers, "linkpath": member.linkname}
                 after.addfile(member, file if has_data else None)
                 continue
-            suffix, renamed = pictures[member.offset_data]
+            suffix, renamed = images[member.offset_data]
             kept = renamed == suffix and recipe.suffix(suffix) != suffix
             data, what = recode(file.read(member.size), keeping if kept else recipe)
             done[what] += 1

@@ -1,0 +1,222 @@
+"""Resized and re-encoded images: training and evaluation see the same, and other members are unchanged."""
+
+from __future__ import annotations
+
+import io
+import random
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import ExifTags, Image, features
+
+from clipstream.data.batch import ImageSpec
+from clipstream.data.decode.images import EvalTransform, Pixels
+from clipstream.data.decode.reencode import Format, Recipe, recode, rewrite
+from clipstream.errors import Dropped
+from clipstream.storage.tar import Shard, scan
+from tests.support.tars import write_tar
+
+NEAR, PALETTE = 2.5, 4.0  # mean differences; evaluation resizes palettes without a filter
+KEYS = ("jpg", "jpeg", "png", "webp", "gif")
+TO_64 = Recipe(64, "keep", 95)
+PROFILE = b"a profile of RGB" * 9
+
+
+def smooth(width: int, height: int, channels: int = 3) -> Image.Image:
+    """Smooth colours, no two corners alike."""
+    small = np.random.default_rng(channels).integers(0, 256, (3, 4, channels), dtype=np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def read(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data))
+
+
+def turned(orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    exif[ExifTags.Base.Make] = "somebody"
+    return exif.tobytes()
+
+
+def seen(data: bytes, *, upright: bool = False) -> Pixels:
+    """What the transforms make of an image, at a small size."""
+    return EvalTransform(ImageSpec((48, 48), resize_mode="squash"), "green", upright)(data)
+
+
+def distance(one: bytes, other: bytes, *, upright: bool = False) -> float:
+    first, second = seen(one, upright=upright), seen(other, upright=upright)
+    return float(np.abs(first.astype(float) - second.astype(float)).mean())
+
+
+RGB, RGBA, GREY = smooth(300, 200), smooth(300, 200, 4), smooth(300, 200).convert("L")
+
+
+@pytest.mark.parametrize(
+    ("image", "kind", "options"),
+    [
+        (RGB, "JPEG", {"quality": 95, "icc_profile": PROFILE}),
+        (smooth(200, 1200), "JPEG", {"quality": 95}),
+        (GREY, "JPEG", {}),
+        (RGB.convert("CMYK"), "JPEG", {"quality": 95, "icc_profile": PROFILE}),
+        (RGB, "PNG", {"icc_profile": PROFILE}),
+        (RGBA, "PNG", {}),
+        (RGB.quantize(), "PNG", {}),
+        (RGB.quantize(), "PNG", {"transparency": 7}),
+        (GREY.convert("LA"), "PNG", {}),
+        (Image.fromarray(np.asarray(GREY).astype(np.uint16) << 8), "PNG", {}),
+        (RGBA, "WEBP", {"lossless": True}),
+        (RGB, "BMP", {}),
+        (RGB, "TIFF", {}),
+        pytest.param(
+            RGBA, "AVIF", {"quality": 95}, marks=pytest.mark.skipif(not features.check("avif"), reason="no AVIF")
+        ),
+    ],
+)
+def test_smaller_images_look_the_same(image: Image.Image, kind: str, options: dict[str, Any]) -> None:
+    data = saved(image, kind, **options)
+    smaller, what = recode(data, TO_64)
+    found = read(smaller)
+    width, height = image.size
+    short = min(width, height)
+    assert what == "resized"
+    assert found.format == kind and found.size == (round(width * 64 / short), round(height * 64 / short))
+    clear = "A" in image.mode or "transparency" in options
+    assert found.has_transparency_data == clear, "transparency stays, and nothing else becomes transparent"
+    assert distance(smaller, data) < (PALETTE if image.mode == "P" else NEAR)
+    fits = "icc_profile" in options and image.mode == "RGB"
+    assert found.info.get("icc_profile") == (PROFILE if fits else None), "a profile stays where it fits"
+
+
+def test_unchanged_and_undecodable_files_stay_byte_for_byte() -> None:
+    for data in (saved(smooth(64, 90), "JPEG"), saved(smooth(90, 50), "PNG"), saved(smooth(400, 300), "GIF")):
+        assert recode(data, TO_64) == (data, "unchanged")
+    data = saved(RGB, "PNG")
+    assert recode(data, Recipe(None, "png", 95)) == (data, "unchanged")
+    data = saved(RGB, "JPEG")
+    for broken in (b"", b"<html>", data[: len(data) // 2], data[:200] + b"damage" * 99):
+        assert recode(broken, TO_64) == (broken, "undecodable")
+        with pytest.raises(Dropped):
+            seen(broken)
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [("jpg", "JPEG"), ("webp", "WEBP"), ("png", "PNG")])
+def test_another_format(kind: Format, wanted: str) -> None:
+    for image, before in ((smooth(120, 100, 4), "TIFF"), (smooth(120, 100), "BMP"), (smooth(120, 100), "GIF")):
+        data = saved(image, before)
+        other, what = recode(data, Recipe(None, kind, 95, "green"))
+        found = read(other)
+        assert (what, found.format, found.size) == ("reencoded", wanted, (120, 100))
+        assert found.has_transparency_data == (kind != "jpg" and before == "TIFF")
+        # Without transparency, the source's background shows.
+        assert distance(other, data) < (PALETTE if before == "GIF" else NEAR)
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [("JPEG", "keep"), ("WEBP", "jpg"), ("PNG", "webp"), ("JPEG", "png")])
+def test_orientation_stays_a_tag(kind: str, wanted: Format) -> None:
+    """Evaluation takes images as they are stored, training upright ones: both must see what they saw."""
+    for orientation in range(1, 9):
+        data = saved(RGB, kind, exif=turned(orientation))
+        smaller, _ = recode(data, Recipe(64, wanted, 95))
+        assert read(smaller).size == (96, 64)
+        assert distance(smaller, data) < NEAR and distance(smaller, data, upright=True) < NEAR
+        assert b"somebody" not in smaller, "other metadata is not needed"
+    tiff = saved(RGB, "TIFF", exif=turned(6))  # Pillow turns a TIFF as it decodes it
+    smaller, _ = recode(tiff, TO_64)
+    assert read(smaller).size == (64, 96)
+    assert distance(smaller, tiff) < NEAR and distance(smaller, tiff, upright=True) < NEAR
+
+
+def test_a_large_jpeg_decoded_small_is_close_to_the_full_decode() -> None:
+    data = saved(smooth(1600, 1200), "JPEG", quality=95)
+    full = np.asarray(read(data).resize((128, 96), Image.Resampling.LANCZOS)).astype(float)
+    found = np.asarray(read(recode(data, Recipe(96, "keep", 95))[0])).astype(float)
+    assert np.abs(found - full).mean() < 1.5
+
+
+def rewritten(tmp_path: Path, samples: list[dict[str, Any]], recipe: Recipe) -> tuple[Path, dict[str, int]]:
+    source, target = write_tar(tmp_path / "a.tar", samples), tmp_path / "b.tar"
+    return target, dict(rewrite(source, scan(source), target, KEYS, recipe))
+
+
+def names(path: Path) -> list[str]:
+    with tarfile.open(path) as tar:
+        return tar.getnames()
+
+
+def test_a_rewritten_tar_differs_in_its_images_alone(tmp_path: Path) -> None:
+    noise = random.Random(0).randbytes(70_000)
+    samples = [
+        {"__key__": "a/0", "JPG": saved(RGB, "JPEG"), "txt": "ein Bild", "npy": noise},
+        {"__key__": "a/" + "long" * 40, "json": "{}", "png": saved(smooth(50, 40), "PNG")},
+        {"__key__": "b/ü", "txt": "", "jpg": b"broken", "json": '{"n": 1}'},
+        {"__key__": "b/1.x", "txt": "dots in keys"},
+        {"__key__": "c/2", "png": saved(RGB, "PNG"), "jpg": saved(smooth(200, 300), "JPEG")},
+    ]
+    target, done = rewritten(tmp_path, samples, TO_64)
+    assert done == {"resized": 2, "unchanged": 1, "undecodable": 1}
+    assert names(target) == names(tmp_path / "a.tar")
+    before, after = Shard(tmp_path / "a.tar"), Shard(target)
+    assert after.index.fault is None
+    for old, new in zip(before.index.samples, after.index.samples, strict=True):
+        assert old.key == new.key and list(old.members) == list(new.members)
+        first, second = before.load(old), after.load(new)
+        changed = {suffix for suffix in first if first[suffix] != second[suffix]}
+        # Of two images the run takes the first suffix that it looks for.
+        assert changed == ({"jpg"} if old.key in ("a/0", "c/2") else set())
+    before.close()
+    after.close()
+
+
+def test_other_members_of_a_tar_stay(tmp_path: Path) -> None:
+    source, target = tmp_path / "a.tar", tmp_path / "b.tar"
+    data = saved(RGB, "JPEG")
+    with tarfile.open(source, "w", format=tarfile.PAX_FORMAT) as tar:
+        for name, kind, body in [
+            ("folder", tarfile.DIRTYPE, b""), ("__meta__.json", tarfile.REGTYPE, b"{}"),
+            ("folder/0.jpg", tarfile.REGTYPE, data), ("link", tarfile.SYMTYPE, b""),
+            (f"{'folder/' * 40}0.jpg", tarfile.REGTYPE, data), ("folder/.hidden", tarfile.REGTYPE, b"x"),
+            ("folder/1.jpeg", tarfile.LNKTYPE, b""),
+        ]:  # fmt: skip
+            member = tarfile.TarInfo(name)
+            member.type, member.size, member.mtime, member.linkname = kind, len(body), 7, "folder/0.jpg"
+            tar.addfile(member, io.BytesIO(body))
+    rewrite(source, scan(source), target, KEYS, Recipe(64, "webp", 95))
+    with tarfile.open(source) as old, tarfile.open(target) as new:
+        for one, other in zip(old.getmembers(), new.getmembers(), strict=True):
+            assert (one.name.replace(".jpg", ".webp"), one.type, one.mtime) == (other.name, other.type, other.mtime)
+            file = new.extractfile(other) if other.isreg() else None
+            if file is not None and other.name.endswith(".webp"):
+                assert read(file.read()).size == (96, 64)
+    shard = Shard(target)
+    assert [ref.key for ref in shard.index.samples] == ["folder/0", f"{'folder/' * 40}0", "folder/1"]
+    assert [*shard.load(shard.index.samples[0]).values()] == [*shard.load(shard.index.samples[2]).values()]
+
+
+def test_a_suffix_follows_its_format_unless_that_hides_the_image(tmp_path: Path) -> None:
+    recipe = Recipe(None, "jpg", 95)
+    wanted = {"png": "jpg", "jpeg": "jpeg", "jpg": "jpg", "left.webp": "left.jpg", "image": "image", "PNG": "jpg"}
+    assert {suffix: recipe.suffix(suffix) for suffix in wanted} == wanted and TO_64.suffix("png") == "png"
+    image = saved(RGB, "PNG")
+    samples = [
+        {"__key__": "0", "png": image},
+        {"__key__": "1", "jpg": saved(RGB, "JPEG"), "png": image},  # as .webp it would come behind .png
+        {"__key__": "2", "PNG": image, "webp": b"taken"},
+        {"__key__": "3", "png": b"broken"},
+    ]
+    target, done = rewritten(tmp_path, samples, Recipe(64, "webp", 95))
+    assert names(target) == ["0.webp", "1.jpg", "1.png", "2.PNG", "2.webp", "3.png"]
+    assert done == {"resized": 3, "undecodable": 1}
+    shard = Shard(target)
+    refs = zip(shard.index.samples[:3], ("webp", "jpg", "png"), strict=True)
+    assert [read(shard.load(ref)[suffix]).format for ref, suffix in refs] == ["WEBP", "JPEG", "PNG"]
+    shard.close()
