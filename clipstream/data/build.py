@@ -219,7 +219,6 @@ def _budget(settings: DataSettings, sources: dict[str, Source]) -> Budget:
         {name: (one.image_key, one.caption, f"data.sources.{name}") for name, one in settings.sources.items()},
         settings.max_shard_failures,
         settings.max_sample_failures,
-        settings.on_shard_error,
         FIRST_SLOTS if settings.sampling.mode == "indexed" else FIRST_SAMPLES,
         {name: (one.keep, one.drop) for name, one in settings.sources.items()},
     )
@@ -410,7 +409,6 @@ def chunk_loader(
             {name: (section.image_key, section.caption, place)},
             settings.max_shard_failures,
             settings.max_sample_failures,
-            settings.on_shard_error,
         ),
         stall_timeout=settings.stall_timeout,
         workers=min(settings.workers, chunks.lanes),

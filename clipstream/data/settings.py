@@ -355,9 +355,6 @@ class AugmentSettings(Section):
         (0.9, 1.0), description="share of the picture's area that a crop takes, min and max"
     )
     ratio: tuple[float, float] = Field((0.75, 4 / 3), description="aspect ratio of a crop, min and max")
-    max_aspect: float = Field(
-        20.0, ge=1, description="a picture whose long side is more than so many times the short one is dropped"
-    )
     interpolation: Literal["random", "bilinear", "bicubic"] = Field("bicubic", description="of the resize")
     flip: Share = Field(0.0, description="probability of a mirrored picture")
     color_jitter: tuple[Share, Share, Share, Share] | None = Field(
@@ -466,13 +463,10 @@ class DataSettings(Section):
     max_shard_gib: float = Field(
         64.0, gt=0, description="GiB that a shard may have: the transfer of a larger one is given up"
     )
-    on_shard_error: Literal["skip", "raise"] = Field(
-        "skip",
-        description="skip: intact samples of a broken shard are used, and the fault is counted; raise: the first "
-        "one ends the run",
-    )
     max_shard_failures: Share = Field(
-        0.1, description="share of opened shards, at least one, that may fail before the run ends"
+        0.1,
+        description="share of opened shards, at least one, that may fail before the run ends; the intact samples of a "
+        "broken shard are used; 0 ends the run at the first broken shard",
     )
     max_sample_failures: Share = Field(0.5, description="share of read samples that may be dropped before the run ends")
     trace: int = Field(0, ge=0, description="print the result of each stage for the first so many samples")

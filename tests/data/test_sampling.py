@@ -308,8 +308,8 @@ def test_a_broken_shard_without_samples_is_counted(
     assert (train["shards"], train["shard_faults"], train["fault_reasons"]) == (4, 1, {reason: 1})
     assert capsys.readouterr().err.count(f"warning: source 'train': {broken}: {reason}: ") == 1
     with (
-        pytest.raises(DataError, match=r"a shard is broken"),
-        loader(indexed([*shards, str(broken)], on_shard_error="raise")) as stream,
+        pytest.raises(DataError, match=r"max-shard-failures 0 allows"),
+        loader(indexed([*shards, str(broken)], max_shard_failures=0)) as stream,
     ):
         next(stream)
 

@@ -31,7 +31,7 @@ from clipstream.data.decode.captions import CaptionExtractor, build_caption, ima
 from clipstream.data.decode.images import check_shape, converted, loaded, opaque, opened
 from clipstream.data.decode.sample_profile import NO_TEXT, SHORT_FLAGS, Profile
 from clipstream.data.loader.health import Captions
-from clipstream.data.settings import AugmentSettings, SourceSettings, rgb
+from clipstream.data.settings import SourceSettings, rgb
 from clipstream.data.sources.patterns import in_braces
 from clipstream.data.sources.protocol import OpenShard, SampleRef, SourceContext
 from clipstream.data.sources.registry import Source
@@ -261,7 +261,7 @@ def _look_at(
         view.profile.add(sample)
         data, text = image_bytes(sample, keys=source.image_key), extract(sample, None)
         image = opened(data)
-        check_shape(image.size, AugmentSettings().max_aspect)
+        check_shape(image.size)
         pixels = np.asarray(converted(opaque(loaded(image), rgb("white"))))
     except Dropped as drop:
         view.drops[drop.reason] += 1

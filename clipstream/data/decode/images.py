@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 PLUGINS = {"JPEG": "Jpeg", "PNG": "Png", "WEBP": "WebP", "GIF": "Gif", "BMP": "Bmp", "TIFF": "Tiff"}
 PLUGINS |= {"AVIF": "Avif"} if find_spec("PIL._avif") else {}
 FORMATS = tuple(PLUGINS)
+MAX_ASPECT = 20  # long side of a training image, relative to the short one
 Image.preinit()  # once, before the workers are forked
 for _name in PLUGINS.values():
     import_module(f"PIL.{_name}ImagePlugin")
@@ -210,9 +211,9 @@ def check_size(size: tuple[int, int], max_pixels: int = MAX_PIXELS) -> None:
         raise Dropped("undecodable_image", f"{width} x {height} pixels")
 
 
-def check_shape(size: tuple[int, int], max_aspect: float) -> None:
-    """Refuse pictures that are too long and thin for a training crop. Raises Dropped."""
-    if max(size) > max_aspect * min(size):
+def check_shape(size: tuple[int, int]) -> None:
+    """Refuse images that are too long and thin for a training crop (`MAX_ASPECT`). Raises Dropped."""
+    if max(size) > MAX_ASPECT * min(size):
         raise Dropped("image_too_thin", f"{size[0]} x {size[1]} pixels")
 
 

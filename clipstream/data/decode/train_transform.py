@@ -97,7 +97,7 @@ class TrainTransform:
         """See ImageTransform. Raises Dropped: `undecodable_image`, `image_too_large` or `image_too_thin`."""
         assert rng is not None, "training draws its crops"
         header = read_header(data, self.upright, self.max_pixels)
-        check_shape(header.size, self.augment.max_aspect)
+        check_shape(header.size)
         full = header.size[::-1] if _TURNS[header.orientation][2] else header.size
         box = crop_box(full, self.augment, rng)
         names = list(FILTERS) if self.augment.interpolation == "random" else [self.augment.interpolation]

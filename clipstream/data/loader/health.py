@@ -283,7 +283,6 @@ class Budget:
     hints: dict[str, tuple[str, CaptionSettings | None, str]]
     max_shard_failures: float  # share of the tried shards, 0 to 1
     max_sample_failures: float  # share of the read samples, 0 to 1
-    on_shard_error: str = "skip"  # 'raise' if the first broken shard ends the run
     first_samples: int = FIRST_SAMPLES  # that may be read without a usable one
     lists: Mapping[str, tuple[str | None, str | None]] = field(default_factory=dict)  # source -> its keep and drop
 
@@ -291,8 +290,6 @@ class Budget:
         """Raise DataError if a source has no usable sample, or fails more often than the settings allow."""
         for name, h in health.sources.items():
             total = self.total_shards[name]
-            if h.faults and self.on_shard_error == "raise":
-                raise DataError(f"source {name!r}: a shard is broken (--data.on-shard-error raise){_faults(h)}")
             enough = len(h.shards) >= min(total, FIRST_SHARDS)
             unanswered = all(fault.startswith(("unreachable", "timeout")) for fault in h.faults.values())
             silent = len(h.shards) >= min(total, FIRST_SILENT) and unanswered
@@ -302,7 +299,9 @@ class Budget:
             left_out = h.dropped[NOT_KEPT]
             if h.used == 0 and (h.read - left_out >= self.first_samples or left_out >= FIRST_LEFT_OUT):
                 raise DataError(self.nothing_usable(name, h))
-            if enough and len(h.faults) > math.ceil(self.max_shard_failures * len(h.shards)):
+            if (enough or not self.max_shard_failures) and len(h.faults) > math.ceil(
+                self.max_shard_failures * len(h.shards)
+            ):
                 raise DataError(
                     f"source {name!r}: {len(h.faults)} of the {tried} are broken, more than "
                     f"--data.max-shard-failures {self.max_shard_failures:g} allows{_faults(h)}"

@@ -56,9 +56,9 @@ def served(shards: list[str]) -> Iterator[tuple[list[str], list[str]]]:
 def test_the_first_broken_shard_may_end_the_run(shards: list[str], tmp_path: Path, workers: int) -> None:
     broken = tmp_path / "cut.tar"
     broken.write_bytes(Path(shards[2]).read_bytes()[:9000])
-    settings = data([*shards, str(broken)], workers=workers, on_shard_error="raise")
+    settings = data([*shards, str(broken)], workers=workers, max_shard_failures=0)
     with (
-        pytest.raises(DataError, match=rf"on-shard-error raise.*\n.*{broken}: truncated_member"),
+        pytest.raises(DataError, match=rf"max-shard-failures 0.*\n.*{broken}: truncated_member"),
         loader(settings) as stream,
     ):
         for _ in range(60):

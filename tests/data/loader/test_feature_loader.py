@@ -336,7 +336,7 @@ def test_shards_that_could_not_be_read_are_skipped_as_those_of_pictures(tmp_path
     assert counts(found) == counts(live)
     assert set(found.health.sources["train"].faults) == set(live.health.sources["train"].faults)
     few = settings.model_copy(update={"max_shard_failures": 0.0})
-    with pytest.raises(DataError, match=r"2 of the 4 shards tried .* are broken"):
+    with pytest.raises(DataError, match=r"\d of the \d shards tried .* are broken"):
         for _ in range(9):
             next(stored(few, str(tmp_path / "store")))
 
