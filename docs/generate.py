@@ -7,7 +7,6 @@ line are made from the settings' classes and from each verb's --help. Imports no
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import os
 import re
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from clipstream.cli.main import VERBS
+from clipstream.cli.main import VERBS, verb_module
 from clipstream.config.flag_aliases import ALIASES
 from clipstream.config.help import default_note, generic_key, summary, value_form
 from clipstream.config.settings import Settings
@@ -165,7 +164,7 @@ def command_line_page() -> str:
     lines = [
         "# Command line",
         "",
-        "`clipstream VERB …` and `python -m clipstream.VERB …` are the same. This page shows the help of each verb.",
+        "`clipstream VERB …` and `python -m clipstream VERB …` are the same. This page shows the help of each verb.",
         "The flags that set a key of the settings tree are in [Settings](settings.md).",
         "",
     ]
@@ -179,7 +178,7 @@ def command_line_page() -> str:
 
 def help_of(*words: str) -> str:
     """What `clipstream WORDS --help` prints."""
-    main_of = importlib.import_module(f"clipstream.{words[0]}").main
+    main_of = verb_module(words[0]).main
     out = io.StringIO()
     os.environ["COLUMNS"] = COLUMNS
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
