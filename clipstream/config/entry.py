@@ -23,7 +23,7 @@ from typing import Any
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.help import help_text
 from clipstream.config.settings import Settings, load
-from clipstream.distributed.same_error import tell_once
+from clipstream.distributed.failure import tell_once
 from clipstream.distributed.signals import SIGNALS, EndProcess
 from clipstream.distributed.world import World
 from clipstream.errors import INTERRUPTED, ClipstreamError, SettingsError, Stopped
@@ -72,8 +72,8 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
     """Run a verb and return its exit code.
 
     A `ClipstreamError` is printed to stderr as `error: …`, with the rank if there are several, and with a traceback
-    only if `run.debug` is set; ranks that have the same error as rank 0 print nothing. `Stopped` is printed without
-    `error:`. Any other exception is a bug and is not caught.
+    only if `run.debug` is set; of the ranks of a node that have the same error, one prints it. `Stopped` is printed
+    without `error:`. Any other exception is a bug and is not caught.
 
     Args:
         main: the verb: command line without the program's name -> exit code.

@@ -14,17 +14,21 @@ the threads compare how many collectives their ranks have called, and end the ru
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import json
 import math
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from clipstream.distributed.world import World
@@ -37,6 +41,7 @@ SILENCE = 2.0  # s without a heartbeat after which a rank counts as dead, once a
 LONG_SILENCE = 8.0  # the same where several ranks are silent, some of which may only be slow
 EARLIER = 0.9  # of NCCL's timeout, after which ranks are compared
 PATIENCE = 15.0  # s at most that a rank waits for the others to read the cause
+WAIT = 10.0  # s that a rank with an error waits for the others of its node to have the same, before it ends
 CLEANUP = 30.0  # s at most for cleanups, as long as torchrun lets a process live after SIGTERM
 
 _CAUSE, _NOTED, _DONE, _STOP = "clipstream/cause", "clipstream/noted", "clipstream/done", "clipstream/stop"
@@ -313,49 +318,33 @@ class FailureWatch:
             return Cause(0, 1, "the launcher ended without an error message")
         return Cause.of_dead([0])
 
-    def _wait_for(self, key: str, count: int) -> bool:
-        """Wait until a number in the store is `count`; False if it is not within PATIENCE."""
+    def _wait_for(self, key: str, count: int) -> None:
+        """Wait until a number in the store is `count`, for PATIENCE at most."""
         limit = time.monotonic() + PATIENCE
         with contextlib.suppress(RuntimeError):
-            while time.monotonic() < limit:
-                if self._store.add(key, 0) >= count:
-                    return True
+            while time.monotonic() < limit and self._store.add(key, 0) < count:
                 time.sleep(POLL / 4)
-        return False
 
     def _tell(self, cause: Cause, error: BaseException | None) -> int:
         """Print the cause, wait until the other ranks know it, and return its code.
 
-        Wrong settings are printed by rank 0 alone, and by the rank that has them if it does not reach the others.
+        Wrong settings are printed by rank 0 alone. The failed rank leaves after the others know, because a launcher
+        ends them when the first one ends; rank 0, which may host the store, leaves last.
         """
-        alone = cause.code == SettingsError.exit_code and not (self.world.is_main or self.debug)
-        if not alone:
+        if cause.code != SettingsError.exit_code or self.world.is_main or self.debug:
             self._print(cause, error)
             self._told = True
-        known = self._note(cause)
-        if alone and not known:
-            self._print(cause, error)
+        with self._once:
+            if not self._noted:
+                self._noted, alive = True, self.world.size - len(cause.dead)
+                if cause.rank == self.world.rank:
+                    self._wait_for(_NOTED, alive - 1)
+                with contextlib.suppress(RuntimeError):
+                    self._store.add(_NOTED, 1)
+                if self.world.is_main:
+                    self._wait_for(_NOTED, alive)
         self._told = True
         return cause.code
-
-    def _note(self, cause: Cause) -> bool:
-        """Count this rank among those that know the cause, as the last use of the store; False if not all know it.
-
-        The failed rank leaves after the others know, because a launcher ends them when the first one ends; rank 0,
-        which may host the store, leaves last.
-        """
-        with self._once:
-            if self._noted:
-                return True
-            self._noted = True
-            alive, known = self.world.size - len(cause.dead), True
-            if cause.rank == self.world.rank:
-                known = self._wait_for(_NOTED, alive - 1)
-            with contextlib.suppress(RuntimeError):
-                self._store.add(_NOTED, 1)
-            if self.world.is_main:
-                self._wait_for(_NOTED, alive)
-            return known
 
     def _print(self, cause: Cause, error: BaseException | None) -> int:
         """Print the cause, only its first line on ranks other than 0 and its own; return its code."""
@@ -374,6 +363,36 @@ class FailureWatch:
         if self.on_end is not None:
             self.on_end(cause.code, f"{where}{cause.message}")
         return cause.code
+
+
+def tell_once(world: World, text: str, tell: Callable[[], object]) -> None:
+    """Call `tell` on one of the ranks of a node that end with the error `text`, before they are connected.
+
+    The ranks compete for the lock of a file. The winner prints; it then waits until as many ranks have come as the node
+    has, for WAIT at most, and the others wait for it: a launcher ends the other ranks once the first one has ended.
+    Without MASTER_ADDR, which only a launcher sets, no rank waits.
+    """
+    if "?" in world.rendezvous:
+        tell()
+        return
+    name = hashlib.sha256(f"{os.getuid()} {world.rendezvous} {world.step} {text}".encode()).hexdigest()
+    path = Path(tempfile.gettempdir()) / f"clipstream-{name[:32]}"
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(path, "ab", buffering=0))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.write(b"1")
+            fcntl.flock(file, fcntl.LOCK_EX)  # until the winner has ended
+        except OSError:  # no folder for temporary files
+            tell()
+        else:
+            file.truncate(0)
+            tell()
+            end = time.monotonic() + WAIT
+            while os.fstat(file.fileno()).st_size < world.local_size - 1 and time.monotonic() < end:
+                time.sleep(POLL / 4)
+            path.unlink(missing_ok=True)
 
 
 def _first_line(text: str) -> str:

@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -29,7 +29,6 @@ POLL = 5.0  # s between two broadcasts to ranks that wait for rank 0
 FIRST_PORT, PORTS = 12_000, 16_384  # below the system's ephemeral ports
 TRIED = 8  # ports of a Slurm step, from its first one on
 ANSWER, LONGEST_ANSWER = 3.0, 100  # s and bytes; a program that takes more is not rank 0
-ERROR = "{}/error"  # the name by which rank 0 of a step answers if it has an error (see `same_error`)
 SHORTEST, LONGEST = 0.02, 0.5  # s between two looks into the store
 # Has NCCL's watchdog write the last exchanges to a file; torch records them from version 2.11 on.
 DUMP = "TORCH_NCCL_DUMP_ON_TIMEOUT"
@@ -336,17 +335,20 @@ def step_store(address: str, step: str, rank: int, timeout: timedelta) -> Any:
         address: 'HOST:PORT' of rank 0's node and the first of the ports.
         step: the step's name, the same on all ranks and different in every other step.
 
-    Raises:
-        TimeoutError: no port was free, or rank 0 was not found.
-        SettingsError: rank 0 has ended with an error.
+    Raises TimeoutError: no port was free, or rank 0 was not found.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     host, _, first = address.rpartition(":")
     ports = range(int(first), int(first) + TRIED)
     if rank == 0:
-        listener = listen(ports)
-        if listener is None:
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        for port in ports:
+            with suppress(OSError):
+                listener = socket.create_server(("", port), family=family, dualstack_ipv6=dual)
+                break
+        else:
             raise TimeoutError(f"none of the ports {ports[0]} to {ports[-1]} is free")
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         text = f"{step} {store.port}".encode()
@@ -358,37 +360,13 @@ def step_store(address: str, step: str, rank: int, timeout: timedelta) -> Any:
 
         threading.Thread(target=answer, daemon=True).start()
         return store
-    for _, told in answers(host, ports, timeout.total_seconds()):
-        name, _, found = told.partition(" ")
-        if name == step:
-            return TCPStore(host, int(found), is_master=False, wait_for_workers=False, timeout=timeout)
-        if name == ERROR.format(step):
-            raise SettingsError("rank 0 has ended with an error")
-    raise TimeoutError(f"rank 0 listens on none of the ports {ports[0]} to {ports[-1]} of {host}")
-
-
-def listen(ports: Sequence[int]) -> socket.socket | None:
-    """A socket that listens on the first free one of the ports, on all interfaces; None if none is free."""
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    for port in ports:
-        with suppress(OSError):
-            return socket.create_server(("", port), family=family, dualstack_ipv6=dual)
-    return None
-
-
-def answers(host: str, ports: Sequence[int], timeout: float) -> Generator[tuple[socket.socket, str]]:
-    """What each of the ports sends first, with the open connection, again and again until the timeout in seconds.
-
-    The last port that is tried may take up to twice ANSWER longer.
-    """
-    end = time.monotonic() + timeout
-    for _ in _looks(timeout):
+    for _ in _looks(timeout.total_seconds()):
         for port in ports:
             with suppress(OSError), socket.create_connection((host, port), ANSWER) as connection:
-                yield connection, connection.recv(LONGEST_ANSWER).decode(errors="replace")
-            if time.monotonic() > end:
-                return
+                name, _, found = connection.recv(LONGEST_ANSWER).decode(errors="replace").partition(" ")
+                if name == step:
+                    return TCPStore(host, int(found), is_master=False, wait_for_workers=False, timeout=timeout)
+    raise TimeoutError(f"rank 0 listens on none of the ports {ports[0]} to {ports[-1]} of {host}")
 
 
 def meet(store: Any, rank: int, size: int, timeout: timedelta) -> str:

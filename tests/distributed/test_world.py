@@ -17,7 +17,7 @@ from torch.distributed import HashStore, TCPStore
 
 from clipstream.distributed import launch
 from clipstream.distributed.settings import RunSettings
-from clipstream.distributed.world import FIRST_PORT, PORTS, TRIED, World, answers, first_node, meet, step_store
+from clipstream.distributed.world import FIRST_PORT, PORTS, TRIED, World, first_node, meet, step_store
 from clipstream.errors import SettingsError
 from tests.support.ranks import TIMEOUT, end_ranks, reserved_port
 
@@ -168,19 +168,6 @@ def test_the_tasks_of_a_step_meet_where_their_first_ports_are_taken() -> None:
         ends = end_ranks(3, task_of_a_step, address, "4711.0.0")
         assert [end.code for end in ends] == [3] * 3, ends
         assert not other.check(["clipstream/number/1"])
-
-
-def test_ports_that_do_not_answer_do_not_multiply_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a firewall drops packets: each port takes the whole time limit of a connection."""
-    tried: list[int] = []
-
-    def dropped(address: tuple[str, int], timeout: float) -> socket.socket:
-        tried.append(address[1])
-        time.sleep(0.02)
-        raise TimeoutError
-
-    monkeypatch.setattr(socket, "create_connection", dropped)
-    assert list(answers("10.0.0.1", range(1, 9), 0.01)) == [] and tried == [1]
 
 
 @contextmanager
