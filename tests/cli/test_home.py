@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 from pydantic import create_model
 
-from clipstream.cli.verbs import bench, check, compare, evaluate, index
+from clipstream.cli.verbs import bench, check, compare, evaluate, index, stage
 from clipstream.config.config_sources import accepts_text
 from clipstream.config.dump import _RULES
 from clipstream.config.flags import own_flags
 from clipstream.config.settings import Settings, load
 from clipstream.data.settings import PathTokenizer
 from clipstream.data.sources.registry import expand
-from clipstream.tools import stage
 from clipstream.utils.section import leaves
 from tests.support.tars import write_tar
 

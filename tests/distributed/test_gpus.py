@@ -25,7 +25,7 @@ from clipstream.distributed.launch import run_embedded, run_ranks
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.performance import precision
+from clipstream.report.precision_audit import Recorder
 
 # Functions of torch.cuda that mean the current GPU where no device is given, and the place of the device.
 PER_DEVICE = {
@@ -107,7 +107,7 @@ def test_events_are_recorded_on_the_stream_of_the_device(monkeypatch: pytest.Mon
     with FakeTensorMode(allow_non_fake_inputs=True):
         monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
         compute._to_host({"ids": torch.zeros(2), "image": torch.zeros(2, 3, device="cuda:1")})
-    precision._event("cuda:1")
+    Recorder(torch.nn.Identity(), "bf16", "cuda:1")._event()
     assert recorded == ["cuda:1", "cuda:1"]
 
 
