@@ -1,9 +1,8 @@
-"""Builds the towers that settings name from files that are on this machine; `pretrained` finds and downloads them."""
+"""Builds the towers that settings name, from the files that `pretrained` finds and downloads."""
 
 from __future__ import annotations
 
 import math
-import pickle
 import re
 from copy import deepcopy
 from dataclasses import asdict
@@ -19,18 +18,13 @@ from timm.layers import to_2tuple
 from timm.layers.patch_dropout import patch_dropout_forward
 from torch.func import functional_call
 
+from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.execution.channels_last import ChannelsLast
 from clipstream.models.execution.checkpointing import checkpoint_blocks
 from clipstream.models.execution.text_buckets import TextBuckets
 from clipstream.models.model_config import Config, ModelConfig
-from clipstream.models.pretrained import (
-    ModelFiles,
-    TokenizerChoice,
-    resolve,
-    resolve_loss,
-    timm_entry,
-)
+from clipstream.models.pretrained import ModelFiles, TokenizerChoice, fetch, resolve_loss, timm_entry
 from clipstream.models.settings import NO_PATCHES, ModelSettings
 from clipstream.models.stored import TOWERS
 from clipstream.models.towers import Towers
@@ -38,9 +32,14 @@ from clipstream.models.weights import load_image_weights, load_weights, read_wei
 
 
 def build_towers(
-    settings: ModelSettings, *, seed: int, loss_type: str | None = None, tokenizer: TokenizerChoice | None = None
+    settings: ModelSettings,
+    *,
+    seed: int,
+    loss_type: str | None = None,
+    tokenizer: TokenizerChoice | None = None,
+    world: World | None = None,
 ) -> Towers:
-    """The model that the settings name, in float32 on the CPU, from files that are on this machine already.
+    """The model that the settings name, in float32 on the CPU. Collective: one rank of each node downloads files.
 
     Initial values depend on `seed` alone, so that all ranks start alike; the global random state is not changed. A
     tag's activation (quick_gelu) takes precedence over the model's, as the weights were trained with it.
@@ -48,30 +47,32 @@ def build_towers(
     Args:
         loss_type: 'clip' or 'siglip' where the user chose one; None for the loss that the model was made for.
         tokenizer: the tokenizer's settings, which are saved with the model.
+        world: of all ranks; this process alone unless given.
 
-    Raises SettingsError: there is no such model, the weights do not fit it, or they were trained with another loss and
-    `allow_mismatch` is not set.
+    Raises SettingsError: there is no such model, a file is missing or does not fit, or the weights were trained with
+    another loss and `allow_mismatch` is not set.
     """
-    source = resolve(settings, tokenizer)
-    cfg = deepcopy(source.model_cfg)
+    files = fetch(settings, tokenizer, world or World())
+    cfg = deepcopy(files.model_cfg)
     if settings.image_size is not None:
         _set_image_size(cfg["vision_cfg"], settings.image_size)
     if settings.patch_dropout is not None:
         if isinstance(cfg["vision_cfg"].get("layers"), list):
-            raise NO_PATCHES.error("model.patch_dropout", settings.patch_dropout, source.label)
+            raise NO_PATCHES.error("model.patch_dropout", settings.patch_dropout, files.label)
         cfg["vision_cfg"]["patch_dropout"] = settings.patch_dropout
-    state = None if source.weights is None else read_weights(source.weights)
+    state = None if files.weights is None else read_weights(files.weights)
     loss_type = _resolve_loss_and_bias(settings, cfg, state, loss_type)
-    clip = _create(source, cfg, seed, settings.image_size)
+    clip = _create(files, cfg, seed)
+    _check_inputs(clip, files.label, int(cfg["text_cfg"].get("context_length", 77)))
     if state is not None:
-        load_weights(clip, state, source)
+        load_weights(clip, state, files)
     preprocess = asdict(PreprocessCfg())
-    if source.image_weights is not None:
-        load_image_weights(clip.visual.trunk, source.image_weights)
+    if files.image_weights is not None:
+        load_image_weights(clip.visual.trunk, files.image_weights)
         theirs = timm_entry(cfg["vision_cfg"]["timm_model_name"], str(settings.image_pretrained))
         theirs = clip.visual.trunk.pretrained_cfg if theirs is None else asdict(theirs)
         preprocess |= {"mean": theirs["mean"], "std": theirs["std"]}
-    preprocess = merge_preprocess_dict(preprocess, source.preprocess_cfg)
+    preprocess = merge_preprocess_dict(preprocess, files.preprocess_cfg)
     own = {name: getattr(settings, f"image_{name}") for name in ("mean", "std", "interpolation", "resize_mode")}
     preprocess |= {name: value for name, value in own.items() if value is not None}
     preprocess["size"] = clip.visual.image_size
@@ -80,7 +81,7 @@ def build_towers(
         clip,
         ModelConfig(cfg, preprocess),
         loss_type=loss_type,
-        tokenizer_folder=source.tokenizer,
+        tokenizer_folder=files.tokenizer,
         trust_remote_code=getattr(tokenizer, "trust_remote_code", False),
         text_buckets=TextBuckets.of(clip, settings.text_buckets),
         channels_last=ChannelsLast.of(clip.visual, settings.channels_last),
@@ -90,25 +91,21 @@ def build_towers(
     if settings.lock_image:
         towers.lock_image(settings.unlocked_groups, until=settings.unlock_image_at)
     if settings.lock_text:
-        keep = state is None and source.text_model is not None
+        keep = state is None and files.text_model is not None
         towers.lock_text(settings.unlocked_layers, keep_projection=keep, until=settings.unlock_text_at)
     return towers
 
 
 def _set_image_size(vision_cfg: Config, size: int) -> None:
-    """Set the picture size. timm models have it in their name, by which open_clip rebuilds them."""
+    """Set the image size. timm models have it in their name, by which open_clip rebuilds them."""
     vision_cfg["image_size"] = size
-    name = str(vision_cfg.get("timm_model_name") or "")
-    sized = re.fullmatch(r"(.+_)(\d{2,4})", name)
-    if not sized or int(sized[2]) == size:
-        return
-    if not timm.is_model(f"{sized[1]}{size}"):
-        others = [other for other in timm.list_models(f"{sized[1]}*") if re.fullmatch(r"\d+", other[len(sized[1]) :])]
-        raise SettingsError(
-            f"model.image_size {size}: timm has no {sized[1]}{size}; sizes of this tower: "
-            f"{', '.join(other[len(sized[1]) :] for other in others)}"
-        )
-    vision_cfg["timm_model_name"] = f"{sized[1]}{size}"
+    sized = re.fullmatch(r"(.+_)(\d{2,4})", str(vision_cfg.get("timm_model_name") or ""))
+    if sized and int(sized[2]) != size:
+        name = f"{sized[1]}{size}"
+        if not timm.is_model(name):
+            others = [other for other in timm.list_models(f"{sized[1]}*") if other[len(sized[1]) :].isdigit()]
+            raise SettingsError(f"model.image_size {size}: timm has no {name}, but {', '.join(others)}")
+        vision_cfg["timm_model_name"] = name
 
 
 def _resolve_loss_and_bias(
@@ -135,37 +132,30 @@ def _resolve_loss_and_bias(
     return chosen
 
 
-def _create(source: ModelFiles, model_cfg: Config, seed: int, size: int | None) -> Any:
+def _create(files: ModelFiles, model_cfg: Config, seed: int) -> Any:
     """A fresh model of open_clip, with base weights in a Hugging Face text tower unless it says otherwise."""
     cfg = deepcopy(model_cfg)
     text_cfg = cfg["text_cfg"]
     custom = cfg.pop("custom_text", False) or "hf_model_name" in text_cfg
     cfg["vision_cfg"]["timm_model_pretrained"] = False
-    if source.text_model is not None:
+    if files.text_model is not None:
         from transformers import dynamic_module_utils
 
         dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # open_clip does not pass trust_remote_code: refuse, never ask
-        text_cfg["hf_model_pretrained"] = source.weights is None and text_cfg.get("hf_model_pretrained", True)
-        text_cfg["hf_model_name"] = str(source.text_model)
+        text_cfg["hf_model_pretrained"] = files.weights is None and text_cfg.get("hf_model_pretrained", True)
+        text_cfg["hf_model_name"] = str(files.text_model)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             clip = (open_clip.CustomTextCLIP if custom else open_clip.CLIP)(**cfg)
     except Exception as error:  # whatever transformers and its unpickler raise for files that they cannot read
-        if isinstance(error, pickle.UnpicklingError | EOFError):
-            text = f"the weights of the text tower in {source.text_model} are no file of tensors, or damaged"
-            raise SettingsError(f"{text}: save them as model.safetensors, or get them again") from error
-        if "trust_remote_code" in str(error):
-            text = f"the text tower in {source.text_model} is Python code of its own (auto_map), which is never run"
-            raise SettingsError(f"{text}: take a tower that transformers has") from error
         if "patch_drop_rate" in str(error):  # which timm's ViTs have
-            raise NO_PATCHES.error("model.patch_dropout", None, source.label) from error
-        raise SettingsError(f"open_clip cannot build {source.label}: {error}") from error
-    clip = clip.float()
+            raise NO_PATCHES.error("model.patch_dropout", None, files.label) from error
+        of = "" if files.text_model is None else f" with the text tower in {files.text_model}"
+        raise SettingsError(f"open_clip cannot build {files.label}{of}: {error}") from error
     if isinstance(dropout := getattr(clip.visual, "patch_dropout", None), PatchDropout):
         dropout.forward = partial(_drop_patches, dropout)
-    _check_inputs(clip, source, int(text_cfg.get("context_length", 77)), size)
-    return clip
+    return clip.float()
 
 
 def _drop_patches(dropout: PatchDropout, tokens: torch.Tensor) -> torch.Tensor:
@@ -177,42 +167,35 @@ def _drop_patches(dropout: PatchDropout, tokens: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, found[0])
 
 
-def _check_inputs(clip: Any, source: ModelFiles, length: int, size: int | None) -> None:
-    """Pass a picture and a text of the configured sizes, as shapes alone (the meta device), or on the CPU where code of
-    a tower needs values.
+def _check_inputs(clip: Any, label: str, length: int) -> None:
+    """Pass an image and a text of the configured sizes: as shapes alone (the meta device), or on the CPU where code of
+    a tower needs values, as a Hugging Face text tower counts its positions from the tokens.
 
-    Raises SettingsError: a tower does not take them, as timm's of another size, or a text tower with fewer positions.
+    Raises SettingsError: a tower does not take them, such as timm's of another image size.
     """
     tensors = (*clip.named_parameters(remove_duplicate=False), *clip.named_buffers(remove_duplicate=False))
     meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
     height, width = to_2tuple(clip.visual.image_size)
-    tower: Any = getattr(getattr(clip, "text", clip), "transformer", None)
-    config = getattr(tower, "config", None)  # of a Hugging Face tower
+    config = getattr(getattr(clip, "text", None), "config", None)  # of a Hugging Face tower
     ids = torch.full((1, length), 0 if getattr(config, "pad_token_id", 0) else 1)
-    # Whether there are so many positions is shown by values, in towers that count them from the tokens (RoBERTa).
-    positions = None if config is None else getattr(tower, "embeddings", None)
+    inputs = {"image": torch.zeros(1, 3, height, width), "text": ids}
+    advice = {
+        "image": f"images of {height} x {width} pixels: set --force-image-size",
+        "text": f"texts of {length} tokens: set a smaller --force-context-length",
+    }
     training = clip.training
     clip.eval()
-    for key, value in (("image", torch.zeros(1, 3, height, width)), ("text", ids)):
+    for key, value in inputs.items():
         try:
             with torch.no_grad():
-                if key == "text" and positions is not None:
-                    positions(input_ids=value)
                 try:
                     functional_call(clip, meta, kwargs={key: value.to("meta")})
+                    values = key == "text" and config is not None
                 except Exception:
+                    values = True
+                if values:
                     clip(**{key: value})
         except Exception as error:
             why = str(error).partition("\n")[0] or type(error).__name__
-            if key == "text":
-                most = getattr(config, "max_position_embeddings", None)
-                has = "" if most is None else f", as it has {most} positions"
-                text = f"the text tower of {source.label} takes no texts of {length} tokens{has} ({why}): "
-                raise SettingsError(f"tokenizer.context_length: {text}give a smaller --force-context-length") from error
-            if size is None:
-                text = f"the image tower of {source.label} takes no pictures of {height} x {width} pixels, the size in "
-                text += f"its configuration ({why}): set vision_cfg.image_size, or --force-image-size"
-                raise SettingsError(text) from error
-            text = f"{source.label} takes no pictures of this size (a ResNet takes multiples of 32): {why}"
-            raise SettingsError(f"model.image_size {size}: {text}") from error
+            raise SettingsError(f"the {key} tower of {label} does not take {advice[key]} ({why})") from error
     clip.train(training)

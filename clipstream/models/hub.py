@@ -1,53 +1,69 @@
-"""Files of the Hugging Face Hub: which are cached, which are missing, and their download.
+"""Files of the Hugging Face Hub: which are in its cache, which are missing, and their download.
 
 Does not import torch, and does not contact the Hub for a file that is in the cache.
 """
 
 from __future__ import annotations
 
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 
 from clipstream.errors import SettingsError
 
-
-@dataclass(frozen=True)
-class Need:
-    """Files that a model needs from one repository."""
-
-    repo: str  # 'ORG/NAME' or 'ORG/NAME@REVISION'
-    files: tuple[tuple[str, ...], ...]  # for each file, its alternative names in order of preference
-    extras: tuple[str, ...] = ()  # files that are downloaded as well if the repository has them
+TIMEOUT = 4.0  # s for the Hub to answer, before a run that needs files from it starts
+OPTIONAL = ""  # among the names of a file that a repository may lack
+Missing = dict[str, list[tuple[str, ...]]]  # repository -> for each file, its names in order of preference
 
 
-def cache_folder(cache_dir: str | None) -> Path:
-    """The Hub's cache: `cache_dir`, else $HF_HUB_CACHE, else the one in the user's home."""
-    return Path(cache_dir or constants.HF_HUB_CACHE)
+@dataclass
+class HubCache:
+    """The Hub's cache, and the files that were looked for in vain.
 
-
-def repository(name: str) -> str:
-    """The 'ORG/NAME' of an 'hf-hub:ORG/NAME'; a revision (branch, tag or commit) may follow: 'ORG/NAME@REVISION'.
-
-    Raises SettingsError: the name is empty.
+    Args:
+        folder: $HF_HUB_CACHE, or the one in the user's home, unless given.
     """
-    scheme, _, repo = name.partition(":")
-    if not repo:
-        raise SettingsError(f"{name!r} names no repository: write {scheme}:ORG/NAME")
-    return repo
+
+    folder: str | None
+    missing: Missing = field(default_factory=dict)
+
+    def find(self, repo: str, *files: tuple[str, ...], extras: tuple[str, ...] = ()) -> Path | None:
+        """Path of the first of `files`; None if it is not in the cache. Missing files are added to `missing`.
+
+        Args:
+            repo: 'ORG/NAME' or 'ORG/NAME@REVISION' (branch, tag or commit).
+            files: for each file, its alternative names in order of preference.
+            extras: names of files that are downloaded together with missing ones if the repository has them.
+
+        Raises SettingsError: `repo` is not a valid name of a repository.
+        """
+        paths = [self._cached(repo, names) for names in files]
+        if absent := [names for names, path in zip(files, paths, strict=True) if path is None]:
+            listed = self.missing.setdefault(repo, [])
+            wanted = (*absent, *((name, OPTIONAL) for name in extras))
+            listed.extend(names for names in wanted if names not in listed)
+        return paths[0] if paths else None
+
+    def _cached(self, repo: str, names: Iterable[str]) -> Path | None:
+        repo_id, revision = _parts(repo)
+        for name in names:
+            try:
+                path = try_to_load_from_cache(repo_id, name, cache_dir=cache_folder(self.folder), revision=revision)
+            except HFValidationError as error:
+                raise SettingsError(f"{repo!r} is not a repository of the Hugging Face Hub: {error}") from error
+            if isinstance(path, str):
+                return Path(path)
+        return None
+
+
+def cache_folder(folder: str | None) -> Path:
+    """The Hub's cache: `folder`, else $HF_HUB_CACHE, else the one in the user's home."""
+    return Path(folder or constants.HF_HUB_CACHE)
 
 
 def _parts(repo: str) -> tuple[str, str | None]:
@@ -56,120 +72,65 @@ def _parts(repo: str) -> tuple[str, str | None]:
     return name, revision or None
 
 
-def cached(repo: str, names: Iterable[str], cache_dir: str | None) -> Path | None:
-    """The first of `names` that the cache holds for the repository's revision.
-
-    Raises SettingsError: `repo` is not a valid name of a repository.
-    """
-    repo_id, revision = _parts(repo)
-    for name in names:
-        try:
-            path = try_to_load_from_cache(repo_id, name, cache_dir=cache_folder(cache_dir), revision=revision)
-        except HFValidationError as error:
-            raise SettingsError(f"{repo!r} is not a repository of the Hugging Face Hub (ORG/NAME): {error}") from error
-        if isinstance(path, str):
-            return Path(path)
-    return None
-
-
-def missing(needs: Iterable[Need], cache_dir: str | None) -> list[Need]:
-    """The part of `needs` that is not in the cache."""
-    found = []
-    for need in needs:
-        files = tuple(names for names in need.files if cached(need.repo, names, cache_dir) is None)
-        if files:
-            found.append(Need(need.repo, files, need.extras))
-    return found
-
-
-def why_unreachable(timeout: float = 4.0) -> str | None:
-    """Why the Hub cannot be reached, or None. Tries once, so that a name server cannot delay the run for minutes."""
+def why_unreachable() -> str | None:
+    """Why the Hub cannot be reached; None if it answers within `TIMEOUT`. Tries once."""
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    outcome = [f"{constants.ENDPOINT} does not answer within {timeout:g} s"]
-
-    def ask() -> None:
-        try:
-            with urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=timeout):
-                outcome.clear()
-        except urllib.error.HTTPError:
-            outcome.clear()  # any answer will do
-        except (OSError, ValueError) as error:
-            outcome[0] = f"{constants.ENDPOINT} cannot be reached ({getattr(error, 'reason', error)})"
-
-    # urllib's timeout does not cover the name lookup, so a thread that is stuck in one is abandoned.
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(timeout)
-    return outcome[0] if outcome else None
+    try:
+        with urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=TIMEOUT):
+            return None
+    except urllib.error.HTTPError:
+        return None  # any answer will do
+    except (OSError, ValueError) as error:
+        return f"{constants.ENDPOINT} cannot be reached ({getattr(error, 'reason', error)})"
 
 
-def explain(needs: Iterable[Need], cache_dir: str | None, label: str, reason: str) -> SettingsError:
-    """The error for files that are not in the cache while the Hub cannot be reached: which, where, how to get them."""
-    by_repo: dict[str, list[tuple[str, ...]]] = {}
-    for need in needs:
-        listed = by_repo.setdefault(need.repo, [])
-        listed.extend(names for names in need.files if names not in listed)
+def not_cached(missing: Missing, folder: str | None, label: str, reason: str) -> SettingsError:
+    """The error for missing files while the Hub cannot be reached: which files, the folder that was searched, and the
+    command that downloads them.
+    """
     lines = [f"{label} needs files of the Hugging Face Hub that are not in its cache, and {reason}."]
-    for repo, files in by_repo.items():
+    for repo, files in missing.items():
         repo_id, revision = _parts(repo)
-        where = cache_folder(cache_dir) / f"models--{repo_id.replace('/', '--')}"
-        option = (f" --revision {revision}" if revision else "") + (f" --cache-dir {cache_dir}" if cache_dir else "")
-        whole = any("open_clip_config.json" in names for names in files)  # it may name more files
-        wanted = ", ".join(names[0] + (f" (or {', '.join(names[1:])})" if names[1:] else "") for names in files)
+        needed = [names for names in files if OPTIONAL not in names]
+        whole = any("open_clip_config.json" in names for names in needed)  # which may name more files
+        words = ["hf download", repo_id, *([] if whole else [names[0] for names in needed])]
+        words += ["--revision", revision] if revision else []
+        words += ["--cache-dir", folder] if folder else []
         lines += [
             f"  repository: {repo}",
-            f"  files:      {wanted}",
-            f"  looked in:  {where}" + ("" if where.is_dir() else " (there is no such folder)"),
-            "  to fetch them with a network: "
-            + " ".join(["hf download", repo_id, *([] if whole else [names[0] for names in files])])
-            + option,
+            f"  files:      {', '.join(' or '.join(names) for names in needed)}",
+            f"  looked in:  {cache_folder(folder) / f'models--{repo_id}'.replace('/', '--')}",
+            f"  to download them: {' '.join(words)}",
         ]
     return SettingsError("\n".join(lines))
 
 
-def download(needs: Iterable[Need], cache_dir: str | None) -> None:
+def download(missing: Missing, folder: str | None) -> None:
     """Download files into the cache, each under the first of its names that the repository has.
 
     Raises SettingsError: there is no such repository or file, access is denied, or the network failed.
     """
-    for need in needs:
-        for names in need.files:
-            if not any(_fetch(need.repo, name, cache_dir) for name in names):
-                raise SettingsError(f"the Hub's repository {need.repo!r} has no {' or '.join(names)}")
-        for name in need.extras:
-            _fetch(need.repo, name, cache_dir)
+    for repo, files in missing.items():
+        for names in files:
+            if not any(name == OPTIONAL or _download(repo, name, folder) for name in names):
+                raise SettingsError(f"the Hub's repository {repo!r} has no {' or '.join(names)}")
 
 
-def _fetch(repo: str, name: str, cache_dir: str | None) -> bool:
+def _download(repo: str, name: str, folder: str | None) -> bool:
     """Download a file into the cache; returns whether the repository has it."""
     repo_id, revision = _parts(repo)
-    page = f"{constants.ENDPOINT}/{repo_id}"
-    log_in = "log in with 'hf auth login', or set HF_TOKEN"
     try:
-        hf_hub_download(repo_id, name, cache_dir=cache_folder(cache_dir), revision=revision)
-    except GatedRepoError as error:
-        raise SettingsError(f"{repo_id!r} is gated: ask for access at {page}, then {log_in}") from error
-    except RepositoryNotFoundError as error:
-        raise SettingsError(f"the Hub has no repository {repo_id!r}, or it is private: then {log_in}") from error
-    except RevisionNotFoundError as error:
-        raise SettingsError(f"the Hub's repository {repo_id!r} has no revision {revision!r}: see {page}") from error
-    except EntryNotFoundError as error:
-        if not isinstance(error, LocalEntryNotFoundError):
-            return False
-        raise _broken(repo_id, name, error) from error  # means that the network failed
+        hf_hub_download(repo_id, name, cache_dir=cache_folder(folder), revision=revision)
     except Exception as error:  # the client's network errors have no common base
-        raise _broken(repo_id, name, error) from error
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            return False
+        cause: BaseException = error
+        while isinstance(error, LocalEntryNotFoundError) and (inner := cause.__cause__ or cause.__context__):
+            cause = inner  # the network's error
+        text = " ".join(str(cause).split()) or type(cause).__name__
+        raise SettingsError(
+            f"cannot download {name} of {repo!r} from {constants.ENDPOINT}: {text}\n"
+            "Rerun the same command to continue the download. Private and gated repositories need `hf auth login`."
+        ) from error
     return True
-
-
-def _broken(repo_id: str, name: str, error: Exception) -> SettingsError:
-    """The error for a failed download, with the first cause of the client's error in one line."""
-    cause: BaseException = error
-    while isinstance(error, LocalEntryNotFoundError) and (inner := cause.__cause__ or cause.__context__) is not None:
-        cause = inner
-    text = " ".join(str(cause).split()) or type(cause).__name__
-    return SettingsError(
-        f"cannot fetch {name} of {repo_id!r} from {constants.ENDPOINT}: {text}; files that came whole stay in the "
-        "cache, and the same command fetches the rest"
-    )

@@ -24,15 +24,21 @@ from clipstream.utils.section import checked
 
 HUB, LOCAL = "hf-hub:", "local-dir:"
 # Defaults of open_clip (CLIPVisionCfg and CLIPTextCfg in open_clip/model.py).
-_VISION = {"layers": 12, "width": 768, "head_width": 64, "patch_size": 16, "image_size": 224}
-_TEXT = {"context_length": 77, "vocab_size": 49408, "width": 512, "heads": 8, "layers": 12}
-MOST_LAYERS, MOST_PARAMETERS = 10_000, 10**11  # of a tower, and of a model
+_VISION = {"width": 768, "head_width": 64, "patch_size": 16, "image_size": 224}
+_TEXT = {"width": 512, "heads": 8}
 Config = dict[str, Any]  # JSON, with open_clip's keys
+_Size = Annotated[int, Field(strict=True, ge=1, le=1 << 16)]
+_Layers = Annotated[int, Field(strict=True, ge=1, le=10_000)]
 
 
 class _Text(TypedDict, total=False):
-    """What clipstream reads of a text_cfg; open_clip checks the rest when it builds the tower."""
+    """What clipstream checks of a text_cfg; open_clip checks the rest when it builds the tower."""
 
+    context_length: _Size
+    vocab_size: Annotated[int, Field(strict=True, ge=1, le=10**8)]
+    width: _Size
+    heads: _Size
+    layers: _Layers
     hf_model_name: str | None
     hf_model_pretrained: bool | None
     hf_tokenizer_name: str | None
@@ -43,6 +49,11 @@ class _Text(TypedDict, total=False):
 class _Vision(TypedDict, total=False):
     """Likewise of a vision_cfg."""
 
+    image_size: _Size | Annotated[list[_Size], Field(min_length=2, max_length=2)]
+    patch_size: _Size | None
+    width: _Size
+    head_width: _Size
+    layers: _Layers | Annotated[list[_Layers], Field(min_length=4, max_length=4)]
     timm_model_name: str | None
     timm_model_pretrained: bool | None
 
@@ -50,7 +61,7 @@ class _Vision(TypedDict, total=False):
 class _Model(TypedDict):
     """Likewise of a model_cfg."""
 
-    embed_dim: int
+    embed_dim: _Size
     vision_cfg: _Vision
     text_cfg: _Text
     init_logit_bias: NotRequired[FiniteFloat | None]
@@ -91,9 +102,7 @@ class ModelConfig:
             checked(_Model, model_cfg)
             checked(_Preprocess, preprocess_cfg)
         except ValueError as error:
-            raise SettingsError(
-                f"{where} is no configuration of open_clip: it needs embed_dim, vision_cfg and text_cfg ({error})"
-            ) from error
+            raise SettingsError(f"{where} is not a model configuration of open_clip: {error}") from error
         assert isinstance(model_cfg, dict) and isinstance(preprocess_cfg, dict)
         return cls(model_cfg, preprocess_cfg)
 
@@ -158,70 +167,30 @@ def builtin(name: str) -> Config:
     return found
 
 
-def check_sizes(label: str, model_cfg: Config, image_size: int | None) -> None:
-    """Raise for sizes that do not fit together, in open_clip's own towers. timm and transformers check theirs.
+def check_config(label: str, model_cfg: Config, image_size: int | None) -> None:
+    """Check that a model has an image and a text tower of fixed size, and that the sizes of open_clip's own towers fit
+    together. timm and transformers check theirs.
 
     Args:
         image_size: pixels per side that replace the configuration's.
+
+    Raises SettingsError: they do not.
     """
-    vision, text = dict(_VISION, **model_cfg["vision_cfg"]), dict(_TEXT, **model_cfg["text_cfg"])
-    size_key = "vision_cfg.image_size" if image_size is None else "model.image_size"
-    image = vision["image_size"] if image_size is None else image_size
-    sizes: Config = {"embed_dim": model_cfg["embed_dim"], "text_cfg.context_length": text["context_length"]}
-    divided: list[tuple[str, str]] = []
-    if not vision.get("timm_model_name"):
-        axes = list(image) if isinstance(image, list | tuple) and len(image) == 2 else [image]
-        sizes |= {size_key: image} if len(axes) == 1 else {f"{size_key}.{n}": axis for n, axis in enumerate(axes)}
-        sizes |= {f"vision_cfg.{key}": vision[key] for key in ("width", "head_width")}
-        if not isinstance(vision["layers"], list | tuple):  # a ResNet has four numbers of layers, and no patches
-            sizes |= {f"vision_cfg.{key}": vision[key] for key in ("layers", "patch_size")}
-            divided += [(key, "vision_cfg.patch_size") for key in sizes if key.startswith(size_key)]
-            divided.append(("vision_cfg.width", "vision_cfg.head_width"))
+    vision, text = _VISION | model_cfg["vision_cfg"], _TEXT | model_cfg["text_cfg"]
+    keys = (*model_cfg, *vision, str(vision.get("timm_model_name")))
+    for part, kind in (("multimodal", "CoCa"), ("naflex", "NaFlex"), ("audio", "audio")):
+        if any(part in key for key in keys):
+            raise SettingsError(f"{label}: {kind} models are not supported; train them with open_clip_train")
+    key, size = ("vision_cfg.image_size", vision["image_size"]) if image_size is None else ("image_size", image_size)
+    divided = []
+    if not vision.get("timm_model_name") and not isinstance(vision.get("layers"), list):  # no ResNet, either
+        divided += [
+            (key, side, "vision_cfg.patch_size", vision["patch_size"])
+            for side in (size if isinstance(size, list) else [size])
+        ]
+        divided.append(("vision_cfg.width", vision["width"], "vision_cfg.head_width", vision["head_width"]))
     if not text.get("hf_model_name"):
-        sizes |= {f"text_cfg.{key}": text[key] for key in ("vocab_size", "width", "heads", "layers")}
-        divided.append(("text_cfg.width", "text_cfg.heads"))
-    for key, value in sizes.items():
-        if not isinstance(value, int) or value < 1:
-            raise SettingsError(f"{label}: {key} is {value!r}, and must be a whole number, at least 1")
-    if size := _too_large(vision, text, sizes):
-        raise SettingsError(f"{label}: {size}, more than any machine here can hold: correct its configuration")
-    for key, by in divided:
-        if sizes[key] % sizes[by]:
-            below = sizes[key] // sizes[by] * sizes[by]
-            near = " or ".join(str(n) for n in (below, below + sizes[by]) if n)
-            raise SettingsError(f"{label}: {key} is {sizes[key]}, no multiple of {by}, {sizes[by]}: {near} would be")
-
-
-def _too_large(vision: Config, text: Config, sizes: Config) -> str:
-    """Why a model of these sizes, in open_clip's own towers, cannot be built; empty if it can."""
-    layers = vision["layers"] if isinstance(vision["layers"], list | tuple) else [vision["layers"]]
-    total = 0
-    for name, part, depth in (("vision_cfg", vision, layers), ("text_cfg", text, [text["layers"]])):
-        if f"{name}.width" not in sizes:
-            continue  # timm's, or of transformers
-        if not all(isinstance(count, int) and 0 < count <= MOST_LAYERS for count in depth):
-            return f"{name}.layers is {part['layers']}"
-        ratio = part.get("mlp_ratio", 4.0)
-        total += sum(depth) * int(part["width"] ** 2 * (4 + 2 * (ratio if isinstance(ratio, int | float) else 4)))
-    tables = [("vision_cfg.width", key) for key in sizes if "image_size" in key]
-    tables += [("text_cfg.width", f"text_cfg.{key}") for key in ("vocab_size", "context_length")]
-    tables += [(f"{name}_cfg.width", "embed_dim") for name in ("vision", "text")]
-    total += sum(sizes.get(width, 0) * sizes.get(rows, 0) for width, rows in tables)
-    return f"it would have about {total:.1e} parameters" if total > MOST_PARAMETERS else ""
-
-
-def refuse(name: str, model_cfg: Config) -> None:
-    """Raise for models other than a pair of an image and a text tower of fixed size."""
-    vision = model_cfg["vision_cfg"]
-    kind = ""
-    if "multimodal_cfg" in model_cfg:
-        kind = "a CoCa model, which generates captions"
-    elif any("naflex" in key for key in (*model_cfg, *vision, str(vision.get("timm_model_name")))):
-        kind = "a NaFlex model, which takes pictures of any shape"
-    elif any("audio" in key for key in model_cfg):
-        kind = "an audio model"
-    if kind:
-        raise SettingsError(
-            f"model {name} is {kind}: clipstream trains image-text models of one picture size; train this one with "
-            "open_clip_train"
-        )
+        divided.append(("text_cfg.width", text["width"], "text_cfg.heads", text["heads"]))
+    for key, size, other, by in divided:
+        if by and size % by:
+            raise SettingsError(f"{label}: {key} {size} is not a multiple of {other} {by}")

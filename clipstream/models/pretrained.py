@@ -1,7 +1,7 @@
 """The files of a model: configuration, weights, preprocessing and tokenizer, on the Hub or on this machine.
 
-Settings enter; the list of missing files (`needs`) or the paths of all files (`ModelFiles`) leave. Does not import
-torch, so that a missing file is reported within a second; `towers` builds the model.
+Settings enter; the paths of all files leave, or the files that are missing (`look_up`). Does not import torch, so that
+a missing file is reported within a second; `build` builds the model.
 """
 
 from __future__ import annotations
@@ -15,17 +15,8 @@ from typing import Any, Protocol
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, did_you_mean
 from clipstream.models import hub
-from clipstream.models.hub import Need
-from clipstream.models.model_config import (
-    HUB,
-    LOCAL,
-    Config,
-    ModelConfig,
-    builtin,
-    check_sizes,
-    pretrained_tags,
-    refuse,
-)
+from clipstream.models.hub import HubCache, Missing
+from clipstream.models.model_config import HUB, LOCAL, Config, ModelConfig, builtin, check_config, pretrained_tags
 from clipstream.models.settings import ModelSettings
 
 CONFIG_FILE = "open_clip_config.json"
@@ -33,6 +24,7 @@ WEIGHT_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 AVERAGED_FILE = "averaged.safetensors"  # of a checkpoint, beside its trained weights
 LOCAL_WEIGHT_FILES = (*WEIGHT_FILES, "model.safetensors", "pytorch_model.bin", "model.pth", AVERAGED_FILE)
 TOKENIZER_FILES = ("tokenizer.json", "spiece.model", "sentencepiece.bpe.model", "vocab.txt", "vocab.json")
+TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_EXTRAS = ("special_tokens_map.json", "added_tokens.json", "merges.txt", "config.json")
 TEXT_CONFIG, TEXT_WEIGHTS = "config.json", ("model.safetensors", "pytorch_model.bin")  # of a Hugging Face text tower
 TOKENIZER_KEYS = ("hf_tokenizer_name", "tokenizer_kwargs", "tokenizer_mode", "context_length")
@@ -55,7 +47,7 @@ class TokenizerChoice(Protocol):
 class ModelFiles:
     """The files to build a model from, on this machine's disk."""
 
-    label: str  # its name in messages
+    label: str  # the model's name in messages
     model_cfg: Config  # open_clip's model configuration
     preprocess_cfg: Config  # mean, std, interpolation, …, where they differ from open_clip's defaults
     weights: Path | None  # file of the weights; None for a fresh model
@@ -66,18 +58,12 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class _Weights:
-    """The source of weights: one of `names` in a repository, or a local `path`; neither for a fresh model."""
+    """A file of weights, and the configuration that comes with it."""
 
-    repo: str = ""
-    names: tuple[str, ...] = ()
-    path: Path | None = None
-    preprocess: Config | None = None
-    model_cfg: Config | None = None
-
-    @property
-    def fresh(self) -> bool:
-        """Whether the model starts without weights."""
-        return not self.repo and self.path is None
+    path: Path | None = None  # None for a fresh model, and where the file is missing
+    config: ModelConfig | None = None
+    folder: Path | None = None  # of a local file, with the weights' own tokenizer
+    local: bool = False
 
 
 def preflight(
@@ -85,153 +71,95 @@ def preflight(
     tokenizer: TokenizerChoice | None = None,
     *,
     loss_type: str | None = None,
+    teacher: ModelSettings | None = None,
     ask: bool = True,
 ) -> None:
-    """Check, without torch and within seconds, that the model's files are here or can be downloaded.
+    """Check, without torch and within seconds, that the files of a model are here or can be downloaded.
 
     Args:
         loss_type: 'clip' or 'siglip' where the user chose one.
+        teacher: a further model, which needs weights.
         ask: whether to check that the Hub can be reached; one process per node is enough.
 
-    Raises SettingsError: a name, tag or file is unknown; tokenizer or loss are not those that the weights were made
-    with; or files are not in the Hub's cache and the Hub cannot be reached.
+    Raises SettingsError: a name, tag or file does not exist; tokenizer or loss differ from those of the weights; or
+    files are not in the Hub's cache and the Hub cannot be reached.
     """
-    missing = hub.missing(needs(settings, tokenizer, loss_type), settings.cache_dir)
-    if ask and missing and (reason := hub.why_unreachable()):
-        raise hub.explain(missing, settings.cache_dir, _label(settings), reason)
+    found = look_up(settings, tokenizer, loss_type)
+    if not isinstance(found, ModelFiles) and ask and (reason := hub.why_unreachable()):
+        raise hub.not_cached(found, settings.cache_dir, _label(settings), reason)
+    if teacher is not None:
+        try:
+            if teacher.is_fresh:
+                raise SettingsError(f"{teacher.name} has no weights: set distill.pretrained")
+            preflight(teacher, ask=ask)
+        except SettingsError as error:
+            raise SettingsError(f"distill.model: {error}") from error
 
 
-def preflight_teacher(
-    settings: ModelSettings,
-    where: str = "distill.model: the teacher",
-    advice: str = "give --distill-pretrained as well",
-    *,
-    fresh: bool = False,
-    ask: bool = True,
-) -> None:
-    """`preflight` of a teacher, which needs weights.
-
-    Args:
-        where, advice: the beginning of an error, and what to do where weights are missing.
-        fresh: whether it may lack weights.
-
-    Raises SettingsError: as `preflight`, or the teacher has no weights.
-    """
-    try:
-        if not fresh and _weights(settings).fresh:
-            raise SettingsError(f"{settings.name} has no weights: {advice}")
-        preflight(settings, ask=ask)
-    except SettingsError as error:
-        raise SettingsError(f"{where}: {error}") from error
-
-
-def fetch(settings: ModelSettings, tokenizer: TokenizerChoice | None, world: World) -> None:
-    """Download the model's files into the Hub's cache, by one rank per node. Collective; errors are raised on all.
+def fetch(settings: ModelSettings, tokenizer: TokenizerChoice | None, world: World) -> ModelFiles:
+    """The files of a model, downloaded into the Hub's cache by one rank per node. Collective; all ranks raise errors.
 
     Raises SettingsError: as `preflight`, or a download failed.
     """
     problem = None
     if world.local_rank == 0:
         try:
-            # A configuration on the Hub names further files: ask again when it is here.
-            while missing := hub.missing(needs(settings, tokenizer), settings.cache_dir):
+            # A configuration on the Hub names further files: look again once it is here.
+            while not isinstance(found := look_up(settings, tokenizer), ModelFiles):
                 if reason := hub.why_unreachable():
-                    raise hub.explain(missing, settings.cache_dir, _label(settings), reason)
-                hub.download(missing, settings.cache_dir)
+                    raise hub.not_cached(found, settings.cache_dir, _label(settings), reason)
+                hub.download(found, settings.cache_dir)
         except (ClipstreamError, OSError) as error:
             problem = str(error)
     for message in world.gather_objects(problem):
         if message:
             raise SettingsError(message)
+    files = look_up(settings, tokenizer)
+    if not isinstance(files, ModelFiles):
+        raise hub.not_cached(files, settings.cache_dir, _label(settings), "this rank does not see downloaded files")
+    return files
 
 
-def needs(
+def look_up(
     settings: ModelSettings, tokenizer: TokenizerChoice | None = None, loss_type: str | None = None
-) -> list[Need]:
-    """The files that a model needs from the Hub. Those named by a configuration are unknown until it is in the cache.
+) -> ModelFiles | Missing:
+    """The paths of a model's files on this machine, or the files that are missing from the Hub's cache.
 
-    Raises SettingsError: a name, tag or local file does not exist; or tokenizer or loss belong to another model.
+    Files that a configuration names are unknown until it is in the cache. Uses no network.
+
+    Raises SettingsError: a name, tag or local file does not exist; or tokenizer or loss differ from those of the
+    weights.
     """
-    found = []
-    if settings.name.startswith(HUB):
-        found.append(Need(hub.repository(settings.name), ((CONFIG_FILE,),)))
-    weights = _weights(settings)
-    if weights.repo:
-        config = ((CONFIG_FILE,),) if (settings.pretrained or "").startswith(HUB) else ()
-        found.append(Need(weights.repo, (*config, weights.names)))
-    merged = _resolved_config(settings, weights)
-    if merged is None:
-        return found
-    text_cfg = merged.model_cfg["text_cfg"]
-    if loss_type is not None and weights.path is None:  # local weights are checked by `towers`, which reads them
-        published = "siglip" if merged.model_cfg.get("init_logit_bias") is not None else "clip"
-        resolve_loss(settings, loss_type, merged.model_cfg, weights_for=None if weights.fresh else published)
-    own = text_cfg.get("hf_tokenizer_name")
-    chosen = tokenizer is not None and tokenizer.type != "model" and not (own and getattr(tokenizer, "name", "") == own)
-    if tokenizer is not None and chosen and not weights.fresh and not settings.allow_mismatch:
-        raise SettingsError(
-            f"the weights of {_label(settings)} were trained with the model's own tokenizer "
-            f"({own or 'the BPE of CLIP'}), not with tokenizer.type {tokenizer.type!r}: leave tokenizer.type at "
-            "'model', or set model.allow_mismatch to true"
-        )
-    repo = _tokenizer_repo(settings, tokenizer, text_cfg)
-    if isinstance(repo, str):
-        found.append(Need(repo, (TOKENIZER_FILES, ("tokenizer_config.json",)), TOKENIZER_EXTRAS))
-        if getattr(tokenizer, "trust_remote_code", False):
-            found.append(Need(repo, _code_files(repo, settings.cache_dir)))
-    base = weights.fresh and text_cfg.get("hf_model_pretrained", True)
-    text_model = _text_model(settings, text_cfg, base=base)
-    if isinstance(text_model, str):
-        found.append(Need(text_model, ((TEXT_CONFIG,), *((TEXT_WEIGHTS,) if base else ()))))
-    image = _image_weights(settings, merged.model_cfg["vision_cfg"])
-    return [*found, image] if isinstance(image, Need) else found
+    cache, label = HubCache(settings.cache_dir), _label(settings)
+    weights = _weights(settings, cache)
+    config = _config(settings, weights, cache)
+    if config is None:
+        return cache.missing
+    text_cfg, fresh = config.model_cfg["text_cfg"], settings.is_fresh
+    if loss_type is not None and not weights.local:  # `build` reads the loss of local weights from their tensors
+        published = "siglip" if config.model_cfg.get("init_logit_bias") is not None else "clip"
+        resolve_loss(settings, loss_type, config.model_cfg, weights_for=None if fresh else published)
+    folder = _tokenizer(settings, tokenizer, text_cfg, weights, cache)
+    text_model = _text_model(settings, text_cfg, weights, cache)
+    image_weights = _image_weights(settings, config.model_cfg["vision_cfg"], cache)
+    if cache.missing:
+        return cache.missing
+    return ModelFiles(label, config.model_cfg, config.preprocess_cfg, weights.path, folder, text_model, image_weights)
 
 
-def resolve(settings: ModelSettings, tokenizer: TokenizerChoice | None = None) -> ModelFiles:
-    """The paths of all files on this machine; uses no network.
-
-    Raises SettingsError: as `preflight`, and for files that are not downloaded yet (`fetch`).
-    """
-    cache, label = settings.cache_dir, _label(settings)
-    if missing := hub.missing(needs(settings, tokenizer), cache):
-        raise hub.explain(missing, cache, label, "they were not fetched")
-    weights = _weights(settings)
-    config = _resolved_config(settings, weights)
-    assert config is not None, "needs() names a configuration that is not in the cache"
-    path = hub.cached(weights.repo, weights.names, cache) if weights.repo else weights.path
-    text_cfg = config.model_cfg["text_cfg"]
-    repo = _tokenizer_repo(settings, tokenizer, text_cfg)
-    folder = _parent(hub.cached(repo, TOKENIZER_FILES, cache)) if isinstance(repo, str) else repo
-    if tokenizer is not None and tokenizer.context_length is not None:
-        text_cfg["context_length"] = tokenizer.context_length
-    if tokenizer is not None and tokenizer.type in ("hub", "path"):
-        name = getattr(tokenizer, "name", None)
-        if name != text_cfg.get("hf_tokenizer_name"):
-            # open_clip reads the files beside a saved configuration whatever the name: a path of this machine stays
-            # out.
-            text_cfg["hf_tokenizer_name"] = name if tokenizer.type == "hub" else "tokenizer"
-            text_cfg.pop("tokenizer_kwargs", None)
-            text_cfg.pop("tokenizer_mode", None)
-    text = _text_model(settings, text_cfg)
-    text_model = _parent(hub.cached(text, (TEXT_CONFIG,), cache)) if isinstance(text, str) else text
-    image = _image_weights(settings, config.model_cfg["vision_cfg"])
-    image_file = hub.cached(image.repo, image.files[0], cache) if isinstance(image, Need) else image
-    return ModelFiles(label, config.model_cfg, config.preprocess_cfg, path, folder, text_model, image_file)
-
-
-def _resolved_config(settings: ModelSettings, weights: _Weights) -> ModelConfig | None:
+def _config(settings: ModelSettings, weights: _Weights, cache: HubCache) -> ModelConfig | None:
     """The configuration that `model.name` names, with preprocessing, activation and tokenizer of the weights.
 
-    Values in a user's own configuration file take precedence over those of the weights. None while one of the two
-    configurations is on the Hub and not in the cache.
+    Values in a user's own configuration file take precedence over those of the weights. None if one of the two
+    configurations is missing.
     """
-    name, own, cache = settings.name, is_own(settings), settings.cache_dir
+    name, own = settings.name, _is_own(settings)
     if settings.config is not None:
         if name.startswith((HUB, LOCAL)):
-            raise SettingsError(f"model.config: model.name {name} has a configuration of its own: give one of the two")
+            raise SettingsError(f"model.config and the configuration of {name} exclude each other")
         config = ModelConfig.of(settings.config, "model.config")
     elif name.startswith(HUB):
-        path = hub.cached(hub.repository(name), (CONFIG_FILE,), cache)
+        path = cache.find(name[len(HUB) :], (CONFIG_FILE,))
         if path is None:
             return None
         config = ModelConfig.read(path)
@@ -239,22 +167,18 @@ def _resolved_config(settings: ModelSettings, weights: _Weights) -> ModelConfig 
         config = ModelConfig.read(Path(name[len(LOCAL) :]) / CONFIG_FILE)
     else:
         config = ModelConfig.read(Path(name)) if own else ModelConfig(builtin(name.replace("/", "-")), {})
-    refuse(name, config.model_cfg)
-    model_cfg, preprocess = deepcopy(config.model_cfg), _preprocess_only(config.preprocess_cfg)
-    theirs, their_preprocess = weights.model_cfg, weights.preprocess
-    if weights.repo and (settings.pretrained or "").startswith(HUB):
-        file = hub.cached(weights.repo, (CONFIG_FILE,), cache)
-        if file is None:
-            return None
-        found = ModelConfig.read(file)
-        theirs, their_preprocess = found.model_cfg, found.preprocess_cfg
-    if theirs is not None:
-        _override(model_cfg, theirs, ("quick_gelu",), keep=own)
-        _override(model_cfg["text_cfg"], theirs.get("text_cfg", {}), TOKENIZER_KEYS, keep=own)
+    if weights.config is None and (settings.pretrained or "").startswith(HUB):
+        return None
+    model_cfg, preprocess = deepcopy(config.model_cfg), _preprocess_only(config)
+    if (theirs := weights.config) is not None:
+        if theirs.model_cfg:
+            _override(model_cfg, theirs.model_cfg, ("quick_gelu",), keep=own)
+            _override(model_cfg["text_cfg"], theirs.model_cfg["text_cfg"], TOKENIZER_KEYS, keep=own)
+        other = _preprocess_only(theirs)
+        preprocess = {**other, **preprocess} if own else {**preprocess, **other}
     model_cfg |= {key: True for key in ("quick_gelu", "custom_text") if getattr(settings, key)}
-    check_sizes(_label(settings), model_cfg, settings.image_size)
-    other = _preprocess_only(their_preprocess or {})
-    return ModelConfig(model_cfg, {**other, **preprocess} if own else {**preprocess, **other})
+    check_config(_label(settings), model_cfg, settings.image_size)
+    return ModelConfig(model_cfg, preprocess)
 
 
 def _override(mine: Config, theirs: Config, keys: tuple[str, ...], *, keep: bool) -> None:
@@ -272,67 +196,65 @@ def _label(settings: ModelSettings) -> str:
     return f"model {settings.name}" + (f" with {settings.pretrained}" if settings.pretrained else "")
 
 
-def is_own(settings: ModelSettings) -> bool:
+def _is_own(settings: ModelSettings) -> bool:
     """Whether the configuration is a user's file, or its content in the settings."""
     name = settings.name
-    if name.startswith((HUB, LOCAL)):
-        return False
-    return settings.config is not None or name.endswith(".json") or Path(name).is_file()
+    own = settings.config is not None or name.endswith(".json") or Path(name).is_file()
+    return own and not name.startswith((HUB, LOCAL))
 
 
-def _preprocess_only(config: Config) -> Config:
-    return {key: config[key] for key in PREPROCESS_KEYS if config.get(key) is not None}
+def _preprocess_only(config: ModelConfig) -> Config:
+    values = config.preprocess_cfg
+    return {key: values[key] for key in PREPROCESS_KEYS if values.get(key) is not None}
 
 
-def _parent(path: Path | None) -> Path | None:
-    return None if path is None else path.parent
-
-
-def _weights(settings: ModelSettings) -> _Weights:
-    """The source of the weights of `settings`.
+def _weights(settings: ModelSettings, cache: HubCache) -> _Weights:
+    """The weights of `settings`.
 
     Raises SettingsError: an unknown tag, a folder without weights, a missing file.
     """
-    name, chosen = settings.name, settings.pretrained
+    name, own = settings.name, None
+    if name.startswith(LOCAL):
+        own = Path(name[len(LOCAL) :])
+    chosen = settings.pretrained or (name if name.startswith((HUB, LOCAL)) else None)
     if chosen is None:
-        if not name.startswith((HUB, LOCAL)):
-            return _Weights()
-        chosen = name
+        return _Weights()
     if chosen.startswith(HUB):
-        return _Weights(repo=hub.repository(chosen), names=WEIGHT_FILES)
+        file = cache.find(chosen[len(HUB) :], (CONFIG_FILE,))
+        path = cache.find(chosen[len(HUB) :], WEIGHT_FILES)
+        return _Weights(path, None if file is None else ModelConfig.read(file), own)
     if chosen.startswith(LOCAL):
         folder = Path(chosen[len(LOCAL) :])
         config = ModelConfig.read(folder / CONFIG_FILE)
         path = next((folder / file for file in LOCAL_WEIGHT_FILES if (folder / file).is_file()), None)
         if path is None:
-            raise SettingsError(
-                f"{chosen} has no weights: {folder} holds none of {', '.join(LOCAL_WEIGHT_FILES)}; to start fresh, "
-                f"give the path of its {CONFIG_FILE} as model.name"
-            )
-        return _Weights(path=path, preprocess=config.preprocess_cfg, model_cfg=config.model_cfg)
+            raise SettingsError(f"{chosen} has no weights: {folder} holds none of {', '.join(LOCAL_WEIGHT_FILES)}")
+        return _Weights(path, config, own if settings.pretrained is None else _with_tokenizer(folder), local=True)
     # As in open_clip.add_model_config, a configuration file goes by its stem: its tags are those of that name.
-    known = Path(name).stem if is_own(settings) else name.replace("/", "-")
+    known = Path(name).stem if _is_own(settings) else name.replace("/", "-")
     tags = [] if name.startswith((HUB, LOCAL)) else pretrained_tags().list_pretrained_tags_by_model(known)
-    entry = pretrained_tags().get_pretrained_cfg(known, chosen) if tags else {}
-    if entry:
+    if tags and (entry := pretrained_tags().get_pretrained_cfg(known, chosen)):
         if not entry.get("hf_hub"):
-            raise SettingsError(f"tag {chosen!r} is not on the Hub: fetch {entry.get('url')} and give the file's path")
-        repo, _, file = entry["hf_hub"].rpartition("/")
-        names = (str(Path(file).with_suffix(".safetensors")), file) if file else WEIGHT_FILES
+            raise SettingsError(f"tag {chosen!r} is not on the Hub: download {entry.get('url')} and give its path")
+        repo, _, given = entry["hf_hub"].rpartition("/")
+        names = (str(Path(given).with_suffix(".safetensors")), given) if given else WEIGHT_FILES
         # A tag's entry says nothing of the tokenizer: that is the model's of this name.
-        own = {**builtin(known), "quick_gelu": True} if entry.get("quick_gelu") else None
-        return _Weights(repo=repo, names=names, preprocess=entry, model_cfg=own)
-    if Path(chosen).is_dir():
-        raise SettingsError(f"model.pretrained {chosen!r} is a folder: write {LOCAL}{chosen}, or name the file in it")
-    if not Path(chosen).is_file():
-        near = did_you_mean(chosen, tags, 3)
+        quick = {**builtin(known), "quick_gelu": True} if entry.get("quick_gelu") else {}
+        return _Weights(cache.find(repo, names), ModelConfig(quick, entry))
+    path = Path(chosen)
+    if not path.is_file():
         listed = f"tags of {known}: {', '.join(tags)}" if tags else f"{name} has no tags"
-        raise SettingsError(f"model.pretrained {chosen!r} is neither a tag nor a file; {listed}{near}")
-    beside = Path(chosen).parent / CONFIG_FILE
-    if Path(chosen).name not in LOCAL_WEIGHT_FILES or not beside.is_file():
-        return _Weights(path=Path(chosen))
-    config = ModelConfig.read(beside)
-    return _Weights(path=Path(chosen), preprocess=config.preprocess_cfg, model_cfg=config.model_cfg)
+        near = did_you_mean(chosen, tags, 3)
+        raise SettingsError(
+            f"model.pretrained {chosen!r} is neither a tag, a file nor a model's folder; {listed}{near}"
+        )
+    beside = path.parent / CONFIG_FILE
+    told = path.name in LOCAL_WEIGHT_FILES and beside.is_file()
+    return _Weights(path, ModelConfig.read(beside) if told else None, _with_tokenizer(path.parent), local=True)
+
+
+def _with_tokenizer(folder: Path) -> Path | None:
+    return folder if any((folder / file).is_file() for file in TOKENIZER_FILES) else None
 
 
 def resolve_loss(settings: ModelSettings, wanted: str | None, model_cfg: Config, *, weights_for: str | None) -> str:
@@ -358,42 +280,86 @@ def resolve_loss(settings: ModelSettings, wanted: str | None, model_cfg: Config,
     return chosen
 
 
-def _text_model(settings: ModelSettings, text_cfg: Config, *, base: bool = False) -> str | Path | None:
-    """The repository on the Hub, or the local folder, of a Hugging Face text tower; None for open_clip's own.
+def _tokenizer(
+    settings: ModelSettings, tokenizer: TokenizerChoice | None, text_cfg: Config, weights: _Weights, cache: HubCache
+) -> Path | None:
+    """The folder of a Hugging Face tokenizer; None for open_clip's own or a user's class, or if files are missing.
 
-    Args:
-        base: whether the folder needs weights.
+    `text_cfg` is changed to name this tokenizer.
+
+    Raises SettingsError: the folder holds no tokenizer, or the weights were trained with another one.
+    """
+    own = text_cfg.get("hf_tokenizer_name")
+    kind, name = ("model", "") if tokenizer is None else (tokenizer.type, str(getattr(tokenizer, "name", "")))
+    if kind != "model" and not (own and name == own) and not settings.is_fresh and not settings.allow_mismatch:
+        raise SettingsError(
+            f"the weights of {_label(settings)} were trained with the model's own tokenizer "
+            f"({own or 'the BPE of CLIP'}), not with tokenizer.type {kind!r}: leave tokenizer.type at 'model', or set "
+            "model.allow_mismatch to true"
+        )
+    if tokenizer is not None and tokenizer.context_length is not None:
+        text_cfg["context_length"] = tokenizer.context_length
+    if kind in ("hub", "path") and name != own:
+        # open_clip reads the files beside a saved configuration whatever the name: a path of this machine stays out.
+        text_cfg["hf_tokenizer_name"] = name if kind == "hub" else "tokenizer"
+        text_cfg.pop("tokenizer_kwargs", None)
+        text_cfg.pop("tokenizer_mode", None)
+    folder = None
+    if kind == "path":
+        folder = Path(name).parent if Path(name).is_file() else Path(name)
+    elif kind == "model" and own:
+        name = own
+        folder = weights.folder or (Path(settings.text_model) if settings.text_model else None)
+        folder = folder or (Path(own) if Path(own).is_dir() else None)
+    elif kind != "hub":
+        return None
+    if folder is not None:
+        if _with_tokenizer(folder) is None:
+            raise SettingsError(f"{folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
+        return folder
+    path = cache.find(name, TOKENIZER_FILES, (TOKENIZER_CONFIG,), extras=TOKENIZER_EXTRAS)
+    config = None if path is None else path.parent / TOKENIZER_CONFIG
+    if config is not None and config.is_file() and getattr(tokenizer, "trust_remote_code", False):
+        auto_map = json.loads(config.read_text(encoding="utf-8")).get("auto_map", {})
+        named = auto_map.get("AutoTokenizer", []) if isinstance(auto_map, dict) else auto_map
+        modules = [named] if isinstance(named, str) else [module for module in named if module]
+        cache.find(name, *((f"{module.rpartition('.')[0]}.py",) for module in modules if "--" not in module))
+    return None if path is None else path.parent
+
+
+def _text_model(settings: ModelSettings, text_cfg: Config, weights: _Weights, cache: HubCache) -> Path | None:
+    """The folder of a Hugging Face text tower; None for open_clip's own, or if files are missing.
 
     Raises SettingsError: the folder lacks a file, or the model has another text tower.
     """
-    name, own = text_cfg.get("hf_model_name"), _own_folder(settings)
+    name = text_cfg.get("hf_model_name")
     if settings.text_model is not None and not name:
         raise SettingsError(
-            f"model.text_model: the text tower of {_label(settings)} is open_clip's own: take a model whose text_cfg "
+            f"model.text_model: the text tower of {_label(settings)} is open_clip's own; choose a model whose text_cfg "
             "has hf_model_name, such as configs/models/lite0-minilm.json"
         )
     if not name:
         return None
+    base = settings.is_fresh and text_cfg.get("hf_model_pretrained", True)  # whether the folder needs weights
     if settings.text_model is not None:
         folder = Path(settings.text_model)
-    elif own is not None and (own / TEXT_CONFIG).is_file():
-        folder = own
+    elif weights.folder is not None and (weights.folder / TEXT_CONFIG).is_file():
+        folder = weights.folder
     elif Path(name).is_dir():
         folder = Path(name)
     else:
-        return str(name)
+        path = cache.find(name, (TEXT_CONFIG,), *((TEXT_WEIGHTS,) if base else ()))
+        return None if path is None else path.parent
     if not (folder / TEXT_CONFIG).is_file():
         raise SettingsError(f"{folder} holds no Hugging Face text tower: there is no {TEXT_CONFIG}")
     wanted = [*TEXT_WEIGHTS, *(f"{file}.index.json" for file in TEXT_WEIGHTS)]  # the latter list several files
     if base and not any((folder / file).is_file() for file in wanted):
-        others = [path.name for path in sorted(folder.glob("*")) if path.suffix in (".safetensors", ".bin")]
-        seen = f": call {others[0]} so (mv or ln)" if others else ""
-        raise SettingsError(f"{folder} holds no weights of a text tower, {' or '.join(TEXT_WEIGHTS)}{seen}")
+        raise SettingsError(f"{folder} holds no weights of a text tower: none of {', '.join(TEXT_WEIGHTS)} is there")
     return folder
 
 
-def _image_weights(settings: ModelSettings, vision_cfg: Config) -> Path | Need | None:
-    """The file of `model.image_pretrained`, or what it needs from the Hub.
+def _image_weights(settings: ModelSettings, vision_cfg: Config, cache: HubCache) -> Path | None:
+    """The file of `model.image_pretrained`; None without one, or if it is missing.
 
     Raises SettingsError: the image tower is not timm's, or there is no such file or tag.
     """
@@ -402,8 +368,8 @@ def _image_weights(settings: ModelSettings, vision_cfg: Config) -> Path | Need |
         return None
     if not name:
         raise SettingsError(
-            f"model.image_pretrained: the image tower of {_label(settings)} is open_clip's own, and its weights come "
-            "with the text tower's, by --pretrained: take a model whose vision_cfg has timm_model_name"
+            f"model.image_pretrained: the image tower of {_label(settings)} is open_clip's own; choose a model whose "
+            "vision_cfg has timm_model_name"
         )
     if Path(chosen).is_file():
         return Path(chosen)
@@ -417,8 +383,8 @@ def _image_weights(settings: ModelSettings, vision_cfg: Config) -> Path | Need |
             f"{', '.join(tags) or 'none'}{did_you_mean(chosen, tags, 3)}"
         )
     if not entry.hf_hub_id:
-        raise SettingsError(f"tag {chosen!r} of {name} is not on the Hub: fetch {entry.url} and give the file's path")
-    return Need(entry.hf_hub_id, ((entry.hf_hub_filename,) if entry.hf_hub_filename else TEXT_WEIGHTS,))
+        raise SettingsError(f"tag {chosen!r} of {name} is not on the Hub: download {entry.url} and give its path")
+    return cache.find(entry.hf_hub_id, (entry.hf_hub_filename,) if entry.hf_hub_filename else TEXT_WEIGHTS)
 
 
 def timm_entry(name: str, chosen: str) -> Any:
@@ -433,44 +399,3 @@ def timm_entry(name: str, chosen: str) -> Any:
     known = timm.is_model(base) and (chosen == "default" or wanted in timm.list_pretrained(f"{base}.*"))
     entry = timm.get_pretrained_cfg(wanted) if known else None
     return entry if entry is not None and entry.has_weights else None
-
-
-def _tokenizer_repo(settings: ModelSettings, tokenizer: TokenizerChoice | None, text_cfg: Config) -> str | Path | None:
-    """The tokenizer's repository on the Hub, or its local folder; None for open_clip's own or a user's class."""
-    kind = tokenizer.type if tokenizer is not None else "model"
-    if kind == "hub":
-        return str(getattr(tokenizer, "name", ""))
-    if kind == "path":
-        path = Path(getattr(tokenizer, "name", ""))
-        folder = path.parent if path.is_file() else path
-    elif kind != "model" or not text_cfg.get("hf_tokenizer_name"):
-        return None
-    elif (own := _own_folder(settings)) is not None:
-        folder = own
-    elif settings.text_model is not None:
-        folder = Path(settings.text_model)
-    elif Path(text_cfg["hf_tokenizer_name"]).is_dir():
-        folder = Path(text_cfg["hf_tokenizer_name"])
-    else:
-        return str(text_cfg["hf_tokenizer_name"])
-    if not any((folder / file).is_file() for file in TOKENIZER_FILES):
-        raise SettingsError(f"{folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
-    return folder
-
-
-def _code_files(repo: str, cache_dir: str | None) -> tuple[tuple[str, ...], ...]:
-    """The modules that a repository's tokenizer_config.json names; none until it is in the cache."""
-    config = hub.cached(repo, ("tokenizer_config.json",), cache_dir)
-    auto_map = {} if config is None else json.loads(config.read_text(encoding="utf-8")).get("auto_map", {})
-    named = auto_map.get("AutoTokenizer", []) if isinstance(auto_map, dict) else auto_map
-    references = [named] if isinstance(named, str) else [name for name in named if name]
-    return tuple((f"{name.rpartition('.')[0]}.py",) for name in references if "--" not in name)  # of another repository
-
-
-def _own_folder(settings: ModelSettings) -> Path | None:
-    """The local folder with the weights' own tokenizer, if they have one."""
-    chosen = settings.pretrained
-    if chosen is None or chosen.startswith(HUB):
-        return Path(settings.name[len(LOCAL) :]) if settings.name.startswith(LOCAL) else None
-    folder = Path(chosen[len(LOCAL) :]) if chosen.startswith(LOCAL) else Path(chosen).parent
-    return folder if any((folder / file).is_file() for file in TOKENIZER_FILES) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -21,6 +22,12 @@ def _memory(text: str) -> str:
     return text
 
 
+def _folder(text: str) -> str:
+    """'local-dir:PATH' for the path of a folder with a model, such as a checkpoint."""
+    return f"local-dir:{text}" if (Path(text) / "open_clip_config.json").is_file() else text
+
+
+_Folder = AfterValidator(_folder)
 # true and false: as settings were before there were policies, and YAML's reading of `off`
 Recomputed = Annotated[
     Literal["off", "all", "matmuls"]
@@ -84,7 +91,7 @@ class TowerSettings(Section):
 class ModelSettings(Section):
     """A CLIP-like model of open_clip."""
 
-    name: ConfigPathText = Field(
+    name: Annotated[ConfigPathText, _Folder] = Field(
         "ViT-B-32", description="open_clip's name, a path to a JSON config, hf-hub:ORG/NAME or local-dir:PATH"
     )
     config: dict[str, Any] | None = Field(
@@ -92,7 +99,7 @@ class ModelSettings(Section):
         description="content of the JSON config, in place of the file that name is the path of; a run's config.yaml "
         "has it",
     )
-    pretrained: PathText | None = Field(
+    pretrained: Annotated[PathText, _Folder] | None = Field(
         None, description="a tag (webli, openai, …), a weights file, hf-hub:ORG/NAME or local-dir:PATH"
     )
     image_pretrained: PathText | None = Field(
@@ -207,6 +214,11 @@ class ModelSettings(Section):
         whole = type(self).model_fields
         keys = ("grad_checkpointing", "image", "text", "lock_image", "lock_text", "patch_dropout")
         return self.model_copy(update={key: whole[key].get_default(call_default_factory=True) for key in keys})
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether training starts without weights of both towers."""
+        return self.pretrained is None and not self.name.startswith(("hf-hub:", "local-dir:"))
 
     @property
     def label(self) -> dict[str, str | None]:

@@ -19,7 +19,7 @@ from clipstream.config.settings import load
 from clipstream.data.order.lanes import Cursor, DataState, LaneState
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.models.model_config import ModelConfig, check_sizes, refuse
+from clipstream.models.model_config import ModelConfig, check_config
 from clipstream.tools.resume import carried_over
 from clipstream.training.optim import groups_from_json
 from clipstream.training.precision import random_state, same_randomness
@@ -61,8 +61,7 @@ def read(kind: str, text: str, folder: Path) -> None:
     else:
         (path := folder / "model.json").write_text(text)
         config = ModelConfig.read(path)
-        refuse("it", config.model_cfg)
-        check_sizes("it", config.model_cfg, None)
+        check_config("it", config.model_cfg, None)
 
 
 @pytest.mark.parametrize("kind", list(FILES))
@@ -137,18 +136,17 @@ def test_files_of_a_checkpoint_are_below_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "changed", "words"),
+    ("part", "changed"),
     [
-        ("vision_cfg", {"layers": 10**9}, "vision_cfg.layers is 1000000000"),
-        ("vision_cfg", {"layers": [3, 4, 10**9, 3]}, "vision_cfg.layers is"),
-        ("text_cfg", {"layers": 10**9}, "text_cfg.layers is"),
-        ("text_cfg", {"width": 10**8, "heads": 1}, "parameters"),
-        ("text_cfg", {"vocab_size": 10**12}, "parameters"),
-        ("vision_cfg", {"image_size": 10**12}, "parameters"),
+        ("vision_cfg", {"layers": 10**9}),
+        ("vision_cfg", {"layers": [3, 4, 10**9, 3]}),
+        ("text_cfg", {"width": 10**8, "heads": 1}),
+        ("text_cfg", {"vocab_size": 10**12}),
+        ("vision_cfg", {"image_size": 10**12}),
     ],
 )
-def test_models_that_no_machine_holds_are_refused(part: str, changed: dict[str, Any], words: str) -> None:
+def test_sizes_that_no_machine_holds_are_refused(part: str, changed: dict[str, Any]) -> None:
     model = json.loads(json.dumps(FILES["model"]["model_cfg"]))
     model[part] |= changed
-    with pytest.raises(SettingsError, match=words):
-        check_sizes("it", model, None)
+    with pytest.raises(SettingsError, match=f"{part}.{next(iter(changed))}"):
+        ModelConfig.of(model, "it")

@@ -15,7 +15,7 @@ from clipstream.cli.verbs.evaluate import main as evaluate
 from clipstream.config.dump import dump, portable, secrets
 from clipstream.config.settings import load
 from clipstream.errors import SettingsError
-from clipstream.models.pretrained import resolve
+from clipstream.models.pretrained import ModelFiles, look_up
 from clipstream.storage.shard_url import has_secret
 from clipstream.train import main
 from tests.support.runs import MODEL, flags, furnish, lines
@@ -83,9 +83,10 @@ def test_the_models_config_is_in_it_and_gives_way_to_another_model(
     (tmp_path / "config.yaml").write_text(dump(load(["--model", "tiny.json"])))
     (tmp_path / "tiny.json").unlink()
     found = load(["--config", "config.yaml"]).model
-    assert found.name == f"{tmp_path}/tiny.json" and resolve(found).model_cfg == own
-    with pytest.raises(SettingsError, match="has a configuration of its own"):
-        resolve(found.model_copy(update={"name": "hf-hub:o/n"}))
+    files = look_up(found)
+    assert found.name == f"{tmp_path}/tiny.json" and isinstance(files, ModelFiles) and files.model_cfg == own
+    with pytest.raises(SettingsError, match="exclude each other"):
+        look_up(found.model_copy(update={"name": "hf-hub:o/n"}))
     other = load(["--config", "config.yaml", "--model", "RN50"]).model
     assert (other.name, other.config) == ("RN50", None)
 

@@ -17,7 +17,7 @@ from clipstream.config.settings import load
 from clipstream.config.validate import validate_run
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.models.model_config import builtin, check_sizes
+from clipstream.models.model_config import ModelConfig, builtin, check_config
 from clipstream.models.pretrained import preflight
 from tests.support.runs import MODEL, flags
 from tests.support.savers import fill, small_disk
@@ -112,16 +112,15 @@ def refused(*argv: str) -> str:
 @pytest.mark.parametrize(
     ("vision", "text", "more", "message"),
     [
-        ({"patch_size": 32}, {}, {}, "vision_cfg.image_size is 16, no multiple of vision_cfg.patch_size, 32: 32 would"),
-        ({"patch_size": 7}, {}, {}, "no multiple of vision_cfg.patch_size, 7: 14 or 21 would be"),
-        ({"patch_size": 0}, {}, {}, "vision_cfg.patch_size is 0, and must be a whole number, at least 1"),
-        ({"image_size": [16, 12]}, {}, {}, "vision_cfg.image_size.1 is 12, no multiple of vision_cfg.patch_size, 8"),
-        ({"head_width": 12}, {}, {}, "vision_cfg.width is 32, no multiple of vision_cfg.head_width, 12"),
-        ({"width": "32"}, {}, {}, "vision_cfg.width is '32', and must be a whole number"),
-        ({"layers": -1}, {}, {}, "vision_cfg.layers is -1"),
-        ({}, {"heads": 3}, {}, "text_cfg.width is 32, no multiple of text_cfg.heads, 3: 30 or 33 would be"),
-        ({}, {"context_length": 0}, {}, "text_cfg.context_length is 0"),
-        ({}, {}, {"embed_dim": float("nan")}, "embed_dim: Input should be a finite number, not nan"),
+        ({"patch_size": 32}, {}, {}, "vision_cfg.image_size 16 is not a multiple of vision_cfg.patch_size 32"),
+        ({"patch_size": 0}, {}, {}, "vision_cfg.patch_size: Input should be greater than or equal to 1, not 0"),
+        ({"image_size": [16, 12]}, {}, {}, "vision_cfg.image_size 12 is not a multiple of vision_cfg.patch_size 8"),
+        ({"head_width": 12}, {}, {}, "vision_cfg.width 32 is not a multiple of vision_cfg.head_width 12"),
+        ({"width": "32"}, {}, {}, "vision_cfg.width: Input should be a valid integer, not '32'"),
+        ({"layers": -1}, {}, {}, "vision_cfg.layers"),
+        ({}, {"heads": 3}, {}, "text_cfg.width 32 is not a multiple of text_cfg.heads 3"),
+        ({}, {"context_length": 0}, {}, "text_cfg.context_length: Input should be greater than or equal to 1"),
+        ({}, {}, {"embed_dim": float("nan")}, "embed_dim: Input should be a valid integer, not nan"),
         ({}, {}, {"vision_cfg": "ViT"}, "vision_cfg: Input should be a valid dictionary, not 'ViT'"),
     ],
 )
@@ -136,7 +135,7 @@ def test_models_whose_sizes_do_not_fit(
 def test_a_picture_size_that_the_patches_do_not_divide(tmp_path: Path) -> None:
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
     said = refused(f"--model={tmp_path}/model.json", "--model.image-size=20")
-    assert "model.image_size is 20, no multiple of vision_cfg.patch_size, 8: 16 or 24 would be" in said
+    assert "image_size 20 is not a multiple of vision_cfg.patch_size 8" in said
     (tmp_path / "deep.json").write_text("[" * 50_000)
     assert "cannot read the model configuration" in refused(f"--model={tmp_path}/deep.json")
 
@@ -145,7 +144,8 @@ def test_sizes_of_all_models_of_open_clip_fit() -> None:
     names = [name for name in list_models() if "coca" not in name.lower()]
     assert len(names) > 100
     for name in names:
-        check_sizes(name, builtin(name), None)
+        check_config(name, builtin(name), None)
+        ModelConfig.of(builtin(name), name)
 
 
 @pytest.mark.parametrize(

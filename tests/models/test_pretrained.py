@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from clipstream.errors import SettingsError
-from clipstream.models.pretrained import needs, preflight, resolve
+from clipstream.models.pretrained import ModelFiles, look_up, preflight
 from clipstream.models.settings import ModelSettings
 from tests.support import hubtree
 from tests.support.ranks import python
@@ -22,21 +23,25 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def found(tokenizer: Any = None, **settings: Any) -> ModelFiles:
+    files = look_up(ModelSettings.model_validate(settings), tokenizer)
+    assert isinstance(files, ModelFiles), files
+    return files
+
+
 LOAD = """
 import socket, sys
 def refuse(*_): raise RuntimeError("a socket was opened")
 socket.socket.connect = socket.socket.connect_ex = refuse
 socket.getaddrinfo = refuse
 from clipstream.models.settings import ModelSettings
-from clipstream.models.pretrained import fetch, preflight
-from clipstream.distributed.world import World
+from clipstream.models.pretrained import preflight
 runs = [ModelSettings(name=sys.argv[1], pretrained="webli"), ModelSettings(name="hf-hub:" + sys.argv[2])]
 for settings in runs:
     preflight(settings)
-    fetch(settings, None, World())
 assert "torch" not in sys.modules
-from clipstream.models.build import build_towers
 import torch
+from clipstream.models.build import build_towers
 for settings in runs:
     towers = build_towers(settings, seed=0).eval()
     ids = towers.open_clip_tokenizer()(["A photo, of a DOG!"])
@@ -67,16 +72,12 @@ assert "torch" not in sys.modules
 """
 
 
-def test_missing_files_are_told_before_torch_is_imported(tmp_path: Path) -> None:
+def test_missing_files_are_listed_before_torch_is_imported(tmp_path: Path) -> None:
     out = python(PREFLIGHT, HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(tmp_path))
     assert "HF_HUB_OFFLINE" in out and f"looked in:  {tmp_path}/models--timm--ViT-B-16-SigLIP" in out
     files = "open_clip_model.safetensors tokenizer.json tokenizer_config.json"
     assert f"hf download timm/ViT-B-16-SigLIP {files}\n" in out
-
-
-def test_a_hub_that_does_not_answer_is_asked_once(tmp_path: Path) -> None:
-    """And not for longer than a time limit, else this would not end."""
-    with socket.socket() as deaf:
+    with socket.socket() as deaf:  # a Hub that does not answer is asked once, for a limited time
         deaf.bind(("127.0.0.1", 0))
         deaf.listen()
         deaf.setblocking(False)
@@ -87,38 +88,38 @@ def test_a_hub_that_does_not_answer_is_asked_once(tmp_path: Path) -> None:
     assert "repository: timm/ViT-B-16-SigLIP" in out
 
 
-def test_preflight_asks_nobody_where_nothing_is_to_be_fetched(
+def test_preflight_uses_no_network_where_nothing_is_missing(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = ModelSettings(name=str(hubtree.write_named_config(tmp_path)), pretrained="webli", cache_dir=str(cache))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **more: pytest.fail(f"{given[0]} is asked"))
     preflight(settings)
-    assert needs(ModelSettings(name="ViT-B-32")) == []
+    preflight(ModelSettings(name="ViT-B-32"))
 
 
-def test_names_that_do_not_exist() -> None:
+def test_wrong_names_and_tokenizers_are_errors(cache: Path, tmp_path: Path) -> None:
+    class Tokens:
+        type, context_length, name = "path", None, str(tmp_path)
+
     for given, words in (
         ({"name": "ViT-B-16-SigLlP"}, "did you mean 'ViT-B-16-SigLIP'"),
         ({"name": "nowhere/model.json"}, "there is no model configuration"),
         ({"name": "local-dir:nowhere"}, "there is no model configuration"),
         ({"name": "ViT-B-16-SigLIP", "pretrained": "weblj"}, r"tags of ViT-B-16-SigLIP: webli.*did you mean 'webli'\?"),
         ({"name": "ViT-M-16", "pretrained": "openai"}, "ViT-M-16 has no tags"),
-        ({"name": "ViT-B-32", "pretrained": "tests"}, "write local-dir:tests"),
+        ({"name": "ViT-B-32", "pretrained": "tests"}, "neither a tag, a file nor a model's folder"),
         ({"name": "hf-hub:not a repository"}, "not a repository"),
+        ({"name": "hf-hub:"}, "not a repository"),
     ):
         with pytest.raises(SettingsError, match=words):
             preflight(ModelSettings.model_validate(given))
-
-
-def test_another_tokenizer_than_the_weights_know_is_an_error(cache: Path, tmp_path: Path) -> None:
-    class Tokens:
-        type, context_length, name = "path", None, str(tmp_path)
-
+    with pytest.raises(SettingsError, match=r"distill\.model: RN50 has no weights"):
+        preflight(ModelSettings(), teacher=ModelSettings(name="RN50"))
     hubtree.write_tokenizer(tmp_path)
     chosen = {"name": f"hf-hub:{hubtree.REPO}", "cache_dir": str(cache)}
     with pytest.raises(SettingsError, match="allow_mismatch"):
         preflight(ModelSettings.model_validate(chosen), Tokens())
-    source = resolve(ModelSettings.model_validate({**chosen, "allow_mismatch": True}), Tokens())
+    source = found(Tokens(), **chosen, allow_mismatch=True)
     assert source.tokenizer == tmp_path and "tokenizer_kwargs" not in source.model_cfg["text_cfg"]
     Tokens.type, Tokens.name = "hub", hubtree.REPO
     preflight(ModelSettings.model_validate(chosen), Tokens())
@@ -129,7 +130,7 @@ def test_a_tag_brings_its_activation_and_a_users_preprocessing_stays(cache: Path
     config["preprocess_cfg"] = {"resize_mode": "longest"}
     path = tmp_path / "ViT-B-16-SigLIP.json"
     path.write_text(json.dumps(config))
-    source = resolve(ModelSettings(name=str(path), pretrained="webli", cache_dir=str(cache)))
+    source = found(name=str(path), pretrained="webli", cache_dir=str(cache))
     assert source.preprocess_cfg["resize_mode"] == "longest" and source.preprocess_cfg["mean"] == (0.5, 0.5, 0.5)
     # Weights that come with a configuration of their own bring their activation and tokenizer, wherever they lie.
     saved = tmp_path / "saved"
@@ -140,10 +141,10 @@ def test_a_tag_brings_its_activation_and_a_users_preprocessing_stays(cache: Path
     (saved / "open_clip_config.json").write_text(json.dumps({"model_cfg": own, "preprocess_cfg": preprocess}))
     (saved / "open_clip_model.safetensors").write_bytes(b"")
     hubtree.write_tokenizer(saved)
-    for pretrained in (f"local-dir:{saved}", str(saved / "open_clip_model.safetensors")):
-        found = resolve(ModelSettings(name="ViT-B-32", pretrained=pretrained))
-        assert found.model_cfg["quick_gelu"] and found.tokenizer == saved
-        assert found.preprocess_cfg["mean"] == [0.1, 0.2, 0.3] and found.preprocess_cfg["resize_mode"] == "squash"
-    assert [need.repo for need in needs(ModelSettings(name="ViT-B-32", pretrained="openai"))] == [
-        "timm/vit_base_patch32_clip_224.openai"
-    ]
+    for pretrained in (f"local-dir:{saved}", str(saved), str(saved / "open_clip_model.safetensors")):
+        files = found(name="ViT-B-32", pretrained=pretrained)
+        assert files.model_cfg["quick_gelu"] and files.tokenizer == saved
+        assert files.preprocess_cfg["mean"] == [0.1, 0.2, 0.3] and files.preprocess_cfg["resize_mode"] == "squash"
+    assert found(name=str(saved)) == found(name=f"local-dir:{saved}")
+    missing = look_up(ModelSettings(name="ViT-B-32", pretrained="openai", cache_dir=str(tmp_path)))
+    assert isinstance(missing, dict) and list(missing) == ["timm/vit_base_patch32_clip_224.openai"]

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from clipstream.errors import SettingsError
-from clipstream.models.pretrained import needs, preflight
+from clipstream.models.pretrained import look_up, preflight
 from clipstream.models.settings import ModelSettings
 from tests.support import hubtree
 from tests.support.model_files import TEXT, VIT, build, write
@@ -35,31 +35,24 @@ def trained(seed: int = 3) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pth"])
 def test_an_image_tower_starts_from_its_own_file(suffix: str, tmp_path: Path) -> None:
-    state, path = trained(), tmp_path / f"own.{suffix}"
+    """Its mean and deviation are timm's unless the config has them."""
+    state, path, name = trained(), tmp_path / f"own.{suffix}", write(tmp_path, TIMM)
     if suffix == "pth":  # as timm's training script writes it, and as early versions of torch did
         kept = {name: tensor for name, tensor in state.items() if not name.endswith("num_batches_tracked")}
         torch.save({"epoch": 3, "state_dict": kept}, path)
     else:
         save_file(state, path)
-    towers = build(write(tmp_path, TIMM), image_pretrained=str(path))
-    for name, tensor in towers.clip.visual.trunk.state_dict().items():
-        assert torch.equal(tensor, state[name])
-    fresh = build(write(tmp_path, TIMM))
+    towers, fresh, entry = build(name, image_pretrained=str(path)), build(name), timm.get_pretrained_cfg(ARCHITECTURE)
+    for key, tensor in towers.clip.visual.trunk.state_dict().items():
+        assert torch.equal(tensor, state[key])
     assert torch.equal(towers.clip.visual.head.proj.weight, fresh.clip.visual.head.proj.weight)
-    assert towers.loss_type == "clip" and build(write(tmp_path, TIMM), loss_type="siglip").loss_type == "siglip"
-
-
-def test_mean_and_deviation_are_timms_unless_the_config_has_them(tmp_path: Path) -> None:
-    save_file(trained(), tmp_path / "own.safetensors")
-    weights = str(tmp_path / "own.safetensors")
-    entry = timm.get_pretrained_cfg(ARCHITECTURE)
-    towers = build(write(tmp_path, TIMM), image_pretrained=weights)
+    assert towers.loss_type == "clip" and build(name, loss_type="siglip").loss_type == "siglip"
     assert towers.mean.flatten().tolist() == pytest.approx(entry.mean)
     assert towers.std.flatten().tolist() == pytest.approx(entry.std)
     config = {"embed_dim": 24, "vision_cfg": TIMM, "text_cfg": TEXT}
     own = {"mean": [0.1, 0.2, 0.3], "std": [0.9, 0.8, 0.7]}
     (tmp_path / "own.json").write_text(json.dumps({"model_cfg": config, "preprocess_cfg": own}))
-    towers = build(str(tmp_path / "own.json"), image_pretrained=weights)
+    towers = build(str(tmp_path / "own.json"), image_pretrained=str(path))
     assert towers.mean.flatten().tolist() == pytest.approx(own["mean"])
 
 
@@ -104,9 +97,11 @@ def test_files_and_tags_that_do_not_fit_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("chosen", ["default", "r160_in1k"])
 def test_a_tag_of_timm_is_read_from_the_hubs_cache(chosen: str, tmp_path: Path) -> None:
     name, state = write(tmp_path, TIMM), trained()
-    (need,) = needs(ModelSettings(name=name, image_pretrained=chosen, cache_dir=str(tmp_path / "cache")))
-    assert need.repo == f"timm/{ARCHITECTURE}.r160_in1k" and "model.safetensors" in need.files[0]
-    home = tmp_path / "cache" / f"models--{need.repo.replace('/', '--')}"
+    missing = look_up(ModelSettings(name=name, image_pretrained=chosen, cache_dir=str(tmp_path / "cache")))
+    assert isinstance(missing, dict)
+    ((repo, files),) = missing.items()
+    assert repo == f"timm/{ARCHITECTURE}.r160_in1k" and "model.safetensors" in files[0]
+    home = tmp_path / "cache" / f"models--{repo.replace('/', '--')}"
     (home / "refs").mkdir(parents=True)
     (home / "refs/main").write_text(hubtree.REVISION)
     snapshot = home / "snapshots" / hubtree.REVISION
@@ -151,44 +146,42 @@ def test_a_text_tower_is_taken_from_a_folder(tmp_path: Path) -> None:
         torch.testing.assert_close(towers.encode_text(ids)[1:], expected)
 
 
-def test_a_saved_model_needs_the_folder_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saved_model_is_whole_without_the_folder(tmp_path: Path) -> None:
     folder = text_tower(tmp_path / "text")
-    towers = build(config(tmp_path), text_model=str(folder)).eval()
+    towers = build(config(tmp_path, hf_model_name=str(folder), hf_tokenizer_name=str(folder))).eval()
     towers.save_pretrained(tmp_path / "saved")
+    theirs = open_clip.create_model(f"local-dir:{tmp_path}/saved").float().eval()  # the folder has half precision
     folder.rename(tmp_path / "elsewhere")
     again = build(f"local-dir:{tmp_path}/saved", seed=7).eval()
     ids = again.open_clip_tokenizer()(["a photo of a dog", "two"])
+    assert torch.equal(open_clip.get_tokenizer(f"local-dir:{tmp_path}/saved")(["a photo of a dog", "two"]), ids)
     with torch.no_grad():
         assert torch.equal(towers.encode_text(ids), again.encode_text(ids))
+        torch.testing.assert_close(theirs.encode_text(ids, normalize=True), towers.encode_text(ids))
     again.save_pretrained(tmp_path / "twice")
-    for name in ("open_clip_config.json", "config.json"):
-        assert (tmp_path / "twice" / name).read_bytes() == (tmp_path / "saved" / name).read_bytes()
+    assert (tmp_path / "twice/config.json").read_bytes() == (tmp_path / "saved/config.json").read_bytes()
     assert str(tmp_path) not in (tmp_path / "saved/config.json").read_text()
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"a": argparse.Namespace()}, 2)])
-def test_weights_of_a_text_tower_that_cannot_be_read_are_told(content: bytes, tmp_path: Path) -> None:
-    folder = text_tower(tmp_path / "text")
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(content)
-    with pytest.raises(SettingsError, match=r"the text tower in .* are no file of tensors, or damaged"):
-        build(config(tmp_path), text_model=str(folder))
-
-
-def test_a_tokenizer_without_a_pad_token_is_told(tmp_path: Path) -> None:
+def test_unreadable_weights_and_tokenizers_of_a_text_tower_are_errors(content: bytes, tmp_path: Path) -> None:
     folder = text_tower(tmp_path / "text")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
     del settings["pad_token"]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(SettingsError, match=r"has no pad token, .*set pad_token in its tokenizer_config.json"):
+    with pytest.raises(SettingsError, match=r"has no pad token.*set pad_token in its tokenizer_config.json"):
         build(config(tmp_path), text_model=str(folder)).open_clip_tokenizer()
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(SettingsError, match=r"cannot build .* with the text tower in .*text"):
+        build(config(tmp_path), text_model=str(folder))
 
 
 def test_folders_that_lack_a_file_are_told(tmp_path: Path) -> None:
     folder, name = text_tower(tmp_path / "text"), config(tmp_path)
     (folder / "model.safetensors").rename(folder / "model.fp16.safetensors")
-    with pytest.raises(SettingsError, match=r"holds no weights.*: call model\.fp16\.safetensors so"):
+    with pytest.raises(SettingsError, match="holds no weights"):
         preflight(ModelSettings(name=name, text_model=str(folder)))
     (folder / "tokenizer.json").unlink()
     with pytest.raises(SettingsError, match="holds no tokenizer"):
@@ -199,17 +192,6 @@ def test_folders_that_lack_a_file_are_told(tmp_path: Path) -> None:
         preflight(ModelSettings(name=name, text_model=str(folder)))
     with pytest.raises(SettingsError, match="is open_clip's own"):
         preflight(ModelSettings(name=write(tmp_path), text_model=str(folder)))
-
-
-def test_open_clip_loads_what_was_trained_from_a_folder(tmp_path: Path) -> None:
-    folder = text_tower(tmp_path / "text")
-    here = config(tmp_path, hf_model_name=str(folder), hf_tokenizer_name=str(folder))
-    towers = build(here).eval()
-    towers.save_pretrained(tmp_path / "saved")
-    model = open_clip.create_model(f"local-dir:{tmp_path}/saved").float().eval()  # the folder has half precision
-    ids = open_clip.get_tokenizer(f"local-dir:{tmp_path}/saved")(["a photo of a dog"])
-    with torch.no_grad():
-        torch.testing.assert_close(model.encode_text(ids, normalize=True), towers.encode_text(ids))
 
 
 def test_a_tower_from_a_store_cannot_be_unlocked(tmp_path: Path) -> None:
@@ -243,5 +225,5 @@ def test_a_text_tower_with_fewer_positions_than_tokens_is_refused(
     if not missing:
         assert build(name, text_model=str(folder)).context_length == 12
         return
-    with pytest.raises(SettingsError, match=f"12 tokens, as it has {11 + offset} positions .*context-length"):
+    with pytest.raises(SettingsError, match=r"text tower of .* 12 tokens: set a smaller --force-context-length"):
         build(name, text_model=str(folder))
