@@ -35,7 +35,6 @@ from clipstream.data.sources.indexes import count_samples
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, each
 from clipstream.models.build import build_towers
-from clipstream.models.pretrained import fetch
 from clipstream.utils.logs import on_terminal
 from clipstream.utils.processes import many_files
 
@@ -323,8 +322,7 @@ def _inputs(preprocess: Any, tokenizer: Any, settings: Settings, world: World) -
         found = Preprocess(spec, config["mean"], config["std"])
     elif preprocess is None:
         model = settings.model
-        fetch(model, settings.tokenizer, world)
-        towers = build_towers(model, seed=settings.run.seed, tokenizer=settings.tokenizer)
+        towers = build_towers(model, seed=settings.run.seed, tokenizer=settings.tokenizer, world=world)
         found = Preprocess(towers.image, *(values.flatten().tolist() for values in (towers.mean, towers.std)))
         own = towers.open_clip_tokenizer()
         ids = build_tokenizer(settings.tokenizer, own, towers.context_length, cache_dir=model.cache_dir)

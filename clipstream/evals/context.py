@@ -27,7 +27,6 @@ from clipstream.evals.fingerprints import Reading, of_weights
 from clipstream.losses.contrastive import ContrastiveLoss, build_loss
 from clipstream.losses.settings import LossSettings
 from clipstream.models.build import build_towers
-from clipstream.models.pretrained import fetch
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Features
 from clipstream.storage.shard_url import redact
@@ -256,11 +255,11 @@ def context_for(settings: RunSections, model: ModelSettings, world: World, *, ex
     Args:
         examples: images that an evaluation should show.
     """
-    fetch(model, settings.tokenizer, world)
     precision = resolve_precision(settings.train.precision, world)
     tf32 = settings.train.tf32 and world.device.startswith("cuda")
     check_device(world.device, precision, tf32=tf32)
-    towers = build_towers(model, seed=settings.run.seed, tokenizer=settings.tokenizer).to(world.device).eval()
+    towers = build_towers(model, seed=settings.run.seed, tokenizer=settings.tokenizer, world=world)
+    towers = towers.to(world.device).eval()
     if model.own_precisions:
         towers.requires_grad_(False)
     prepare_towers(towers, precision, model, world.device, tf32=tf32, keep=False)

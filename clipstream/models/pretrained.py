@@ -245,9 +245,7 @@ def _weights(settings: ModelSettings, cache: HubCache) -> _Weights:
     if not path.is_file():
         listed = f"tags of {known}: {', '.join(tags)}" if tags else f"{name} has no tags"
         near = did_you_mean(chosen, tags, 3)
-        raise SettingsError(
-            f"model.pretrained {chosen!r} is neither a tag, a file nor a model's folder; {listed}{near}"
-        )
+        raise SettingsError(f"model.pretrained {chosen!r} is neither a tag nor a file; {listed}{near}")
     beside = path.parent / CONFIG_FILE
     told = path.name in LOCAL_WEIGHT_FILES and beside.is_file()
     return _Weights(path, ModelConfig.read(beside) if told else None, _with_tokenizer(path.parent), local=True)

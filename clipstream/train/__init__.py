@@ -108,12 +108,11 @@ def _prepared(settings: Settings) -> Settings:
     """
     settings = with_known_epoch(settings)
     validate_run(settings, World.from_env())
-    from clipstream.models.pretrained import preflight, preflight_teacher
+    from clipstream.models.pretrained import preflight
 
     loss_type, ask = chosen_loss_type(settings.loss), World.from_env().local_rank == 0
-    preflight(settings.model, settings.tokenizer, loss_type=loss_type, ask=ask)
-    if (teacher := settings.distill.teacher(settings.model.cache_dir)) is not None:
-        preflight_teacher(teacher, ask=ask)
+    teacher = settings.distill.teacher(settings.model.cache_dir)
+    preflight(settings.model, settings.tokenizer, loss_type=loss_type, teacher=teacher, ask=ask)
     return settings
 
 

@@ -251,16 +251,16 @@ def build_model(settings: Settings, world: World, stored: StoredData | None) -> 
     """
     from clipstream.data.decode.tokenizers import build_tokenizer
     from clipstream.models.build import build_towers
-    from clipstream.models.pretrained import fetch
     from clipstream.tools.feature_stores import check_stores, remove_towers
     from clipstream.training.precision import check_device, prepare_towers, seed_all
 
     model, seed = settings.model, settings.run.seed
     precision, tf32 = settings.train.arithmetic, settings.train.tf32
     check_device(world.device, precision, tf32=tf32)
-    fetch(model, settings.tokenizer, world)
     seed_all(seed, world.rank)
-    towers = build_towers(model, seed=seed, loss_type=chosen_loss_type(settings.loss), tokenizer=settings.tokenizer)
+    towers = build_towers(
+        model, seed=seed, loss_type=chosen_loss_type(settings.loss), tokenizer=settings.tokenizer, world=world
+    )
     tokenizer = build_tokenizer(
         settings.tokenizer, towers.open_clip_tokenizer(), towers.context_length, cache_dir=model.cache_dir
     )
@@ -309,15 +309,13 @@ def build_profiler(settings: Settings, world: World, done: int) -> StepProfiler 
 def build_teacher(settings: Settings, world: World) -> Teacher | None:
     """The live teacher on this rank's device, in the arithmetic of training; None where the settings name none."""
     from clipstream.models.build import build_towers
-    from clipstream.models.pretrained import fetch
     from clipstream.models.teacher import Teacher
     from clipstream.training.precision import autocast, prepare
 
     model, precision = settings.distill.teacher(settings.model.cache_dir), settings.train.arithmetic
     if model is None:
         return None
-    fetch(model, None, world)
-    towers = build_towers(model, seed=settings.run.seed)
+    towers = build_towers(model, seed=settings.run.seed, world=world)
     prepare(towers, precision)
     return Teacher(towers, world.device, partial(autocast, world.device, precision))
 

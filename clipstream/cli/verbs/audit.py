@@ -20,7 +20,7 @@ from clipstream.distributed.launch import run_ranks
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.losses.settings import chosen_loss_type
-from clipstream.models.pretrained import preflight, preflight_teacher
+from clipstream.models.pretrained import preflight
 from clipstream.utils.console import ResultConsole
 from clipstream.utils.logs import set_level
 
@@ -66,9 +66,8 @@ def _main(argv: list[str]) -> int:
         settings = settings.model_copy(update={"data": settings.data.model_copy(update={"sources": {}})})
     else:
         validate_sources(settings)
-    preflight(settings.model, settings.tokenizer, loss_type=chosen_loss_type(settings.loss))
-    if (teacher := settings.distill.teacher(settings.model.cache_dir)) is not None:
-        preflight_teacher(teacher)
+    teacher = settings.distill.teacher(settings.model.cache_dir)
+    preflight(settings.model, settings.tokenizer, loss_type=chosen_loss_type(settings.loss), teacher=teacher)
     return run_ranks(settings.run, partial(audit, settings, own))
 
 

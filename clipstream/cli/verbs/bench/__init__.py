@@ -29,7 +29,7 @@ from clipstream.distributed.launch import run_ranks
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, did_you_mean
 from clipstream.losses.settings import chosen_loss_type
-from clipstream.models.pretrained import preflight, preflight_teacher
+from clipstream.models.pretrained import preflight
 from clipstream.report.sinks import json_line
 from clipstream.text import counted, duration, milliseconds, percent
 from clipstream.utils.console import ResultConsole
@@ -95,9 +95,8 @@ def _bench_train(argv: Sequence[str]) -> int:
         settings = settings.model_copy(update={"data": data})
     validate_sources(settings)
     ask = World.from_env().local_rank == 0
-    preflight(settings.model, settings.tokenizer, loss_type=chosen_loss_type(settings.loss), ask=ask)
-    if (teacher := settings.distill.teacher(settings.model.cache_dir)) is not None:
-        preflight_teacher(teacher, ask=ask)
+    loss_type, teacher = chosen_loss_type(settings.loss), settings.distill.teacher(settings.model.cache_dir)
+    preflight(settings.model, settings.tokenizer, loss_type=loss_type, teacher=teacher, ask=ask)
     from clipstream.cli.verbs.bench.ladder import Options, run
 
     return run_ranks(settings.run, partial(run, settings, Options(**options)))
@@ -198,9 +197,7 @@ def _bench_input(argv: Sequence[str]) -> int:
     preflight(settings.model, settings.tokenizer)
     from clipstream.data.decode.tokenizers import build_tokenizer
     from clipstream.models.build import build_towers
-    from clipstream.models.pretrained import fetch
 
-    fetch(settings.model, settings.tokenizer, World())
     towers = build_towers(settings.model, seed=settings.run.seed, tokenizer=settings.tokenizer)
     tokenizer = build_tokenizer(
         settings.tokenizer, towers.open_clip_tokenizer(), towers.context_length, cache_dir=settings.model.cache_dir

@@ -21,7 +21,7 @@ from clipstream.config.validate import validate_sources
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses.settings import chosen_loss_type
-from clipstream.models.pretrained import preflight, preflight_teacher
+from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings
 from clipstream.utils.logs import set_level
 from clipstream.utils.section import own_path
@@ -56,8 +56,12 @@ def _main(argv: list[str]) -> int:
     if options.towers:
         preflight(settings.model, settings.tokenizer, loss_type=chosen_loss_type(settings.loss), ask=ask)
     for name, model in teachers.items():
-        advice = f"give {name}={model.name},PRETRAINED; --random-weights takes it as it is, for tests"
-        preflight_teacher(model, f"--teacher {name}", advice, fresh=options.random_weights, ask=ask)
+        if model.is_fresh and not options.random_weights:
+            raise SettingsError(f"--teacher {name}: {model.name} has no weights: give {name}={model.name},PRETRAINED")
+        try:
+            preflight(model, ask=ask)
+        except SettingsError as error:
+            raise SettingsError(f"--teacher {name}: {error}") from error
     from clipstream.cli.verbs.precompute.run import precompute
     from clipstream.distributed.launch import run_ranks
 

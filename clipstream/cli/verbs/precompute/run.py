@@ -48,8 +48,7 @@ from clipstream.features.writer import StoreWriter
 from clipstream.losses.settings import chosen_loss_type
 from clipstream.models.build import build_towers
 from clipstream.models.fingerprint import image_fingerprint, text_fingerprint, tower_state, weights_digest
-from clipstream.models.model_config import HUB, LOCAL
-from clipstream.models.pretrained import WEIGHT_FILES, fetch
+from clipstream.models.pretrained import WEIGHT_FILES
 from clipstream.models.settings import ModelSettings
 from clipstream.models.stored import TOWERS
 from clipstream.models.towers import Towers
@@ -166,9 +165,8 @@ def _build(job: Job, name: str) -> Model:
     model = (job.teachers[name] if name else settings.model).not_trained()
     chosen = TokenizerSettings.model_validate({"type": "model"}) if name else settings.tokenizer
     try:
-        fetch(model, chosen, job.world)
         loss_type = None if name else chosen_loss_type(settings.loss)
-        towers = build_towers(model, seed=seed, loss_type=loss_type, tokenizer=chosen)
+        towers = build_towers(model, seed=seed, loss_type=loss_type, tokenizer=chosen, world=job.world)
         tokenizer = build_tokenizer(
             chosen, towers.open_clip_tokenizer(), towers.context_length, cache_dir=model.cache_dir
         )
@@ -176,8 +174,7 @@ def _build(job: Job, name: str) -> Model:
         raise SettingsError(f"--teacher {name}: {error}" if name else str(error)) from error
     if (size := tokenizer.vocab_size) > towers.vocab_size:
         raise SettingsError(f"tokenizer: its ids go up to {size - 1}, but the model knows {towers.vocab_size} tokens")
-    named = model.pretrained or model.image_pretrained or model.name.startswith((HUB, LOCAL))
-    if not named and job.world.is_main:
+    if model.is_fresh and not model.image_pretrained and job.world.is_main:
         logger.warning(f"{model.name} starts without pretrained weights: its features are those of a random tower")
     width, scale = int(towers.config.model_cfg["embed_dim"]), float(towers.scalars()[0].detach())
     parts: dict[str, str] = {}
