@@ -22,7 +22,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from clipstream.data.batch import Batch
 from clipstream.data.decode.captions import CaptionExtractor, RawSample
-from clipstream.data.decode.images import PictureTransform
+from clipstream.data.decode.images import UserImageTransform
 from clipstream.data.decode.tokenizers import Tokenizer, build_tokenizer
 from clipstream.data.order.rng import SampleRNG
 from clipstream.data.settings import SourceSettings, TokenizerSettings
@@ -180,14 +180,14 @@ def check_transform(transform: Callable[[dict[str, Any]], RawSample | None], sam
     assert same, "two calls with the same sample gave different results: a run could not be repeated"
 
 
-def check_image_transform(transform: PictureTransform, size: tuple[int, int] = (32, 48)) -> None:
+def check_image_transform(transform: UserImageTransform, size: tuple[int, int] = (32, 48)) -> None:
     """Check an image transform on pictures of several shapes.
 
     Args:
         transform: the user's own, already constructed.
         size: (height, width) of the model that it is to work with.
 
-    Raises AssertionError: it breaks the protocol of `clipstream.data.decode.images.PictureTransform`.
+    Raises AssertionError: it breaks the protocol of `clipstream.data.decode.images.UserImageTransform`.
     """
     noise = np.random.default_rng(0)
     for height, width in ((480, 640), (100, 20), (5, 7), (1, 1)):

@@ -1,4 +1,4 @@
-"""`load_model` and `zero_shot`: pictures and texts become features, similarities and classes.
+"""`load_model` and `zero_shot`: images and texts become features, similarities and classes.
 
 Preprocessing and tokenizer are those of open_clip for the model, bit for bit, from the code that evaluates during
 training. Nothing here has a gradient; to train a model, take its `clip`, or `clipstream.train`.
@@ -38,14 +38,14 @@ from clipstream.training.precision import Precision, autocast
 from clipstream.utils.logs import on_terminal
 from clipstream.utils.matmul_precision import restored_matmul_precision
 
-Picture: TypeAlias = "Image.Image | str | os.PathLike[str] | bytes | torch.Tensor"
-FILES = (Image.Image, str, os.PathLike, bytes)  # what a picture is decoded from
-Pictures: TypeAlias = "Picture | Sequence[Picture]"
+ImageLike: TypeAlias = "Image.Image | str | os.PathLike[str] | bytes | torch.Tensor"
+FILES = (Image.Image, str, os.PathLike, bytes)  # what an image is decoded from
+ImagesLike: TypeAlias = "ImageLike | Sequence[ImageLike]"
 Source: TypeAlias = "Run | str | os.PathLike[str]"
 
 
 class Preprocess:
-    """A model's preprocessing in evaluation: a picture becomes its normalised pixels, as open_clip's transform gives.
+    """A model's preprocessing in evaluation: an image becomes its normalised pixels, as open_clip's transform gives.
 
     Attributes:
         image: size, interpolation and way of the resize.
@@ -67,31 +67,31 @@ class Preprocess:
         """(H, W) in pixels."""
         return self.image.size
 
-    def pixels(self, picture: Image.Image | str | os.PathLike[str] | bytes) -> torch.Tensor:
-        """uint8 [3, H, W] of a PIL picture, a path, or the bytes of a picture file, before it is normalised.
+    def pixels(self, image: Image.Image | str | os.PathLike[str] | bytes) -> torch.Tensor:
+        """uint8 [3, H, W] of a PIL image, a path, or the bytes of an image file, before it is normalised.
 
         Raises:
-            ValueError: the picture cannot be decoded.
+            ValueError: the image cannot be decoded.
             OSError: the file cannot be read.
-            SettingsError: `picture` is something else.
+            SettingsError: `image` is something else.
         """
-        if not isinstance(picture, FILES):
-            raise wrong_type("picture", "a PIL picture, a path, or the bytes of a picture file", picture)
+        if not isinstance(image, FILES):
+            raise wrong_type("image", "a PIL image, a path, or the bytes of an image file", image)
         try:
-            if isinstance(picture, Image.Image):
-                found = self._transform.fit(picture)
+            if isinstance(image, Image.Image):
+                found = self._transform.fit(image)
             else:
-                data = picture if isinstance(picture, bytes) else Path(picture).expanduser().read_bytes()
+                data = image if isinstance(image, bytes) else Path(image).expanduser().read_bytes()
                 found = self._transform(data)
         except Dropped as error:
-            shown = "the picture" if isinstance(picture, bytes | Image.Image) else os.fspath(picture)
+            shown = "the image" if isinstance(image, bytes | Image.Image) else os.fspath(image)
             raise ValueError(f"{shown} cannot be used: {error}") from error
         return torch.from_numpy(np.ascontiguousarray(found)).permute(2, 0, 1)
 
-    def __call__(self, picture: Image.Image | str | os.PathLike[str] | bytes) -> torch.Tensor:
+    def __call__(self, image: Image.Image | str | os.PathLike[str] | bytes) -> torch.Tensor:
         """float32 [3, H, W], normalised. Takes and raises what `pixels` does."""
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (self.mean, self.std))
-        return (self.pixels(picture).float() / 255 - mean) / std
+        return (self.pixels(image).float() / 255 - mean) / std
 
 
 class TextTokenizer:
@@ -152,7 +152,7 @@ class Model:
 
     Attributes:
         context: what evaluators see of the model.
-        preprocess: a picture -> normalised pixels.
+        preprocess: an image -> normalised pixels.
         tokenizer: texts -> ids.
     """
 
@@ -192,16 +192,16 @@ class Model:
         bias = self.towers.scalars()[1]
         return None if bias is None else float(bias.detach())
 
-    def encode_image(self, images: Pictures, *, batch_size: int = 256) -> torch.Tensor:
-        """Features of pictures, float32 [n, D] with rows of length 1, on the model's device.
+    def encode_image(self, images: ImagesLike, *, batch_size: int = 256) -> torch.Tensor:
+        """Features of images, float32 [n, D] with rows of length 1, on the model's device.
 
         Args:
-            images: one picture or several: PIL pictures, paths, bytes of picture files, or tensors [3, H, W] and
+            images: one image or several: PIL images, paths, bytes of image files, or tensors [3, H, W] and
                 [n, 3, H, W] of the model's size: uint8, or normalised by `preprocess`.
-            batch_size: pictures at once.
+            batch_size: images at once.
 
         Raises:
-            ValueError: a picture cannot be decoded, or a tensor has another shape.
+            ValueError: an image cannot be decoded, or a tensor has another shape.
             OSError: a file cannot be read.
             SettingsError: `images` is something else.
         """
@@ -214,12 +214,12 @@ class Model:
                 found.append(self._encode_tensor(torch.cat(waiting)))
                 waiting.clear()
 
-        for image in each("images", "pictures, paths or tensors", images, (*FILES, torch.Tensor)):
+        for image in each("images", "images, paths or tensors", images, (*FILES, torch.Tensor)):
             rows = image if isinstance(image, torch.Tensor) else self.preprocess.pixels(image)
             rows = rows[None] if rows.ndim == 3 else rows
             if rows.ndim != 4 or tuple(rows.shape[1:]) != (3, *self.preprocess.size):
                 size = ", ".join(map(str, self.preprocess.size))
-                raise ValueError(f"a picture's tensor is [3, {size}] or [n, 3, {size}], not {list(rows.shape)}")
+                raise ValueError(f"an image's tensor is [3, {size}] or [n, 3, {size}], not {list(rows.shape)}")
             for part in torch.split(rows, batch_size):
                 if waiting and (waiting[0].dtype != part.dtype or sum(map(len, waiting)) + len(part) > batch_size):
                     encode()
@@ -253,8 +253,8 @@ class Model:
         parts = [self.context.encode_text(part) for part in ids if len(part)]
         return torch.cat(parts) if parts else torch.empty(0, self.embed_dim, device=self.device)
 
-    def similarity(self, images: Pictures | torch.Tensor, texts: str | Sequence[str] | torch.Tensor) -> torch.Tensor:
-        """Cosines of pictures and texts, float32 [n, m].
+    def similarity(self, images: ImagesLike | torch.Tensor, texts: str | Sequence[str] | torch.Tensor) -> torch.Tensor:
+        """Cosines of images and texts, float32 [n, m].
 
         Args:
             images: as `encode_image` takes them, or features [n, D].
@@ -306,7 +306,7 @@ def load_model(
         cache_dir: the Hub's cache; $HF_HUB_CACHE unless set.
 
     Returns:
-        The model; a function from a PIL picture or a path to float32 [3, H, W]; a function from texts to int64 [n, T].
+        The model; a function from a PIL image or a path to float32 [3, H, W]; a function from texts to int64 [n, T].
 
     Raises:
         SettingsError: there is no such run, checkpoint, model or tag, or its files cannot be downloaded.
@@ -386,10 +386,10 @@ def evaluate_model(model: Model | Source, settings: Settings) -> dict[str, dict[
 
 
 class ZeroShotClassifier:
-    """A classifier of pictures made of class names (CLIP, arXiv:2103.00020, section 3.1.4).
+    """A classifier of images made of class names (CLIP, arXiv:2103.00020, section 3.1.4).
 
     Attributes:
-        model: that encodes pictures.
+        model: that encodes images.
         classes: C names.
         weights: L2-normalised float32 [C, D]: of each class, the mean over its prompts' features.
     """
@@ -402,16 +402,16 @@ class ZeroShotClassifier:
     def __repr__(self) -> str:
         return f"ZeroShotClassifier({len(self.classes)} classes, {self.model!r})"
 
-    def logits(self, images: Pictures) -> torch.Tensor:
+    def logits(self, images: ImagesLike) -> torch.Tensor:
         """Cosines times the model's scale, float32 [n, C]."""
         return self.model.logit_scale * self.model.similarity(images, self.weights)
 
-    def __call__(self, images: Pictures) -> torch.Tensor:
+    def __call__(self, images: ImagesLike) -> torch.Tensor:
         """Probabilities of the classes, float32 [n, C]: the softmax of `logits`."""
         return self.logits(images).softmax(dim=-1)
 
-    def predict(self, images: Pictures) -> list[str]:
-        """The most probable class of each picture."""
+    def predict(self, images: ImagesLike) -> list[str]:
+        """The most probable class of each image."""
         return [self.classes[number] for number in self.logits(images).argmax(dim=-1).tolist()]
 
 

@@ -277,7 +277,7 @@ class Labelling:
         return self.classes
 
     def warn_of_unseen(self, counts: Sequence[float]) -> None:
-        """Warn once of named classes without a picture, given the number of pictures by class."""
+        """Warn once of named classes without an image, given the number of images by class."""
         unseen = [name for name, count in zip(self.classes or (), counts, strict=False) if not count]
         if unseen:
             _warn_once(

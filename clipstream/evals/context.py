@@ -36,7 +36,7 @@ from clipstream.training.settings import TrainSettings
 
 @dataclass(frozen=True)
 class Example:
-    """A picture with its texts."""
+    """An image with its texts."""
 
     pixels: torch.Tensor  # uint8 [3, H, W], on any device
     text: str  # its caption, as the model sees it, or its class name
@@ -87,14 +87,14 @@ class EvalContext:
     data: DataSettings = field(default_factory=lambda: DataSettings(workers=0))
     precision: Precision = "fp32"  # as in training
     loss: ContrastiveLoss | None = None  # the training loss; None if there is none
-    examples_wanted: int = 0  # pictures that an evaluation should show; 0 for none
+    examples_wanted: int = 0  # images that an evaluation should show; 0 for none
     name: str = "NAME"  # of the current evaluator, for messages
     # called between batches and while waiting for one; if it returns True on some rank, `Stopped` is raised on all
     interrupt: Callable[[], bool] = lambda: False
     dropped: int = field(default=0, init=False)  # samples that `batches` could not use on this rank, since the start
     # why this rank could use no sample of the last source; '' if it could
     complaint: str = field(default="", init=False)
-    # pictures that the current evaluator showed; only those of rank 0 are used
+    # images that the current evaluator showed; only those of rank 0 are used
     examples: list[Example] = field(default_factory=list, init=False)
     tables: list[Table] = field(default_factory=list, init=False)  # likewise
     readings: list[Reading] = field(default_factory=list, init=False)  # what `batches` read, one per call
@@ -169,7 +169,7 @@ class EvalContext:
         return DataError(f"the source has no usable {what}" + (f": {self.complaint}" if self.complaint else ""))
 
     def show(self, example: Example) -> None:
-        """Show a picture in the report; at most `examples_wanted` are kept."""
+        """Show an image in the report; at most `examples_wanted` are kept."""
         if len(self.examples) < self.examples_wanted:
             self.examples.append(example)
 

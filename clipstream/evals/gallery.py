@@ -1,4 +1,4 @@
-"""Pictures and tables that an evaluation shows: best and worst answers, matches of prompts, confused classes.
+"""Images and tables that an evaluation shows: best and worst answers, matches of prompts, confused classes.
 
 Best and worst answers are chosen from the first images of rank 0; other ranks take part in collectives only. Matches
 of a user's prompts and confusions cover all data. Metrics never depend on this module.
@@ -165,9 +165,9 @@ class Matches:
             best = sorted(candidates, key=lambda one: (-one[0], one[1]))[:MATCHES]
             mine = [(score, example) for score, example in found if (score, example.key) in best]
             parts = world.gather_objects(mine)  # only the pixels that are shown
-            pictures = {(score, example.key): example for part in parts for score, example in part}
+            images = {(score, example.key): example for part in parts for score, example in part}
             for score, key in best:
-                example = pictures[score, key]
+                example = images[score, key]
                 # In addition to examples_wanted: the user asked for these.
                 self._context.examples.append(replace(example, group=f"“{prompt}”", note=f"match {score:.3f}"))
 

@@ -51,29 +51,29 @@ class EvalSettings(PluginSection):
 
 
 class PromptedSettings(EvalSettings):
-    """What evaluators have in common that show which pictures match the user's own texts."""
+    """What evaluators have in common that show which images match the user's own texts."""
 
     prompts: list[str] = Field(
         default_factory=list,
-        description="texts of your own: the report shows the pictures of data that match each best",
+        description="texts of your own: the report shows the images of data that match each best",
     )
 
 
 class RetrievalSettings(PromptedSettings):
-    """Image-text retrieval, R@1/5/10 and median rank both ways, over all pictures and captions of `data`."""
+    """Image-text retrieval, R@1/5/10 and median rank both ways, over all images and captions of `data`."""
 
     type: Literal["retrieval"] = "retrieval"
     captions: Literal["one", "all"] | None = Field(
         None,
-        description="all: each line of the text member, and each string of a JSON list, is a caption of the picture; "
+        description="all: each line of the text member, and each string of a JSON list, is a caption of the image; "
         "one unless set, and all in CLIP_benchmark's layout",
     )
-    max_captions: int = Field(32, ge=1, description="captions that a picture may have, where all are taken")
-    max_samples: int | None = Field(None, ge=1, description="evaluate the first so many pictures only")
+    max_captions: int = Field(32, ge=1, description="captions that an image may have, where all are taken")
+    max_samples: int | None = Field(None, ge=1, description="evaluate the first so many images only")
 
 
 class LabelledSettings(EvalSettings):
-    """What evaluators of labelled pictures have in common."""
+    """What evaluators of labelled images have in common."""
 
     label: str = Field(
         "cls;npy",
@@ -101,7 +101,7 @@ class ZeroShotSettings(LabelledSettings, PromptedSettings):
     type: Literal["zero_shot"] = "zero_shot"
     labels: Literal["one", "list", "multi_hot"] | None = Field(
         None,
-        description="of a picture: one; list: all that apply; multi_hot: a 0 or 1 for each class; one unless set, or "
+        description="of an image: one; list: all that apply; multi_hot: a 0 or 1 for each class; one unless set, or "
         "as a benchmark: source has them",
     )
     templates: PathText | list[str] | None = Field(
@@ -125,7 +125,7 @@ class LossEvalSettings(EvalSettings):
 
 
 class FrozenSettings(LabelledSettings):
-    """What evaluators have in common that learn from the features of labelled pictures."""
+    """What evaluators have in common that learn from the features of labelled images."""
 
     train_shards: str | list[str] = Field(
         description="shards to train on, read as `data`, which is the test set, but for its index, keep and drop"

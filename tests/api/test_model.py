@@ -75,7 +75,7 @@ def test_pictures_that_are_none_are_named(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"text\.jpg cannot be used: undecodable_image"):
         model.encode_image(tmp_path / "text.jpg")
     with pytest.raises(
-        ValueError, match=r"a picture's tensor is \[3, 16, 16\] or \[n, 3, 16, 16\], not \[1, 3, 8, 8\]"
+        ValueError, match=r"an image's tensor is \[3, 16, 16\] or \[n, 3, 16, 16\], not \[1, 3, 8, 8\]"
     ):
         model.encode_image(torch.zeros(3, 8, 8))
     with pytest.raises(FileNotFoundError):
@@ -106,7 +106,7 @@ def test_models_are_found_by_name_config_and_folder(saved: Path) -> None:
         clipstream.load_model(saved)
     with pytest.raises(SettingsError, match=r"source: expected a run, .* not int"):
         clipstream.load_model(3)  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match=r"images: expected pictures, .* not int"):
+    with pytest.raises(SettingsError, match=r"images: expected images, .* not int"):
         fresh.similarity(3, "a cat")  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match=r"texts: expected a text, .* not int"):
         fresh.encode_text(3)  # type: ignore[arg-type]

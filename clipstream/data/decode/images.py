@@ -1,6 +1,6 @@
-"""Pictures: every supported format decoded to uint8 pixels, and evaluation's preprocessing.
+"""Images: every supported format decoded to uint8 pixels, and evaluation's preprocessing.
 
-A picture file enters, uint8 [H, W, 3] leaves. The size is checked in the header, transparency is laid on a background,
+An image file enters, uint8 [H, W, 3] leaves. The size is checked in the header, transparency is laid on a background,
 values of more than 8 bits are scaled, and EXIF orientation is applied where the settings ask for it. Of an animation
 the first frame counts. Colour profiles are ignored, as in open_clip. The model normalizes the pixels.
 `train_transform` has the random crop of training, which decodes JPEG and WebP faster (`read_header`, `decode`).
@@ -45,7 +45,7 @@ Colour = tuple[int, int, int]
 FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 _WITH_ALPHA = frozenset(("RGBA", "LA", "PA", "RGBa", "La"))
 _DEEP = re.compile("'(?:RGBA?|LA);16[BLN]'")  # in Pillow's description of a file's pixels: colours of 16 bits
-_TURNS = {  # EXIF 2.32, table 6: tag Orientation -> operation that makes the picture upright
+_TURNS = {  # EXIF 2.32, table 6: tag Orientation -> operation that makes the image upright
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -57,42 +57,42 @@ _TURNS = {  # EXIF 2.32, table 6: tag Orientation -> operation that makes the pi
 
 
 class ImageTransform(Protocol):
-    """Makes the pixels of a picture file."""
+    """Makes the pixels of an image file."""
 
     def __call__(self, data: bytes, rng: SampleRNG | None, out: Pixels | None = None) -> Pixels:
         """uint8 [H, W, 3] of the file `data`; written into `out` if given.
 
-        `rng` has the random numbers of the sample; None in evaluation. Raises Dropped if the picture cannot be used.
+        `rng` has the random numbers of the sample; None in evaluation. Raises Dropped if the image cannot be used.
         """
         ...
 
 
-class PictureTransform(Protocol):
+class UserImageTransform(Protocol):
     """A user's own image transform, constructed with its settings (`data.sources.X.image_transform`)."""
 
-    def __call__(self, picture: Image.Image, size: tuple[int, int], rng: SampleRNG | None) -> Pixels:
+    def __call__(self, image: Image.Image, size: tuple[int, int], rng: SampleRNG | None) -> Pixels:
         """The pixels that the model sees, before normalisation: uint8 [H, W, 3].
 
         Args:
-            picture: decoded, in mode RGB, without transparency, upright unless `orientation` is `stored`.
+            image: decoded, in mode RGB, without transparency, upright unless `orientation` is `stored`.
             size: (H, W) of the model.
             rng: random numbers of the sample; None in evaluation, which must not depend on chance.
 
         Raises:
-            Dropped: the picture is not wanted; the reason is a short name such as 'too_dark'.
+            Dropped: the image is not wanted; the reason is a short name such as 'too_dark'.
         """
         ...
 
 
 class OwnImageTransform:
-    """An ImageTransform around a user's PictureTransform; its exceptions and wrong results drop the sample.
+    """An ImageTransform around a user's UserImageTransform; its exceptions and wrong results drop the sample.
 
     Args:
         settings: with the class in `type`.
         spec: of the model's pixels.
         background: colour under transparent pixels, a name or #rrggbb.
-        upright: whether pictures are turned by their EXIF orientation.
-        max_pixels: pictures with more are dropped.
+        upright: whether images are turned by their EXIF orientation.
+        max_pixels: images with more are dropped.
 
     Raises:
         SettingsError: there is no such class, or its construction failed.
@@ -109,15 +109,15 @@ class OwnImageTransform:
         self._size, self._background, self._upright = spec.size, rgb(background), upright
         self._max_pixels = max_pixels
         try:
-            self._transform: PictureTransform = make_plugin(settings.type, settings)
+            self._transform: UserImageTransform = make_plugin(settings.type, settings)
         except (SettingsError, ValueError) as error:
             raise SettingsError(f"image_transform: {error}") from error
 
     def __call__(self, data: bytes, rng: SampleRNG | None, out: Pixels | None = None) -> Pixels:
         """See ImageTransform. Raises Dropped: as EvalTransform, `image_transform_error`, or the user's own reason."""
-        picture = decoded(data, self._background, self._upright, self._max_pixels)
-        picture = picture if picture.mode == "RGB" else converted(picture)
-        pixels = called("image_transform_error", "the image transform", self._transform, picture, self._size, rng)
+        image = decoded(data, self._background, self._upright, self._max_pixels)
+        image = image if image.mode == "RGB" else converted(image)
+        pixels = called("image_transform_error", "the image transform", self._transform, image, self._size, rng)
         shape, dtype = getattr(pixels, "shape", None), getattr(pixels, "dtype", None)
         if not isinstance(pixels, np.ndarray) or shape != (*self._size, 3) or dtype != np.uint8:
             got = f"{type(pixels).__name__} {dtype or ''} {shape or ''}".strip()
@@ -131,14 +131,14 @@ class OwnImageTransform:
 class EvalTransform:
     """open_clip's evaluation transform, bit for bit, before ToTensor and Normalize.
 
-    The picture is resized before it is converted to RGB, which matters for palettes and CMYK. Two kinds of pictures
+    The image is resized before it is converted to RGB, which matters for palettes and CMYK. Two kinds of images
     differ on purpose: open_clip drops an alpha channel and shows the pixels under it, and turns 16-bit grey white.
     Source: open_clip 3.3.0, transform.py, image_transform(is_train=False).
 
     Args:
         spec: size and mode of the resize.
         background: colour under transparent pixels, a name or #rrggbb.
-        upright: whether pictures are turned by their EXIF orientation, which open_clip does not.
+        upright: whether images are turned by their EXIF orientation, which open_clip does not.
     """
 
     def __init__(self, spec: ImageSpec, background: str, upright: bool = False, max_pixels: int = MAX_PIXELS) -> None:
@@ -148,33 +148,33 @@ class EvalTransform:
         """See ImageTransform; `rng` is not used. Raises Dropped: `undecodable_image` or `image_too_large`."""
         return self.fit(decoded(data, self.background, self.upright, self.max_pixels), out)
 
-    def fit(self, picture: Image.Image, out: Pixels | None = None) -> Pixels:
-        """uint8 [H, W, 3] of a picture that is decoded. Raises Dropped: as `__call__`."""
-        picture = opaque(picture, self.background)
-        height, width = _target(picture.size, self.spec)
+    def fit(self, image: Image.Image, out: Pixels | None = None) -> Pixels:
+        """uint8 [H, W, 3] of an image that is decoded. Raises Dropped: as `__call__`."""
+        image = opaque(image, self.background)
+        height, width = _target(image.size, self.spec)
         if height * width > MAX_PIXELS:
-            raise Dropped("image_too_large", f"a strip of {picture.size[0]} x {picture.size[1]} pixels")
-        if picture.size != (width, height):
+            raise Dropped("image_too_large", f"a strip of {image.size[0]} x {image.size[1]} pixels")
+        if image.size != (width, height):
             # open_clip ignores the filter in mode 'shortest' if the target is not square.
             oblong = self.spec.resize_mode == "shortest" and self.spec.size[0] != self.spec.size[1]
-            picture = picture.resize((width, height), FILTERS["bicubic" if oblong else self.spec.interpolation])
+            image = image.resize((width, height), FILTERS["bicubic" if oblong else self.spec.interpolation])
         fill = self.spec.fill if self.spec.resize_mode == "longest" else 0
-        return written(_centre(picture, self.spec.size, fill), out)
+        return written(_centre(image, self.spec.size, fill), out)
 
 
 def opened(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The picture with its header read and nothing decoded. Raises Dropped."""
+    """The image with its header read and nothing decoded. Raises Dropped."""
     try:
-        picture: Image.Image = Image.open(io.BytesIO(_without_text(data)), formats=FORMATS)
+        image: Image.Image = Image.open(io.BytesIO(_without_text(data)), formats=FORMATS)
     except Image.DecompressionBombError as error:
         raise Dropped("image_too_large", str(error)) from error
     except UnidentifiedImageError as error:
-        what = describe(data) or f"no picture: {len(data)} bytes that begin {bytes(data[:8])!r}"
+        what = describe(data) or f"no image: {len(data)} bytes that begin {bytes(data[:8])!r}"
         raise Dropped("undecodable_image", what) from error
     except Exception as error:  # Pillow's readers raise nearly anything on broken files
         raise Dropped("undecodable_image", repr(error)) from error
-    check_size(picture.size, max_pixels)
-    return picture
+    check_size(image.size, max_pixels)
+    return image
 
 
 def _without_text(data: bytes) -> bytes:
@@ -203,7 +203,7 @@ def _is_large(profile: bytes) -> bool:
 
 
 def check_size(size: tuple[int, int], max_pixels: int = MAX_PIXELS) -> None:
-    """Refuse pictures of more than `max_pixels`, or without any. Raises Dropped."""
+    """Refuse images of more than `max_pixels`, or without any. Raises Dropped."""
     width, height = size
     if width * height > max_pixels:
         raise Dropped("image_too_large", f"{width} x {height} pixels, more than {max_pixels:,}")
@@ -217,61 +217,61 @@ def check_shape(size: tuple[int, int]) -> None:
         raise Dropped("image_too_thin", f"{size[0]} x {size[1]} pixels")
 
 
-def orientation_of(picture: Image.Image) -> int:
+def orientation_of(image: Image.Image) -> int:
     """The EXIF orientation, 1 to 8; 1 if there is none that can be read."""
-    if "exif" not in picture.info or picture.format == "TIFF":  # Pillow turns TIFFs itself
-        return 1  # nearly all pictures of shards: nothing is parsed
+    if "exif" not in image.info or image.format == "TIFF":  # Pillow turns TIFFs itself
+        return 1  # nearly all images of shards: nothing is parsed
     try:
-        found = picture.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # the picture may be intact although the tag is damaged
+        found = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # the image may be intact although the tag is damaged
         return 1
     return found if found in _TURNS else 1
 
 
-def turned(picture: Image.Image, orientation: int) -> Image.Image:
-    """The picture upright."""
-    return picture if orientation == 1 else picture.transpose(_TURNS[orientation])
+def turned(image: Image.Image, orientation: int) -> Image.Image:
+    """The image upright."""
+    return image if orientation == 1 else image.transpose(_TURNS[orientation])
 
 
-def loaded(picture: Image.Image) -> Image.Image:
-    """The picture, decoded; 16-bit colours, of which Pillow keeps the upper 8, are scaled. Raises Dropped."""
-    tiles, file = getattr(picture, "tile", []), getattr(picture, "fp", None)  # gone once it is decoded
+def loaded(image: Image.Image) -> Image.Image:
+    """The image, decoded; 16-bit colours, of which Pillow keeps the upper 8, are scaled. Raises Dropped."""
+    tiles, file = getattr(image, "tile", []), getattr(image, "fp", None)  # gone once it is decoded
     try:
-        picture.load()
+        image.load()
         if tiles and _DEEP.search(str(tiles[0])) and isinstance(file, io.BytesIO):
-            _scale_colours(picture, file.getvalue())
+            _scale_colours(image, file.getvalue())
     except Exception as error:  # as in `opened`
         raise Dropped("undecodable_image", repr(error)) from error
-    return picture
+    return image
 
 
 def decoded(data: bytes, background: Colour, upright: bool, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The picture of a file, decoded, without transparency, and upright if this is asked for. Raises Dropped."""
-    picture = opened(data, max_pixels)
-    orientation = orientation_of(picture) if upright else 1
-    return turned(opaque(loaded(picture), background), orientation)
+    """The image of a file, decoded, without transparency, and upright if this is asked for. Raises Dropped."""
+    image = opened(data, max_pixels)
+    orientation = orientation_of(image) if upright else 1
+    return turned(opaque(loaded(image), background), orientation)
 
 
-def opaque(picture: Image.Image, background: Colour) -> Image.Image:
-    """The picture without transparency and with 8 bits per channel; unchanged if it is so already."""
-    if _is_wide(picture):
-        return Image.fromarray(_narrowed(np.asarray(picture)))
-    if picture.mode not in _WITH_ALPHA and "transparency" not in picture.info:
-        return picture
-    if picture.mode != "RGBA":
-        picture = converted(picture, "RGBA")
-    ground = Image.new("RGB", picture.size, background)
-    ground.paste(picture, mask=picture)
+def opaque(image: Image.Image, background: Colour) -> Image.Image:
+    """The image without transparency and with 8 bits per channel; unchanged if it is so already."""
+    if _is_wide(image):
+        return Image.fromarray(_narrowed(np.asarray(image)))
+    if image.mode not in _WITH_ALPHA and "transparency" not in image.info:
+        return image
+    if image.mode != "RGBA":
+        image = converted(image, "RGBA")
+    ground = Image.new("RGB", image.size, background)
+    ground.paste(image, mask=image)
     return ground
 
 
-def _is_wide(picture: Image.Image) -> bool:
-    return picture.mode in ("I", "F") or picture.mode.startswith("I;16")
+def _is_wide(image: Image.Image) -> bool:
+    return image.mode in ("I", "F") or image.mode.startswith("I;16")
 
 
-def _scale_colours(picture: Image.Image, data: bytes) -> None:
+def _scale_colours(image: Image.Image, data: bytes) -> None:
     """Scale decoded 16-bit colours, and their transparency, by their range, as greys are."""
-    upper = np.asarray(picture)
+    upper = np.asarray(image)
     if min(int(upper[..., :3].max()), int(upper[..., 3:].max(initial=255))) >= 64:
         return  # all 16 bits are used
     lower = Image.open(io.BytesIO(data), formats=FORMATS)
@@ -281,11 +281,11 @@ def _scale_colours(picture: Image.Image, data: bytes) -> None:
         lower.tile[number] = tile._replace(args=(mode, *rest) if rest else mode)
     values = upper.astype(np.uint16) << 8 | np.asarray(lower)[..., [1, 1, 1, 3] if grey else slice(None)]
     parts = [_narrowed(part) for part in (values[..., :3], values[..., 3:]) if part.size]
-    picture.paste(Image.fromarray(np.concatenate(parts, axis=2)))
+    image.paste(Image.fromarray(np.concatenate(parts, axis=2)))
 
 
 def _narrowed(values: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Values of more than 8 bits as uint8, by the range of the picture (see `_range`): integers of 8, 10, 12, 14 or 16
+    """Values of more than 8 bits as uint8, by the range of the image (see `_range`): integers of 8, 10, 12, 14 or 16
     bits, whichever holds the highest; fractions from 0 to 1, to the highest below 32, or to 255. Where values are
     negative or higher, the lowest becomes 0 and the highest 255. What is no value becomes 0.
     """
@@ -306,7 +306,7 @@ def _narrowed(values: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8
 
 
 def _range(values: np.ndarray[Any, np.dtype[np.float64]], most: float) -> tuple[float, float]:
-    """The lowest and the highest value of a picture, without those that stand for no data: NaN, infinite ones, and a
+    """The lowest and the highest value of an image, without those that stand for no data: NaN, infinite ones, and a
     lowest or highest value outside of 0 to `most` that is farther from the next than half the range of the others
     (-9999, -3.4e38, 1e20).
     """
@@ -322,19 +322,19 @@ def _range(values: np.ndarray[Any, np.dtype[np.float64]], most: float) -> tuple[
     return (float(found.min()), float(found.max())) if found.size else (0.0, 0.0)
 
 
-def is_smooth(picture: Image.Image) -> bool:
-    """Whether a loaded picture, once opaque, may be converted to RGB before it is resized, with the same result.
+def is_smooth(image: Image.Image) -> bool:
+    """Whether a loaded image, once opaque, may be converted to RGB before it is resized, with the same result.
 
     Not so for palettes and single bits, which Pillow resizes without a filter, nor for CMYK, which is not linear in
     RGB.
     """
-    return picture.mode in ("L", "RGB", *_WITH_ALPHA) or _is_wide(picture) or "transparency" in picture.info
+    return image.mode in ("L", "RGB", *_WITH_ALPHA) or _is_wide(image) or "transparency" in image.info
 
 
-def converted(picture: Image.Image, mode: str = "RGB") -> Image.Image:
-    """The picture in another mode. Raises Dropped."""
+def converted(image: Image.Image, mode: str = "RGB") -> Image.Image:
+    """The image in another mode. Raises Dropped."""
     try:
-        return picture.convert(mode)
+        return image.convert(mode)
     except Exception as error:  # an invalid palette or transparency chunk
         raise Dropped("undecodable_image", repr(error)) from error
 
@@ -355,46 +355,46 @@ def _target(size: tuple[int, int], spec: ImageSpec) -> tuple[int, int]:
     return max(1, round(height / ratio)), max(1, round(width / ratio))
 
 
-def _centre(picture: Image.Image, size: tuple[int, int], fill: int) -> Image.Image:
-    """The centre [H, W] of a picture, padded with `fill` (for a palette, an index) if the picture is smaller."""
+def _centre(image: Image.Image, size: tuple[int, int], fill: int) -> Image.Image:
+    """The centre [H, W] of an image, padded with `fill` (for a palette, an index) if the image is smaller."""
     height, width = size
-    # The start of the window in the picture; negative for padding, whose odd pixel is at the end.
+    # The start of the window in the image; negative for padding, whose odd pixel is at the end.
     left, top = (
         round((have - want) / 2.0) if have >= want else -((want - have) // 2)
-        for have, want in zip(picture.size, (width, height), strict=True)
+        for have, want in zip(image.size, (width, height), strict=True)
     )
-    if picture.size[0] >= width and picture.size[1] >= height:
-        return picture.crop((left, top, left + width, top + height))
-    channels = len(picture.getbands())
-    canvas = Image.new(picture.mode, (width, height), fill if channels == 1 else (fill,) * channels)
-    palette = picture.getpalette()
+    if image.size[0] >= width and image.size[1] >= height:
+        return image.crop((left, top, left + width, top + height))
+    channels = len(image.getbands())
+    canvas = Image.new(image.mode, (width, height), fill if channels == 1 else (fill,) * channels)
+    palette = image.getpalette()
     if palette is not None:
         canvas.putpalette(palette)
-    canvas.paste(picture, (-left, -top))
+    canvas.paste(image, (-left, -top))
     return canvas
 
 
-def written(picture: Image.Image, out: Pixels | None) -> Pixels:
-    """The picture's pixels, uint8 [H, W, 3], in `out` if given. Raises Dropped."""
-    if picture.mode != "RGB":
-        picture = converted(picture)
+def written(image: Image.Image, out: Pixels | None) -> Pixels:
+    """The image's pixels, uint8 [H, W, 3], in `out` if given. Raises Dropped."""
+    if image.mode != "RGB":
+        image = converted(image)
     if out is None:
-        return np.array(picture)
-    out[...] = np.asarray(picture)
+        return np.array(image)
+    out[...] = np.asarray(image)
     return out
 
 
-def eight_bits(picture: Image.Image, background: str | None) -> Image.Image:
-    """An opened picture, decoded, with 8 bits per channel: in mode RGB or L, or RGBA or LA if it has transparency.
+def eight_bits(image: Image.Image, background: str | None) -> Image.Image:
+    """An opened image, decoded, with 8 bits per channel: in mode RGB or L, or RGBA or LA if it has transparency.
 
     `background` is the colour under transparent pixels; None keeps the transparency. Raises Dropped.
     """
-    picture = loaded(picture)
-    clear = picture.mode in _WITH_ALPHA or "transparency" in picture.info
+    image = loaded(image)
+    clear = image.mode in _WITH_ALPHA or "transparency" in image.info
     if not clear or background is not None:
-        picture = opaque(picture, rgb(background or "white"))
-        return picture if picture.mode in ("RGB", "L") else converted(picture, "L" if picture.mode == "1" else "RGB")
-    return picture if picture.mode in ("RGBA", "LA") else converted(picture, "RGBA")
+        image = opaque(image, rgb(background or "white"))
+        return image if image.mode in ("RGB", "L") else converted(image, "L" if image.mode == "1" else "RGB")
+    return image if image.mode in ("RGBA", "LA") else converted(image, "RGBA")
 
 
 try:
@@ -408,17 +408,17 @@ _EXIF = b"Exif\0\0"
 
 
 class Header(NamedTuple):
-    """The header of a picture file."""
+    """The header of an image file."""
 
     kind: str  # 'jpeg', 'webp' or 'other'; 'other' is decoded by Pillow
     size: tuple[int, int]  # (width, height) as stored, in pixels
     orientation: int  # by EXIF, 1 to 8; 1 if it is ignored
     scales: bool  # whether it can be decoded at a fraction of its size
-    picture: Image.Image | None = None  # the picture opened by Pillow, if that was needed
+    image: Image.Image | None = None  # the image opened by Pillow, if that was needed
 
 
 def read_header(data: bytes, upright: bool, max_pixels: int = MAX_PIXELS) -> Header:
-    """The header of a picture file, with its orientation if `upright`; no pixels are decoded.
+    """The header of an image file, with its orientation if `upright`; no pixels are decoded.
 
     Raises:
         Dropped: `undecodable_image` or `image_too_large`.
@@ -433,13 +433,13 @@ def read_header(data: bytes, upright: bool, max_pixels: int = MAX_PIXELS) -> Hea
     if jpeg is not None and not (upright and _has_exif(data)):
         check_size(jpeg, max_pixels)
         return Header("jpeg", jpeg, 1, True)
-    picture = opened(data, max_pixels)
-    orientation = orientation_of(picture) if upright else 1
+    image = opened(data, max_pixels)
+    orientation = orientation_of(image) if upright else 1
     if jpeg is not None:
         return Header("jpeg", jpeg, orientation, True)
-    still = picture.format == "WEBP" and not getattr(picture, "is_animated", False)
+    still = image.format == "WEBP" and not getattr(image, "is_animated", False)
     kind = "webp" if still and decode_webp is not None else "other"
-    return Header(kind, picture.size, orientation, picture.format in ("JPEG", "MPO"), picture)
+    return Header(kind, image.size, orientation, image.format in ("JPEG", "MPO"), image)
 
 
 def decode(data: bytes, header: Header, factor: int, background: Colour) -> Pixels:
@@ -465,11 +465,11 @@ def decode(data: bytes, header: Header, factor: int, background: Colour) -> Pixe
             return pixels
     except (ValueError, RuntimeError):
         pass  # Pillow tolerates more, or gives a better error
-    picture = header.picture or opened(data)
+    image = header.image or opened(data)
     if factor > 1:
-        picture.draft(picture.mode, (max(1, width // factor), max(1, height // factor)))
-    picture = opaque(loaded(picture), background)
-    return np.asarray(picture if picture.mode == "RGB" else converted(picture))
+        image.draft(image.mode, (max(1, width // factor), max(1, height // factor)))
+    image = opaque(loaded(image), background)
+    return np.asarray(image if image.mode == "RGB" else converted(image))
 
 
 def _has_exif(data: bytes) -> bool:

@@ -56,7 +56,7 @@ class LabelField:
         """The label, see `label_text`. Raises Dropped: `no_label`, `json_invalid` or `json_not_object`."""
         found = self.value(sample)
         if isinstance(found, list) and len(found) != 1:
-            raise Dropped("no_label", "it is a list: zero_shot takes several labels of a picture by labels: list")
+            raise Dropped("no_label", "it is a list: zero_shot takes several labels of an image by labels: list")
         label = label_text(found[0] if isinstance(found, list) else found)
         if not label or number_of(label) in (-1, -100):  # marks of data sets, and of PyTorch's losses
             raise Dropped("no_label", "the label is missing (or -1, -100), or neither a whole number nor text")
@@ -248,7 +248,7 @@ class CaptionsEncoder:
         longest = max(map(len, lines), default=0)
         if longest > self._most:
             raise DataError(
-                f"a picture has {longest} captions, and there is room for {self._most}: raise the evaluator's "
+                f"an image has {longest} captions, and there is room for {self._most}: raise the evaluator's "
                 "max_captions"
             )
         if places:

@@ -52,7 +52,7 @@ _TURNS = {
 
 
 class Box(NamedTuple):
-    """A rectangle of a picture, in its pixels."""
+    """A rectangle of an image, in its pixels."""
 
     left: int
     top: int
@@ -63,7 +63,7 @@ class Box(NamedTuple):
 class TrainTransform:
     """A random crop, resized to the model's size and optionally mirrored and recoloured.
 
-    `exact` has open_clip's pixels, bit for bit given the same crop: the complete picture is decoded and cropped, and
+    `exact` has open_clip's pixels, bit for bit given the same crop: the complete image is decoded and cropped, and
     the crop resized by Pillow, before the conversion to RGB. `fast` decodes a JPEG at 1/2, 1/4 or 1/8 if the crop keeps
     twice the target's pixels, and sharpens the result to compensate. Its crop is at the same position, also between
     pixels. Palettes, single bits and CMYK are handled as in `exact`.
@@ -74,9 +74,9 @@ class TrainTransform:
         spec: size of the result, [H, W]; its resize mode and filter are not used.
         augment: crop, filter, mirroring and colours.
         background: colour under transparent pixels, a name or #rrggbb.
-        upright: whether pictures are turned by their EXIF orientation, which open_clip does not.
+        upright: whether images are turned by their EXIF orientation, which open_clip does not.
         decoder: fast or exact.
-        max_pixels: pictures with more are dropped.
+        max_pixels: images with more are dropped.
     """
 
     def __init__(
@@ -115,15 +115,15 @@ class TrainTransform:
         return out
 
     def _exact(self, data: bytes, header: Header, box: Box, name: str, out: Pixels | None) -> Pixels:
-        picture = turned(opaque(loaded(header.picture or opened(data)), self.background), header.orientation)
-        picture = picture.crop((box.left, box.top, box.left + box.width, box.top + box.height))
-        return written(picture.resize(self.spec.size[::-1], FILTERS[name]), out)
+        image = turned(opaque(loaded(header.image or opened(data)), self.background), header.orientation)
+        image = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
+        return written(image.resize(self.spec.size[::-1], FILTERS[name]), out)
 
     def _fast(self, data: bytes, header: Header, box: Box, name: str, out: Pixels | None) -> Pixels:
         mirror_x, mirror_y, transpose = _TURNS[header.orientation]
-        if header.kind == "other" and not header.scales and not is_smooth(loaded(header.picture or opened(data))):
+        if header.kind == "other" and not header.scales and not is_smooth(loaded(header.image or opened(data))):
             return self._exact(data, header, box, name, out)
-        # The crop as one of the stored picture.
+        # The crop as one of the stored image.
         left, top, width, height = (box.top, box.left, box.height, box.width) if transpose else box
         if mirror_x:
             left = header.size[0] - left - width
@@ -157,7 +157,7 @@ class TrainTransform:
 
 
 def crop_box(size: tuple[int, int], augment: AugmentSettings, rng: SampleRNG) -> Box:
-    """A random crop in a picture of `size` (width, height).
+    """A random crop in an image of `size` (width, height).
 
     Ten attempts with a random area and ratio (uniform in its logarithm); else the largest centred crop with an allowed
     ratio.
@@ -187,7 +187,7 @@ def _resized_between(
     between two pixels.
 
     torch's operator begins at whole pixels, so the results for the pixels on both sides are interpolated.
-    Interpolation, and the decoder, which gives about the mean of factor x factor pixels, soften the picture.
+    Interpolation, and the decoder, which gives about the mean of factor x factor pixels, soften the image.
     Subtracting k times a second difference, x - k (x[-1] - 2 x + x[+1]) along each axis, compensates to second order
     (Taylor series of the frequency responses, with half as much again for the higher orders: see
     `benchmarks/decoders.py`).
@@ -232,11 +232,11 @@ class ColourJitter:
 
     @property
     def does_nothing(self) -> bool:
-        """Whether no picture is ever changed; then no random number is drawn."""
+        """Whether no image is ever changed; then no random number is drawn."""
         return self._share == 0 and self._grey == 0
 
-    def __call__(self, picture: Image.Image, rng: SampleRNG) -> Image.Image:
-        """The picture, in RGB."""
+    def __call__(self, image: Image.Image, rng: SampleRNG) -> Image.Image:
+        """The image, in RGB."""
         order = []
         if self._share > 0 and rng.uniform() < self._share:
             order = [0, 1, 2, 3]  # in a random order, as they do not commute
@@ -246,17 +246,17 @@ class ColourJitter:
         for kind in order:
             strength = self._strengths[kind]
             if strength > 0 and kind == 3:
-                picture = shift_hue(picture, rng.uniform(-strength, strength))
+                image = shift_hue(image, rng.uniform(-strength, strength))
             elif strength > 0:
                 factor = rng.uniform(max(0.0, 1 - strength), 1 + strength)
-                picture = _ENHANCERS[kind](picture).enhance(factor)
+                image = _ENHANCERS[kind](image).enhance(factor)
         if self._grey > 0 and rng.uniform() < self._grey:
-            picture = picture.convert("L").convert("RGB")
-        return picture
+            image = image.convert("L").convert("RGB")
+        return image
 
 
-def shift_hue(picture: Image.Image, turn: float) -> Image.Image:
-    """The picture with its hues shifted by `turn` of the circle, -0.5 to 0.5."""
-    hue, saturation, value = picture.convert("HSV").split()
+def shift_hue(image: Image.Image, turn: float) -> Image.Image:
+    """The image with its hues shifted by `turn` of the circle, -0.5 to 0.5."""
+    hue, saturation, value = image.convert("HSV").split()
     shifted = np.asarray(hue) + np.uint8(int(turn * 255) % 256)  # uint8 wraps around
     return Image.merge("HSV", (Image.fromarray(shifted), saturation, value)).convert("RGB")

@@ -44,7 +44,7 @@ def labelled(
         labels.append(batch.ids[:, 0].long())
     width = max(context.world.gather_objects(features[0].shape[1] if features else 0))
     if width == 0:
-        raise context.unusable("picture with a label")
+        raise context.unusable("image with a label")
     nothing = torch.zeros((0, width), device=context.world.device)
     return Labelled(torch.cat([nothing, *features]), torch.cat(labels).to(nothing.device))
 

@@ -37,7 +37,7 @@ class Retrieval:
         benchmark = of_source(self.source.shards, self.source.type)
         own = benchmark is not None and not settings.captions and benchmark.kind == RETRIEVAL
         self.all, self.groups = settings.captions == "all" or own, benchmark is None
-        self.told = False  # whether the user knows that pictures are shared
+        self.told = False  # whether the user knows that images are shared
 
     def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
         """Evaluate. Collective. Raises DataError: no usable pair, or an image with too many captions."""
@@ -73,13 +73,13 @@ class Retrieval:
             files = context.world.gather_rows(torch.cat([none, *checksums]).to(nothing.device))
             count = len(torch.unique(files))
             if count < len(files):
-                own, pairs, owners, tokens = share_pictures(pairs, owners, tokens, files, context.world)
+                own, pairs, owners, tokens = share_images(pairs, owners, tokens, files, context.world)
                 kept.only(own)
                 if context.world.is_main and context.AT_MOST is None and not self.told:
                     self.told = True
                     logger.info(
-                        f"evaluation {context.name!r}: {len(files):,} samples have {count:,} different pictures: "
-                        "samples with the same picture count as one picture with several captions"
+                        f"evaluation {context.name!r}: {len(files):,} samples have {count:,} different images: "
+                        "samples with the same image count as one image with several captions"
                     )
         if context.examples_wanted:
             show_retrieval(context, kept, *pairs, owners, tokens)
@@ -87,10 +87,10 @@ class Retrieval:
         yield from recalls(*pairs, context.world, owners=owners)
 
 
-def share_pictures(
+def share_images(
     pairs: tuple[torch.Tensor, torch.Tensor], owners: torch.Tensor, ids: torch.Tensor, files: torch.Tensor, world: World
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor]:
-    """(own, pairs, owners, ids) with each picture once, on the rank of its first sample, and its captions there too.
+    """(own, pairs, owners, ids) with each image once, on the rank of its first sample, and its captions there too.
 
     `own`, bool [n], tells which images stay. Every rank holds all captions' features for a moment. Collective.
 
@@ -98,13 +98,13 @@ def share_pictures(
         pairs: images [n, D] and texts [m, D] of this rank.
         owners: int64 [m], the image of each caption.
         ids: int [m, T] of the captions, or [0, T].
-        files: int64 [N], checksums of the picture files of all ranks' images, in rank order.
+        files: int64 [N], checksums of the image files of all ranks' images, in rank order.
     """
     images, texts = pairs
     start = sum(world.gather_objects(len(images))[: world.rank])
     distinct, same = torch.unique(files, return_inverse=True)
     samples = torch.arange(len(files)).to(same)
-    first = torch.full_like(distinct, len(files)).scatter_reduce(0, same, samples, "amin")[same]  # with its picture
+    first = torch.full_like(distinct, len(files)).scatter_reduce(0, same, samples, "amin")[same]  # with its image
     own = (first == samples)[start : start + len(images)]
     of_texts = world.gather_rows(first[start + owners]) - start
     here = (of_texts >= 0) & (of_texts < len(images))
@@ -124,18 +124,18 @@ def recalls(
     """
     if owners is None:
         owners = torch.arange(len(texts), device=texts.device)
-    pictures, captions = (sum(world.gather_objects(len(rows))) for rows in (images, texts))
+    n, captions = (sum(world.gather_objects(len(rows))) for rows in (images, texts))
     of_images, of_texts = place_pairs(images, texts, owners, world)
-    ways = (("image_to_text", of_images, pictures, captions), ("text_to_image", of_texts, captions, pictures))
+    ways = (("image_to_text", of_images, n, captions), ("text_to_image", of_texts, captions, n))
     for way, places, queries, _ in ways:
         found = world.all_reduce_sum(torch.stack([places.hits(k).sum() for k in KS]))
         for k, value in zip(KS, found.tolist(), strict=True):
             yield f"{way}_R@{k}", value / queries
     for way, places, _, answers in ways:
         yield f"{way}_median_rank", median(places, answers, world)
-    yield "n", pictures
+    yield "n", n
     yield "captions", captions
-    yield "chance_R@1", 1 / pictures
+    yield "chance_R@1", 1 / n
 
 
 def median(places: Ranks, answers: int, world: World) -> float:

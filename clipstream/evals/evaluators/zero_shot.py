@@ -62,7 +62,7 @@ class ZeroShot:
                 guessed.append((images @ classifier.T).argmax(dim=1))
         tally = context.world.all_reduce_sum(tally)
         if not tally[:, 2].any():
-            raise context.unusable("picture with a label")
+            raise context.unusable("image with a label")
         if context.world.is_main:
             self.labelling.warn_of_unseen(tally[:, 2].tolist())
         show_classes(context, kept, first, classifier, self.classes)
@@ -81,7 +81,7 @@ class ZeroShot:
             matches.add(images[-1], batch, partial(self._words, batch))
         total = sum(context.world.gather_objects(sum(map(len, images))))
         if not total:
-            raise context.unusable("picture with labels")
+            raise context.unusable("image with labels")
         there = torch.cat(labels).to(classifier.device)
         matches.show()
         share = context.world.all_reduce_sum(there.sum(dtype=torch.float64))

@@ -184,5 +184,5 @@ def test_the_ids_of_all_captions() -> None:
     assert np.array_equal(places[1, :1], ByteTokenizer().encode(["d"]))
     assert (places[0, 2] == NO_CAPTION).all() and (places[1, 1:] == NO_CAPTION).all()
     assert encoder.decode(ids[1].tolist()) == "d" and encoder.encode([]).shape == (0, 48)
-    with pytest.raises(DataError, match="a picture has 4 captions, and there is room for 3: raise"):
+    with pytest.raises(DataError, match="an image has 4 captions, and there is room for 3: raise"):
         encoder.encode(["a\nb\nc\nd"])

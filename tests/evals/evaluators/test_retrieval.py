@@ -227,9 +227,9 @@ def test_samples_that_share_a_picture_count_as_one(tmp_path: Path, size: int, ca
     (tmp_path / "rows.csv").write_text("filepath,txt\n" + "".join(f"{n}.jpg,{text}\n" for n, text in pairs))
     with caplog.at_level("INFO"):
         truth = evaluate_rows(World(), f"{tmp_path}/grouped.tar", "all")
-        assert truth["n"] == 13 and truth["captions"] == 40 and "different pictures" not in caplog.text
+        assert truth["n"] == 13 and truth["captions"] == 40 and "different images" not in caplog.text
         evaluate_rows(World(), f"{tmp_path}/rows.csv", None)
-        assert "40 samples have 13 different pictures" in caplog.text
+        assert "40 samples have 13 different images" in caplog.text
     for shards in (f"{tmp_path}/rows{{0..3}}.tar", f"{tmp_path}/rows.csv"):
         for result in run_ranks(size, evaluate_rows, shards, None):
             for name, value in result.items():
