@@ -74,9 +74,7 @@ def test_pictures_that_are_none_are_named(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "text.jpg").write_text("no picture")
     with pytest.raises(ValueError, match=r"text\.jpg cannot be used: undecodable_image"):
         model.encode_image(tmp_path / "text.jpg")
-    with pytest.raises(
-        ValueError, match=r"an image's tensor is \[3, 16, 16\] or \[n, 3, 16, 16\], not \[1, 3, 8, 8\]"
-    ):
+    with pytest.raises(ValueError, match=r"an image's tensor is \[3, 16, 16\] or \[n, 3, 16, 16\], not \[1, 3, 8, 8\]"):
         model.encode_image(torch.zeros(3, 8, 8))
     with pytest.raises(FileNotFoundError):
         preprocess(tmp_path / "none.jpg")
