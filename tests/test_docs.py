@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save_file
 from clipstream.cli.main import VERBS
 from clipstream.cli.verbs import audit, bench, evaluate, precompute, stage
 from clipstream.cli.verbs.evaluate import OWN_FLAGS as OF_EVALUATE
-from clipstream.config.flag_aliases import ALIASES, BY_FLAG
 from clipstream.config.help import default_note, generic_key, value_form
 from clipstream.config.settings import Settings
+from clipstream.open_clip.aliases import ALIASES, BY_FLAG
 from clipstream.utils.section import leaves
 from tests.support import hubtree
 from tests.support.doc_pages import OUTPUT, PAGES, Session, blocks, make_folder

@@ -9,8 +9,8 @@ import shtab
 from pydantic.fields import FieldInfo
 
 from clipstream.cli.main import VERBS, verb_module
-from clipstream.config.flag_aliases import ALIASES
 from clipstream.config.settings import Settings
+from clipstream.open_clip.aliases import ALIASES
 from clipstream.utils.section import kinds, leaves
 
 SOURCE, EVALUATOR = "data.sources.NAME.", "evals.NAME."  # keys below a name of the user's own

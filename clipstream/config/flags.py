@@ -7,29 +7,16 @@ Lists are written `'[a, b]'`; a flag given again replaces its earlier value. A f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
 from clipstream.config.config_sources import Node, merged
-from clipstream.config.flag_aliases import BY_FLAG, CAPTION, SOURCE, TOGETHER
-from clipstream.config.flag_groups import (
-    READING,
-    batch_sets,
-    caption_sets,
-    compile_sets,
-    interval_sets,
-    optimizer_sets,
-    schedule_sets,
-    sink_sets,
-    with_defaults,
-    without_idle,
-    zero_shot_sets,
-)  # fmt: skip
-from clipstream.config.open_clip_flags import notice, refusal, value_notice
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, nearest
-from clipstream.storage.shard_url import parts_of, redact, table_format
+from clipstream.open_clip.aliases import BY_FLAG, CAPTION, SOURCE
+from clipstream.open_clip.fates import notice, refusal, value_notice
+from clipstream.open_clip.translate import READING, Around, Typed, translate, with_defaults
 from clipstream.utils import atomic_write
 from clipstream.utils.section import Path, Section, child, dotted, entries_of, leaves, with_home, with_shipped
 
@@ -119,8 +106,9 @@ def flag_tree(
     # Short flags come after all others, so that a key given twice is noticed.
     section = merged(root, [*files, tree]).at(("evals",))
     evaluators = set(section.value) if section is not None and isinstance(section.value, dict) else set()
-    aliased = without_idle(_with_defaults(aliased, tree, files, problems), evaluators, notices)
-    for flag, path, node in _alias_nodes(aliased, evaluators, ranks, problems, notices):
+    aliased = _with_defaults(aliased, tree, files, problems)
+    for flag, path, value in translate(aliased, Around(evaluators, ranks, notices), problems):
+        node = Node.of_text(value, flag) if isinstance(value, Typed) else Node.of(value, flag)
         before = tree.at(path)
         if before is not None and path not in (CAPTION, ("tokenizer",)) and before.place != flag:
             problems.append(f"{flag} and {before.place} both set {dotted(path)}: give one of them")
@@ -141,59 +129,19 @@ def flag_tree(
     return tree
 
 
-def _with_defaults(
-    aliased: dict[str, str], tree: Node, files: Sequence[Node], problems: list[str]
-) -> Mapping[str, str]:
+def _with_defaults(aliased: dict[str, str], tree: Node, files: Sequence[Node], problems: list[str]) -> dict[str, str]:
     """The short flags, with open_clip's defaults for the others if --open-clip-defaults asks for them."""
     if aliased.pop(flag := "--open-clip-defaults", "false").lower() == "false":
         return aliased
     if files:
         problems.append(f"{flag}: the defaults of flags would win over --config: leave one of the two out")
     length = any(tree.at(("train", key)) is not None for key in ("steps", "samples", "epochs"))
-    full = with_defaults(aliased, set_otherwise=length)
+    full = with_defaults(aliased, length_is_set=length)
     return {
         one: text
         for one, text in full.items()
         if one in aliased or not any(tree.at(tuple(key.split("."))) for key in BY_FLAG[one].keys)
     }
-
-
-def _alias_nodes(
-    aliased: Mapping[str, str], evaluators: Collection[str], ranks: int, problems: list[str], notices: list[str]
-) -> Iterator[tuple[str, Path, Node]]:
-    """(short flag, path, value) of all settings that short flags make; their mistakes are added to `problems`."""
-    for flag, alias in BY_FLAG.items():
-        if flag in TOGETHER or (text := aliased.get(flag)) is None:
-            continue
-        if alias.convert is None:
-            yield flag, tuple(alias.keys[0].split(".")), Node.of_text(text, flag)
-            continue
-        try:
-            yield from ((flag, path, Node.of(value, flag)) for path, value in alias.convert(text))
-        except ValueError as error:
-            problems.append(f"{flag}: {error}")
-    if (kind := aliased.get("--dataset-type")) in ("csv", "webdataset"):
-        wanted, is_not = ("csv", "not that of a CSV (.csv, .tsv)") if kind == "csv" else (None, "that of a table")
-        for part in parts_of(aliased.get("--train-data", "")):
-            if table_format(part) != wanted:
-                problems.append(
-                    f"--dataset-type {kind}: the name of a file gives its type, and {redact(part)} is {is_not}: rename "
-                    "the file, or leave the flag out"
-                )
-    for sets in (
-        caption_sets(aliased, notices),
-        batch_sets(aliased, ranks),
-        optimizer_sets(aliased, notices),
-        schedule_sets(aliased),
-        zero_shot_sets(aliased, evaluators),
-        compile_sets(aliased, notices),
-        interval_sets(aliased),
-        sink_sets(aliased, notices),
-    ):
-        try:
-            yield from ((flag, path, Node.of(value, flag)) for flag, path, value in sets)
-        except ValueError as error:
-            problems.append(str(error))
 
 
 def advice(root: type[Section], flag: str) -> str:

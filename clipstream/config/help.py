@@ -19,8 +19,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from clipstream.config.flag_aliases import ALIASES, BY_FLAG, TOGETHER, FlagAlias
 from clipstream.errors import SettingsError, did_you_mean
+from clipstream.open_clip.aliases import ALIASES, BY_FLAG, FlagAlias
 from clipstream.utils.section import Section, all_fields, entries_of, kinds, section_of, types_of
 
 _NAMES = {str: "TEXT", int: "INT", float: "NUMBER", bool: "true|false"}
@@ -271,7 +271,7 @@ class _Page:
         """A short flag with the keys that it sets, or with the default of the only key that it sets."""
         note = f" [sets {', '.join(short.keys)}]"
         if default:
-            same = short.convert is None and not short.switch and short.flag not in TOGETHER
+            same = short.convert is None and not short.switch and not short.together
             place, _, name = generic_key(short.keys[0]).rpartition(".")
             section = self._found(place)[1] if same and place else None
             note = "" if section is None else default_note(all_fields(section)[name])

@@ -11,8 +11,8 @@ import pytest
 
 from clipstream.cli.completion import console_parser, flag_of, script
 from clipstream.cli.main import VERBS
-from clipstream.config.flag_aliases import ALIASES
 from clipstream.config.settings import Settings
+from clipstream.open_clip.aliases import ALIASES
 from clipstream.utils.section import leaves
 from tests.support.commands import python
 

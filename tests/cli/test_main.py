@@ -13,10 +13,10 @@ import pytest
 
 from clipstream.cli import main
 from clipstream.config import entry
-from clipstream.config.flag_aliases import ALIASES
 from clipstream.config.help import help_text
 from clipstream.config.settings import Settings
 from clipstream.errors import ClipstreamError, DataError, DivergedError, SettingsError, Stopped
+from clipstream.open_clip.aliases import ALIASES
 from clipstream.utils.section import leaves
 from tests.support.commands import ROOT, python
 

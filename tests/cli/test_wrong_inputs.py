@@ -141,7 +141,7 @@ TABLE = [
     ),
     ("--loss.duplicates=same", "--loss.duplicates: 'same' is not one of negatives, mask, positives"),
     ("--loss.duplicates-by=pictures", "what becomes of duplicates? Give --loss.duplicates mask or positives"),
-    ("--accum-freq=2", "--accum-freq: give --batch-size as well"),
+    ("--accum-freq=2", "--accum-freq requires --batch-size"),
     ("--batch-size=x", "--batch-size: expected a whole number, at least 1, not 'x'"),
     ("--train.compile=9", "--train.compile"),
     ("--torchcompile=9", "--torchcompile: expected true or false, not '9'"),

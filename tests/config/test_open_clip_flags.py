@@ -11,12 +11,12 @@ import pytest
 from open_clip_train.params import get_default_params, parse_args
 
 from clipstream.cli import main
-from clipstream.config import flag_groups
-from clipstream.config.flag_aliases import BY_FLAG
-from clipstream.config.open_clip_flags import MAIN, NOTICES, RELEASED, fate, notice, refusal, table
 from clipstream.config.settings import Settings, load
 from clipstream.data.settings import JsonCaption, TextCaption
 from clipstream.errors import SettingsError
+from clipstream.open_clip.aliases import BY_FLAG
+from clipstream.open_clip.fates import MAIN, NOTICES, RELEASED, fate, notice, refusal, table
+from clipstream.open_clip.translate import DEFAULTS
 from clipstream.training.optim import AdamW, Timm
 from clipstream.utils.section import leaves
 
@@ -52,7 +52,7 @@ def test_every_flag_of_the_installed_open_clip_is_known(monkeypatch: pytest.Monk
     assert len(actions) > 80
     for action in actions:
         for flag in action.option_strings:
-            assert fate(flag) is not None, f"{flag} is new in open_clip: give it a place in open_clip_flags"
+            assert fate(flag) is not None, f"{flag} is new in open_clip: give it a place in clipstream.open_clip.fates"
             assert flag in (*MAIN, *RELEASED), flag
 
 
@@ -75,9 +75,7 @@ def test_what_is_said_names_flags_that_exist() -> None:
 
 def test_the_page_of_the_flags_is_current() -> None:
     page = ROOT / "docs/open_clip_flags.md"
-    assert page.read_text(encoding="utf-8") == table(), (
-        "python -m clipstream.config.open_clip_flags > docs/open_clip_flags.md"
-    )
+    assert page.read_text(encoding="utf-8") == table(), "python -m clipstream.open_clip.fates > docs/open_clip_flags.md"
     assert sum(line.startswith("| `--") for line in table().splitlines()) == 145
 
 
@@ -160,7 +158,7 @@ def test_optimizers() -> None:
     for words, said in (
         ("--opt sgd", "expected adamw, nadamw, timm/NAME"),
         ("--opt timm/lamb --beta1 0.9", "give both --beta1 and --beta2"),
-        ("--opt-fallback-list x", "give --opt timm/nadamuon"),
+        ("--opt-fallback-list x", "as --opt timm/nadamuon"),
         ("--opt-kwargs x", "expected NAME=VALUE"),
     ):
         assert said in error_of(*words.split())
@@ -179,7 +177,7 @@ def test_captions_by_open_clips_flags() -> None:
     assert settings.evals["val"].data is not None and settings.evals["val"].data.caption == JsonCaption(path="a")
     for words, said in (
         ("--json-text-key a --json-text-key-probs 1 2", "2 numbers for 1 fields"),
-        ("--json-text-key-probs 1", "give --json-text-key as well"),
+        ("--json-text-key-probs 1", "requires --json-text-key"),
         ("--json-text-key a --json-text-key-probs x", "expected numbers"),
         ("--json-text-key a --caption-json b", "give one of them"),
     ):
@@ -238,7 +236,7 @@ def test_switches_and_intervals() -> None:
 def test_open_clips_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are those of the installed parser, but for flags of main and for what has no default of its own there."""
     theirs = {flag: action.default for action in installed(monkeypatch) for flag in action.option_strings}
-    for flag, text in flag_groups.DEFAULTS.items():
+    for flag, text in DEFAULTS.items():
         if flag in theirs and not flag.startswith("--dataset-resampled"):
             assert str(theirs[flag]) == text, flag
     settings = load(["--open-clip-defaults", "--train-data=a.tar", "--train-num-samples=640"], ranks=2)
@@ -262,7 +260,7 @@ def test_other_defaults_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, compared = load(given).model_dump(), 0
     for action in installed(monkeypatch):
         flag = next((flag for flag in action.option_strings if flag in BY_FLAG), None)
-        if flag is None or flag in {*flag_groups.DEFAULTS, *here} or action.default in (None, False, {}):
+        if flag is None or flag in {*DEFAULTS, *here} or action.default in (None, False, {}):
             continue
         more = ["--lr-scheduler=const-cooldown", "--epochs-cooldown=1"] * flag.startswith("--lr-cooldown")
         expected = load([*given, *more]).model_dump() if more else plain
@@ -282,7 +280,7 @@ def test_the_page_has_the_defaults_of_both() -> None:
     page = (ROOT / "docs/from-open_clip.md").read_text(encoding="utf-8")
     section = page[page.index("## Defaults") : page.index("## A Slurm job")]
     rows = {flag: told for flag, *told in re.findall(r"^\| `(--[\w-]+)` \| (.*?) \| (.*?) \|$", section, re.M)}
-    assert rows.keys() == {*flag_groups.DEFAULTS, "--precision"}
+    assert rows.keys() == {*DEFAULTS, "--precision"}
     own = load([])
     settings = {
         "--model": own.model.name, "--warmup": own.schedule.warmup, "--workers": own.data.workers,
@@ -291,7 +289,7 @@ def test_the_page_has_the_defaults_of_both() -> None:
         "--precision": own.train.precision, "--log-metric-every-n-steps": own.log.every,
     }  # fmt: skip
     for flag, (theirs, ours) in rows.items():
-        expected = flag_groups.DEFAULTS.get(flag, "amp_bf16") or "none"
+        expected = DEFAULTS.get(flag, "amp_bf16") or "none"
         assert theirs.replace(",", "").split()[0] == expected, flag
         assert flag not in settings or re.split("[;: ]", ours.replace(",", ""))[0] == str(settings[flag]), flag
     assert own.data.global_batch_size == 512 and own.data.sampling.mode == "resampled" and own.log.tensorboard

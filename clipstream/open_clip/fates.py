@@ -1,7 +1,7 @@
 """The fate of every flag of open_clip's trainer: taken, taken with a notice, or refused.
 
 `notice` and `refusal` give the line for a flag that no setting stands for; `table` is the page that lists all flags
-(`python -m clipstream.config.open_clip_flags` prints it). The flags that are taken are in `flag_aliases`.
+(`python -m clipstream.open_clip.fates` prints it). The flags that are taken are in `aliases`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from clipstream.config.flag_aliases import BY_FLAG
+from clipstream.open_clip.aliases import BY_FLAG
 
 # Of open_clip's main branch, 4.2.0.dev0, commit 89fb801 of 27 June 2026 (open_clip_train/params.py), in its order.
 _MAIN = """
@@ -138,7 +138,7 @@ def table() -> str:
     head = f"""\
 # Flags of open_clip_train
 
-<!-- Made by `python -m clipstream.config.open_clip_flags`; a test compares it. -->
+<!-- Made by `python -m clipstream.open_clip.fates`; a test compares it. -->
 
 These are the {len(MAIN)} flags of open_clip's main branch (4.2.0.dev0, commit 89fb801), and {len(RELEASED)} that only \
 release 3.3.0 has.

@@ -1,8 +1,7 @@
-"""What several short flags mean together.
+"""The settings that short flags stand for, one by one and several together.
 
-Each function takes the texts of the short flags that are given, by flag, and yields (flag, path, value) of the
-settings. It raises ValueError, with the flag's name, for texts that do not go together, and adds a line to `notices`
-for a flag that has no effect beside the others.
+The texts of the flags that are given enter, by flag; (flag, path, value) of each setting leaves. A group's function
+raises ValueError for texts that contradict each other. A flag without effect beside the others adds a notice.
 """
 
 from __future__ import annotations
@@ -10,10 +9,12 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from clipstream.config.flag_aliases import CAPTION, IMAGENETS
 from clipstream.data.json_path import step_of
+from clipstream.open_clip.aliases import BY_FLAG, CAPTION, IMAGENETS, SOURCE
+from clipstream.storage.shard_url import parts_of, redact, table_format
 from clipstream.utils.plugins import is_plugin
 from clipstream.utils.section import Path
 
@@ -51,92 +52,134 @@ _INTERVALS = {
     "--val-frequency": (("--val-data",), ("val",)),
     "--zeroshot-frequency": (tuple(IMAGENETS), tuple(IMAGENETS.values())),
 }
-_LENGTHS = ("--steps", "--epochs")
 
 
-def with_defaults(given: Given, *, set_otherwise: bool = False) -> dict[str, str]:
+class Typed(str):
+    """A value as it was typed, to be read as YAML."""
+
+
+@dataclass(frozen=True)
+class Around:
+    """What else the meaning of short flags depends on."""
+
+    evaluators: Collection[str]  # names of the evaluators that files and dotted keys set
+    ranks: int  # processes of the run
+    notices: list[str]  # gets a line for each flag without effect
+
+
+def translate(given: Given, around: Around, problems: list[str]) -> Found:
+    """All settings that short flags make; their mistakes are added to `problems`, one line each."""
+    given = _without_idle(given, around)
+    for flag, alias in BY_FLAG.items():
+        if alias.together or (text := given.get(flag)) is None:
+            continue
+        if alias.convert is None:
+            yield flag, tuple(alias.keys[0].split(".")), Typed(text)
+            continue
+        try:
+            yield from ((flag, path, value) for path, value in alias.convert(text))
+        except ValueError as error:
+            problems.append(f"{flag}: {error}")
+    for group in (_data_type, _caption, _batch, _optimizer, _compile, _intervals, _sinks):
+        try:
+            yield from group(given, around)
+        except ValueError as error:
+            problems.append(str(error))
+
+
+def with_defaults(given: Given, *, length_is_set: bool = False) -> dict[str, str]:
     """The flags, with open_clip's default for those that are not given, where they mean something.
 
     Args:
-        set_otherwise: whether the run's length is set by a flag with a dotted key.
+        length_is_set: whether a dotted key sets the run's length.
     """
     usual = {
         flag: text
         for flag, text in DEFAULTS.items()
         if flag not in _INTERVALS or any(one in given for one in _INTERVALS[flag][0])
     }
-    if set_otherwise or any(flag in given for flag in _LENGTHS):
-        usual.pop("--epochs", None)
+    if length_is_set or "--steps" in given:
+        usual.pop("--epochs")
     if "--train-data-upsampling-factors" in given:  # which open_clip takes with replacement only
         usual.pop("--dataset-resampled")
     return {**usual, **given}
 
 
-def without_idle(given: Given, evaluators: Collection[str], notices: list[str]) -> dict[str, str]:
-    """The flags that have an effect beside the others; the others are told in `notices`.
+def _without_idle(given: Given, around: Around) -> dict[str, str]:
+    """The flags that have an effect beside the others.
 
     --skip-scheduler turns the schedule off, warm-up included. An evaluation's interval has no effect without its data.
-
-    Args:
-        evaluators: names of the evaluators that files and dotted keys set.
     """
     idle: dict[str, str] = {}  # flag -> why
     if given.get("--skip-scheduler", "false").lower() != "false":
         idle = dict.fromkeys(UNSCHEDULED, ", as --skip-scheduler keeps the learning rate at --lr from the first step")
     for flag, (data, named) in _INTERVALS.items():
-        if not any(one in given for one in data) and not any(name in evaluators for name in named):
+        if not any(one in given for one in data) and not any(name in around.evaluators for name in named):
             idle[flag] = f" without {data[0]}; any other evaluator has --evals.NAME.every-epochs"
-    notices += [f"{flag}: has no effect{why}" for flag, why in idle.items() if flag in given]
+    around.notices.extend(f"{flag}: has no effect{why}" for flag, why in idle.items() if flag in given)
     return {flag: text for flag, text in given.items() if flag not in idle}
 
 
-def caption_sets(given: Given, notices: list[str]) -> Found:
+def _data_type(given: Given, around: Around) -> Found:
+    """--dataset-type, which must agree with the names of the files, as these tell their types."""
+    kind = given.get(flag := "--dataset-type")
+    if kind == "synthetic":
+        yield flag, (*SOURCE, "shards"), "synthetic:"
+    elif kind in ("csv", "webdataset"):
+        for part in parts_of(given.get("--train-data", "")):
+            if (table_format(part) == "csv") != (kind == "csv"):
+                raise ValueError(
+                    f"{flag} {kind}: the name of {redact(part)} says otherwise (.csv and .tsv are CSV): rename the "
+                    "file, or leave the flag out"
+                )
+    elif kind not in (None, "auto"):
+        known = "audio is not supported" if kind.endswith("-audio") else f"{kind!r} is not a type"
+        raise ValueError(f"{flag}: {known}: expected webdataset, csv, synthetic or auto")
+
+
+def _caption(given: Given, around: Around) -> Found:
     """The caption in a text member, or of JSON paths (separated by ';') with the member as fallback.
 
     --json-text-key takes names of fields at the top of the JSON member; no text member then counts, as in open_clip.
     """
     members = {flag: given[flag] for flag in MEMBERS if flag in given}
+    member = next(iter(members.values()), None)
     paths, fields = (given.get(flag) for flag in ("--caption-json", "--json-text-key"))
-    if paths is not None and fields is not None:
-        raise ValueError("--json-text-key and --caption-json both say where the caption is: give one of them")
     weights = given.get("--json-text-key-probs")
+    if paths is not None and fields is not None:
+        raise ValueError("--json-text-key and --caption-json both set the caption: give one of them")
     if fields is None and weights is not None:
-        raise ValueError("--json-text-key-probs: the probabilities of which fields? Give --json-text-key as well")
+        raise ValueError("--json-text-key-probs requires --json-text-key")
     if fields is not None:
         names = [step_of(name.strip()) for name in fields.split(";") if name.strip()]
-        for flag, text in members.items():
-            notices.append(
-                f"{flag}: has no effect, as --json-text-key takes the caption from the JSON member ({text!r})"
-            )
-        path: Any = names[0] if len(names) == 1 else names
-        drawn = None if weights is None else _probabilities(weights, len(names))
-        yield "--json-text-key", CAPTION, {"type": "json", "path": path, "weights": drawn, "fallback": None}
+        around.notices.extend(f"{flag}: has no effect beside --json-text-key" for flag in members)
+        drawn = None if weights is None else _numbers("--json-text-key-probs", weights)
+        if drawn is not None and len(drawn) > len(names):
+            raise ValueError(f"--json-text-key-probs: {len(drawn)} numbers for {len(names)} fields of --json-text-key")
+        if drawn is not None:  # fields without a number have weight 0
+            drawn += [0.0] * (len(names) - len(drawn))
+        caption: dict[str, Any] = {"path": names[0] if len(names) == 1 else names, "weights": drawn, "fallback": None}
+        yield "--json-text-key", CAPTION, {"type": "json", **caption}
         return
     if len(set(members.values())) > 1:
         raise ValueError(f"{' and '.join(members)} name different members: give one of them")
-    member = next(iter(members.values()), None)
     if paths is not None:
         parts = [path.strip() for path in paths.split(";")]
         # Every key is set: weights and fallback in a file belong to the paths in that file.
-        path = parts[0] if len(parts) == 1 else parts
-        yield "--caption-json", CAPTION, {"type": "json", "path": path, "weights": None, "fallback": member}
+        caption = {"path": parts[0] if len(parts) == 1 else parts, "weights": None, "fallback": member}
+        yield "--caption-json", CAPTION, {"type": "json", **caption}
     elif member is not None:
         yield next(iter(members)), CAPTION, {"type": "text", "key": member}
 
 
-def _probabilities(text: str, n: int) -> list[float]:
-    """A weight for each of n fields: those that are not given are 0."""
-    flag = "--json-text-key-probs"
+def _numbers(flag: str, text: str) -> list[float]:
     try:
-        weights = [float(word) for word in text.replace(",", "\n").split()]
+        return [float(word) for word in text.replace(",", "\n").split()]
     except ValueError:
         raise ValueError(f"{flag}: expected numbers, not {text.replace(chr(10), ' ')!r}") from None
-    if len(weights) > n:
-        raise ValueError(f"{flag}: {len(weights)} numbers for {n} fields of --json-text-key")
-    return [*weights, *[0.0] * (n - len(weights))]
 
 
-def batch_sets(given: Given, ranks: int) -> Found:
+def _batch(given: Given, around: Around) -> Found:
     """open_clip's arithmetic: b samples a rank, k times, on N ranks, make a global batch of b k N."""
     counts: dict[str, int] = {}
     for flag in ("--batch-size", "--accum-freq"):
@@ -145,51 +188,44 @@ def batch_sets(given: Given, ranks: int) -> Found:
                 raise ValueError(f"{flag}: expected a whole number, at least 1, not {text!r}")
             counts[flag] = int(text)
     if counts and "--batch-size" not in counts:
-        raise ValueError("--accum-freq: give --batch-size as well, the samples that a rank takes at once")
+        raise ValueError("--accum-freq requires --batch-size, the samples per rank and forward pass")
     if counts:
         batch, repeats = counts["--batch-size"], counts.get("--accum-freq", 1)
-        yield "--batch-size", ("data", "global_batch_size"), batch * repeats * ranks
+        yield "--batch-size", ("data", "global_batch_size"), batch * repeats * around.ranks
         if "--accum-freq" in counts:
             yield "--accum-freq", ("train", "micro_batch_size"), batch if repeats > 1 else None
 
 
-def optimizer_sets(given: Given, notices: list[str]) -> Found:
-    """The optimizer (adamw, nadamw, timm/NAME or module:Name), its betas and further arguments."""
+def _optimizer(given: Given, around: Around) -> Found:
+    """The optimizer (adamw, nadamw, timm/NAME or module:Name), its betas and further arguments; the schedule is off
+    with --skip-scheduler.
+    """
     opt = given.get("--opt", "adamw")
     timm = opt.removeprefix("timm/") if opt.lower().startswith("timm/") else None
     if "--opt" in given:
         if timm is None and opt.lower() not in ("adamw", "nadamw") and not is_plugin(opt):
             raise ValueError(f"--opt: expected adamw, nadamw, timm/NAME or module:Name, not {opt!r}")
-        yield (
-            "--opt",
-            ("optim", "type"),
-            opt.lower() if timm is None and not is_plugin(opt) else "timm" if timm else opt,
-        )
+        yield "--opt", ("optim", "type"), "timm" if timm else opt if is_plugin(opt) else opt.lower()
     if timm is not None:
         yield "--opt", ("optim", "name"), timm
-    if "--opt-kwargs" in given and given["--opt-kwargs"] != "true":
+    if given.get("--opt-kwargs", "true") != "true":
         yield "--opt-kwargs", ("optim", "kwargs"), _arguments(given["--opt-kwargs"])
     if "--opt-fallback-list" in given:
         if timm is None:
-            raise ValueError(
-                "--opt-fallback-list: only timm's Muon optimizers have a fallback: give --opt timm/nadamuon"
-            )
+            raise ValueError("--opt-fallback-list requires one of timm's Muon optimizers, as --opt timm/nadamuon")
         yield "--opt-fallback-list", ("optim", "fallback"), given["--opt-fallback-list"].split("\n")
     if "--momentum" in given and timm is None:
-        notices.append("--momentum: has no effect, as AdamW has --beta1; it is for --opt timm/NAME")
+        around.notices.append("--momentum: has no effect, as AdamW has --beta1; it is for --opt timm/NAME")
     elif "--momentum" in given:
         yield "--momentum", ("optim", "momentum"), given["--momentum"]
-    betas: dict[str, float | None] = {"--beta1": None, "--beta2": None}
-    named = [flag for flag in betas if flag in given]
-    for flag in named:
-        try:
-            betas[flag] = float(given[flag])
-        except ValueError:
-            raise ValueError(f"{flag}: expected a number, not {given[flag]!r}") from None
+    named = [flag for flag in ("--beta1", "--beta2") if flag in given]
     if len(named) == 1 and timm is not None:
         raise ValueError(f"{named[0]}: give both --beta1 and --beta2 for an optimizer of timm")
     if named:
-        yield named[0], ("optim", "betas"), list(betas.values())
+        yield named[0], ("optim", "betas"), [given.get(flag) for flag in ("--beta1", "--beta2")]
+    if given.get("--skip-scheduler", "false").lower() != "false":
+        yield "--skip-scheduler", ("schedule", "type"), "constant"
+        yield "--skip-scheduler", ("schedule", "warmup"), 0
 
 
 def _arguments(text: str) -> dict[str, Any]:
@@ -207,70 +243,53 @@ def _arguments(text: str) -> dict[str, Any]:
     return found
 
 
-def schedule_sets(given: Given) -> Found:
-    """--skip-scheduler: the learning rate of --lr from the first step to the last one."""
-    if given.get("--skip-scheduler", "false").lower() != "false":
-        yield "--skip-scheduler", ("schedule", "type"), "constant"
-        yield "--skip-scheduler", ("schedule", "warmup"), 0
-
-
-def compile_sets(given: Given, notices: list[str]) -> Found:
+def _compile(given: Given, around: Around) -> Found:
     """What is compiled: the blocks, unless a strategy says more; open_clip's `model` and `task` are whole towers."""
     flag = "--torchcompile"
-    text = given.get(flag)
-    if text is not None and text.lower() not in ("true", "false"):
-        raise ValueError(f"{flag}: expected true or false, not {text!r}")
+    text = given.get(flag, "absent").lower()
+    if text not in ("absent", "true", "false"):
+        raise ValueError(f"{flag}: expected true or false, not {given[flag]!r}")
     options = {key: given[name] for key in ("strategy", "backend", "mode") if (name := f"{flag}-{key}") in given}
-    if text is not None and text.lower() == "true":
+    if text == "true":
         strategy = options.pop("strategy", "blocks")
-        whole = strategy in ("model", "task")
-        yield flag, ("train", "compile"), "towers" if whole else strategy
+        yield flag, ("train", "compile"), "towers" if strategy in ("model", "task") else strategy
         yield from ((f"{flag}-{key}", ("train", f"compile_{key}"), value) for key, value in options.items())
         return
-    if text is not None:
+    if text == "false":
         yield flag, ("train", "compile"), "off"
-    notices += [f"{flag}-{key}: has no effect without {flag}" for key in options]
+    around.notices.extend(f"{flag}-{key}: has no effect without {flag}" for key in options)
 
 
-def zero_shot_sets(given: Given, evaluators: Collection[str]) -> Found:
-    """The interval of ImageNet's evaluators that flags or files name; 0 means at the end only."""
+def _intervals(given: Given, around: Around) -> Found:
+    """Epochs between ImageNet's evaluations (0: at the end only), and steps between training lines."""
     if (epochs := given.get(flag := "--zeroshot-frequency", "0")) != "0":
-        named = [name for one, name in IMAGENETS.items() if one in given or name in evaluators]
+        named = [name for one, name in IMAGENETS.items() if one in given or name in around.evaluators]
         yield from ((flag, ("evals", name, "every_epochs"), epochs) for name in named)
-
-
-def interval_sets(given: Given) -> Found:
-    """Steps between training lines in the outputs, and in the terminal where both are given."""
     console, metrics = (given.get(f"--log-{kind}every-n-steps") for kind in ("", "metric-"))
     if metrics is not None:
         yield "--log-metric-every-n-steps", ("log", "every"), metrics
-        if console is not None:
-            yield "--log-every-n-steps", ("log", "terminal_every"), console
-    elif console is not None:
-        yield "--log-every-n-steps", ("log", "every"), console
+    if console is not None:
+        yield "--log-every-n-steps", ("log", "every" if metrics is None else "terminal_every"), console
 
 
-def sink_sets(given: Given, notices: list[str]) -> Found:
+def _sinks(given: Given, around: Around) -> Found:
     """open_clip's list of backends, separated by ','; a sink of the user's own as `module:Name`."""
-    flag, own = "--report-to", {"project": given.get("--wandb-project-name"), "notes": given.get("--wandb-notes")}
+    flag = "--report-to"
     wanted = [name.strip() for name in given.get(flag, "").split(",")]
     plugins = [name for name in wanted if is_plugin(name)]
-    known = ("", "none", "all", "tensorboard", *TRACKERS, *plugins)
-    if unknown := [name for name in wanted if name not in known]:
+    if unknown := {*wanted} - {"", "none", "all", "tensorboard", *TRACKERS, *plugins}:
         raise ValueError(
-            f"{flag}: expected tensorboard, wandb, trackio, none, all or module:Name, not {unknown[0]!r}; "
+            f"{flag}: expected tensorboard, wandb, trackio, none, all or module:Name, not {min(unknown)!r}; "
             "metrics.jsonl, which is always written, has every figure: pandas.read_json(path, lines=True)"
         )
     trackers = [name for name in TRACKERS if name in wanted or (name == "wandb" and "all" in wanted)]
     if flag in given:
         yield flag, ("log", "tensorboard"), "tensorboard" in wanted or "all" in wanted
-        sinks = {name.partition(":")[2]: name for name in plugins}
-        sinks |= {name: name for name in trackers}
+        sinks = {name.partition(":")[2]: name for name in plugins} | {name: name for name in trackers}
         yield from ((flag, ("log", "sinks", name, "type"), kind) for name, kind in sinks.items())
-    for key, text in own.items():
-        used = [name for name in trackers if key == "project" or name == "wandb"]
-        shown = "--wandb-project-name" if key == "project" else "--wandb-notes"
-        if text is not None and not used:
-            notices.append(f"{shown}: has no effect without --report-to wandb")
-        elif text is not None:
-            yield from ((shown, ("log", "sinks", name, key), text) for name in used)
+    for own, key, users in (("--wandb-project-name", "project", trackers), ("--wandb-notes", "notes", ["wandb"])):
+        used = [name for name in users if name in trackers]
+        if own in given and not used:
+            around.notices.append(f"{own}: has no effect without --report-to wandb")
+        elif own in given:
+            yield from ((own, ("log", "sinks", name, key), given[own]) for name in used)

@@ -1,8 +1,8 @@
 """The table of short flags: the settings that each one sets, and the meaning of its text.
 
 A flag with the name of a flag of open_clip's trainer has the same meaning. What several flags mean together
-(`--batch-size` and `--accum-freq`) is in `flag_groups`; flags of open_clip that have no work here, or no equivalent,
-are in `open_clip_flags`. The flags are those of open_clip_train 3.3.0 and of open_clip's main branch of June 2026.
+(`--batch-size` and `--accum-freq`) is in `translate`; flags of open_clip that have no work here, or no equivalent, are
+in `fates`. The flags are those of open_clip_train 3.3.0 and of open_clip's main branch of June 2026.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FlagAlias:
     convert: Callable[[str], Sets] | None = None
     switch: bool = False  # the flag alone means true
     many: bool = False  # several values may follow; `convert` gets them separated by line ends
-    together: bool = False  # its meaning depends on other flags: see `flag_groups`
+    together: bool = False  # its meaning depends on other flags: see `translate`
 
 
 def tokenizer_sets(text: str) -> Sets:
@@ -86,15 +86,6 @@ def _true(**keys: Any) -> Callable[[str], Sets]:
     """Values of keys (with __ for a dot) that a switch sets; none if it is false."""
     values: Sets = [(tuple(key.split("__")), value) for key, value in keys.items()]
     return lambda text: [] if text.lower() == "false" else values
-
-
-def dataset_type_sets(text: str) -> Sets:
-    """open_clip's names; a file's type is known from its name, so that most of them set nothing."""
-    if text.endswith("-audio"):
-        raise ValueError("audio is not supported")
-    if text not in ("synthetic", "auto", "webdataset", "csv"):
-        raise ValueError(f"expected webdataset, csv, synthetic or auto, not {text!r}")
-    return [((*SOURCE, "shards"), "synthetic:")] if text == "synthetic" else []
 
 
 def _imagenet(name: str) -> Callable[[str], Sets]:
@@ -160,7 +151,7 @@ ALIASES = (
            "open_clip's defaults for the flags that are not given: --model RN50 --batch-size 64 --epochs 32 --warmup "
            "10000 --workers 4 and others", together=True, switch=True),
     _alias("--dataset-type", f"{_TRAIN}.shards", "NAME", "synthetic needs no --train-data; webdataset, csv, auto: the "
-           "name of a file tells its type", dataset_type_sets),
+           "name of a file tells its type", together=True),
     _alias("--train-data", f"{_TRAIN}.shards", "SHARDS", "shards to train on: the source named train"),
     _alias("--train-data-upsampling-factors", f"{_TRAIN}.upsampling_factors", "F::F", "one for each part of "
            "--train-data between '::': how often a shard of the part is drawn, relative to the others"),
@@ -306,4 +297,3 @@ ALIASES = (
            switch=True),
 )  # fmt: skip
 BY_FLAG = {alias.flag: alias for alias in ALIASES}
-TOGETHER = tuple(alias.flag for alias in ALIASES if alias.together)
