@@ -26,7 +26,7 @@ from clipstream.data.decode.images import UserImageTransform
 from clipstream.data.decode.tokenizers import Tokenizer, build_tokenizer
 from clipstream.data.order.rng import SampleRNG
 from clipstream.data.settings import SourceSettings, TokenizerSettings
-from clipstream.data.sources.protocol import OpenShard, ShardIndex, SourceContext, SourceType
+from clipstream.data.sources import OpenShard, ShardIndex, SourceContext, SourceType
 from clipstream.distributed.world import World
 from clipstream.errors import Dropped
 from clipstream.evals.context import EvalContext, Example, Table
@@ -67,9 +67,9 @@ def check_source(make: type[SourceType], settings: SourceSettings) -> None:
         make: the user's own class.
         settings: its settings, which name at least one shard.
 
-    Raises AssertionError: it breaks the protocol of `clipstream.data.sources.protocol.SourceType`.
+    Raises AssertionError: it breaks the protocol of `clipstream.data.sources.SourceType`.
     """
-    assert SourceType in make.__mro__, "derive it from clipstream.data.sources.protocol.SourceType"
+    assert SourceType in make.__mro__, "derive it from clipstream.data.sources.SourceType"
     specs = [settings.shards] if isinstance(settings.shards, str) else settings.shards
     lists: list[list[str]] = []
     for _ in range(2):
@@ -88,7 +88,7 @@ def check_source(make: type[SourceType], settings: SourceSettings) -> None:
     for shard in shards[:3]:
         first, again = source.open(shard), source.open(shard)
         assert OpenShard in type(first).__mro__, (
-            f"open({shard!r}) gave {type(first).__name__}: derive it from clipstream.data.sources.protocol.OpenShard"
+            f"open({shard!r}) gave {type(first).__name__}: derive it from clipstream.data.sources.OpenShard"
         )
         assert isinstance(getattr(first, "index", None), ShardIndex), f"open({shard!r}).index is no ShardIndex"
         keys = [ref.key for ref in first.index.samples]

@@ -281,7 +281,7 @@ def resolve(settings: Settings, world: World) -> Settings:
 
 def open_sources(settings: Settings) -> dict[str, Source]:
     """The sources of training by name, sorted."""
-    from clipstream.data.sources.protocol import SourceContext
+    from clipstream.data.sources import SourceContext
     from clipstream.data.sources.registry import Source
 
     data = settings.data

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from clipstream.data.json_path import structure
 from clipstream.data.settings import SourceSettings
-from clipstream.data.sources.clip_benchmark import MULTILABEL, Benchmark, of_source
+from clipstream.data.sources.tars import MULTILABEL, Benchmark, of_source
 from clipstream.errors import SettingsError, each
 from clipstream.evals.settings import LabelledSettings, ZeroShotSettings
 from clipstream.text import printable

@@ -18,8 +18,8 @@ from clipstream.cli.verbs.index import main as index
 from clipstream.data.decode.sample_profile import Profile
 from clipstream.data.loader.stage_timing import Stopwatch
 from clipstream.data.settings import CaptionSettings, JsonCaption, TextCaption
-from clipstream.data.sources.patterns import in_braces
 from clipstream.errors import DataError
+from clipstream.storage.shard_url import in_braces
 from clipstream.storage.tar import scan
 from tests.support.hostile_text import HOSTILE, obeyed
 from tests.support.loaders import data, loader

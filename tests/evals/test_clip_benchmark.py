@@ -10,8 +10,8 @@ from typing import Any
 import open_clip
 import pytest
 
-from clipstream.data.sources.clip_benchmark import of_source
 from clipstream.data.sources.registry import expand
+from clipstream.data.sources.tars import of_source
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.context import EvalContext

@@ -17,7 +17,7 @@ from clipstream.data.loader.pipeline import checksum
 from clipstream.data.order.rng import SampleRNG, mix
 from clipstream.data.order_plan import stable_names
 from clipstream.data.settings import DataSettings
-from clipstream.data.sources.protocol import SourceContext
+from clipstream.data.sources import SourceContext
 from clipstream.data.sources.registry import Source
 from clipstream.errors import Dropped
 from clipstream.features.codec import encode_rows

@@ -32,13 +32,12 @@ from clipstream.data.decode.images import check_shape, converted, loaded, opaque
 from clipstream.data.decode.sample_profile import NO_TEXT, SHORT_FLAGS, Profile
 from clipstream.data.loader.health import Captions
 from clipstream.data.settings import SourceSettings, rgb
-from clipstream.data.sources.patterns import in_braces
-from clipstream.data.sources.protocol import OpenShard, SampleRef, SourceContext
+from clipstream.data.sources import OpenShard, SampleRef, SourceContext
 from clipstream.data.sources.registry import Source
 from clipstream.data.sources.tables import MISSING
 from clipstream.errors import DataError, Dropped, SettingsError, each, wrong_type
 from clipstream.storage.shard_cache import ShardCache
-from clipstream.storage.shard_url import redact
+from clipstream.storage.shard_url import in_braces, redact
 from clipstream.storage.tar import SCATTERED
 from clipstream.storage.transfer import ShardError
 from clipstream.text import MESSAGE, printable

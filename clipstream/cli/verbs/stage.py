@@ -36,13 +36,12 @@ from clipstream.data.decode.captions import split_keys
 from clipstream.data.decode.reencode import Format, Recipe, rewrite
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import indexes
-from clipstream.data.sources.patterns import in_braces
 from clipstream.data.sources.registry import entries, expand, source_type, typed_shards
 from clipstream.data.sources.tars import SIZES
 from clipstream.distributed.capabilities import cores
 from clipstream.errors import DataError, SettingsError, Stopped
 from clipstream.storage.downloader import Fetcher
-from clipstream.storage.shard_url import ShardURL, parts_of, redact, stable_name
+from clipstream.storage.shard_url import ShardURL, in_braces, parts_of, redact, stable_name
 from clipstream.storage.tar import scan
 from clipstream.storage.transfer import Monitor, ShardError
 from clipstream.text import duration, printable

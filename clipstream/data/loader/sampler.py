@@ -21,7 +21,7 @@ from clipstream.data.loader.stored import StoredSamples
 from clipstream.data.order.lanes import Cursor
 from clipstream.data.order.rng import mix
 from clipstream.data.order.windows import Order
-from clipstream.data.sources.protocol import OpenShard
+from clipstream.data.sources import OpenShard
 from clipstream.data.sources.registry import Source
 from clipstream.errors import DataError, Dropped
 from clipstream.storage.pipe import end_command

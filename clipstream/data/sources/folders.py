@@ -15,7 +15,7 @@ from pathlib import Path
 
 from clipstream.data.decode.captions import split_keys
 from clipstream.data.settings import SourceSettings
-from clipstream.data.sources.protocol import OpenShard, SourceContext, SourceType
+from clipstream.data.sources import OpenShard, SourceContext, SourceType
 from clipstream.errors import Dropped, SettingsError
 from clipstream.storage.tar import SampleRef, ShardIndex
 from clipstream.utils.logs import logger

@@ -12,10 +12,17 @@ from functools import cache
 from typing import TypeVar
 
 from clipstream.data.settings import AUTO, SourceSettings
-from clipstream.data.sources.patterns import expand_pattern, expand_pipe
-from clipstream.data.sources.protocol import OpenShard, SourceContext, SourceType
+from clipstream.data.sources import OpenShard, SourceContext, SourceType
 from clipstream.errors import ClipstreamError, Dropped, SettingsError
-from clipstream.storage.shard_url import TABLE_FORMATS, ShardURL, parts_of, table_format, with_variables
+from clipstream.storage.shard_url import (
+    TABLE_FORMATS,
+    ShardURL,
+    expand_pattern,
+    expand_pipe,
+    parts_of,
+    table_format,
+    with_variables,
+)
 from clipstream.storage.tar import SampleRef, ShardIndex
 from clipstream.storage.transfer import ShardError
 from clipstream.text import printable
@@ -29,7 +36,7 @@ TYPES = {
     "table": "clipstream.data.sources.tables:TableSource",
     "folder": "clipstream.data.sources.folders:FolderSource",
     "imagenet": "clipstream.data.sources.folders:FolderSource",
-    "benchmark": "clipstream.data.sources.clip_benchmark:BenchmarkSource",
+    "benchmark": "clipstream.data.sources.tars:BenchmarkSource",
     "toy": "clipstream.data.sources.toy_data:ToySource",
     "synthetic": "clipstream.data.sources.toy_data:SyntheticSource",
 }
@@ -43,7 +50,7 @@ def source_type(name: str) -> type[SourceType]:
     except ValueError as error:
         raise SettingsError(str(error)) from error
     if not isinstance(found, type) or SourceType not in found.__mro__:
-        raise SettingsError(f"{name}: derive it from clipstream.data.sources.protocol.SourceType")
+        raise SettingsError(f"{name}: derive it from clipstream.data.sources.SourceType")
     return found
 
 
@@ -207,7 +214,7 @@ class _PluginShard(OpenShard):
             raise ShardError(
                 "source_error",
                 f"{type}: open returned {shard.__class__.__name__} with {index.__class__.__name__} as `index`: derive "
-                "it from clipstream.data.sources.protocol.OpenShard, and make `index` a ShardIndex",
+                "it from clipstream.data.sources.OpenShard, and make `index` a ShardIndex",
             )
         self._shard, self._type = shard, type
         self.index = index

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar, overload
 from clipstream.data.decode.captions import json_object, split_keys
 from clipstream.data.decode.sample_profile import SHORT_FLAGS
 from clipstream.data.settings import SourceSettings
-from clipstream.data.sources.protocol import OpenShard, SourceContext, SourceType
+from clipstream.data.sources import OpenShard, SourceContext, SourceType
 from clipstream.errors import DataError, Dropped, SettingsError
 from clipstream.storage.shard_cache import ShardCache, cache_root
 from clipstream.storage.shard_url import ShardURL, redact, table_format

@@ -1,23 +1,39 @@
-"""Tars as a source type, local or remote, the type of every name that no other type claims.
+"""Tars as a source type, local or remote, and data sets of tars in CLIP_benchmark's layout.
 
-URLs enter; open tars leave, downloaded through the store and read by their side index where they have one.
+URLs enter; open tars leave, downloaded through the store and read by their side index where they have one. A data set
+of CLIP_benchmark also has class names and templates beside its shards:
+
+    ROOT/test/{nshards.txt,0.tar,1.tar,…}   (and train/ likewise)
+    ROOT/classnames.txt, ROOT/zeroshot_classification_templates.txt, ROOT/dataset_type.txt
+
+`benchmark:ROOT` is the test split, `benchmark:ROOT#train` another one. ROOT is a folder, a URL (http(s)://, hf://, …),
+or the page of a data set on the Hugging Face Hub, as in CLIP_benchmark. The small files are read once per process.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
-from clipstream.data.settings import SourceSettings
-from clipstream.data.sources import indexes
-from clipstream.data.sources.protocol import OpenShard, SourceContext, SourceType
-from clipstream.storage.shard_url import ShardURL
+from clipstream.data.settings import AUTO, SourceSettings
+from clipstream.data.sources import OpenShard, SourceContext, SourceType, indexes
+from clipstream.errors import SettingsError
+from clipstream.storage.shard_cache import ShardCache
+from clipstream.storage.shard_url import ShardURL, redact, with_variables
 from clipstream.storage.tar import Shard
-from clipstream.utils.section import Count, checked
+from clipstream.storage.transfer import ShardError
+from clipstream.utils.section import Count, checked, with_home
 
 SIZES = "sizes.json"  # {"00000.tar": 1000, …}, as open_clip has it
 LENGTH = "__len__"  # one number: the samples of all tars of the folder
+BENCHMARK = "benchmark"
+HUB_PAGE = re.compile(r"(https://huggingface\.co/datasets/[^/]+/[^/]+)(?:/tree/([^/]+))?/?")
+RETRIEVAL, MULTILABEL, CLASSIFICATION = "retrieval", "multilabel", "classification"
 
 
 class TarSource(SourceType):
@@ -85,3 +101,99 @@ class TarSource(SourceType):
     def release(self, shard: str, *, keep: bool = True) -> None:
         if self._store is not None:
             self._store.release(shard, keep=keep)
+
+
+class BenchmarkSource(TarSource):
+    """The tars of a split."""
+
+    def list_shards(self, spec: str) -> Sequence[str]:
+        """Their paths or URLs. Raises SettingsError if there is no such data set or split."""
+        return named(spec).shards
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A data set: its folder or URL, and the folder in it with the shards."""
+
+    root: str
+    split: str
+
+    @property
+    def shards(self) -> list[str]:
+        """The tars of the split. Raises SettingsError if there is no such split."""
+        where = f"{self.split}/nshards.txt"
+        text = _text(self.root, where)
+        if text is None or not text.strip().isdecimal():
+            said = "is not there" if text is None else f"holds {text.strip()[:20]!r}, not the number of tars"
+            raise SettingsError(
+                f"{BENCHMARK}:{redact(self.root)}: {where} {said}; CLIP_benchmark's layout is "
+                "ROOT/test/{nshards.txt,0.tar,…}, and '#train' behind ROOT names another split"
+            )
+        return [f"{self.root}/{self.split}/{number}.tar" for number in range(int(text))]
+
+    @property
+    def kind(self) -> str:
+        """classification, multilabel or retrieval."""
+        return (_text(self.root, "dataset_type.txt") or CLASSIFICATION).strip().lower()
+
+    @property
+    def classes(self) -> list[str] | None:
+        """The class names in the order of their numbers; None if the data set has none."""
+        return _lines(_text(self.root, "classnames.txt"))
+
+    @property
+    def templates(self) -> list[str] | None:
+        """The prompt templates, with {c} for the class name; None if the data set has none."""
+        return _lines(_text(self.root, "zeroshot_classification_templates.txt"))
+
+
+def named(spec: str) -> Benchmark:
+    """The data set that `benchmark:ROOT` or `benchmark:ROOT#SPLIT` names. Raises SettingsError if ROOT is empty."""
+    root, _, split = spec.partition(":")[2].partition("#")
+    page = HUB_PAGE.fullmatch(root)
+    root = f"{page[1]}/resolve/{page[2] or 'main'}" if page else root.rstrip("/")
+    if not root:
+        raise SettingsError(f"{spec!r} names no data set: write {BENCHMARK}:ROOT, a folder or an address")
+    folder = ShardURL(root).path
+    return Benchmark(root if folder is None else with_home(folder), split or "test")
+
+
+def of_source(shards: str | list[str], type: str = AUTO) -> Benchmark | None:
+    """The data set that a source's `shards` name, if they name one and nothing else."""
+    specs = [shards] if isinstance(shards, str) else shards
+    spec = specs[0].strip()
+    if type == BENCHMARK and not spec.startswith(f"{BENCHMARK}:"):
+        spec = f"{BENCHMARK}:{spec}"
+    if len(specs) != 1 or not spec.startswith(f"{BENCHMARK}:") or "::" in spec:
+        return None
+    return named(with_variables(spec))
+
+
+def _lines(text: str | None) -> list[str] | None:
+    """The lines as CLIP_benchmark reads them: a blank one is a class too, as numbers are line numbers."""
+    return None if text is None else [line.strip() for line in text.splitlines()]
+
+
+@lru_cache(maxsize=256)
+def _text(root: str, name: str) -> str | None:
+    """A small file beside the shards; None if it does not exist.
+
+    Raises:
+        SettingsError: it cannot be read, its host cannot be reached, or ROOT does not exist.
+    """
+    is_local = ShardURL(root).path is not None
+    if is_local and not Path(root).is_dir():
+        raise SettingsError(f"there is no folder {root}")
+    try:
+        if is_local:
+            return Path(root, name).read_text(encoding="utf-8-sig")
+        with closing(ShardCache(None)) as store:
+            return store.local(f"{root}/{name}", tar=False).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        return None
+    except ShardError as error:
+        if error.reason in ("missing", "http_404"):
+            return None
+        raise SettingsError(f"{BENCHMARK}:{redact(root)}: {name}: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{BENCHMARK}:{redact(root)}: {name} cannot be read: {error}") from error

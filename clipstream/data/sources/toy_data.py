@@ -27,7 +27,7 @@ from filelock import FileLock
 from PIL import Image, ImageDraw
 
 from clipstream.data.settings import SourceSettings
-from clipstream.data.sources.protocol import OpenShard, SourceContext, SourceType
+from clipstream.data.sources import OpenShard, SourceContext, SourceType
 from clipstream.data.sources.tars import TarSource
 from clipstream.errors import SettingsError
 from clipstream.storage.shard_cache import cache_root

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from clipstream.data.decode.labels import NO_CAPTION, CaptionsEncoder, CaptionsField
-from clipstream.data.sources.clip_benchmark import RETRIEVAL, of_source
+from clipstream.data.sources.tars import RETRIEVAL, of_source
 from clipstream.distributed.world import World
 from clipstream.evals.context import EvalContext
 from clipstream.evals.gallery import Kept, Matches, show_retrieval

@@ -14,7 +14,7 @@ import pytest
 
 from clipstream.data.build import evaluation_loader
 from clipstream.data.settings import SourceSettings
-from clipstream.data.sources.protocol import SourceContext
+from clipstream.data.sources import SourceContext
 from clipstream.data.sources.registry import Source
 from clipstream.distributed.world import World
 from clipstream.errors import DataError

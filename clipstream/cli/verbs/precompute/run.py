@@ -37,7 +37,7 @@ from clipstream.data.loader.workers import auto_workers
 from clipstream.data.order.rng import mix
 from clipstream.data.order_plan import reading_of, stable_names, tokenizer_identity, views_of
 from clipstream.data.settings import JsonCaption, TokenizerSettings
-from clipstream.data.sources.protocol import SourceContext
+from clipstream.data.sources import SourceContext
 from clipstream.data.sources.registry import Source
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.signals import StopSignals
