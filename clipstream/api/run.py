@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from clipstream.checkpoint import store
 from clipstream.config.settings import Settings, load
 from clipstream.errors import SettingsError, wrong_type
-from clipstream.report.html_report import REPORT_FILE, render, write_report
-from clipstream.report.run_reader import read_run
+from clipstream.report.html_report import REPORT_FILE, read_run, render, write_report
 from clipstream.report.sinks import METRICS_FILE, lines
 
 if TYPE_CHECKING:

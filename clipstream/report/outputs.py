@@ -6,8 +6,7 @@ The files that resuming and the report read are always written; `log.sinks` adds
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from clipstream.distributed.run_record import command_line, end_record, start_record
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.report.data_stall import DataStallWarning
 from clipstream.report.eval_results import FIGURES_FILE, FiguresFile, traced
 from clipstream.report.html_report import REPORT_FILE, Report, write_report
 from clipstream.report.settings import LogSettings
@@ -30,6 +28,7 @@ from clipstream.report.sinks import (
     Record,
     RunInfo,
     Sink,
+    SinkGroup,
     TensorBoard,
     json_line,
     lines,
@@ -37,13 +36,12 @@ from clipstream.report.sinks import (
 from clipstream.report.terminal import ProgressDisplay
 from clipstream.report.trackers import trackio_run, wandb_run
 from clipstream.storage.shard_url import redact_value
-from clipstream.utils import atomic_write
+from clipstream.text import counted, duration, milliseconds
 from clipstream.utils.logs import logger
-from clipstream.utils.plugins import make_plugin, raised
+from clipstream.utils.plugins import make_plugin
 
 if TYPE_CHECKING:
     from clipstream.data.batch import Batch
-    from clipstream.evals.context import Example, Table
 
 SINK_METHODS = ("write", "show", "status", "close")
 TRACKERS: dict[str, Callable[[Any, RunInfo], Sink]] = {"wandb": wandb_run, "trackio": trackio_run}
@@ -91,60 +89,6 @@ def build_sinks(log: LogSettings, run: RunInfo, *, trains: bool = True) -> dict[
     return sinks
 
 
-class SinkGroup(Sink):
-    """Hands everything to several sinks, and keeps a failing one from ending the run.
-
-    Args:
-        plugins: names of the sinks of `log.sinks`, which may fail in any way. Of the others only pictures and a full
-            disk may fail.
-    """
-
-    def __init__(self, plugins: Collection[str]) -> None:
-        self.sinks: dict[str, Sink] = {}  # by name, in the order in which they are called
-        self._plugins = plugins
-        self._failing: set[str] = set()  # sinks whose last call failed
-
-    def write(self, record: Record) -> None:
-        for name, sink in self.sinks.items():
-            own = deepcopy(record) if name in self._plugins else record  # which a user's sink may change
-            self.call(name, partial(sink.write, own))
-
-    def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
-        """Hand over pictures and tables. Any failure is reported, and never raised."""
-        for key, sink in self.sinks.items():
-            if key in self._plugins:
-                self.call(key, partial(sink.show, step, name, examples, tables))
-                continue
-            try:
-                sink.show(step, name, examples, tables)
-            except Exception as error:
-                logger.warning(f"the pictures of {name!r} could not be kept: {error}")
-
-    def status(self, text: str) -> None:
-        for name, sink in self.sinks.items():
-            self.call(name, partial(sink.status, text))
-
-    def close(self) -> None:
-        for name, sink in self.sinks.items():
-            self.call(name, sink.close)
-
-    def call(self, name: str, method: Callable[[], object]) -> None:
-        """Call a method of the sink `name`; a failure that may happen is reported once in a row, and not raised."""
-        try:
-            method()
-            self._failing.discard(name)
-        except Exception as error:
-            if isinstance(error, OSError) and atomic_write.is_full(error):
-                text = f"the disk is full: what {name} could not write is missing"
-            elif name in self._plugins:
-                text = f"log.sinks.{name} failed, and the run goes on: {raised(f'log.sinks.{name}', error)}"
-            else:
-                raise
-            if name not in self._failing:
-                logger.warning(f"{text}")
-            self._failing.add(name)
-
-
 class Outputs(SinkGroup):
     """All sinks of a run that trains, and its files of figures.
 
@@ -153,14 +97,11 @@ class Outputs(SinkGroup):
         run: the run, and where it resumes.
         subject: what trains, for the files of figures: run, model.
 
-    Attributes:
-        ending: stamps the record of the end, on rank 0.
     """
 
     def __init__(self, settings: LogSettings, world: World, run: RunInfo, *, subject: Record | None = None) -> None:
         super().__init__(settings.sinks)
         self._world, self._pictures, self._run, self._subject = world, settings.pictures, run, subject or {}
-        self.ending: Ending | None = None
         if not world.is_main:
             return
         folder, done = run.folder, run.resume_step
@@ -180,9 +121,6 @@ class Outputs(SinkGroup):
         if self._world.is_main:
             command = [redact_value(part) for part in command_line()]
             self.write(start_record(self._run.resume_step or 0, self._world.size, self._world.device, command))
-
-    def write(self, record: Record) -> None:
-        super().write(record if self.ending is None else self.ending.stamped(record))
 
     def trace(self, record: Record, about: Record) -> None:
         """Add an evaluation to the files of figures, with what it was made with; on rank 0 only."""
@@ -244,3 +182,64 @@ class Ending:
                 write_report(self.folder, self.folder / REPORT_FILE)
         except Exception as failure:  # the process ends with the first error
             logger.warning(f"the end could not be written to {self.folder}: {failure}")
+
+
+SHARE = 0.2  # of the time, that may be spent waiting
+PATIENCE = 3  # training lines in a row that wait too long
+MOMENT = 30.0  # s of waiting in these lines before a warning
+_ADVICE = {
+    "open": "shards arrive slowly: keep them on a local disk (--data.cache FOLDER), use larger shards or a smaller "
+    "--data.shuffle.shards, or more --workers",
+    "order": "computing the order takes long: use fewer, larger shards",
+    "read": "the disk is slow: use a local disk, or more --workers",
+    "transform": "your transform (data.sources.NAME.transform) is slow: make it faster, or use more --workers",
+    "decode": "decoding is slow: use more --workers, or smaller images in the shards",
+    "tokenize": "the tokenizer is slow: use one of the Hub with a tokenizer.json, or more --workers",
+}
+
+
+class DataStallWarning(Sink):
+    """Warns once when several training lines in a row wait for data, and reports when that is over.
+
+    Args:
+        ranks: of the run; while one waits, all do.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._lost = 0.0  # s, of the run
+        self._lines, self._streak = 0, 0.0  # lines in a row that wait too long, and their waiting in s
+        self._warned = False
+
+    def write(self, record: Record) -> None:
+        """Take a training line with its stages."""
+        if "stages" not in record:
+            return
+        waited = record["data_wait"] * record["seconds"]
+        self._lost += waited
+        if record["data_wait"] <= SHARE:
+            if self._warned:
+                logger.info(f"training no longer waits for data (step {record['step']}); {self._cost()}")
+            self._lines, self._streak, self._warned = 0, 0.0, False
+            return
+        self._lines += 1
+        self._streak += waited
+        if self._lines < PATIENCE or self._streak < MOMENT or self._warned:
+            return
+        self._warned = True
+        # Not record["bottleneck"]: below its own threshold for waiting, that is 'training'.
+        stage = next(stage for stage in record["stages"] if stage in _ADVICE)
+        took = record["stages"][stage]
+        times = f"{milliseconds(took['p50'])} at p50, {milliseconds(took['p99'])} at p99"
+        logger.warning(
+            f"training waits for data {record['data_wait']:.0%} of its time (step {record['step']}): most of the "
+            f"workers' time goes into {stage!r}, {times}; {self._cost()}. {_ADVICE[stage]}"
+        )
+
+    def close(self) -> None:
+        """Report the cost, if training still waits."""
+        if self._warned:
+            logger.info(f"training waited for data to the end; {self._cost()}")
+
+    def _cost(self) -> str:
+        return f"{duration(self._lost * self._ranks)} of {counted(self._ranks, 'rank')} lost so far"

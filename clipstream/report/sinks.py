@@ -14,8 +14,10 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -25,6 +27,7 @@ from typing_extensions import NotRequired, TypedDict
 from clipstream.errors import SettingsError
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
+from clipstream.utils.plugins import raised
 from clipstream.utils.section import Count, checked
 
 if TYPE_CHECKING:
@@ -78,6 +81,72 @@ class Sink(Protocol):
     def close(self) -> None:
         """Flush and close, at the end of the run or after an error."""
         return None
+
+
+class Stamp(Protocol):
+    """See `SinkGroup.ending`."""
+
+    def stamped(self, record: Record) -> Record:
+        """The record; if it is an end, with the seconds that the process took."""
+
+
+class SinkGroup(Sink):
+    """Passes everything to several sinks, and keeps a failing one from ending the run.
+
+    Attributes:
+        ending: adds the duration of the process to the record of its end.
+
+    Args:
+        plugins: names of the sinks of `log.sinks`, which may fail in any way. Of the others only images and a full
+            disk may fail.
+    """
+
+    def __init__(self, plugins: Collection[str]) -> None:
+        self.sinks: dict[str, Sink] = {}  # by name, in the order in which they are called
+        self.ending: Stamp | None = None
+        self._plugins = plugins
+        self._failing: set[str] = set()  # sinks whose last call failed
+
+    def write(self, record: Record) -> None:
+        record = record if self.ending is None else self.ending.stamped(record)
+        for name, sink in self.sinks.items():
+            own = deepcopy(record) if name in self._plugins else record  # which a user's sink may change
+            self.call(name, partial(sink.write, own))
+
+    def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
+        """Pass on images and tables. Any failure is reported, and never raised."""
+        for key, sink in self.sinks.items():
+            if key in self._plugins:
+                self.call(key, partial(sink.show, step, name, examples, tables))
+                continue
+            try:
+                sink.show(step, name, examples, tables)
+            except Exception as error:
+                logger.warning(f"the pictures of {name!r} could not be kept: {error}")
+
+    def status(self, text: str) -> None:
+        for name, sink in self.sinks.items():
+            self.call(name, partial(sink.status, text))
+
+    def close(self) -> None:
+        for name, sink in self.sinks.items():
+            self.call(name, sink.close)
+
+    def call(self, name: str, method: Callable[[], object]) -> None:
+        """Call a method of the sink `name`; a failure that may happen is reported once in a row, and not raised."""
+        try:
+            method()
+            self._failing.discard(name)
+        except Exception as error:
+            if isinstance(error, OSError) and atomic_write.is_full(error):
+                text = f"the disk is full: what {name} could not write is missing"
+            elif name in self._plugins:
+                text = f"log.sinks.{name} failed, and the run goes on: {raised(f'log.sinks.{name}', error)}"
+            else:
+                raise
+            if name not in self._failing:
+                logger.warning(f"{text}")
+            self._failing.add(name)
 
 
 class AppendedFile:

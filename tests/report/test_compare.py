@@ -17,8 +17,7 @@ from clipstream.evals.context import EvalContext
 from clipstream.evals.runner import EvalRunner
 from clipstream.evals.settings import EvalSettings
 from clipstream.report.eval_results import FIGURES_FILE, FiguresFile, differences, groups, traced
-from clipstream.report.html_report import render
-from clipstream.report.run_reader import read_run
+from clipstream.report.html_report import read_run, render
 from clipstream.report.sinks import MetricsFile
 from tests.support.browser import look, needs_browser
 from tests.support.evaluating import tiny_towers

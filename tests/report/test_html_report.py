@@ -27,14 +27,16 @@ from clipstream.report.html_report import (
     REPORT_FILE,
     Chart,
     Report,
+    RunContents,
     Series,
     StepTimes,
+    fewer,
     nice_ticks,
+    read_run,
     render,
     short,
     write_comparison,
 )
-from clipstream.report.run_reader import RunContents, fewer, read_run
 from clipstream.report.sinks import AUDIT_FILE, METRICS_FILE, MetricsFile, PictureFiles
 from tests.support.browser import look, needs_browser
 from tests.support.json_values import JSON, changed, places

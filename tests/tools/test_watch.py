@@ -23,7 +23,7 @@ from clipstream.cli.verbs.evaluate_watch import WatchedRun, fault
 from clipstream.config.dump import dump
 from clipstream.config.settings import Settings
 from clipstream.distributed.world import World
-from clipstream.report.run_reader import read_run
+from clipstream.report.html_report import read_run
 from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState
 from tests.support.evaluating import tiny_towers

@@ -18,7 +18,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import DivergedError
 from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings, LossSettings
-from clipstream.report.run_reader import read_run
+from clipstream.report.html_report import read_run
 from clipstream.report.sinks import scalars
 from clipstream.report.terminal import ProgressDisplay
 from clipstream.train import main

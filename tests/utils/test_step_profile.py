@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from clipstream.report.html_report import render
-from clipstream.report.run_reader import read_run
+from clipstream.report.html_report import read_run, render
 from clipstream.report.settings import LogSettings
 from clipstream.train import main
 from clipstream.utils.timing.step_profile import StepProfiler, dearest, table

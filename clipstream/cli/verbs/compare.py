@@ -10,8 +10,7 @@ from pathlib import Path
 from clipstream.config.entry import run_main
 from clipstream.config.error_messages import enumerate_words
 from clipstream.errors import SettingsError
-from clipstream.report.html_report import write_comparison
-from clipstream.report.run_reader import read_run
+from clipstream.report.html_report import read_run, write_comparison
 from clipstream.utils.logs import logger
 from clipstream.utils.section import own_path, with_home
 

@@ -34,8 +34,8 @@ from clipstream.evals.settings import Weights, eval_name
 from clipstream.models.pretrained import preflight
 from clipstream.report.eval_results import FIGURES_FILE, TABLE_FILE, WATCH_FOLDER, add, traced
 from clipstream.report.html_report import Report
-from clipstream.report.outputs import SinkGroup, build_sinks
-from clipstream.report.sinks import METRICS_FILE, PictureFiles, Record, RunInfo, lines
+from clipstream.report.outputs import build_sinks
+from clipstream.report.sinks import METRICS_FILE, PictureFiles, Record, RunInfo, SinkGroup, lines
 from clipstream.report.terminal import evaluation_line
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import announce, logger

@@ -16,7 +16,7 @@ from clipstream.data.loader import loader as loading
 from clipstream.data.loader import sampler
 from clipstream.data.loader.stage_timing import IDLE, StageTimes, Stopwatch, merged
 from clipstream.data.sources import registry
-from clipstream.report.data_stall import PATIENCE, DataStallWarning
+from clipstream.report.outputs import PATIENCE, DataStallWarning
 from clipstream.storage import tar
 from clipstream.training.trainer import NEGLIGIBLE
 from tests.support.clocks import Clock
