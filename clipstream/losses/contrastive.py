@@ -19,14 +19,18 @@ UniCL, arXiv:2204.03610), and the sigmoid takes each as a match.
 
 **Numerics.** Logits and their sums are float32 under any autocast, float64 if the features are. They exist a tile at a
 time, and gradients are computed with the value (see `tiled`).
+
+`ClipLoss` and `SigLipLoss` are modules for custom training loops, called as open_clip's. Their ranks are those of
+torch.distributed's default process group, if there is one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
 
 from clipstream.data.batch import Batch
@@ -34,16 +38,13 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses import tiled
 from clipstream.losses.ring import Ring
-from clipstream.losses.settings import ClipLossSettings, LossSettings, SiglipLossSettings
+from clipstream.losses.settings import ClipLossSettings, Duplicates, LossSettings, SiglipLossSettings
+from clipstream.models.towers import Features
 from clipstream.utils.logs import logger
 from clipstream.utils.plugins import make_plugin
 
-if TYPE_CHECKING:
-    from clipstream.models.towers import Features
-
 Leaves = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]  # image, text, scale, bias
 Kind = Literal["softmax", "sigmoid"]
-Duplicates = Literal["negatives", "mask", "positives"]
 Compute = Callable[[Leaves, bool], tiled.Found]
 FEW_DISTINCT = 0.7  # share of distinct samples in a batch: a data set of 2 batches gives 0.79, of 1 batch 0.63
 
@@ -264,3 +265,100 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         ring: Ring = ctx.ring
         return ring.world.all_reduce_sum(grads[0].clone(memory_format=torch.contiguous_format))[ring.own], None
+
+
+class _GlobalLoss(nn.Module):
+    """A loss of the global batch, whose gradients are exact where the ranks' gradients are averaged."""
+
+    kind: Kind
+
+    def _loss(
+        self, image: torch.Tensor, text: torch.Tensor, *numbers: torch.Tensor | float | None, output_dict: bool
+    ) -> Any:
+        if image.ndim != 2 or image.shape != text.shape:
+            shapes = f"{tuple(image.shape)} and {tuple(text.shape)}"
+            raise ValueError(f"image_features and text_features are both [n, D], row i of both a pair, not {shapes}")
+        world = World.of_group(str(image.device))
+        scale, bias = (None if one is None else torch.as_tensor(one, device=image.device).sum() for one in numbers)
+        features = Features(image, text, cast(torch.Tensor, scale), bias)
+        loss = loss_share(self.kind, features, torch.ones(len(image), device=image.device), world)
+        if world.size > 1:
+            scaled = loss * world.size
+            loss = world.all_reduce_sum(loss.detach().clone()) + (scaled - scaled.detach())
+        return {"contrastive_loss": loss} if output_dict else loss
+
+
+class ClipLoss(_GlobalLoss):
+    """CLIP's softmax loss over the global batch, exact on any number of ranks (arXiv:2103.00020, figure 3).
+
+    Takes the place of `open_clip.loss.ClipLoss(local_loss=…, gather_with_grad=…, rank=…, world_size=…)`; there is
+    nothing to set. Every rank calls it, each with as many pairs as it has. Texts are gathered on a GPU while they take
+    less than 1 GiB, and else go round the ranks in a ring; logits exist a tile at a time, so that memory grows with the
+    batch and not with its square. Call `backward` once.
+
+    **What is averaged.** The loss that is returned is the mean over all pairs of all ranks, the same on each rank.
+    `backward` gives gradients that are those of this mean when the ranks' gradients are averaged, as DDP and FSDP do.
+    Where they are summed instead, divide the loss by the number of ranks.
+
+    Examples:
+        >>> import torch
+        >>> from clipstream.losses import ClipLoss
+        >>> features = torch.nn.functional.normalize(torch.eye(4, 8), dim=-1)
+        >>> round(ClipLoss()(features, features, logit_scale=torch.tensor(100.0)).item(), 4)
+        0.0
+    """
+
+    kind: Kind = "softmax"
+
+    def forward(
+        self,
+        image_features: torch.Tensor,
+        text_features: torch.Tensor,
+        logit_scale: torch.Tensor | float,
+        logit_bias: torch.Tensor | float | None = None,
+        output_dict: bool = False,
+    ) -> Any:
+        """The loss, a scalar in float32 (float64 if the features are).
+
+        Args:
+            image_features: [n, D], rows of length 1, in any floating dtype; row i belongs to text i.
+            text_features: [n, D], likewise.
+            logit_scale: scalar, already exponentiated, as open_clip's model returns it.
+            logit_bias: scalar that is added to the logits, if any.
+            output_dict: return `{"contrastive_loss": loss}`.
+
+        Raises ValueError: the features' shapes do not fit.
+        """
+        return self._loss(image_features, text_features, logit_scale, logit_bias, output_dict=output_dict)
+
+
+class SigLipLoss(_GlobalLoss):
+    """SigLIP's sigmoid loss over the global batch, exact on any number of ranks (arXiv:2303.15343, algorithm 1).
+
+    Takes the place of `open_clip.loss.SigLipLoss(rank=…, world_size=…, dist_impl=…)`: the sum over all pairs of an
+    image and a text of the global batch, divided by its number of samples. On several ranks open_clip's returns the
+    part of each rank's images, whose mean is this loss. See `ClipLoss` on ranks, memory and what is averaged.
+
+    Examples:
+        >>> import torch
+        >>> from clipstream.losses import SigLipLoss
+        >>> features = torch.nn.functional.normalize(torch.eye(4, 8), dim=-1)
+        >>> round(SigLipLoss()(features, features, torch.tensor(20.0), torch.tensor(-10.0)).item(), 4)
+        0.0002
+    """
+
+    kind: Kind = "sigmoid"
+
+    def forward(
+        self,
+        image_features: torch.Tensor,
+        text_features: torch.Tensor,
+        logit_scale: torch.Tensor | float,
+        logit_bias: torch.Tensor | float,
+        output_dict: bool = False,
+    ) -> Any:
+        """The loss, a scalar in float32 (float64 if the features are). Arguments are those of `ClipLoss.forward`.
+
+        Raises ValueError: the features' shapes do not fit.
+        """
+        return self._loss(image_features, text_features, logit_scale, logit_bias, output_dict=output_dict)

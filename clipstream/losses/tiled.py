@@ -1,10 +1,10 @@
 """Contrastive losses over tiles of the logits: value and gradients, without the whole matrix.
 
 Of the B x B logits s_ij = scale <x_i, y_j> + bias, a rank computes the rows of its own n images, with the texts of all
-ranks (see `ring`). Only one tile exists at a time, in reused buffers. Memory beside features and their gradients: 3
-tiles, a few numbers for each of the B samples and, on several ranks, the texts and sums of all of them (2 B D) or those
-in transit (up to 5 n D). There is no autograd: gradients are computed with the value. Sums have the dtype of the
-features, float32 or float64. `reference` has the same losses in a few lines.
+ranks (see `ring`). Only one tile exists at a time, in reused buffers. Memory beside features and their gradients: 2 to
+4 tiles, a few numbers for each of the B samples and, on several ranks, the texts and sums of all of them (2 B D) or
+those in transit (up to 5 n D). There is no autograd: gradients are computed with the value. Sums have the dtype of the
+features, float32 or float64. tests/support/losses.py has the same losses in a few lines.
 
 The targets t_ij say which pairs match: t_ij = [i = j], or 1 for all pairs with the same label. k_i is the number of
 present samples that match i.
@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,8 @@ from clipstream.losses.settings import Duplicates
 
 ROWS, COLUMNS = 1024, 1024  # of a tile: 4 MiB in float32, for the caches of a CPU
 GPU_ROWS, GPU_COLUMNS = 4096, 8192  # 128 MiB: fewer kernels, which take longer than their launch
+BUFFERS = 2  # of a loss: the tile of logits, and one for `logsumexp` and the gradient
+TEMPORARIES = 2  # tiles that one operation may allocate beside the buffers
 EXACT = 40.0  # above it softplus(s) is s, to the last bit of a float64
 
 
@@ -137,11 +139,17 @@ def sigmoid(pairs: Pairs, *, gradients: bool) -> Found:
     return tiles.scaled(found, pairs.ring.around(pairs.texts, carry))
 
 
-def peak_bytes(n: int, total: int, width: int, world: World, gather_gib: float | None) -> int:
-    """About the memory that a loss of n of `total` samples takes on a GPU: features, gradients, sums and tiles."""
-    texts = 4 * total * width
-    others = 2 * texts if world.size > 1 and is_gathered(world, texts, gather_gib) else 0
-    return others + 6 * 4 * n * width + 4 * 4 * min(n, GPU_ROWS) * min(total, GPU_COLUMNS)
+def peak_bytes(loss: Any, n: int, total: int, width: int, world: World) -> int:
+    """About the memory that a loss of n of `total` samples takes on a GPU: features, gradients, sums and tiles.
+
+    Args:
+        loss: its `gather_gib` and `buffers` count, where it has them.
+        width: numbers of a feature.
+    """
+    texts, buffers = 4 * total * width, getattr(loss, "buffers", BUFFERS)
+    gathered = world.size > 1 and is_gathered(world, texts, getattr(loss, "gather_gib", None))
+    tiles = (buffers + TEMPORARIES) * 4 * min(n, GPU_ROWS) * min(total, GPU_COLUMNS)
+    return 2 * texts * gathered + 6 * 4 * n * width + tiles
 
 
 class Tiles:
@@ -149,7 +157,7 @@ class Tiles:
 
     Args:
         pairs: the inputs of the logits.
-        buffers: number of buffers of the size of a tile: one for the logits, one for `logsumexp`, and the caller's.
+        buffers: number of buffers of the size of a tile: BUFFERS, and the caller's.
 
     Attributes:
         pairs: the inputs of the logits.
@@ -157,7 +165,7 @@ class Tiles:
         diagonal_targets: whether a sample matches only itself.
     """
 
-    def __init__(self, pairs: Pairs, buffers: int = 2) -> None:
+    def __init__(self, pairs: Pairs, buffers: int = BUFFERS) -> None:
         self.pairs = pairs
         total = pairs.weights.sum().clamp_min(torch.finfo(pairs.weights.dtype).tiny)  # 0 / 0 would be nan
         self.halves: torch.Tensor = pairs.weights / (2 * total)

@@ -165,8 +165,7 @@ class AutoMicroBatch(GradCache):
 
     def _loss_memory(self, rows: torch.Tensor, batch: Batch) -> torch.Tensor:
         """As much memory as the loss of the batch takes, whose features are as wide as `rows`."""
-        limit = getattr(self.loss, "gather_gib", None)
-        size = peak_bytes(len(batch), batch.global_size, rows.shape[1], self.world, limit)
+        size = peak_bytes(self.loss, len(batch), batch.global_size, rows.shape[1], self.world)
         return rows.new_empty(size, dtype=torch.uint8)
 
     def _search_kept(self, batch: Batch, most: int | None = None) -> None:

@@ -11,11 +11,11 @@ import torch
 
 from clipstream.distributed.world import World
 from clipstream.losses.contrastive import build_loss
-from clipstream.losses.reference import sigmoid_loss, softmax_loss
 from clipstream.losses.settings import ClipLossSettings, SiglipLossSettings
 from clipstream.models.towers import Features
 from clipstream.training.ema import WeightAverages
 from tests.support.gpu_steps import assert_close, gradients, make_batch, make_step, make_towers, weights
+from tests.support.losses import sigmoid_loss, softmax_loss
 
 
 def test_normalised_pixels_are_those_of_the_cpu(device: str, tmp_path: Path) -> None:

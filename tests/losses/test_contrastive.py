@@ -17,9 +17,9 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses import tiled
 from clipstream.losses.contrastive import ContrastiveLoss, build_loss
-from clipstream.losses.reference import sigmoid_loss, softmax_loss
 from clipstream.losses.settings import ClipLossSettings, LossSettings, SiglipLossSettings, chosen_loss_type
 from clipstream.models.towers import Features
+from tests.support.losses import sigmoid_loss, softmax_loss
 from tests.support.ranks import run_ranks
 
 KINDS = ("clip", "siglip")
@@ -44,12 +44,22 @@ def make_batch(weights: torch.Tensor, ids: torch.Tensor | None = None, global_si
 
 
 def make_inputs(n: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    """Pictures, texts, two linear towers and the scalars: leaves of the graph, the same in every process."""
+    """Images, texts, two linear towers and the scalars: leaves of the graph, the same in every process."""
     draw = torch.Generator().manual_seed(7)
     shapes = {"pixels": (n, 6), "ids": (n, 6), "visual": (6, 5), "text": (6, 5)}
     made = {name: torch.randn(*shape, generator=draw, dtype=dtype) for name, shape in shapes.items()}
     made |= {"scale": torch.tensor(1.9, dtype=dtype), "bias": torch.tensor(-3.0, dtype=dtype)}
     return made
+
+
+def features_of(kind: str, inputs: dict[str, torch.Tensor], rows: slice = slice(None)) -> Features:
+    """The features of some rows, and the scalars of the logits."""
+    return Features(
+        image=F.normalize(inputs["pixels"][rows] @ inputs["visual"], dim=-1),
+        text=F.normalize(inputs["ids"][rows] @ inputs["text"], dim=-1),
+        logit_scale=inputs["scale"].exp(),
+        logit_bias=inputs["bias"] if kind == "siglip" else None,
+    )
 
 
 def loss_and_gradients(
@@ -64,12 +74,7 @@ def loss_and_gradients(
 ) -> dict[str, torch.Tensor]:
     """This rank's share and its gradients of tower weights, scale and bias."""
     leaves = {name: inputs[name].clone().requires_grad_() for name in ("visual", "text", "scale", "bias")}
-    features = Features(
-        image=F.normalize(inputs["pixels"][rows] @ leaves["visual"], dim=-1),
-        text=F.normalize(inputs["ids"][rows] @ leaves["text"], dim=-1),
-        logit_scale=leaves["scale"].exp(),
-        logit_bias=leaves["bias"] if kind == "siglip" else None,
-    )
+    features = features_of(kind, inputs | leaves, rows)
     captions = torch.arange(len(weights)) if captions is None else captions
     batch = make_batch(weights[rows], captions[rows, None], len(weights))
     loss = make_loss(kind, duplicates, gather_gib)(features, batch, world)
@@ -114,26 +119,7 @@ def test_shares_of_uneven_ranks_sum_to_the_full_batch(size: int, monkeypatch: py
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_equals_open_clip(kind: str) -> None:
-    import open_clip.loss  # here, so that ranks do not import it
-
-    inputs, n = make_inputs(12), 12
-    found = loss_and_gradients(kind, inputs, torch.ones(n), slice(None), World())
-    leaves = {name: inputs[name].clone().requires_grad_() for name in ("visual", "text", "scale", "bias")}
-    image = F.normalize(inputs["pixels"] @ leaves["visual"], dim=-1)
-    text = F.normalize(inputs["ids"] @ leaves["text"], dim=-1)
-    if kind == "clip":
-        wanted = open_clip.loss.ClipLoss()(image, text, leaves["scale"].exp())
-    else:
-        wanted = open_clip.loss.SigLipLoss()(image, text, leaves["scale"].exp(), leaves["bias"])
-    wanted.backward()
-    torch.testing.assert_close(found["loss"], wanted.detach(), rtol=0, atol=1e-12)
-    for name in ("visual", "text", "scale") + (("bias",) if kind == "siglip" else ()):
-        torch.testing.assert_close(found[name], leaves[name].grad, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_sample_of_weight_0_is_not_there(kind: str) -> None:
+def test_a_sample_of_weight_0_is_absent(kind: str) -> None:
     inputs = make_inputs(8)
     keep = torch.tensor([True, False, True, True, False, True, True, True])
     fewer = inputs | {name: inputs[name][keep] for name in ("pixels", "ids")}
@@ -141,24 +127,15 @@ def test_a_sample_of_weight_0_is_not_there(kind: str) -> None:
     wanted = loss_and_gradients(kind, fewer, torch.ones(6), slice(None), World())
     for name in wanted:
         torch.testing.assert_close(found[name], wanted[name], rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_weight_at_all_gives_zero_and_not_nan(kind: str) -> None:
-    found = loss_and_gradients(kind, make_inputs(4), torch.zeros(4), slice(None), World())
-    assert all(torch.equal(tensor, torch.zeros_like(tensor)) for tensor in found.values())
+    nothing = loss_and_gradients(kind, inputs, torch.zeros(8), slice(None), World())
+    assert all(torch.equal(tensor, torch.zeros_like(tensor)) for tensor in nothing.values())  # and not nan
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_float32_under_autocast(kind: str) -> None:
     inputs = make_inputs(16, torch.float32)
     plain = loss_and_gradients(kind, inputs, torch.ones(16), slice(None), World())["loss"]
-    features = Features(
-        image=F.normalize(inputs["pixels"] @ inputs["visual"], dim=-1),
-        text=F.normalize(inputs["ids"] @ inputs["text"], dim=-1),
-        logit_scale=inputs["scale"].exp(),
-        logit_bias=inputs["bias"] if kind == "siglip" else None,
-    )
+    features = features_of(kind, inputs)
     with torch.autocast("cpu", torch.bfloat16):
         loss = make_loss(kind)(features, make_batch(torch.ones(16)), World())
     assert loss.dtype == torch.float32
@@ -170,6 +147,7 @@ def test_the_model_decides_and_a_contradiction_is_an_error() -> None:
     assert chosen_loss_type(auto) is None
     assert build_loss(auto, "clip").max_logit_scale == 100.0
     assert build_loss(auto, "siglip").max_logit_scale is None
+    assert build_loss(ClipLossSettings.model_validate({"max_logit_scale": None}), "clip").max_logit_scale is None
     limits = [build_loss(auto, kind).min_logit_scale for kind in KINDS]
     assert limits == [1.0, None]
     with pytest.raises(ValueError, match="60 is above max_logit_scale, 50"):
@@ -208,37 +186,22 @@ def test_a_users_own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         build_loss(LossSettings.model_validate({"type": "no_loss:Bare"}), "clip")
 
 
-def test_limits_belong_to_the_settings() -> None:
-    assert build_loss(ClipLossSettings.model_validate({"max_logit_scale": None}), "clip").max_logit_scale is None
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("duplicates", DUPLICATES)
-def test_duplicates_are_what_the_settings_say(kind: str, duplicates: str) -> None:
+def test_tiles_of_any_size_equal_the_reference(kind: str, duplicates: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, weights = make_inputs(9), make_weights(9)
-    found = loss_and_gradients(kind, inputs, weights, slice(None), World(), CAPTIONS, duplicates)
     leaves = {name: inputs[name].clone().requires_grad_() for name in ("visual", "text", "scale", "bias")}
-    image = F.normalize(inputs["pixels"] @ leaves["visual"], dim=-1)
-    text = F.normalize(inputs["ids"] @ leaves["text"], dim=-1)
-    logits = leaves["scale"].exp() * image @ text.T + (leaves["bias"] if kind == "siglip" else 0)
+    image, text, scale, bias = features_of("siglip", inputs | leaves)
+    logits = scale * image @ text.T + (bias if kind == "siglip" else 0)
     wanted = REFERENCES[kind](logits, weights, CAPTIONS, duplicates)
     wanted.backward()
-    torch.testing.assert_close(found["loss"], wanted.detach(), rtol=0, atol=1e-12)
-    for name in ("visual", "text", "scale") + (("bias",) if kind == "siglip" else ()):
-        torch.testing.assert_close(found[name], leaves[name].grad, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("duplicates", DUPLICATES)
-def test_tiles_of_any_size_give_the_same(kind: str, duplicates: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs, weights = make_inputs(9), make_weights(9)
-    whole = loss_and_gradients(kind, inputs, weights, slice(None), World(), CAPTIONS, duplicates)
-    for rows, columns in ((1, 1), (2, 3), (4, 2), (5, 9)):
+    for rows, columns in ((1024, 1024), (1, 1), (2, 3), (4, 2), (5, 9)):
         monkeypatch.setattr(tiled, "ROWS", rows)
         monkeypatch.setattr(tiled, "COLUMNS", columns)
         found = loss_and_gradients(kind, inputs, weights, slice(None), World(), CAPTIONS, duplicates)
-        for name in whole:
-            torch.testing.assert_close(found[name], whole[name], rtol=0, atol=1e-12)
+        torch.testing.assert_close(found["loss"], wanted.detach(), rtol=0, atol=1e-12)
+        for name in ("visual", "text", "scale") + (("bias",) if kind == "siglip" else ()):
+            torch.testing.assert_close(found[name], leaves[name].grad, rtol=0, atol=1e-12)
 
 
 def near_cosines(n: int, cosine: float, seed: int) -> dict[str, torch.Tensor]:
@@ -285,12 +248,7 @@ def test_a_small_sigmoid_loss_is_as_exact_as_a_large_one(size: int, monkeypatch:
 def test_duplicates_by_pictures() -> None:
     settings = LossSettings.model_validate({"type": "clip", "duplicates": "mask", "duplicates_by": "pictures"})
     inputs = make_inputs(6)
-    features = Features(
-        F.normalize(inputs["pixels"] @ inputs["visual"], dim=-1),
-        F.normalize(inputs["ids"] @ inputs["text"], dim=-1),
-        torch.tensor(5.0),
-        None,
-    )
+    features = features_of("clip", inputs)
     batch = make_batch(torch.ones(6))
     differing = replace(batch, pictures=torch.arange(6))
     alike = replace(batch, pictures=torch.tensor([7, 1, 7, 2, 3, 4]))

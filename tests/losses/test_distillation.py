@@ -19,10 +19,10 @@ from clipstream.features.codec import encode_rows
 from clipstream.losses import tiled
 from clipstream.losses.contrastive import SigmoidLoss, SoftmaxLoss
 from clipstream.losses.distillation import DistilledLoss
-from clipstream.losses.reference import feature_loss, relational_loss, sigmoid_loss, softmax_loss
 from clipstream.losses.settings import ClipLossSettings, DistillSettings, SiglipLossSettings
 from clipstream.training.gradcache import GradCache
 from clipstream.training.parallel import finish_gradients, full_tensor, is_sharded, parallelize, wrap
+from tests.support.losses import feature_loss, relational_loss, sigmoid_loss, softmax_loss
 from tests.support.peak_memory import PeakMemory
 from tests.support.ranks import run_ranks
 from tests.support.steps import CUTS, Features, TinyTowers, make_batch
@@ -216,13 +216,10 @@ def test_a_student_equal_to_its_teacher_has_no_divergence() -> None:
     found = loss_and_gradients(
         make_loss(scales={"small": 9.0}, type="affinity", contrastive=0.0, features=1.0), inputs, weights
     )
-    assert_equal(found, {name: torch.zeros_like(tensor) for name, tensor in found.items()}, atol=1e-13)
-
-
-def test_no_weight_at_all_gives_zero_and_not_nan() -> None:
-    loss = make_loss(scales={"small": 9.0}, features=1.0)
-    found = loss_and_gradients(loss, make_inputs(4), torch.zeros(4, dtype=torch.float64))
-    assert all(torch.equal(tensor, torch.zeros_like(tensor)) for tensor in found.values())
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in found.items()}
+    assert_equal(found, zeros, atol=1e-13)
+    without_weights = loss_and_gradients(make_loss(features=0.0), inputs, torch.zeros(9, dtype=torch.float64))
+    assert_equal(without_weights, zeros, atol=0)  # and not nan
 
 
 def test_sums_are_float32_under_autocast() -> None:
@@ -293,18 +290,12 @@ def gradients_of(world: World, *, sharded: bool, size: int | None) -> dict[str, 
     return found
 
 
-@pytest.mark.parametrize("size", [3, 1])
-def test_micro_batches_give_the_same_gradients(size: int) -> None:
-    wanted = gradients_of(World(), sharded=False, size=None)
-    found = gradients_of(World(), sharded=False, size=size)
-    assert_equal(found, {name: torch.as_tensor(value) for name, value in wanted.items()}, atol=1e-12)
-
-
 def play_sharded(world: World) -> dict[str, Any]:
     return gradients_of(world, sharded=True, size=3)
 
 
-def test_sharded_ranks_give_the_same_gradients() -> None:
+def test_micro_batches_and_sharded_ranks_give_the_same_gradients() -> None:
     wanted = gradients_of(World(), sharded=False, size=None)
-    for found in run_ranks(2, play_sharded):
+    alone = [gradients_of(World(), sharded=False, size=size) for size in (3, 1)]
+    for found in (*alone, *run_ranks(2, play_sharded)):
         assert_equal(found, {name: torch.as_tensor(value) for name, value in wanted.items()}, atol=1e-12)

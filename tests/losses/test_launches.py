@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,12 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
-from clipstream.losses.contrastive import Duplicates, Kind, loss_share
+from clipstream.losses.contrastive import Kind, SoftmaxLoss, loss_share
+from clipstream.losses.distillation import DistilledLoss
 from clipstream.losses.ring import Ring
+from clipstream.losses.settings import ClipLossSettings, DistillSettings, Duplicates
 from clipstream.losses.tiled import peak_bytes
 from clipstream.models.towers import Features
 from tests.support.peak_memory import PeakMemory
@@ -87,13 +91,30 @@ def test_a_step_launches_few_kernels_and_exchanges(kind: Kind, duplicates: Dupli
 
 
 @pytest.mark.parametrize("fake_group", [8], indirect=True)
-@pytest.mark.parametrize("duplicates", ["negatives", "mask", "positives"])
-def test_the_memory_told_to_others_is_enough(duplicates: Duplicates, fake_group: World) -> None:
+def test_the_memory_told_to_others_is_enough(fake_group: World) -> None:
     n, size = RANKS[fake_group.size], fake_group.size
-    for kind, gib in itertools.product(("softmax", "sigmoid"), (0.0, 1.0)):
+    every: tuple[Duplicates, ...] = ("negatives", "mask", "positives")
+    for kind, duplicates, gib in itertools.product(("softmax", "sigmoid"), every, (0.0, 1.0)):
         with PeakMemory() as peak:
             launches(kind, fake_group, n, duplicates, gib)
-        assert peak.most <= peak_bytes(n, n * size, 512, fake_group, gib) <= 3 * peak.most
+        told = peak_bytes(SimpleNamespace(gather_gib=gib), n, n * size, 512, fake_group)
+        assert peak.most <= told <= 3 * peak.most
+
+
+@pytest.mark.parametrize("fake_group", [8], indirect=True)
+def test_distillation_has_more_tiles(fake_group: World) -> None:
+    n, total = RANKS[fake_group.size], RANKS[fake_group.size] * fake_group.size
+    base = SoftmaxLoss(ClipLossSettings(gather_gib=0.0))
+    loss = DistilledLoss(base, DistillSettings(contrastive=0.0), {"teacher": 10.0})
+    with FakeTensorMode():
+        rows = [torch.rand(n, 512, device="cuda:0", requires_grad=number < 2) for number in range(4)]
+        features = Features(rows[0], rows[1], torch.rand((), device="cuda:0", requires_grad=True), None)
+        teacher = {"teacher.image": rows[2], "teacher.text": rows[3]}
+        batch = Batch(None, rows[0], torch.rand(n, device="cuda:0"), ("",) * n, rows[0], 0, total, features=teacher)
+        with PeakMemory() as peak:
+            loss(features, batch, fake_group)
+    assert peak.most <= peak_bytes(loss, n, total, 512, fake_group) <= 3 * peak.most
+    assert peak.most > peak_bytes(base, n, total, 512, fake_group)
 
 
 @pytest.mark.parametrize("fake_group", [8], indirect=True)

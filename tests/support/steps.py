@@ -12,8 +12,8 @@ from torch import nn
 
 from clipstream.data.batch import Batch, ImageSpec
 from clipstream.losses.contrastive import SigmoidLoss, SoftmaxLoss
-from clipstream.losses.reference import sigmoid_loss, softmax_loss
 from clipstream.losses.settings import ClipLossSettings, SiglipLossSettings
+from tests.support.losses import sigmoid_loss, softmax_loss
 
 SIZE, TOKENS, VOCABULARY, WIDTH = 4, 5, 11, 6
 CUTS = {1: [10], 2: [7, 3], 3: [5, 1, 4], 4: [3, 1, 4, 2]}

@@ -398,7 +398,7 @@ def test_memory_for_no_sample_at_all_is_an_error() -> None:
 
 def test_room_is_left_for_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float] = []
-    monkeypatch.setattr(auto_micro_batch, "peak_bytes", lambda *args: limits.append(args[-1]) or 2**60)
+    monkeypatch.setattr(auto_micro_batch, "peak_bytes", lambda loss, *args: limits.append(loss.gather_gib) or 2**60)
     base = SoftmaxLoss(ClipLossSettings(gather_gib=4.0))
     for loss in (base, DistilledLoss(base, DistillSettings(weight=1.0), {"teacher": 10.0})):
         step = TrainStep(TinyTowers(), loss, sgd(TinyTowers()), World(), micro_batch_size="auto")

@@ -1,4 +1,4 @@
-"""The losses of `tiled` on one process, with the whole matrix of logits and autograd: what tests compare with.
+"""Reference losses on one process, with the whole matrix of logits and autograd.
 
 Logits [B, B] of images (rows) and texts (columns) enter; the loss, a scalar, leaves. `weights` [B] are w, `labels` [B]
 are equal for duplicates. Samples of weight 0 are left out.
