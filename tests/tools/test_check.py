@@ -160,7 +160,7 @@ def test_a_manifest_is_seen_with_its_rows(
     assert main([f"{tmp_path}/one.jsonl"]) == 3
     assert "no_image" in (err := capsys.readouterr().err) and "--caption" not in err, "it would not help"
     assert main([f"{tmp_path}/pairs.jsonl", "--image-key", "path"]) == 3
-    assert "its columns are filepath, caption" in (err := capsys.readouterr().err) and "by --image-key" in err
+    assert " among filepath, caption " in (err := capsys.readouterr().err) and "by --image-key" in err
 
 
 def test_captions_of_a_csv_are_found_as_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from clipstream.data.decode.captions import json_object, split_keys
 from clipstream.data.decode.sample_profile import SHORT_FLAGS
@@ -45,8 +45,8 @@ RAW = "__json__"  # column of the unparsed rows of JSON
 SEPARATORS = "\t,;|"  # of equally many, the first one: names have commas, and no tabs
 LONGEST_FIELD = 1 << 28  # characters of a CSV's field
 MOST_LINES = 100  # of a CSV's row
-SHORTEST_PICTURE = 100  # characters of a picture in base64
-CHUNK = 1 << 20  # characters of a JSON list that are read at once
+SHORTEST_IMAGE = 100  # characters of an image in base64
+MOST_JSON = 1 << 30  # bytes of a JSON list or object, which is read at once
 Row = TypeVar("Row")
 MISSING = "missing_picture"  # the reason for a sample whose image file cannot be read
 
@@ -116,30 +116,24 @@ class TableSource(SourceType):
         except (ShardError, OSError) as error:
             raise DataError(f"{key}.shards: {redact(url)}: {error}") from error
         own = os.path.dirname(named or "") if settings.folder is None else settings.folder
-        if not (names := columns(arrow)) or not set(names) & set(self._keys):
+        if not set(names := columns(arrow)) & set(self._keys):
             with open(local, "rb") as file:
                 head = file.read(HEAD)
             what = "" if kind(head) in (None, *TEXTS, "Parquet", "Arrow") else f"it is {describe(head)}; "
-            files = (PICTURE_NAME.search(name) or os.path.isfile(os.path.join(own, name)) for name in names)
-            if table_format(url) == "csv" and any(files):
-                what = "its header is missing, as its first line is a row: put a line such as filepath,title first; "
-            elif not what and table_format(url) == "json" and len(mapped(arrow).get_batch(0)) == 1 < len(names):
-                what = "it is one JSON object: write one a line (pandas: to_json(..., orient='records', lines=True)); "
             flag = "--image-key" if key == SHORT_FLAGS else f"--{key}.image-key"
             raise DataError(
-                f"{key}.shards: {redact(url)}: {what}none of its columns holds pictures by the names looked for "
-                f"({', '.join(self._keys)}); its columns are {', '.join(names[:20]) or 'none'}"
-                f"{', …' if len(names) > 20 else ''}: name the picture's, a path, by {flag}"
+                f"{key}.shards: {redact(url)}: {what}no column has images: looked for {', '.join(self._keys)} among "
+                f"{', '.join(names[:20]) or 'no columns'}{', …' if len(names) > 20 else ''} (the first row of a CSV, "
+                f"or the keys of a JSON object); name the column of image paths by {flag}"
             )
         # Relative paths start from the setting, the table's folder, or the working folder if only it fits.
         folders = [own, ""] if settings.folder is None else []
-        found = (folder for folder in folders if _finds_picture(arrow, self._keys, folder))
-        self._folders[url] = next(found, own)
+        self._folders[url] = next((folder for folder in folders if _finds_image(arrow, self._keys, folder)), own)
         last = (reader := mapped(arrow)).num_record_batches - 1
         return int(last * ROWS + len(reader.get_batch(last)))
 
 
-def _finds_picture(arrow: Path, keys: Collection[str], folder: str) -> bool:
+def _finds_image(arrow: Path, keys: Collection[str], folder: str) -> bool:
     """Whether the image of the first row is found from this folder."""
     try:
         return bool(RowShard(arrow, range(1), keys, folder).load(SampleRef("0"), keys))
@@ -153,7 +147,7 @@ def _downloaded(url: str, cache: str | None) -> tuple[Path, str]:
     local = _downloads(cache).local(url, tar=False)
     digest = hashlib.sha256()
     with open(local, "rb") as file:
-        while block := file.read(CHUNK):
+        while block := file.read(1 << 20):
             digest.update(block)
     return local, digest.hexdigest()
 
@@ -299,16 +293,25 @@ def _are_rows(first: list[str], lines: Sequence[str], separator: str, width: int
 
 
 def _json_rows(path: Path) -> Iterator[bytes]:
-    """The objects of a JSON list, or the lines that are not blank."""
+    """The objects of a JSON list or of one object that is a table; else the lines that are not blank."""
+    large = path.stat().st_size > MOST_JSON
+    too_large = f"a list of more than {MOST_JSON >> 30} GiB is not read: write one object a line"
     with open_text(path) as text:
-        start = text.read(CHUNK).lstrip()
-        text.seek(0)
-        if start.startswith("["):
-            yield from (row.encode("utf-8", "surrogateescape") for row in _elements(text))
+        if text.read(HEAD).lstrip().startswith("["):
+            if large:
+                raise ValueError(too_large)
+            text.seek(0)
+            yield from _elements(text.read())
             return
-        first, second = ([line for line in itertools.islice(text, MOST_LINES) if line.strip()] + ["", ""])[:2]
-    if first.startswith("{") and not second.lstrip().startswith("{"):
-        named, found = kind(start[:HEAD].encode()) in ("COCO", "wids"), None
+        text.seek(0)
+        lines = [line for line in itertools.islice(text, MOST_LINES) if line.strip()]
+    first, second = (line.lstrip() for line in [*lines, "", ""][:2])
+    whole = first.startswith("{") and not second.startswith("{")
+    if whole and large:
+        raise ValueError(too_large)
+    if whole:
+        start = "".join(lines)[:HEAD].encode(errors="replace")
+        named, found = kind(start) in ("COCO", "wids"), None
         with contextlib.suppress(ValueError), open_text(path) as text:
             found = json.load(text)
         if isinstance(found, dict) and not named and (rows := rows_of(found)) is not None:
@@ -318,30 +321,20 @@ def _json_rows(path: Path) -> Iterator[bytes]:
             second = "" if json.loads(first) else second
         if second:
             several = "one object a line, or a list of objects, is read; this is one over several lines"
-            raise ValueError(describe(start[:HEAD].encode()) if named else several)
+            raise ValueError(describe(start) if named else several)
     with open_text(path) as text:
         yield from (row.encode("utf-8", "surrogateescape") for line in text if (row := line.strip()))
 
 
-def _elements(file: TextIO) -> Iterator[str]:
-    """The texts of the objects in a JSON list, without the whole list in memory."""
-    decoder = json.JSONDecoder()
-    text, at = file.read(CHUNK).lstrip().removeprefix("["), 0
-    while True:
-        at = re.compile(r"[\s,]*").match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
-        if text.startswith("]", at):
-            return
-        if at < len(text) and text[at] != "{":
+def _elements(text: str) -> Iterator[bytes]:
+    """The texts of the objects in a JSON list, as they are written."""
+    decoder, skip = json.JSONDecoder(), re.compile(r"[\s,]*")
+    at = text.index("[") + 1
+    while not text.startswith("]", at := skip.match(text, at).end()):  # type: ignore[union-attr]
+        if text[at : at + 1] not in ("{", ""):
             raise ValueError(f"a list of objects is read; this one holds {text[at : at + 20]!r}")
-        try:
-            end = decoder.raw_decode(text, at)[1]
-        except ValueError:
-            more = file.read(max(CHUNK, len(text) - at))  # growing: a long object is decoded again each time
-            if not more:
-                raise
-            text, at = text[at:] + more, 0
-            continue
-        yield text[at:end]
+        end = decoder.raw_decode(text, at)[1]
+        yield text[at:end].encode("utf-8", "surrogateescape")
         at = end
 
 
@@ -489,7 +482,7 @@ class RowShard(OpenShard):
                     values[name] = _value(batch.column(name)[row])
             if fault := values.pop(FAULT, None):
                 raise Dropped("row_fields", str(fault))
-        found = self._picture(values)
+        found = self._image(values)
         for name, value in values.items():
             missing = value is None or value != value  # NaN: what pandas makes of a missing value
             if missing or name in self._keys or (suffixes is not None and name not in wanted):
@@ -499,7 +492,8 @@ class RowShard(OpenShard):
             # Half a character is found with the caption.
             found[name] = value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
         if "json" in wanted and "json" not in values:
-            found["json"] = _whole(values) if raw is None else raw
+            # The whole row as a JSON object; bytes that are not text, such as images, are null.
+            found["json"] = json.dumps(values, default=_plain).encode() if raw is None else raw
         return found
 
     def look(self, ref: SampleRef) -> dict[str, bytes]:
@@ -511,7 +505,7 @@ class RowShard(OpenShard):
                 raise
         return RowShard(self._arrow, range(0), (), "").load(ref)
 
-    def _picture(self, values: Mapping[str, object]) -> dict[str, bytes]:
+    def _image(self, values: Mapping[str, object]) -> dict[str, bytes]:
         """The member with the image, named as its column."""
         for name in self._keys:
             value = values.get(name)
@@ -524,11 +518,11 @@ class RowShard(OpenShard):
             if isinstance(value, bytes) and FAULT not in self._names:
                 return {name: value}
             text = os.fsdecode(value) if isinstance(value, (bytes, str)) else str(value)
-            if len(text) > SHORTEST_PICTURE and kind(text[:HEAD].encode(errors="replace")) == "base64":
+            if len(text) > SHORTEST_IMAGE and kind(text[:HEAD].encode(errors="replace")) == "base64":
                 return {name: _from_base64(text)}
             url = ShardURL(text)
             if url.path is None:
-                raise Dropped(MISSING, f"{url}: a manifest's pictures are files; bring them here first (img2dataset)")
+                raise Dropped(MISSING, f"{url}: the images of a table must be files: download them first (img2dataset)")
             # A path with the spaces around it in the table, and one of Windows, are tried as they are first.
             for path in dict.fromkeys((url.path, url.path.strip(), url.path.strip().replace("\\", "/"))):
                 where = os.path.join(self._folder, os.path.expanduser(path))
@@ -545,7 +539,7 @@ class RowShard(OpenShard):
 
 
 def _from_base64(text: str) -> bytes:
-    """The bytes of a picture in base64, also as a data URL. Raises Dropped."""
+    """The bytes of an image in base64, also as a data URL. Raises Dropped."""
     try:
         return base64.b64decode(text.rpartition(";base64,")[2].replace("-", "+").replace("_", "/"))
     except ValueError as error:
@@ -555,11 +549,6 @@ def _from_base64(text: str) -> bytes:
 def _object(raw: bytes | None) -> dict[str, object]:
     """The row's fields by name in lower case."""
     return {name.lower(): inner for name, inner in json_object(raw).items()}
-
-
-def _whole(values: Mapping[str, object]) -> bytes:
-    """The row as a JSON object; bytes that are not text, such as images, are null."""
-    return json.dumps(values, default=_plain).encode()
 
 
 def _plain(value: object) -> str | None:
