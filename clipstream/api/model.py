@@ -378,7 +378,7 @@ def evaluate_model(model: Model | Source, settings: Settings) -> dict[str, dict[
     context = EvalContext(own.towers, own.tokenizer, world, settings.data, own.precision, own.loss)
     whole = {"weights": "trained", "on_error": "raise"}
     sections = {name: section.model_copy(update=whole) for name, section in settings.evals.items()}
-    runner = EvalRunner(sections, context, lambda record: None, weights={"trained": nullcontext})
+    runner = EvalRunner(sections, context, weights={"trained": nullcontext})
     return {
         record["eval"]: {key: value for key, value in record.items() if key not in RECORD}
         for record in runner(0, last=True)

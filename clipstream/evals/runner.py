@@ -14,20 +14,20 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
 from typing import Any, Protocol
 
 from clipstream.distributed.world import AgreeingWorld, Failed, Failure, Torn
 from clipstream.errors import ClipstreamError, DataError, SettingsError, Stopped, did_you_mean
-from clipstream.evals.context import DryRun, EvalContext, Example, Table, evaluating
+from clipstream.evals.context import DryRun, EvalContext, Example, Table, evaluating, of_tokenizer
 from clipstream.evals.evaluators.frozen_features import Neighbours
 from clipstream.evals.evaluators.linear_probe import LinearProbe
 from clipstream.evals.evaluators.mean import Mean
 from clipstream.evals.evaluators.retrieval import Retrieval
 from clipstream.evals.evaluators.validation_loss import ValidationLoss
 from clipstream.evals.evaluators.zero_shot import ZeroShot
-from clipstream.evals.fingerprints import of_tokenizer
 from clipstream.evals.settings import EvalSettings, MeanSettings, Weights, eval_name
 from clipstream.training.gradcache import is_out_of_memory
 from clipstream.training.precision import same_randomness
@@ -74,16 +74,27 @@ def build_evaluators(settings: Mapping[str, EvalSettings]) -> dict[str, Evaluato
     return evaluators
 
 
+def _ignore(*_: object) -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """What is called with the results of evaluations, on rank 0."""
+
+    write: Callable[[Record], None] = _ignore  # with the record of each evaluation
+    # with (step, name, examples, tables) of an evaluation that has any, before its record
+    show: Callable[[int, str, Sequence[Example], Sequence[Table]], None] = _ignore
+    # with a record and what it was made with: weights, data, texts, tokenizer, settings, precision and ranks
+    trace: Callable[[Record, Record], None] = _ignore
+    status: Callable[[str], None] = _ignore  # with the current evaluation as text, and with '' when it is over
+
+
 class EvalRunner:
     """Runs evaluators when they are due. An evaluation that fails on some rank ends on all of them, with a warning.
 
     Args:
-        emit: called with the record of each evaluation, on rank 0.
-        show: called as show(step, name, examples, tables) before `emit` if the evaluator showed any, on rank 0.
         weights: for each kind of weights, makes a context manager within which the towers have them.
-        trace: called as trace(record, about) on rank 0; `about` has weights, data, texts, tokenizer, settings,
-            precision and ranks.
-        status: called with the current evaluation as text, and with '' when it is over.
         ends: whether the caller raises the failures in the end; warnings then leave out their reason.
 
     Attributes:
@@ -94,15 +105,12 @@ class EvalRunner:
         self,
         settings: Mapping[str, EvalSettings],
         context: EvalContext,
-        emit: Callable[[Record], None],
-        show: Callable[[int, str, Sequence[Example], Sequence[Table]], None] | None = None,
+        listeners: Listeners | None = None,
         weights: Mapping[Weights, Callable[[], AbstractContextManager[object]]] | None = None,
-        trace: Callable[[Record, Record], None] | None = None,
-        status: Callable[[str], None] = lambda text: None,
         ends: bool = False,
     ) -> None:
-        self.settings, self.context = settings, context
-        self.emit, self.show, self.trace, self.status, self.ends = emit, show, trace, status, ends
+        self.settings, self.context, self.ends = settings, context, ends
+        self.listeners = listeners or Listeners()
         asked = {kind for section in settings.values() for kind in section.kinds}
         self.weights = {kind: enter for kind, enter in (weights or {"trained": nullcontext}).items() if kind in asked}
         self.failures: list[Failure] = []
@@ -177,13 +185,13 @@ class EvalRunner:
                 context.weights = context.fingerprint()  # once: evaluators do not change weights
                 try:
                     for name in names:
-                        self.status(f"evaluating {eval_name(name, kind)}")
+                        self.listeners.status(f"evaluating {eval_name(name, kind)}")
                         ran[name] = record = self._run(step, name, eval_name(name, kind))
-                        self.status("")
+                        self.listeners.status("")
                         if context.world.is_main:
-                            if self.show is not None and (context.examples or context.tables):
-                                self.show(step, record["eval"], context.examples, context.tables)
-                            self.emit(record)
+                            if context.examples or context.tables:
+                                self.listeners.show(step, record["eval"], context.examples, context.tables)
+                            self.listeners.write(record)
                         yield record
                 finally:
                     context.weights = None
@@ -218,8 +226,8 @@ class EvalRunner:
             "precision": context.precision,
             "ranks": self.world.size,
         }
-        if self.trace is not None and self.world.is_main:
-            self.trace(record, about)
+        if self.world.is_main:
+            self.listeners.trace(record, about)
         return record
 
     def _metrics(self, name: str) -> Record:

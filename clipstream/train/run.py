@@ -487,7 +487,7 @@ def build_evals(
 ) -> EvalRunner:
     """The evaluators, with the weights that are trained and their averages."""
     from clipstream.evals.context import EvalContext
-    from clipstream.evals.runner import EvalRunner
+    from clipstream.evals.runner import EvalRunner, Listeners
     from clipstream.losses.contrastive import build_loss
 
     loss = build_loss(settings.loss, layout.full.loss_type)
@@ -497,7 +497,8 @@ def build_evals(
     weights: dict[Weights, Any] = {"trained": partial(whole_weights, layout, world.device, step.compilation)}
     if step.averages is not None:
         weights["averaged"] = partial(whole_weights, layout, world.device, step.compilation, step.averages.tensors)
-    return EvalRunner(settings.evals, context, outputs.write, outputs.show, weights, outputs.trace, outputs.status)
+    listeners = Listeners(outputs.write, outputs.show, outputs.trace, outputs.status)
+    return EvalRunner(settings.evals, context, listeners, weights)
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def evaluate(world: World, place: Path, parallel: str) -> list[dict[str, Any]]:
     loss = build_loss(LossSettings.model_validate({"type": "clip"}), "clip")
     context = EvalContext(layout.full, ByteTokenizer(), world, data, "fp64", loss, 4)
     weights = partial(layout.full_weights, world.device)
-    runner = EvalRunner(sections(place), context, lambda record: None, weights={"trained": weights})
+    runner = EvalRunner(sections(place), context, weights={"trained": weights})
     runner.dry_run()
     records = runner(1, last=True)
     for record in records:

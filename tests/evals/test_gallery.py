@@ -16,7 +16,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.context import EvalContext
 from clipstream.evals.gallery import MATCHES, WORST, Matches, show_confusions
-from clipstream.evals.runner import EvalRunner
+from clipstream.evals.runner import EvalRunner, Listeners
 from clipstream.evals.settings import EvalSettings, RetrievalSettings, ZeroShotSettings
 from tests.support.evaluating import context_of
 from tests.support.pictures import make_shards
@@ -55,7 +55,7 @@ def shown(world: World, pairs: str) -> dict[str, Any]:
         prompted = [(e.group, e.key, e.text, e.note, int(e.pixels.sum())) for e in examples if e.group.startswith("“")]
         found[name] = prompted, [table.rows for table in tables], len(examples)
 
-    EvalRunner(sections(Path(pairs)), wanting(world), lambda record: None, take)(1, last=True)
+    EvalRunner(sections(Path(pairs)), wanting(world), Listeners(show=take))(1, last=True)
     return found
 
 

@@ -14,7 +14,7 @@ import torch
 from clipstream.distributed.world import AgreeingWorld, Failed, Failure, Torn, World
 from clipstream.errors import DataError
 from clipstream.evals.context import EvalContext
-from clipstream.evals.runner import EvalRunner
+from clipstream.evals.runner import EvalRunner, Listeners
 from clipstream.evals.settings import EvalSettings
 from clipstream.report.sinks import json_line
 from clipstream.report.terminal import evaluation_line
@@ -68,7 +68,7 @@ def test_what_is_no_number_is_a_failure_and_a_scalar_a_number() -> None:
     kind = Careless.Settings.model_fields["type"].default
     sections = {f"e{n}": EvalSettings.model_validate({"type": kind, "number": n}) for n in range(5)}
     told: list[str] = []
-    runner = EvalRunner(sections, context_of(World()), lambda record: told.append(json_line(record)))
+    runner = EvalRunner(sections, context_of(World()), Listeners(lambda record: told.append(json_line(record))))
     whole, *others = runner(5, last=True)
     assert list(map(json.loads, told)) == [whole, *others]
     assert [whole[name] for name in "abcd"] == [0.5, 0.5, 3, 2] and type(whole["c"]) is int
@@ -87,7 +87,7 @@ def run(world: World, folder: str, on_error: str = "report") -> tuple[list[dict[
         "again": {"type": "retrieval", "data": data, "batch_size": 4},
     }
     context = context_of(world)
-    runner = EvalRunner({k: EvalSettings.model_validate(v) for k, v in sections.items()}, context, lambda record: None)
+    runner = EvalRunner({k: EvalSettings.model_validate(v) for k, v in sections.items()}, context)
     records = runner(5, last=True)
     for record in records:
         record.pop("seconds")
@@ -123,7 +123,7 @@ def missing_for_one(world: World, folder: str) -> str:
     """A shard that only one rank cannot read."""
     shards = f"{folder}/*.tar" if world.rank else [f"{folder}/00000.tar", f"{folder}/none.tar"]
     section = EvalSettings.model_validate({"type": "retrieval", "data": {"shards": shards}})
-    (record,) = EvalRunner({"val": section}, context_of(world), lambda record: None)(1, last=True)
+    (record,) = EvalRunner({"val": section}, context_of(world))(1, last=True)
     return str(record["error"])
 
 

@@ -14,7 +14,7 @@ import pytest
 from clipstream.cli.verbs.compare import main as compare
 from clipstream.distributed.world import World
 from clipstream.evals.context import EvalContext
-from clipstream.evals.runner import EvalRunner
+from clipstream.evals.runner import EvalRunner, Listeners
 from clipstream.evals.settings import EvalSettings
 from clipstream.report.eval_results import FIGURES_FILE, FiguresFile, differences, groups, traced
 from clipstream.report.html_report import read_run, render
@@ -53,8 +53,7 @@ def evaluated(
     runner = EvalRunner(
         {name: EvalSettings.model_validate(section) for name, section in sections.items()},
         EvalContext(towers, tokenizer or ByteTokenizer(), World()),
-        metrics.write,
-        trace=trace,
+        Listeners(metrics.write, trace=trace),
     )
     assert not [record["error"] for step in (1, 2) for record in runner(step, last=True) if "error" in record]
     for file in (metrics, figures):

@@ -13,9 +13,8 @@ import torch
 from clipstream.data.build import evaluation_loader
 from clipstream.data.settings import SourceSettings
 from clipstream.distributed.world import World
-from clipstream.evals.context import EvalContext
-from clipstream.evals.fingerprints import Reading, of_weights
-from clipstream.evals.runner import EvalRunner
+from clipstream.evals.context import EvalContext, Reading, of_weights
+from clipstream.evals.runner import EvalRunner, Listeners
 from clipstream.evals.settings import EvalSettings
 from clipstream.report.eval_results import FiguresFile, add, traced, way_of
 from tests.support.evaluating import context_of, tiny_towers
@@ -42,7 +41,7 @@ def test_the_fingerprint_of_weights_is_that_of_their_numbers() -> None:
 def test_large_tensors_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"a": torch.randn(1000, generator=torch.Generator().manual_seed(0))}
     whole = of_weights(state)
-    monkeypatch.setattr("clipstream.evals.fingerprints.AT_ONCE", 7)
+    monkeypatch.setattr("clipstream.evals.context.AT_ONCE", 7)
     assert of_weights(state) == whole
 
 
@@ -75,7 +74,7 @@ def evaluate(world: World, folder: str) -> list[tuple[dict[str, Any], dict[str, 
         "near": {"type": "knn", "data": data, "train_shards": f"{folder}/*.tar", "k": 3},
     }
     settings = {name: EvalSettings.model_validate(section) for name, section in sections.items()}
-    EvalRunner(settings, context_of(world), lambda record: None, trace=lambda *both: found.append(both))(3, last=True)
+    EvalRunner(settings, context_of(world), Listeners(trace=lambda *both: found.append(both)))(3, last=True)
     return found
 
 
@@ -101,7 +100,7 @@ def test_weights_are_summed_up_once_for_all_evaluators_of_a_step(
     data = {"shards": f"{tmp_path}/*.tar"}
     kinds: dict[str, Any] = {"type": "zero_shot", "data": data, "classes": ["a", "b", "c"], "templates": "plain"}
     sections = {name: EvalSettings.model_validate(kinds) for name in ("one", "other")}
-    runner = EvalRunner(sections, context, lambda record: None, trace=lambda _, about: told.append(about["weights"]))
+    runner = EvalRunner(sections, context, Listeners(trace=lambda _, about: told.append(about["weights"])))
     for step in (1, 2):
         assert not [record["error"] for record in runner(step, last=True) if "error" in record]
         with torch.no_grad():
@@ -121,7 +120,7 @@ def test_a_figure_tells_which_words_its_classes_had(tmp_path: Path) -> None:
     for text in ("a\nb\nc\n", "a\nb\nd\n", "a\nb\nc\n"):
         names.write_text(text)
         settings = {name: EvalSettings.model_validate(section) for name, section in sections.items()}
-        runner = EvalRunner(settings, context, lambda record: None, trace=lambda *both: told.append(traced(*both, {})))
+        runner = EvalRunner(settings, context, Listeners(trace=lambda *both: told.append(traced(*both, {}))))
         runner(3, last=True)
     first, near, other, _, again, _ = told
     assert first["texts"] == again["texts"] != other["texts"] and near["texts"] is None

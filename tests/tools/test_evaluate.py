@@ -23,8 +23,8 @@ from clipstream.config.flags import own_flags
 from clipstream.config.settings import Settings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
+from clipstream.evals.context import of_weights
 from clipstream.evals.evaluators.retrieval import Retrieval
-from clipstream.evals.fingerprints import of_weights
 from clipstream.evals.settings import RetrievalSettings
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings

@@ -191,7 +191,7 @@ def given(**values: float) -> dict[str, Any]:
 
 def runner_of(sections: dict[str, Any]) -> EvalRunner:
     settings = {name: EvalSettings.model_validate(section) for name, section in sections.items()}
-    return EvalRunner(settings, context_of(World()), lambda record: None)
+    return EvalRunner(settings, context_of(World()))
 
 
 def test_a_mean_comes_last_and_stands_for_all_of_its_sets(capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,7 +214,7 @@ def test_a_mean_comes_last_and_stands_for_all_of_its_sets(capsys: pytest.Capture
 def test_a_mean_is_tried_before_training_like_what_it_is_of(sets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(sets))
     settings = load(["--config", RETRIEVAL, "--evals.mscoco.captions", "all"], trains=False)
-    runner = EvalRunner(settings.evals, context_of(World()), lambda record: None)
+    runner = EvalRunner(settings.evals, context_of(World()))
     assert runner.dry_run()["retrieval"] == ["mean", "sets"]
 
 

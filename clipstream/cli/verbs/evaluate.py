@@ -260,7 +260,7 @@ def _evaluate_one(own: Mapping[str, str], flags: Sequence[str], suites: Suites, 
 
     def body(world: World, watch: FailureWatch) -> None:
         from clipstream.evals.context import context_for
-        from clipstream.evals.runner import EvalRunner
+        from clipstream.evals.runner import EvalRunner, Listeners
 
         require_equal(settings, world)
         results = _Results(outputs, report)
@@ -273,10 +273,8 @@ def _evaluate_one(own: Mapping[str, str], flags: Sequence[str], suites: Suites, 
         runner = EvalRunner(
             {name: section.model_copy(update={"weights": weights}) for name, section in settings.evals.items()},
             context,
-            lambda record: None,
-            results.show,
-            weights={weights: nullcontext},
-            trace=lambda record, made_with: results.add(traced(record, made_with, about)),
+            Listeners(show=results.show, trace=lambda record, made_with: results.add(traced(record, made_with, about))),
+            {weights: nullcontext},
             ends=True,
         )
         records = runner(subject.step, last=True)

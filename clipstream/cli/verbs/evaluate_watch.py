@@ -196,21 +196,17 @@ class _Watcher(SinkGroup):
             "file": found.weights,
         }
         from clipstream.evals.context import context_for
-        from clipstream.evals.runner import EvalRunner
+        from clipstream.evals.runner import EvalRunner, Listeners
 
         try:
             for kind in dict.fromkeys(kind for kind, _ in due):
                 model = model_in(held, self.settings.model, self.fits, averaged=kind == "averaged")
                 preflight(model, self.settings.tokenizer, ask=self.world.local_rank == 0)
                 context = context_for(self.settings, model, self.world, examples=self.settings.log.pictures)
-                runner = EvalRunner(
-                    self.settings.evals,
-                    context,
-                    self.write,
-                    self.show,
-                    {kind: nullcontext},
-                    lambda record, made_with: self._trace(traced(record, made_with, about)),
+                listeners = Listeners(
+                    self.write, self.show, lambda record, made_with: self._trace(traced(record, made_with, about))
                 )
+                runner = EvalRunner(self.settings.evals, context, listeners, {kind: nullcontext})
                 keys = {name: (found.weights, found.step, eval_name(name, kind)) for name in self.settings.evals}
                 done = {name: self._done[key] for name, key in keys.items() if key in self._done}
                 runner.took(found.step, kind, self.world.broadcast_object(done))

@@ -14,8 +14,7 @@ import torch
 
 from clipstream.data.batch import Batch
 from clipstream.errors import SettingsError
-from clipstream.evals.context import EvalContext
-from clipstream.evals.fingerprints import of_samples
+from clipstream.evals.context import EvalContext, of_samples
 from clipstream.evals.settings import LossEvalSettings, source_of
 
 

@@ -15,8 +15,8 @@ from clipstream.data.build import evaluation_loader
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
+from clipstream.evals.context import of_samples
 from clipstream.evals.evaluators.validation_loss import ValidationLoss
-from clipstream.evals.fingerprints import of_samples
 from clipstream.evals.runner import EvalRunner
 from clipstream.evals.settings import LossEvalSettings
 from clipstream.losses.contrastive import build_loss
@@ -97,4 +97,4 @@ def test_fewer_pairs_than_a_batch_are_one(pairs: Path) -> None:
 def test_without_a_training_it_says_what_is_missing(pairs: Path) -> None:
     section = LossEvalSettings(data=SourceSettings(shards=f"{pairs}/*.tar"), on_error="raise")
     with pytest.raises(SettingsError, match=r"evals\.held: .*no training to take the loss"):
-        EvalRunner({"held": section}, context_of(World()), lambda record: None)(1, last=True)
+        EvalRunner({"held": section}, context_of(World()))(1, last=True)

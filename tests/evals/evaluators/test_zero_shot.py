@@ -25,7 +25,7 @@ from clipstream.evals.context import EvalContext
 from clipstream.evals.evaluators.zero_shot import ZeroShot, text_classifier
 from clipstream.evals.gallery import Kept, show_classes
 from clipstream.evals.metrics import figures
-from clipstream.evals.runner import EvalRunner, build_evaluators
+from clipstream.evals.runner import EvalRunner, Listeners, build_evaluators
 from clipstream.evals.settings import EvalSettings, RetrievalSettings, ZeroShotSettings
 from clipstream.training.precision import seed_all
 from tests.support.evaluating import context_of, tiny_towers
@@ -107,7 +107,7 @@ def encoded(world: World, folder: str) -> tuple[list[int], list[dict[str, float]
 
     handle = towers.clip.ln_final.register_forward_pre_hook(count)
     context = EvalContext(towers, ByteTokenizer(), world)
-    runner = EvalRunner({"one": settings_of(folder), "two": settings_of(folder)}, context, lambda record: None)
+    runner = EvalRunner({"one": settings_of(folder), "two": settings_of(folder)}, context)
     records, weight = [], towers.clip.token_embedding.weight
     first = weight.detach().clone()
     for numbers in (first, first, first + 1, first):
@@ -140,7 +140,7 @@ def test_a_thousand_classes_cost_the_text_side_once(pictures: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(towers, "encode_text", lambda ids: (calls.append(len(ids)), encode(ids))[1])
         for _ in range(2):
-            runner = EvalRunner({"many": settings_of(pictures, **words)}, context, lambda record: None)
+            runner = EvalRunner({"many": settings_of(pictures, **words)}, context)
             (record,) = runner(1, last=True)
             found.append({name: record[name] for name in ("top1", "top5", "n", "chance")})
             assert sum(calls) == 2000 and len(calls) == 8  # in batches of 256
@@ -289,7 +289,7 @@ def test_a_users_evaluator_leaves_training_as_it_was() -> None:
     )
     towers = tiny_towers()
     records: list[dict[str, Any]] = []
-    runner = EvalRunner({"own": section}, context_of(World()), records.append)
+    runner = EvalRunner({"own": section}, context_of(World()), Listeners(records.append))
     towers.train()
     towers.clip.visual.eval()  # as a frozen tower
     seed_all(1, 0)
@@ -306,7 +306,7 @@ def test_a_users_evaluator_leaves_training_as_it_was() -> None:
 def test_when_evaluators_are_due(pictures: Path) -> None:
     source = SourceSettings(shards=f"{pictures}/00000.tar")
     sections = {"often": RetrievalSettings(data=source, every=2), "end": RetrievalSettings(data=source)}
-    runner = EvalRunner(sections, context_of(World()), lambda record: None)
+    runner = EvalRunner(sections, context_of(World()))
     assert [runner.due(step) for step in (0, 1, 2, 3)] == [[], [], ["often"], []]
     assert runner.due(3, last=True) == ["often", "end"]
 
@@ -315,18 +315,18 @@ def test_dropped_pictures_are_told_and_errors_name_the_evaluator(tmp_path: Path)
     make_shards(tmp_path / "good", [4])
     make_shards(tmp_path / "bad", [3], txt=b"\xff\xfe")
     both = {"all": RetrievalSettings(data=SourceSettings(shards=[f"{tmp_path}/{x}/*.tar" for x in ("good", "bad")]))}
-    (record,) = EvalRunner(both, context_of(World()), lambda record: None)(1, last=True)
+    (record,) = EvalRunner(both, context_of(World()))(1, last=True)
     assert (record["n"], record["dropped"]) == (4, 3)
     bad = {"val": RetrievalSettings(data=SourceSettings(shards=f"{tmp_path}/bad/*.tar"), on_error="raise")}
     with pytest.raises(DataError, match=r"^evals\.val: "):
-        EvalRunner(bad, context_of(World()), lambda record: None)(1, last=True)
+        EvalRunner(bad, context_of(World()))(1, last=True)
 
 
 def test_pictures_are_shown_with_their_best_classes(pictures: Path) -> None:
     context = context_of(World())
     context.examples_wanted = 8
     got: list[Any] = []
-    runner = EvalRunner({"z": settings_of(pictures)}, context, got.append, lambda *shown: got.append(shown))
+    runner = EvalRunner({"z": settings_of(pictures)}, context, Listeners(got.append, lambda *shown: got.append(shown)))
     runner(7, last=True)
     (step, name, examples, tables), record = got
     (table,) = tables
