@@ -181,7 +181,7 @@ def check_transform(transform: Callable[[dict[str, Any]], RawSample | None], sam
 
 
 def check_image_transform(transform: UserImageTransform, size: tuple[int, int] = (32, 48)) -> None:
-    """Check an image transform on pictures of several shapes.
+    """Check an image transform on images of several shapes.
 
     Args:
         transform: the user's own, already constructed.
@@ -202,7 +202,7 @@ def check_image_transform(transform: UserImageTransform, size: tuple[int, int] =
                     continue
                 except Exception as error:
                     raise AssertionError(
-                        f"a picture of {width} x {height} made it raise {error!r}: a run counts that as "
+                        f"an image of {width} x {height} made it raise {error!r}: a run counts that as "
                         "image_transform_error and drops the sample; raise clipstream.errors.Dropped(reason) for "
                         "pictures that cannot be used"
                     ) from error
@@ -217,7 +217,7 @@ def check_image_transform(transform: UserImageTransform, size: tuple[int, int] =
                 else "two calls with the same rng gave different pixels: take all chance from `rng`, not from random, "
                 "numpy or torch"
             )
-        assert picture.tobytes() == before, "it changed the picture: make a copy of it"
+        assert picture.tobytes() == before, "it changed the image: make a copy of it"
 
 
 def check_tokenizer(tokenizer: Tokenizer, texts: Sequence[str] = TEXTS) -> None:
@@ -454,7 +454,7 @@ def check_schedule(schedule: Schedule, *, warmup: int = 0, peak: float = 1e-3, t
 
 
 def check_sink(make: Callable[[Any, RunInfo], Sink], settings: Any) -> None:
-    """Check a sink with a record of each kind and a picture, in a run that starts and in one that resumes.
+    """Check a sink with a record of each kind and an image, in a run that starts and in one that resumes.
 
     Args:
         make: the user's own class; called as make(settings, run).

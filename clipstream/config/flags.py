@@ -108,7 +108,7 @@ def flag_tree(
     evaluators = set(section.value) if section is not None and isinstance(section.value, dict) else set()
     aliased = _with_defaults(aliased, tree, files, problems)
     for flag, path, value in translate(aliased, Around(evaluators, ranks, notices), problems):
-        node = Node.of_text(value, flag) if isinstance(value, Typed) else Node.of(value, flag)
+        node = Node.of_text(str(value), flag) if isinstance(value, Typed) else Node.of(value, flag)
         before = tree.at(path)
         if before is not None and path not in (CAPTION, ("tokenizer",)) and before.place != flag:
             problems.append(f"{flag} and {before.place} both set {dotted(path)}: give one of them")

@@ -45,7 +45,7 @@ _PRINT_CONFIG = (
 
 THEMES = {
     "Training data": ("--train-data", "--data.sampling.mode", "--workers"),
-    "Captions and pictures": ("--caption-key", "--caption-json", "--image-key"),
+    "Captions and images": ("--caption-key", "--caption-json", "--image-key"),
     "Model": ("--model", "--pretrained", "--tokenizer", "--force-image-size"),
     "Batch": ("--data.global-batch-size", "--batch-size", "--accum-freq"),
     "Length": ("--steps", "--epochs", "--train-num-samples"),
@@ -73,12 +73,12 @@ class Verb:
     arguments: str = ""  # positional arguments in its usage line
 
 
-_READING = ("Training data", "Captions and pictures")
+_READING = ("Training data", "Captions and images")
 VERBS = {
     "train": Verb("Train a model, evaluate it, save it.", tuple(THEMES)),
     "evaluate": Verb(
         "Evaluate a checkpoint, the checkpoints of a run as they appear, or a pretrained model.",
-        ("Evaluation", "Captions and pictures", "Model", "Device and precision"),
+        ("Evaluation", "Captions and images", "Model", "Device and precision"),
     ),
     "bench": Verb(
         "Measure how fast the shards are read here, by stage and number of workers. `bench train` measures how fast a "

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 INDEXED_EPOCH = Conflict(  # the data give it in this mode afterwards
     {"train.epoch_samples": SET, "data.sampling.mode": Is("indexed")},
-    "the mode 'indexed' knows how long an epoch is: leave it out",
+    "in mode indexed the data determine the length of an epoch: leave it out",
 )
 DIFFERENCES = 5  # between ranks, in the message
 OF_A_NODE = re.compile(

@@ -73,8 +73,8 @@ PROMPTS = Conflict({"evals.NAME.prompts": SET, "log.pictures": 0},
                    "log.pictures is 0, so nothing is shown: raise it, or leave the prompts out")  # fmt: skip
 _NO_VIEWS = Is("without augmented views", lambda views: views == 0)
 AS_EVALUATED = tuple(
-    Conflict({f"data.{key}": changed, "the features of pictures": _NO_VIEWS},
-             "has no effect, as those in data.image_features are of pictures as evaluation sees them: leave it out",
+    Conflict({f"data.{key}": changed, "the features of images": _NO_VIEWS},
+             "has no effect, as those in data.image_features are of images as evaluation sees them: leave it out",
              notice=True)
     for key, changed in (("augment", _CHANGED), ("decoder", other_than("fast")))
 )  # fmt: skip
@@ -89,7 +89,7 @@ PAIRS = (
     *(
         Conflict(
             {f"model.{key}": _MEMORY, "train.micro_batch_size": "auto"} | {f"model.{other}": None for other in unset},
-            "{0} of how many samples? train.micro_batch_size is auto: give it a number, or a share here",
+            "{0} requires a number as train.micro_batch_size: give one, or a share here",
         )
         for key, unset in (
             ("image.grad_checkpointing", ()),
@@ -132,12 +132,12 @@ PAIRS = (
     ),
     *AS_EVALUATED,
     Conflict({"model.patch_dropout": SET, "data.image_features": SET},
-             "the features in {1} are those of whole pictures: leave it out"),
+             "the features in {1} are those of whole images: leave it out"),
     Conflict({"data.trace": SET, "data.image_features": SET},
-             "no picture and no caption is read with data.image_features: leave it out"),
+             "no image and no caption is read with data.image_features: leave it out"),
     PROMPTS,
     Conflict({"evals.NAME.weights": ("averaged", "both"), "train.ema": None},
-             "there are no averaged weights: give --train.ema as well, as 0.9999"),
+             "averaged weights require --train.ema, as 0.9999"),
     Conflict(
         {"model.text_buckets": "packed", "train.compile": other_than("off")},
         "not supported: packed texts are not compiled, as their number of tokens differs from step to step: give auto, "
@@ -151,7 +151,7 @@ PAIRS = (
             ("schedule.cooldown_epochs", "--schedule.cooldown"),
         )
         for other, reason in (
-            ({"train.epoch_samples": None}, "how many samples are an epoch? Give --train-num-samples"),
+            ({"train.epoch_samples": None}, "requires the length of an epoch: give --train-num-samples"),
             (
                 {"data.batch_schedule": SET},
                 f"an epoch has no fixed number of steps under data.batch_schedule: give {key}, in steps",
@@ -159,7 +159,7 @@ PAIRS = (
         )
     ),
     Conflict({"distill": _CHANGED, "distill.model": None, "data.teacher_features": UNSET},
-             "there is no teacher: give --distill-model or --teacher-features as well"),
+             "requires a teacher: --distill-model or --teacher-features"),
     INDEXED_EPOCH,
     *NUMBERS.values(),
 )  # fmt: skip
@@ -182,7 +182,7 @@ def validate_evals(settings: Settings, *, shown: bool) -> None:
     """Check the settings of evaluators where nothing is trained, before torch is imported.
 
     Args:
-        shown: whether a page shows pictures.
+        shown: whether a page shows images.
 
     Raises SettingsError: with one line for each mistake.
     """
@@ -241,10 +241,10 @@ def _length(settings: Settings) -> Problems:
     if _evaluates_only(settings):
         return
     if train.steps is train.samples is train.epochs is None:
-        yield ("train",), "nothing says how long to train: give --steps, --train.samples or --epochs"
+        yield ("train",), "the length of the run is not set: give --steps, --train.samples or --epochs"
         return
     if train.epochs is not None and train.epoch_samples is None:
-        text = "how many samples are an epoch? The data do not tell: give --train-num-samples, or --steps"
+        text = "the data do not determine the length of an epoch: give --train-num-samples, or --steps"
         yield ("train", "epochs"), text
         return
     steps = settings.total_steps
@@ -377,7 +377,7 @@ def _folders(settings: Settings, world: World) -> Problems:
             yield ("run", "logs"), text
             return
     if name is None and by_name:
-        yield ("checkpoint", "resume"), f"{resume} of which run? Give its --name"
+        yield ("checkpoint", "resume"), f"{resume} requires --name"
     elif name is not None and resume is None and holds_a_run(settings.run_folder):
-        text = f"{settings.run_folder} exists: go on with it by --resume auto, or start another run by another --name"
+        text = f"{settings.run_folder} exists: continue it with --resume auto, or choose another --name"
         yield ("run", "name"), text

@@ -17,21 +17,21 @@ Share = Annotated[float, Field(ge=0, le=1)]
 CSV_CAPTION = "title;txt"  # columns of a CSV with the caption: open_clip's default, or that of other tables
 AUTO = "auto"  # the type of a source follows from the names of its shards
 MAX_AUTO_WORKERS = 16  # of a rank
-MAX_PIXELS = 178_956_970  # from which Pillow refuses a picture as a decompression bomb (a quarter of 2 GiB of RGBX)
+MAX_PIXELS = 178_956_970  # from which Pillow refuses an image as a decompression bomb (a quarter of 2 GiB of RGBX)
 
 
 class TokenizerSettings(PluginSection):
     """How a caption becomes token ids. `type` may be a user's own `package.module:Name`."""
 
     type: str = Field("model", description="model (the model's own), hub, path, or package.module:Name")
-    context_length: int | None = Field(None, ge=1, description="tokens a caption; the model's own unless set")
+    context_length: int | None = Field(None, ge=1, description="tokens per caption; the model's own unless set")
 
 
 class _HuggingFace(TokenizerSettings):
     """A tokenizer that may come from Hugging Face."""
 
     trust_remote_code: bool = Field(
-        False, description="run the Python code that a tokenizer's repository or folder brings (auto_map)"
+        False, description="run Python code from the tokenizer's repository or folder (auto_map)"
     )
 
 
@@ -87,8 +87,8 @@ class JsonCaption(CaptionSettings):
     fallback: str | None = Field(None, description="suffix of a text member used when no path gives a caption")
     weights: list[float] | None = Field(
         None,
-        description="one per path: draw the path instead of taking the first; 0 for one that is used where no other "
-        "has text",
+        description="sampling weight of each path, in place of the first path that has text; 0: used only where no "
+        "other has text",
     )
 
     @property
@@ -123,7 +123,7 @@ CaptionSettings.builtin = {"text": TextCaption, "json": JsonCaption}
 
 
 class ImageTransformSettings(PluginSection):
-    """How a picture becomes pixels of the model's size. `type` may be a user's own `package.module:Name`."""
+    """How an image becomes pixels of the model's size. `type` may be a user's own `package.module:Name`."""
 
     type: str = Field(
         "default",
@@ -154,7 +154,7 @@ class SourceSettings(PluginSection):
         ".jsonl, .json and .parquet; folder:PATH (one folder a class); benchmark:ROOT (CLIP_benchmark's layout); "
         "toy:SPLIT (toy data); synthetic: (speed tests)"
     )
-    weight: float = Field(1.0, gt=0, description="share of the samples, relative to the other sources' weights")
+    weight: float = Field(1.0, gt=0, description="share of the samples, relative to other sources")
     upsampling_factors: list[float] | None = Field(
         None,
         description="one for each part of shards (between '::', or of the list): how often a shard of the part is "
@@ -166,12 +166,12 @@ class SourceSettings(PluginSection):
         description="suffixes of the image member, or a manifest's columns with its path, by ';', first present wins",
     )
     folder: PathText | None = Field(
-        None, description="what a manifest's relative paths begin at; the manifest's own folder unless set"
+        None, description="base folder of a manifest's relative paths; the manifest's own folder unless set"
     )
-    separator: str | None = Field(None, min_length=1, max_length=1, description="of a CSV; from its header unless set")
-    quoting: bool = Field(
-        True, description="whether a CSV's fields may stand in quotes; false takes quotes as they are"
+    separator: str | None = Field(
+        None, min_length=1, max_length=1, description="delimiter of a CSV; detected from its header unless set"
     )
+    quoting: bool = Field(True, description="fields of a CSV may be quoted; false: quotes are literal")
     caption: SerializeAsAny[CaptionSettings] = Field(
         default_factory=TextCaption,
         description="where the caption is: {type: text, key: txt}, {type: json, path: …}; unless set, txt, and of "
@@ -194,12 +194,12 @@ class SourceSettings(PluginSection):
     )
     image_transform: SerializeAsAny[ImageTransformSettings] = Field(
         default_factory=DefaultImageTransform,
-        description="decoded picture -> pixels: {type: default}, or your own {type: package.module:Name}",
+        description="decoded image -> pixels: {type: default}, or your own {type: package.module:Name}",
     )
-    background: str = Field("white", description="colour laid under transparent pixels: a name or #rrggbb")
+    background: str = Field("white", description="background of transparent pixels: a colour name or #rrggbb")
     orientation: Literal["auto", "exif", "stored"] = Field(
         "auto",
-        description="exif turns pictures upright by their EXIF tag, stored does not; auto: exif in training only",
+        description="exif turns images upright by their EXIF tag, stored does not; auto: exif in training only",
     )
 
     @field_validator("shards")
@@ -312,12 +312,12 @@ class SamplingSettings(Section):
         "shared", description="shared: every lane draws from all shards; split: each lane has a fixed part of its own"
     )
     replacement: bool = Field(
-        True, description="of the mode resampled: false draws no shard again before the lane has seen all of them"
+        True, description="in mode resampled: sample shards with replacement; false: without replacement"
     )
     remainder: Literal["drop", "pad", "wrap"] = Field(
         "drop",
-        description="of the mode indexed, where an epoch is no whole number of batches: drop leaves samples out, pad "
-        "fills up with samples of weight 0, wrap with some that come again",
+        description="last batch of an epoch in mode indexed: drop it, pad it with samples of weight 0, or wrap "
+        "around to samples of the same epoch",
     )
 
     pairs = (
@@ -334,11 +334,11 @@ class SamplingSettings(Section):
 class ShuffleSettings(Section):
     """How well samples are mixed. A window is `window` samples from `shards` shards that are open together."""
 
-    window: int = Field(2000, ge=1, description="samples of a lane that are permuted together")
+    window: int = Field(2000, ge=1, description="samples of a lane that are shuffled together")
     shards: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         "auto",
-        description="shards of a lane that are open together; auto: so many that a node of all lanes has 192 open, or "
-        "one a lane where there are more lanes (4 where the source has few shards)",
+        description="open shards per lane; auto: 192 divided by the number of lanes, at least 1 (4 if the source "
+        "has few shards)",
     )
 
     @property
@@ -350,20 +350,20 @@ class ShuffleSettings(Section):
 class AugmentSettings(Section):
     """Training's image transform: a random crop, resized to the model's size."""
 
-    enabled: bool = Field(True, description="false: pictures as evaluation preprocesses them, the same in each pass")
+    enabled: bool = Field(True, description="false: images as evaluation preprocesses them, the same in each pass")
     scale: tuple[float, float] = Field(
-        (0.9, 1.0), description="share of the picture's area that a crop takes, min and max"
+        (0.9, 1.0), description="share of the image's area that a crop takes, min and max"
     )
     ratio: tuple[float, float] = Field((0.75, 4 / 3), description="aspect ratio of a crop, min and max")
     interpolation: Literal["random", "bilinear", "bicubic"] = Field("bicubic", description="of the resize")
-    flip: Share = Field(0.0, description="probability of a mirrored picture")
+    flip: Share = Field(0.0, description="probability of a mirrored image")
     color_jitter: tuple[Share, Share, Share, Share] | None = Field(
         None,
         description="strengths of brightness, contrast, saturation and hue (at most 0.5), as torchvision's; "
         "one number for the first three",
     )
     color_jitter_prob: Share = Field(0.0, description="probability of jittered colours")
-    gray_scale_prob: Share = Field(0.0, description="probability of a grey picture")
+    gray_scale_prob: Share = Field(0.0, description="probability of a grey image")
 
     @field_validator("scale", "ratio")
     @classmethod
@@ -391,14 +391,14 @@ class AugmentSettings(Section):
     @classmethod
     def _inside(cls, value: tuple[float, float]) -> tuple[float, float]:
         if value[1] > 1:
-            raise ValueError("a crop takes a share of the picture: max is at most 1")
+            raise ValueError("a crop takes a share of the image: max is at most 1")
         return value
 
     pairs: ClassVar[tuple[Conflict, ...]] = (
         Conflict({"color_jitter_prob": SET, "color_jitter": None},
-                 "how strong? Give --data.augment.color-jitter '[0.4, 0.4, 0.4, 0.1]' as well"),
+                 "color_jitter_prob requires color_jitter, as --data.augment.color-jitter '[0.4, 0.4, 0.4, 0.1]'"),
         Conflict({"color_jitter": SET, "color_jitter_prob": 0},
-                 "how often? Give --data.augment.color-jitter-prob as well, 0 to 1"),
+                 "color_jitter requires color_jitter_prob, 0 to 1"),
     )  # fmt: skip
 
 
@@ -413,39 +413,39 @@ AugmentSettings.pairs += tuple(
 class DataSettings(Section):
     """The training data, and how samples are ordered and read."""
 
-    global_batch_size: int = Field(512, ge=2, description="samples a step over all ranks")
+    global_batch_size: int = Field(512, ge=2, description="samples per step, over all ranks")
     batch_schedule: list[tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=2)]]] = Field(
         default_factory=list, description="later sizes of the global batch: [[step, samples], …], each from its step on"
     )
     lanes: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         "auto",
-        description="virtual lanes of the run; the order of samples depends on them, not on ranks or workers, of which "
-        "there are at most so many; auto: by the global batch alone, 192 and from 2,048 samples on about 3 for 16",
+        description="virtual lanes: they fix the order of samples, for up to as many ranks and workers; auto: 192 "
+        "lanes, or 3 per 16 samples of the global batch from 2,048 up",
     )
     workers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
         "auto",
         description="worker processes of a rank; 0 reads in the training process; auto: one for each core but one, or "
         "2 if the model is on the CPU",
     )
-    prefetch: int = Field(3, ge=1, description="batches of a rank that are filled ahead, each in its buffer")
+    prefetch: int = Field(3, ge=1, description="batches that each rank fills ahead")
     sources: dict[str, SourceSettings] = Field(default_factory=dict, description="named sources, mixed by weight")
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
     shuffle: ShuffleSettings = Field(default_factory=ShuffleSettings)
     augment: AugmentSettings = Field(default_factory=AugmentSettings)
     decoder: Literal["fast", "exact"] = Field(
         "fast",
-        description="fast: training pictures are decoded no larger than their crops need, as sharp as open_clip's; "
+        description="fast: training images are decoded no larger than their crops need, as sharp as open_clip's; "
         "exact: open_clip's pixels, bit for bit; evaluation is always exact",
     )
     max_image_pixels: int = Field(
         MAX_PIXELS,
         ge=1,
         le=MAX_PIXELS,
-        description="training pictures with more pixels (width x height, by the file's header) are dropped",
+        description="training images with more pixels (width x height, by the file's header) are dropped",
     )
     image_features: PathText | None = Field(
         None,
-        description="feature store (`clipstream precompute`) whose image features replace pictures; the image tower is "
+        description="feature store (`clipstream precompute`) whose image features replace images; the image tower is "
         "not in memory then",
     )
     text_features: PathText | None = Field(
@@ -454,32 +454,30 @@ class DataSettings(Section):
     teacher_features: list[PathText] = Field(
         default_factory=list, description="feature stores with the teachers' features, for distillation"
     )
-    cache: PathText | None = Field(None, description="folder for spooled remote shards; a temporary one unless set")
+    cache: PathText | None = Field(None, description="folder for downloaded shards; a temporary one unless set")
     cache_gib: float | None = Field(
         None,
         gt=0,
-        description="GiB that data.cache may hold: shards that were not used for longest go; no limit unless set",
+        description="size limit of data.cache in GiB: least recently used shards are evicted; no limit unless set",
     )
-    max_shard_gib: float = Field(
-        64.0, gt=0, description="GiB that a shard may have: the transfer of a larger one is given up"
-    )
+    max_shard_gib: float = Field(64.0, gt=0, description="largest shard that is downloaded, in GiB")
     max_shard_failures: Share = Field(
         0.1,
         description="share of opened shards, at least one, that may fail before the run ends; the intact samples of a "
         "broken shard are used; 0 ends the run at the first broken shard",
     )
     max_sample_failures: Share = Field(0.5, description="share of read samples that may be dropped before the run ends")
-    trace: int = Field(0, ge=0, description="print the result of each stage for the first so many samples")
+    trace: int = Field(0, ge=0, description="print the result of each stage for this many samples")
     stall_timeout: float = Field(
         300.0,
         gt=0,
         allow_inf_nan=True,
-        description="seconds without a batch before the run ends; bytes that come slower than 16 KiB/s do not count",
+        description="seconds without a batch before the run ends; downloads below 16 KiB/s count as stalled",
     )
     transfer_timeout: float = Field(
         60.0,
         gt=0,
-        description="seconds without a byte before a shard's transfer is given up, and tried again where it can",
+        description="seconds without a byte before a download is aborted and retried",
     )
 
     @field_validator("batch_schedule")
@@ -491,7 +489,7 @@ class DataSettings(Section):
         return value
 
     pairs = (
-        Conflict({"cache_gib": SET, "cache": None}, "the limit of which folder? Give --data.cache FOLDER as well"),
+        Conflict({"cache_gib": SET, "cache": None}, "data.cache_gib requires data.cache"),
         Conflict(
             {"decoder": "exact", "augment.enabled": False},
             "evaluation's preprocessing, which data.augment.enabled false asks for, is always exact: leave it out",

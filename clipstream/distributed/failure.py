@@ -297,7 +297,7 @@ class FailureWatch:
             return self._lost_store() if broken else cause
 
     def _silent_ranks(self, ranks: Iterable[int], silence: float = SILENCE) -> list[int]:
-        """Those other ranks that beat no more. Looks are counted: time also passes while this process is suspended.
+        """Ranks whose heartbeat stopped. Looks are counted: time also passes while this process is suspended.
 
         Args:
             silence: seconds after which a single rank counts as dead.

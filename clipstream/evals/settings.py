@@ -44,7 +44,7 @@ class EvalSettings(PluginSection):
 
     pairs: ClassVar[tuple[Conflict, ...]] = (
         Conflict({"every": other_than(0), "every_epochs": SET},
-                 "every and every_epochs are both given: keep the one that is meant"),
+                 "every and every_epochs exclude each other"),
         Conflict({"data.upsampling_factors": SET},
                  "has no effect, as an evaluation reads each sample once: leave it out", notice=True),
     )  # fmt: skip

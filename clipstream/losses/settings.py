@@ -16,7 +16,7 @@ _GATHER = (
     "GiB that the texts of all ranks may take to be gathered at once, with as much for their gradients; larger batches "
     "pass them from rank to rank; 1 on a GPU and 0 on the CPU unless set"
 )
-_BY = "which samples are equal: captions (equal ids) unless set, or pictures (equal files)"
+_BY = "which samples are equal: captions (equal ids) unless set, or pictures (equal image files)"
 
 
 class LossSettings(PluginSection):
@@ -34,7 +34,7 @@ class _BuiltinLoss(LossSettings):
 
     pairs: ClassVar[tuple[Conflict, ...]] = (
         Conflict({"duplicates_by": SET, "duplicates": "negatives"},
-                 "what becomes of duplicates? Give --loss.duplicates mask or positives as well"),
+                 "loss.duplicates_by requires loss.duplicates mask or positives"),
     )  # fmt: skip
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
@@ -116,6 +116,6 @@ class DistillSettings(Section):
         return ModelSettings(name=self.model, pretrained=self.pretrained, cache_dir=cache_dir)
 
     pairs = (
-        Conflict({"pretrained": SET, "model": None}, "weights of which teacher? Give --distill-model as well"),
+        Conflict({"pretrained": SET, "model": None}, "distill.pretrained requires --distill-model"),
         Conflict({"weight": 0, "features": 0}, "weight and features are both 0: nothing is learned from the teacher"),
     )  # fmt: skip

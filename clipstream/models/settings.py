@@ -124,7 +124,7 @@ class ModelSettings(Section):
         None, description="of the resize in evaluation; the model's own unless set"
     )
     image_resize_mode: Literal["shortest", "longest", "squash"] | None = Field(
-        None, description="how evaluation fits pictures to the model's size; the model's own unless set"
+        None, description="how evaluation fits images to the model's size; the model's own unless set"
     )
     quick_gelu: bool = Field(False, description="QuickGELU for GELU in open_clip's own towers, whatever the config has")
     custom_text: bool = Field(False, description="the text tower as a module of its own (open_clip's CustomTextCLIP)")
@@ -140,7 +140,7 @@ class ModelSettings(Section):
     )
     channels_last: Switch = Field(
         "auto",
-        description="lay pictures out in torch's channels_last format, which convolutions compute faster in: on or "
+        description="lay images out in torch's channels_last format, which convolutions compute faster in: on or "
         "off; auto for a convolutional image tower, on the CPU and on GPUs in bf16 or fp16",
     )
     grad_checkpointing: Recomputed = Field(

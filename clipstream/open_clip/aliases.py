@@ -66,7 +66,7 @@ def image_size_sets(text: str) -> Sets:
     """One number, or open_clip's height and width, which must be equal."""
     sizes = text.split()
     if len(sizes) > 2 or len(set(sizes)) > 1:
-        raise ValueError(f"expected one number, as pictures are square, not {' '.join(sizes)!r}")
+        raise ValueError(f"expected one number, as images are square, not {' '.join(sizes)!r}")
     return [(("model", "image_size"), sizes[0])]
 
 
@@ -121,7 +121,7 @@ def interpolation_sets(text: str) -> Sets:
 def aug_cfg_sets(text: str) -> Sets:
     """open_clip's `name=value` pairs, with Python literals as values.
 
-    As in timm, one strength of color_jitter, or three, is of every picture unless color_jitter_prob is given.
+    As in timm, one strength of color_jitter, or three, is of every image unless color_jitter_prob is given.
     """
     sets: Sets = []
     for pair in text.split("\n"):
@@ -158,7 +158,7 @@ ALIASES = (
     _alias("--val-data", "evals.val.data.shards", "SHARDS", "shards to evaluate on, by retrieval unless "
            "evals.val.type is set"),
     _alias("--image-key", f"{_TRAIN}.image_key", "SUFFIXES", "suffixes of the image member, separated by ';'"),
-    _alias("--csv-img-key", f"{_TRAIN}.image_key", "COLUMN", "column of a manifest with the picture's path"),
+    _alias("--csv-img-key", f"{_TRAIN}.image_key", "COLUMN", "column of a manifest with the image's path"),
     _alias("--csv-caption-key", f"{_TRAIN}.caption", "COLUMN", "column of a manifest with the caption (of a CSV: "
            "title, or txt where there is none)", together=True),
     _alias("--csv-separator", f"{_TRAIN}.separator", "CHARACTER", "between the fields of a CSV"),
@@ -171,7 +171,7 @@ ALIASES = (
            "tried in order; no text member then counts", together=True),
     _alias("--json-text-key-probs", f"{_TRAIN}.caption", "NUMBER …", "the field is drawn with these weights; one of "
            "weight 0, or without a number, is used where no other has text", many=True, together=True),
-    _alias("--max-image-pixels", "data.max_image_pixels", "INT", "training pictures with more are dropped; 0 for the "
+    _alias("--max-image-pixels", "data.max_image_pixels", "INT", "training images with more are dropped; 0 for the "
            "largest possible limit", pixels_sets),
     _alias("--dataset-resampled", "data.sampling.mode", "", "draw shards with replacement (the default)",
            _words("data.sampling.mode", true="resampled", false="epoch"), switch=True),
@@ -201,7 +201,7 @@ ALIASES = (
     _alias("--lock-image-unlocked-groups", "model.unlocked_groups", "INT", "except its last groups"),
     _alias("--lock-text", "model.lock_text", "", "freeze the text tower", switch=True),
     _alias("--lock-text-unlocked-layers", "model.unlocked_layers", "INT", "except its last layers"),
-    _alias("--image-features", "data.image_features", "STORE", "a feature store in place of pictures and image tower"),
+    _alias("--image-features", "data.image_features", "STORE", "a feature store in place of images and image tower"),
     _alias("--text-features", "data.text_features", "STORE", "a feature store in place of captions and text tower"),
     _alias("--teacher-features", "data.teacher_features", "STORES", "feature stores of teachers, separated by ';'",
            _listed("data.teacher_features")),

@@ -63,8 +63,8 @@ NOTICES = {  # no work here: the effect is always there, is chosen without a fla
 REFUSED = {  # the reason, and what to do
     "--*audio*": "audio is not supported: train such models with open_clip_train",
     "--coca-*": "CoCa's caption loss is not supported: train a CLIP or SigLIP model, or CoCa with open_clip_train",
-    "--use-naflex --force-naflex-vision --naflex-*": "NaFlex, with pictures of any shape, is not supported: take a "
-    "model of one picture size, --force-image-size, and --force-patch-dropout to save time",
+    "--use-naflex --force-naflex-vision --naflex-*": "NaFlex, with images of any shape, is not supported: take a "
+    "model of one image size, --force-image-size, and --force-patch-dropout to save time",
     "--use-bnb-linear": "bitsandbytes's layers are not supported, as they cannot be tested here: --precision bf16 and "
     "--grad-checkpointing save memory",
     "--fsdp-offload-cpu": "shards stay on the GPU: use more ranks, --grad-checkpointing or a smaller "

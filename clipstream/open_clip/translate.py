@@ -127,7 +127,7 @@ def _data_type(given: Given, around: Around) -> Found:
         yield flag, (*SOURCE, "shards"), "synthetic:"
     elif kind in ("csv", "webdataset"):
         for part in parts_of(given.get("--train-data", "")):
-            if (table_format(part) == "csv") != (kind == "csv"):
+            if table_format(part) != ("csv" if kind == "csv" else None):
                 raise ValueError(
                     f"{flag} {kind}: the name of {redact(part)} says otherwise (.csv and .tsv are CSV): rename the "
                     "file, or leave the flag out"

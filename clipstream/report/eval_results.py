@@ -181,7 +181,7 @@ def differences(one: Record | None, other: Record | None) -> list[str]:
     data, others = one.get("data", []), other.get("data", [])
     if _of(data, "samples", "pictures") != _of(others, "samples", "pictures"):
         counts = (" + ".join(f"{part['samples']:,}" for part in parts) or "no" for parts in (others, data))
-        return ["other pictures ({} samples for {})".format(*counts)]
+        return ["other images ({} samples for {})".format(*counts)]
     # Token ids depend on the tokenizer, class numbers do not.
     same_ids = one.get("tokenizer") == other.get("tokenizer") or "label" in one.get("settings", {})
     found = []

@@ -56,7 +56,7 @@ def check_stores(stored: StoredData, settings: Settings, towers: Towers, tokeniz
             transform = then.get("transform")
             seed = transform.get("seed", 0) if isinstance(transform, dict) else 0
             views = views_of(settings.data, store.manifest.views, seed)
-            facts = {"the features of pictures": store.manifest.views}
+            facts = {"the features of images": store.manifest.views}
             tell(settings, World.from_env(), found(AS_EVALUATED, settings, notices=True, **facts))
             now = image_fingerprint(towers, precision="", transform=views)
         else:
@@ -89,7 +89,7 @@ def teacher_scales(stored: StoredData, settings: DistillSettings) -> dict[str, f
         for kind in (IMAGE, TEXT):
             if f"{name}.{kind}" not in stored.features:
                 raise SettingsError(
-                    f"data.teacher_features: teacher {name} has no {kind} features: distillation compares pictures "
+                    f"data.teacher_features: teacher {name} has no {kind} features: distillation compares images "
                     "with texts, and needs both; add them by clipstream precompute"
                 )
         if settings.model is not None and name == LIVE:

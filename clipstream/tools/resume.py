@@ -69,7 +69,7 @@ def find(settings: Settings, world: World, remote_sync: RemoteSync | None) -> Pa
                 raise SettingsError(text) from error
             if whole and resume is None:
                 raise SettingsError(
-                    f"--remote-sync: {remote.shown} holds a run: go on with it by --resume auto, or start another run "
+                    f"--remote-sync: {remote.shown} holds a run: continue it with --resume auto, or start another run "
                     "by another --name"
                 )
             remote_sync.last_serial = max((marker.serial for marker in whole.values()), default=0)
@@ -96,7 +96,7 @@ def meta_of(checkpoint: Path, settings: Settings, world: World) -> CheckpointMet
     step = theirs.step
     if step is None:
         if settings.train.epoch_samples is None:
-            raise SettingsError(f"--resume {checkpoint}: how many samples are its epochs? Give --train-num-samples")
+            raise SettingsError(f"--resume {checkpoint}: the length of its epochs is unknown: give --train-num-samples")
         step = settings.data.steps_for(theirs.epoch * settings.train.epoch_samples)
     if world.is_main:
         announce(f"resume   {checkpoint} of open_clip: epoch {theirs.epoch}, step {step}; the data order begins anew")

@@ -93,7 +93,7 @@ def duplicates(options: argparse.Namespace) -> None:
         raise SettingsError(f"--threshold is a cosine, from -1 to 1, not {options.threshold:g}")
     store, rows = _opened(options)
     if store.manifest.per_caption(options.part):
-        raise SettingsError(f"--part {options.part}: near-duplicates are pictures; take a part of pictures")
+        raise SettingsError(f"--part {options.part}: near-duplicates are images; take a part of images")
     roots = exact.duplicates(rows, options.threshold, device=_device(options.device))
     first, sizes = np.unique(roots, return_counts=True)
     groups = first[sizes > 1][np.argsort(-sizes[sizes > 1], kind="stable")]
@@ -189,7 +189,7 @@ def scores(options: argparse.Namespace) -> None:
         samples += len(best)
     of_samples = of_samples[:samples]
     if not pairs:
-        raise DataError(f"{store.shown} has no picture with a caption")
+        raise DataError(f"{store.shown} has no image with a caption")
     table = _table("Cosines", "quantile", "pairs", "best caption of each sample")
     for share in QUANTILES:
         table.add_row(f"{share:g}", *(f"{np.quantile(of, share):.4f}" for of in (every, of_samples)))

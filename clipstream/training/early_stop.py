@@ -89,9 +89,7 @@ class EarlyStopSettings(Section):
     _both = field_validator("metric")(checked_metric)
 
     pairs = tuple(
-        Conflict(
-            {key: changed, "metric": UNSET}, "of which metric? Give --train.early-stop.metric EVALUATOR/METRIC as well"
-        )
+        Conflict({key: changed, "metric": UNSET}, "requires --train.early-stop.metric EVALUATOR/METRIC")
         for key, changed in (("metric_by", other_than("auto")), ("patience", other_than(3)), ("min_delta", SET))
     )
 

@@ -414,9 +414,9 @@ class ConstCooldown:
 
         pairs = (
             Conflict({"cooldown_epochs": None, "cooldown": None},
-                     "how long is the cooldown? Give --epochs-cooldown, or --schedule.cooldown in steps"),
+                     "const-cooldown requires --epochs-cooldown, or --schedule.cooldown in steps"),
             Conflict({"cooldown_epochs": GIVEN, "cooldown": GIVEN},
-                     "cooldown and cooldown_epochs are both given: keep the one that is meant"),
+                     "cooldown and cooldown_epochs exclude each other"),
         )  # fmt: skip
 
     def __init__(self, settings: Settings) -> None:

@@ -160,7 +160,7 @@ class TrainSettings(Section):
             )
             for key, changed in (("compile_backend", other_than("inductor")), ("compile_mode", SET))
         ),
-        Conflict({"ema_warmup": SET, "ema": None}, "up to which decay? Give --train.ema as well, as 0.9999"),
+        Conflict({"ema_warmup": SET, "ema": None}, "train.ema_warmup requires train.ema, as 0.9999"),
     )  # fmt: skip
 
     @property
@@ -214,7 +214,7 @@ class CheckpointSettings(Section):
 
     pairs = (
         Conflict({"every": other_than(1000), "every_epochs": SET},
-                 "every and every_epochs are both given: keep the one that is meant"),
+                 "every and every_epochs exclude each other"),
     )  # fmt: skip
 
     @property

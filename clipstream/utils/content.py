@@ -30,13 +30,13 @@ _TO_JPEG = "picture, which is not decoded: convert it to JPEG or PNG"
 _KINDS = [
     (name, re.compile(pattern, re.DOTALL), words)
     for name, pattern, words in (
-        ("JPEG", rb"\xff\xd8\xff", "a JPEG picture"),
-        ("PNG", rb"\x89PNG\r\n\x1a\n", "a PNG picture"),
-        ("GIF", rb"GIF8", "a GIF picture"),
-        ("WebP", rb"RIFF.{4}WEBP", "a WebP picture"),
-        ("TIFF", rb"II[*+]\0|MM\0[*+]", "a TIFF picture"),
-        ("BMP", rb"BM.{4}\0{4}", "a BMP picture"),
-        ("AVIF", rb".{4}ftypavi[fs]", "an AVIF picture"),
+        ("JPEG", rb"\xff\xd8\xff", "a JPEG image"),
+        ("PNG", rb"\x89PNG\r\n\x1a\n", "a PNG image"),
+        ("GIF", rb"GIF8", "a GIF image"),
+        ("WebP", rb"RIFF.{4}WEBP", "a WebP image"),
+        ("TIFF", rb"II[*+]\0|MM\0[*+]", "a TIFF image"),
+        ("BMP", rb"BM.{4}\0{4}", "a BMP image"),
+        ("AVIF", rb".{4}ftypavi[fs]", "an AVIF image"),
         ("HEIC", rb".{4}ftyp(?:hei|hev|mif1|msf1)", f"a HEIC {_TO_JPEG}"),
         ("JXL", rb"\xff\x0a|\0\0\0\x0cJXL ", f"a JPEG XL {_TO_JPEG}"),
         ("JPEG2000", rb"\0\0\0\x0cjP  |\xff\x4f\xff\x51", f"a JPEG 2000 {_TO_JPEG}"),
@@ -81,10 +81,10 @@ _KINDS = [
         ("sep", _TEXT + rb"\"?sep=.\"?\s*?\n", f"a CSV with Excel's line 'sep='; {_TABLE}"),
         ("wids", _TEXT + rb"\{.*\"(?:wids_version|shardlist)\"\s*:", "an index of wids: name the shards themselves"),
         ("COCO", _TEXT + rb'\{\s*"(?:images|annotations|info|licenses|categories|dataset)"\s*:\s*[\[{].*' + _COCO,
-         "one JSON object for all pictures and captions, as COCO has it: write a row for each caption, e.g. a CSV with "
+         "one JSON object for all images and captions, as COCO has it: write a row for each caption, e.g. a CSV with "
          "the columns filepath and title (docs/data.md has the lines of Python)"),
         ("base64", rb"(?:data:[\w/+.-]*;base64,)?(?:/9j/[\w+/-]{12}|iVBORw0KGgo|R0lGODlh|UklGR[\w+/-]{6}XRUJQ)",
-         "a picture as base64 text"),
+         "an image as base64 text"),
         ("repr", rb"(?:\{'\w+': )?b['\"](?:\\x|GIF8|RIFF|BM)", "bytes written as text by Python: write Parquet"),
         ("JSON", _TEXT + rb'(?:\[\s*)?\{\s*"', f"JSON; {_TABLE}"),
         ("shards", rb"\S+\.(?:tar|tgz|tar\.gz)\s*?\n", "a list of shards: name the shards themselves, joined by ::"),
@@ -134,7 +134,7 @@ def rows_of(found: Mapping[str, Any]) -> Iterable[Mapping[str, Any]] | None:
     names, rows, values = found.get("columns"), found.get("data"), list(found.values())
     if isinstance(rows, list) and all(isinstance(row, list if names else dict) for row in rows):  # "split", "table"
         return [dict(zip(map(str, names), row, strict=True)) for row in rows] if names else rows
-    if found and all(map(PICTURE_NAME.search, found)):  # by the picture's path
+    if found and all(map(PICTURE_NAME.search, found)):  # by the image's path
         return ({"filepath": k, **(v if isinstance(v, dict) else {"title": v})} for k, v in found.items())
     if len(values) < 2 or len(values[0] if isinstance(values[0], (dict, list)) else ()) < 2:
         return None

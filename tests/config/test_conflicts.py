@@ -105,7 +105,7 @@ LATE: dict[str, tuple[dict[str, Any], list[str]]] = {
 # Refused on several ranks or by a tower of a class of one's own, or told of a store: tests of these packages hold them.
 ELSEWHERE = (
     "parallel, the model with batch norm", "compile, the model without repeated blocks",
-    "the features of pictures without augmented views",
+    "the features of images without augmented views",
 )  # fmt: skip
 SHOWN = ("the ", "a ")
 

@@ -115,12 +115,12 @@ def test_one_beta_leaves_the_other_to_the_model(flags: str, betas: tuple[float |
 def test_epochs_need_a_length() -> None:
     run = ["--train-data=a.tar", "--steps=5"]
     for flags, said in (
-        (["--save-frequency=1"], "--save-frequency: checkpoint.every_epochs: how many samples are an epoch?"),
+        (["--save-frequency=1"], "--save-frequency: checkpoint.every_epochs: requires the length of an epoch"),
         (
             ["--checkpoint.every=5", "--save-frequency=1", "--train-num-samples=9"],
-            "--checkpoint.every: every and every_epochs are both given",
+            "--checkpoint.every: every and every_epochs exclude each other",
         ),
-        (["--val-data=v.tar", "--val-frequency=1"], "--val-frequency: evals.val.every_epochs: how many samples"),
+        (["--val-data=v.tar", "--val-frequency=1"], "--val-frequency: evals.val.every_epochs: requires the length"),
     ):
         with pytest.raises(SettingsError, match=re.escape(said)):
             validate_run(load([*run, *flags]), World())
@@ -179,8 +179,8 @@ def test_const_cooldown_is_taken_as_open_clip_takes_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--lr-scheduler const-cooldown", "Give --epochs-cooldown"),
-        ("--lr-scheduler const-cooldown --epochs-cooldown 1 --schedule.cooldown 5", "both given"),
+        ("--lr-scheduler const-cooldown", "requires --epochs-cooldown"),
+        ("--lr-scheduler const-cooldown --epochs-cooldown 1 --schedule.cooldown 5", "exclude each other"),
         ("--epochs-cooldown 1", "a key of type const-cooldown only"),
         ("--lr-cooldown-power 2", "a key of type const-cooldown only"),
         ("--lr-scheduler const-cooldown --epochs-cooldown -1", "--epochs-cooldown"),
@@ -193,7 +193,7 @@ def test_a_cooldown_without_its_schedule_or_length_is_told(flags: str, said: str
 
 def test_a_cooldown_in_epochs_needs_their_length() -> None:
     cooled = ["--train-data=a.tar", "--steps=9", "--lr-scheduler=const-cooldown", "--epochs-cooldown=1"]
-    with pytest.raises(SettingsError, match=r"--epochs-cooldown: .*how many samples are an epoch"):
+    with pytest.raises(SettingsError, match=r"--epochs-cooldown: .*requires the length of an epoch"):
         validate_run(load(cooled), World())
     varied = [*cooled, "--train-num-samples=9", "--data.batch-schedule=[[5, 9]]"]
     with pytest.raises(SettingsError, match=r"--epochs-cooldown: .*give --schedule.cooldown, in steps"):
@@ -265,9 +265,9 @@ def test_wrong_values_of_those_are_told() -> None:
     run = ["--train-data=a.tar", "--steps=5"]
     for flag, said in (
         ("--lock-image-unlocked-groups=1", "nothing is locked: give --lock-image"),
-        ("--data.augment.color-jitter-prob=0.5", "how strong"),
-        ("--data.cache-gib=9", "which folder"),
-        ("--data.augment.color-jitter=[0.1,0.1,0.1,0.1]", "how often"),
+        ("--data.augment.color-jitter-prob=0.5", "color_jitter_prob requires color_jitter"),
+        ("--data.cache-gib=9", "requires data.cache"),
+        ("--data.augment.color-jitter=[0.1,0.1,0.1,0.1]", "color_jitter requires color_jitter_prob"),
     ):
         with pytest.raises(SettingsError, match=said):
             validate_run(load([*run, flag]), World())

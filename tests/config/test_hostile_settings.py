@@ -200,7 +200,7 @@ LONG = "n" * 300
         (compare, [LONG], "no file or folder can have the name nnn"),
         (evaluate, [f"--checkpoint={LONG}"], "no file or folder can have the name nnn"),
         (evaluate, [f"--watch={LONG}"], "no file or folder can have the name nnn"),
-        (evaluate, [f"--watch={__file__}"], "is a file: name a run's folder"),
+        (evaluate, [f"--watch={__file__}"], "is a file, not a run's folder"),
         (stage, [LONG, "--train-data=a.tar"], "cannot be made: File name too long"),
         (stage, ["", "--train-data=a.tar"], "name the folder first"),
         (stage, ["out", "--train-data=a.tar", f"--size={'9' * 5000}"], "--size: expected an integer"),

@@ -228,7 +228,7 @@ def test_switches_and_intervals() -> None:
     assert settings.model.quick_gelu and settings.model.custom_text
     assert load(["--max-image-pixels=0"]).data.max_image_pixels == load([]).data.max_image_pixels
     assert load(["--force-image-size", "64", "64"]).model.image_size == 64
-    assert "pictures are square" in error_of("--force-image-size", "64", "32")
+    assert "images are square" in error_of("--force-image-size", "64", "32")
     assert "give fp16" in error_of("--precision", "pure_fp16")
     assert "always has a folder" in error_of("--logs", "None")
 

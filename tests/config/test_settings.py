@@ -255,8 +255,8 @@ def test_yaml_merge_keys(tmp_path: Path) -> None:
     ("argv", "message"),
     [
         (["--steps", "3"], "data.sources: there is no data"),
-        (["--train-data=a"], "train: nothing says how long"),
-        (["--train-data=a", "--epochs=3"], "--epochs: train.epochs: how many samples are an epoch?"),
+        (["--train-data=a"], "train: the length of the run is not set"),
+        (["--train-data=a", "--epochs=3"], "--epochs: train.epochs: the data do not determine the length of an epoch"),
         (["--train-data=a", "--steps=3", "--epochs=3"], "--epochs: train.epochs: steps and epochs are all given"),
         ([*BASE, "--warmup=11"], "--warmup: schedule.warmup: 11 steps of warm-up, but the run has 10"),
         ([*BASE, "--data.global-batch-size=2"], "--data.global-batch-size: 2 samples cannot be shared by 3 ranks"),
@@ -267,7 +267,7 @@ def test_yaml_merge_keys(tmp_path: Path) -> None:
             "--train.micro-batch-size: 600 is more than the largest global batch",
         ),
         ([*BASE, "--evals.e.every=3"], "evals.e: the evaluator has no data"),
-        ([*BASE[:4], "--resume=latest"], "--resume: checkpoint.resume: latest of which run?"),
+        ([*BASE[:4], "--resume=latest"], "--resume: checkpoint.resume: latest requires --name"),
         ([*BASE[:4], "--name=a/b"], "--name: run.name: 'a/b' is no name for a folder"),
         (
             [*BASE, "--data.sources.train.caption={type: json, path: [a, b], weights: [1]}"],

@@ -75,8 +75,8 @@ def test_figures_compare_if_the_same_was_evaluated_alike(tmp_path: Path) -> None
     alike = {"batch_size": 4, "every": 5, "max_samples": 9, "data": {"image_key": "jpg"}}
     assert not differences(first, val("packed", **alike)), "how and in which shards they lie does not matter"
     assert not differences(first, val("packed", Backwards())), "nor does the model's tokenizer"
-    assert differences(first, val("other")) == ["other pictures (8 samples for 9)"]
-    assert differences(first, val(max_samples=4)) == ["other pictures (4 samples for 9)"]
+    assert differences(first, val("other")) == ["other images (8 samples for 9)"]
+    assert differences(first, val(max_samples=4)) == ["other images (4 samples for 9)"]
     assert differences(first, val("said")) == ["other captions or labels"]
     captions = {"caption": {"type": "json", "path": ["n"], "fallback": "txt"}}
     assert differences(first, val("said", Backwards(), data=captions))[0].startswith("another data.caption")
@@ -106,12 +106,12 @@ def test_figures_of_other_test_sets_are_marked(tmp_path: Path, capsys: pytest.Ca
     assert compare([*(str(tmp_path / name) for name in ("one", "two", "three", "four")), "--out", str(out)]) == 0
     told = capsys.readouterr()
     assert told.err.splitlines() == [
-        "warning: not comparable: val of two with one: other pictures (8 samples for 9)",
-        "warning: not comparable: kinds of two with one: other pictures (8 samples for 9)",
+        "warning: not comparable: val of two with one: other images (8 samples for 9)",
+        "warning: not comparable: kinds of two with one: other images (8 samples for 9)",
         "warning: not comparable: kinds of three with one: other class prompts",
     ]
     page = html.unescape(out.read_text())
-    assert page.count("≠1 val, not comparable: two with one: other pictures") == 2, "below both tables"
+    assert page.count("≠1 val, not comparable: two with one: other images") == 2, "below both tables"
     assert page.count("≠2 kinds, not comparable: three with one: other class prompts") == 2
     row = next(line for line in page.splitlines() if ">top1</td>" in line)
     cells = re.findall(r'<td class="number">(.*?)</td>', row)

@@ -207,7 +207,7 @@ REFUSALS: list[tuple[dict[str, str], str]] = [
     ({"world": "2 fsdp", "model": "resnet"}, "without batch norm"),
     ({"model": "resnet", "micro": "5|2", "lock image": "off|last|until"}, "batch norm"),
     ({"model": "resnet", "patch dropout": "0.5"}, "no patches"),
-    ({"patch dropout": "0.5", "stored": "image|both"}, "whole pictures"),
+    ({"patch dropout": "0.5", "stored": "image|both"}, "whole images"),
     ({"lock image": "last", "stored": "image|both"}, "can be trained"),
     ({"lock text": "last", "stored": "text|both"}, "can be trained"),
     ({"stored": "image|text|both", "distillation": "live|live alike"}, "a live teacher needs"),

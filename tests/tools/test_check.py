@@ -195,4 +195,4 @@ def test_pictures_of_one_colour_are_told(tmp_path: Path, capsys: pytest.CaptureF
     samples = [{"__key__": f"{n}", "png": save(one), "txt": f"text {n}"} for n, one in enumerate(pictures)]
     shard = write_tar(tmp_path / "0.tar", samples)
     assert main([str(shard)]) == 0
-    assert "26 of the first 30 pictures have (nearly) one colour, such as that of 0.tar/1" in capsys.readouterr().out
+    assert "26 of the first 30 images have (nearly) one colour, such as that of 0.tar/1" in capsys.readouterr().out

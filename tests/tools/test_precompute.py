@@ -377,7 +377,7 @@ def test_a_signal_ends_it_cleanly(place: Path, tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGTERM)
     process.join(TIMEOUT)
     assert process.exitcode == Stopped.exit_code, errors.read_text()
-    assert "go on by the same command" in errors.read_text() and "SIGTERM: ending" in errors.read_text()
+    assert "rerun the same command to continue" in errors.read_text() and "SIGTERM: ending" in errors.read_text()
     assert "Traceback" not in errors.read_text()
 
 

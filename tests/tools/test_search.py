@@ -175,7 +175,7 @@ def test_scores_and_what_is_kept(folder: Path, capsys: pytest.CaptureFixture[str
         (["neighbours", "--query-key", "k1", "--device", "nonsense"], "--device nonsense"),
         (["neighbours", "--query-key", "k1", "-k", "0"], "must be 1 or more"),
         (["duplicates", "--threshold", "2"], "is a cosine"),
-        (["duplicates", "--part", "text"], "near-duplicates are pictures"),
+        (["duplicates", "--part", "text"], "near-duplicates are images"),
         (["clusters", "--k", "100"], "100 clusters of 11 rows"),
         (["scores", "--top-fraction", "0"], "is a share"),
         (["scores", "--min-score", "nan"], "a cosine is from -1 to 1, not nan"),
@@ -188,7 +188,7 @@ def test_wrong_flags(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
 ) -> None:
     monkeypatch.chdir(folder)
-    (folder / "setup").write_text("no picture")
+    (folder / "setup").write_text("no image")
     (folder / "fifo").unlink(missing_ok=True)
     os.mkfifo(folder / "fifo")  # nobody writes to it
     try:

@@ -119,7 +119,7 @@ def test_a_good_image_transform_passes() -> None:
         (lambda p, size, rng: np.zeros((*size, 3), np.uint8)[9999], "image_transform_error"),
         (lambda p, size, rng: np.full((*size, 3), random.randrange(256), np.uint8), "must not depend on chance"),
         (lambda p, size, rng: np.full((*size, 3), random.randrange(256) if rng else 0, np.uint8), "from `rng`"),
-        (blackened, "changed the picture"),
+        (blackened, "changed the image"),
     ],
 )
 def test_bad_image_transforms_are_told_why(transform: Any, message: str) -> None:

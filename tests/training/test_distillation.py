@@ -138,8 +138,8 @@ def test_a_resumed_run_and_micro_batches_on_two_ranks_give_the_same(place: Path)
     [
         (["--distill-model", "ViT-B-32"], "distill.model: ViT-B-32 has no weights: set distill.pretrained"),
         (["--distill-model", "ViT-B-32", "--distill-pretrained", "opnai"], "'opnai' is neither a tag nor a file"),
-        (["--distill.weight", "0.5"], "there is no teacher: give --distill-model or --teacher-features as well"),
-        (["--distill-pretrained", "openai"], "weights of which teacher? Give --distill-model as well"),
+        (["--distill.weight", "0.5"], "requires a teacher: --distill-model or --teacher-features"),
+        (["--distill-pretrained", "openai"], "distill.pretrained requires --distill-model"),
     ],
 )
 def test_a_teacher_that_cannot_be_had(

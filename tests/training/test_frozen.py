@@ -101,7 +101,10 @@ def test_settings_that_cannot_work_are_refused(place: Path, capsys: pytest.Captu
     for more, message in (
         (("--lock-image", *cache), "pictures are augmented, so that their features differ"),
         (cache, "the image tower is trained, and features of weights that change"),
-        (("--train.micro-batch-size", "auto", "--model.grad-checkpointing", "2GiB"), "2GiB of how many samples?"),
+        (
+            ("--train.micro-batch-size", "auto", "--model.grad-checkpointing", "2GiB"),
+            "2GiB requires a number",
+        ),
     ):
         assert main(flags(place, "refused", *more)) == 2
         assert message in capsys.readouterr().err

@@ -25,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="clipstream compare",
         description="Write one HTML file, without network, that shows runs side by side: curves, evaluations, settings "
-        "that differ, pictures, data health. Unfinished runs are shown up to their last step.",
+        "that differ, images, data health. Unfinished runs are shown up to their last step.",
     )
     parser.add_argument("runs", nargs="+", type=with_home, metavar="RUN", help="folder of a run (LOGS/NAME)")
     parser.add_argument(

@@ -22,7 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
         "features",
         help="features of a store as Parquet or NumPy",
         description="Write the features of a store that `clipstream precompute` wrote: OUT/PART/SOURCE-00000.parquet, "
-        "or OUT/PART.npy with OUT/PART.keys.parquet. A row is a picture's view or a caption; samples that were dropped "
+        "or OUT/PART.npy with OUT/PART.keys.parquet. A row is an image's view or a caption; samples that were dropped "
         "have none.",
     )
     features.add_argument("store", type=with_home, metavar="STORE", help="folder or URL of the store")

@@ -20,8 +20,8 @@ def build_parser() -> argparse.ArgumentParser:
     """The verb's command line."""
     parser = argparse.ArgumentParser(
         prog="clipstream search",
-        description="Search in a store of features that `clipstream precompute` wrote: neighbours of pictures and "
-        "texts, near-duplicates, clusters, and scores of pictures with their captions, for filtering.",
+        description="Search in a store of features that `clipstream precompute` wrote: neighbours of images and "
+        "texts, near-duplicates, clusters, and scores of images with their captions, for filtering.",
     )
     topics = parser.add_subparsers(dest="topic", required=True, metavar="TOPIC")
     common = argparse.ArgumentParser(add_help=False)
@@ -34,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     _neighbours(topics.add_parser("neighbours", parents=[common, part], help="the rows nearest to a query"))
     _duplicates(topics.add_parser("duplicates", parents=[common, part], help="pictures that are nearly the same"))
     _clusters(topics.add_parser("clusters", parents=[common, part], help="spherical k-means"))
-    _scores(topics.add_parser("scores", parents=[common], help="cosines of pictures with their captions"))
+    _scores(topics.add_parser("scores", parents=[common], help="cosines of images with their captions"))
     return parser
 
 
@@ -52,7 +52,7 @@ def _neighbours(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Print the rows with the largest cosine to each query. The search is exact unless --index is set."
     )
-    query = parser.add_argument_group("queries (the model in STORE/model encodes pictures and texts)")
+    query = parser.add_argument_group("queries (the model in STORE/model encodes images and texts)")
     query.add_argument("--query-image", nargs="+", default=[], type=with_home, metavar="FILE", help="pictures")
     query.add_argument("--query-text", nargs="+", default=[], metavar="TEXT", help="texts")
     query.add_argument(
@@ -71,7 +71,7 @@ def _neighbours(parser: argparse.ArgumentParser) -> None:
 
 def _duplicates(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Find groups of pictures that pairs of a cosine of at least --threshold connect. --out lists the samples to "
+        "Find groups of images that pairs of a cosine of at least --threshold connect. --out lists the samples to "
         "drop: all of a group but the first."
     )
     parser.add_argument("--threshold", type=float, default=0.95, metavar="COSINE", help="least cosine of a pair (0.95)")
@@ -90,7 +90,7 @@ def _clusters(parser: argparse.ArgumentParser) -> None:
 
 def _scores(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Print quantiles of the cosines of pictures with their captions. --out lists all pairs, or with --min-score or "
+        "Print quantiles of the cosines of images with their captions. --out lists all pairs, or with --min-score or "
         "--top-fraction the samples that are kept, those whose best caption scores high enough."
     )
     limit = parser.add_mutually_exclusive_group()

@@ -84,7 +84,7 @@ class Captions:
             return ""
         example = printable(next(iter(self.flat.values())), 200)
         return (
-            f"{len(self.flat):,} of the first {len(self.seen):,} pictures have (nearly) one colour, such as that of "
+            f"{len(self.flat):,} of the first {len(self.seen):,} images have (nearly) one colour, such as that of "
             f"{example}: look at them, as values of another range than the file's type may be written in it"
         )
 

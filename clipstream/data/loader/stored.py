@@ -135,7 +135,7 @@ class StoredData:
         if len(counts) > 1:
             (k, one), (other_k, other), *_ = counts.items()
             raise SettingsError(
-                f"the feature store {one.shown} has {k} views of a picture, and {other.shown} has {other_k}: "
+                f"the feature store {one.shown} has {k} views of an image, and {other.shown} has {other_k}: "
                 "precompute both with the same --views"
             )
         return max(counts, default=0)

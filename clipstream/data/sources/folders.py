@@ -110,11 +110,11 @@ def _numbers(scheme: str, root: Path, image_keys: tuple[str, ...]) -> dict[str, 
     if not folders:
         raise SettingsError(f"{scheme}:{root}: it holds no folders; one a class is expected")
     if empty := [name for name in folders if not any(_pictures(root / name, image_keys))]:
-        said = f"{scheme}:{root}: {len(empty)} of {len(folders)} folders have no pictures, such as {empty[0]!r}"
+        said = f"{scheme}:{root}: {len(empty)} of {len(folders)} folders have no images, such as {empty[0]!r}"
         if scheme == "folder":  # as torchvision's ImageFolder; of imagenet:, names have numbers of their own
             raise SettingsError(
                 f"{said}: each folder is a class, and classes are numbered in the order of their names. Remove folders "
-                "that are none; where a class has no pictures here, remove its folder as well and compare names (an "
+                "that are none; where a class has no images here, remove its folder as well and compare names (an "
                 "evaluator's label 'class' with its classes) in place of numbers"
             )
         logger.warning(said)

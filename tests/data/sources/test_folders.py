@@ -29,7 +29,7 @@ def write_classes(root: Path, names: list[str], each: int = 2) -> Path:
         for i in range(each):
             where = root / name / ("inner" if i % 2 else "")
             (where / f"{i}.JPEG").write_bytes(picture(10 * number + i))
-        (root / name / "notes.txt").write_text("no picture")
+        (root / name / "notes.txt").write_text("no image")
     return root
 
 
@@ -78,7 +78,7 @@ def test_folders_that_are_no_classes_are_refused(tmp_path: Path) -> None:
         (f"imagenet:{tmp_path / 'mine'}", r"'cat' is no class of ImageNet \(1 of 2 folders"),
         (f"folder:{tmp_path / 'none'}", "is not there"),
         (f"folder:{tmp_path / 'empty'}", "holds no folders"),
-        (f"folder:{tmp_path / 'part'}", "1 of 3 folders have no pictures, such as 'a new folder'"),
+        (f"folder:{tmp_path / 'part'}", "1 of 3 folders have no images, such as 'a new folder'"),
     ):
         with pytest.raises(SettingsError, match=said):
             Source(SourceSettings(shards=shards))
@@ -103,7 +103,7 @@ def test_synthetic_pictures_need_no_disk() -> None:
 def test_the_length_of_an_epoch_is_taken_from_the_data(tmp_path: Path) -> None:
     make_shards(tmp_path, [3, 4])
     run = ["--train-data", f"{tmp_path}/{{00000..00001}}.tar", "--epochs=3", "--save-frequency=1", "--batch-size=2"]
-    with pytest.raises(SettingsError, match="how many samples are an epoch"):
+    with pytest.raises(SettingsError, match="do not determine the length of an epoch"):
         validate_run(with_known_epoch(load(run)), World())
     (tmp_path / "__len__").write_text("7\n")
     known = with_known_epoch(load(run))
@@ -197,7 +197,7 @@ def test_flags_of_manifests(tmp_path: Path) -> None:
     assert both.data.sources["train"].caption.model_dump()["key"] == "json"
     assert load(["--dataset-type", "synthetic"]).data.sources["train"].shards == "synthetic:"
     for kind, names in (("csv", "a.jsonl"), ("csv", "a.csv::b.tar"), ("webdataset", "a.tar::b.parquet")):
-        told = rf"--dataset-type {kind}: .* {names.split('::')[-1]} is .*leave the flag out"
+        told = rf"--dataset-type {kind}: .* {names.split('::')[-1]} says otherwise.*leave the flag out"
         with pytest.raises(SettingsError, match=told):
             load(["--dataset-type", kind, "--train-data", names, "--caption-key", "txt"])
     for wrong in ("--dataset-type=parquet", "--csv-separator=ab"):

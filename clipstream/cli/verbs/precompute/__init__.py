@@ -31,9 +31,9 @@ NAME = re.compile(r"[A-Za-z0-9][\w-]{0,60}")
 TAKEN = ("image", "text", "ids", "samples", "texts", "model")  # names that no teacher may have
 OWN_FLAGS = {
     "--towers": "image, text or both: towers of --model whose features are stored, with the token ids of its tokenizer",
-    "--teacher": "NAME=MODEL[,PRETRAINED]: features of both towers of another model, with its own picture size and "
+    "--teacher": "NAME=MODEL[,PRETRAINED]: features of both towers of another model, with its own image size and "
     "tokenizer; may be given several times",
-    "--views": "augmented views of each picture, which training replays; 0 (the default): the picture as in evaluation",
+    "--views": "augmented views of each image, which training replays; 0 (the default): the image as in evaluation",
     "--dtype": f"of the stored features: {', '.join(STORED_DTYPES)}; float16 unless given",
     "--zstd": "true compresses the files with zstd",
     "--random-weights": "true takes a teacher without pretrained weights, for tests",

@@ -116,7 +116,7 @@ def precompute(
             check_device(world.device, precision)
             _compute(Job(settings, options, teachers, world, watch, precision))
     except Interrupted:
-        text = f"stopped by {signals.received}: what was computed is in {options.folder}; go on by the same command"
+        text = f"stopped by {signals.received}: rerun the same command to continue {options.folder}"
         raise Stopped(text) from None
 
 
