@@ -172,7 +172,6 @@ def fit(
     """The loop, with weights, moments and random states of the checkpoint `found`, if any."""
     from clipstream.data.decode.tokenizers import readable
     from clipstream.losses.contrastive import warn_of_duplicates
-    from clipstream.models.execution.compile import summarized
     from clipstream.report.outputs import Outputs
     from clipstream.training.rollback import Rollback
     from clipstream.training.state import TrainState
@@ -231,7 +230,7 @@ def fit(
         outputs.ending, ending.step = ending, lambda: trainer.step
     if world.is_main:  # only now: a failed resume leaves the run's config.yaml as it was
         write_config(settings)
-    with closing(outputs), writer, summarized(step.compilation, shown=world.is_main):
+    with closing(outputs), writer:
         trainer.run(save_first=found is not None and found.is_file())
 
 

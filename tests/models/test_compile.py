@@ -6,12 +6,13 @@ import copy
 import logging
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
-from torch._dynamo.utils import clear_compilation_metrics, counters
+from torch._dynamo.utils import counters
 from torch.nn.attention import sdpa_kernel
 
 from clipstream.errors import SettingsError
@@ -31,7 +32,6 @@ RESNET = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 8}
 @pytest.fixture(autouse=True)
 def no_compiled_code() -> Iterator[None]:
     torch._dynamo.reset()
-    clear_compilation_metrics()
     counters.clear()
     yield
     torch._dynamo.reset()
@@ -99,28 +99,23 @@ def test_a_step_is_one_graph_with_padded_texts_and_few_with_buckets(policy: str,
         compilation = compile_towers(towers, "step", "eager")
         for _ in range(2):
             check(towers, truth)
-        assert compilation.graphs == graphs, "pictures and texts together; else pictures, and two buckets"
+        assert compilation.graphs == graphs, "images and texts together; else images, and two buckets"
         assert not counters["graph_break"]
         assert list(towers.state_dict()) == names
         check(copy.deepcopy(towers), truth)
         torch._dynamo.reset()
 
 
-def test_a_step_leaves_the_backends_of_attention_as_they_were(tmp_path: Path) -> None:
-    towers = make(tmp_path, grad_checkpointing="matmuls", text_buckets="off").train()
-    compilation, before = compile_towers(towers, "step", "eager"), enabled_backends()
-    with compiling(compilation):
-        gradients(towers, precision="bf16")  # whose compiled recomputation ends early, and restores nothing
-    assert enabled_backends() == before
-
-
 @pytest.mark.parametrize("policy", ["all", "matmuls"])
-def test_what_is_compiled_recomputes_in_the_attention_of_its_pass(policy: str, tmp_path: Path) -> None:
+def test_compiled_blocks_recompute_in_the_attention_of_their_pass(policy: str, tmp_path: Path) -> None:
     towers = make(tmp_path, grad_checkpointing=policy, text_buckets="off").train()
     truth = gradients(towers, precision="bf16")
-    compilation = compile_towers(towers, "step", "eager")  # whose backward pass runs outside of the context
-    found = gradients(towers, precision="bf16")
-    assert all(torch.equal(found[name], gradient) for name, gradient in truth.items())
+    compilation, before = compile_towers(towers, "step", "eager"), enabled_backends()
+    for context in (compiling(compilation), nullcontext()):
+        assert enabled_backends() == before
+        with context:
+            found = gradients(towers, precision="bf16")
+        assert all(torch.equal(found[name], gradient) for name, gradient in truth.items())
     assert compilation.graphs == 1
 
 
@@ -185,9 +180,6 @@ def test_batches_of_many_lengths_take_few_graphs(tmp_path: Path) -> None:
         counts.append(compilation.graphs)
     assert towers.text_buckets is not None
     assert counts[-1] <= 12, counts
-    compilation.on_step(0.0)
-    assert compilation.recompilations.total() == counts[-1] - 1
-    assert "size mismatch" in compilation.summary()
 
 
 @pytest.mark.slow  # inductor takes a C++ compiler's time
@@ -204,21 +196,6 @@ def test_random_numbers_are_those_of_eager_towers_in_both_passes(tmp_path: Path)
         with torch.set_grad_enabled(enabled):
             torch.testing.assert_close(towers.encode_image(pixels), truth, rtol=0, atol=1e-10)
     assert compilation.graphs == 2
-
-
-def test_the_compiler_failing_leaves_the_graph_eager(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    towers = make(tmp_path).double().train()
-    truth = gradients(towers)
-    compilation = compile_towers(towers, "blocks", "eager")
-
-    def broken(graph: Any, inputs: Any) -> Any:
-        raise RuntimeError("No working C++ compiler found")
-
-    compilation.compile = broken
-    with caplog.at_level(logging.WARNING, "clipstream"):
-        check(towers, truth)
-    warnings = [record.message for record in caplog.records]
-    assert len(warnings) == 1 and "uncompiled: RuntimeError: No working C++ compiler found" in warnings[0]
 
 
 def test_inductor_without_a_compiler_warns_and_goes_on(
@@ -281,24 +258,16 @@ def test_torchs_configuration_is_changed_only_while_towers_may_compile(tmp_path:
     def configuration() -> tuple[bool, int]:
         return bool(config.optimize_ddp), config.recompile_limit
 
-    before = configuration()
-    compilation = compile_towers(make(tmp_path), "blocks", "eager")
+    before, towers = configuration(), make(tmp_path).train()
+    compilation = compile_towers(towers, "blocks", "eager")
     assert configuration() == before
-    with compiling(None):
-        assert configuration() == before
     with compiling(compilation):
         assert configuration() == (False, max(module.GRAPHS, before[1]))
-    assert configuration() == before
     with config.patch(recompile_limit=1000), compiling(compilation):
         assert config.recompile_limit == 1000, "a higher limit of the user's own stays"
-
-
-def test_errors_of_the_code_itself_are_raised(tmp_path: Path) -> None:
-    towers = make(tmp_path).train()
-    compile_towers(towers, "blocks", "eager")
-    block = towers.clip.visual.transformer.resblocks[0]
-    with pytest.raises(RuntimeError, match="shape"):
-        block(torch.zeros(2, 3, VIT["width"] + 1))
+    assert configuration() == before
+    with pytest.raises(RuntimeError, match="shape"):  # errors of the code itself are raised
+        towers.clip.visual.transformer.resblocks[0](torch.zeros(2, 3, VIT["width"] + 1))
 
 
 def test_wrong_backends_and_towers_without_blocks_are_refused(tmp_path: Path) -> None:
@@ -310,7 +279,7 @@ def test_wrong_backends_and_towers_without_blocks_are_refused(tmp_path: Path) ->
         compile_towers(towers, "blocks", "eager")
 
 
-def test_a_step_tells_what_it_compiled(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_logs_the_graphs_that_it_compiled(caplog: pytest.LogCaptureFixture) -> None:
     compilation = Compilation(lambda graph, inputs: graph.forward, "eager")
     double = torch.compile(lambda x: 2 * x, backend=compilation, dynamic=False)
     with caplog.at_level(logging.INFO, "clipstream"):
@@ -320,9 +289,7 @@ def test_a_step_tells_what_it_compiled(caplog: pytest.LogCaptureFixture) -> None
         double(torch.zeros(4))
         compilation.on_step(1.0, shown=False)
     (line,) = [record.message for record in caplog.records]
-    assert line == "train.compile: compiled 1 graph with eager in a step of 2.0 s"
-    assert compilation.summary().startswith("train.compile: 2 graphs in steps of 3.0 s altogether, 1 recompilation:")
-    assert module._cause("0/1: tensor 'x' size mismatch") == "tensor 'x' size mismatch"
+    assert line == "train.compile: compiled 1 graph with eager in a step of 2.0 s" and compilation.graphs == 2
 
 
 def test_the_modes_that_record_cuda_graphs_are_torchs() -> None:

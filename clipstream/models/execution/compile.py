@@ -13,7 +13,6 @@ warning, for that function alone. Errors of the code itself are raised as withou
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -49,11 +48,8 @@ class Compilation:
 
     Attributes:
         graphs: graphs compiled, forward and backward pass as one.
-        cached: those of them that were taken from inductor's cache.
         cuda_graphs: whether CUDA graphs are recorded, whose outputs are overwritten by later passes.
         strict: whether a failed compilation is an error, not a warning.
-        seconds: time that steps took in which something was compiled.
-        recompilations: how often a function was compiled once more, by reason.
     """
 
     compile: Compiler
@@ -61,27 +57,18 @@ class Compilation:
     cuda_graphs: bool = False
     strict: bool = False
     graphs: int = 0
-    cached: int = 0
-    seconds: float = 0.0
-    recompilations: Counter[str] = field(default_factory=Counter)
     text_buckets: Any = None  # of the towers, before they were compiled
     _told: set[str] = field(default_factory=set)
-    _reported: tuple[int, int] = (0, 0)  # graphs, and those from the cache
-    _breaks: Counter[str] = field(default_factory=Counter)
+    _reported: int = 0  # graphs
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Graph:
         """Compile a graph, its backward pass at once; the graph itself, run eagerly, where the backend fails."""
         import torch._functorch.config as config
-        from torch._dynamo.utils import counters
 
         self.graphs += 1
-        before = Counter(counters["inductor"])
         try:
             with config.patch(force_non_lazy_backward_lowering=True):
-                compiled = self.compile(graph, inputs)
-            new = Counter(counters["inductor"]) - before
-            self.cached += new["fxgraph_cache_hit"] > 0 and not new["fxgraph_cache_miss"] + new["fxgraph_cache_bypass"]
-            return compiled
+                return self.compile(graph, inputs)
         except Exception as error:  # of the compiler: the graph has not run yet
             self.warn(f"{self.name} cannot compile a part of the towers, which runs uncompiled", error)
             return graph.forward
@@ -90,38 +77,18 @@ class Compilation:
         """Warn of an error, once; raise it if `strict`."""
         if self.strict:
             raise error
-        reason = shortened(f"{type(error).__name__}: {error}", SHOWN)
-        if (line := f"train.compile: {text}: {reason}") not in self._told:
+        line = f"train.compile: {text}: {shortened(f'{type(error).__name__}: {error}', SHOWN)}"
+        if line not in self._told:
             self._told.add(line)
             logger.warning(line)
 
     def on_step(self, seconds: float, *, shown: bool = True) -> None:
-        """Count, and log if `shown`, what a step that took `seconds` has compiled."""
-        from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
-
-        reasons = [getattr(metrics, "recompile_reason", None) for metrics in get_compilation_metrics()]
-        clear_compilation_metrics()
-        again = Counter(_cause(reason) for reason in reasons if reason)
-        breaks = Counter(counters["graph_break"]) - self._breaks
-        new, cached = self.graphs - self._reported[0], self.cached - self._reported[1]
-        if not new and not again:
-            return
-        self._reported = self.graphs, self.cached
-        self.seconds += seconds
-        self.recompilations += again
-        self._breaks += breaks
-        text = f"train.compile: compiled {_graphs(new, cached)} with {self.name} in a step of {seconds:.1f} s"
-        for what, counts in (("recompilation", again), ("graph break", breaks)):
-            if counts:
-                text += f"; {counted(counts.total(), what)}: {_listed(counts)}"
-        if shown:
-            logger.info(text)
-
-    def summary(self) -> str:
-        """What the run has compiled, as a line."""
-        text = f"train.compile: {_graphs(self.graphs, self.cached)} in steps of {self.seconds:.1f} s altogether"
-        text += f", {counted(self.recompilations.total(), 'recompilation')}"
-        return text + (f": {_listed(self.recompilations)}" if self.recompilations else "")
+        """Log, if `shown`, how many graphs a step that took `seconds` has compiled."""
+        new, self._reported = self.graphs - self._reported, self.graphs
+        if new and shown:
+            logger.info(
+                f"train.compile: compiled {counted(new, 'graph')} with {self.name} in a step of {seconds:.1f} s"
+            )
 
 
 class _Function:
@@ -165,14 +132,10 @@ def compile_towers(
 
     Raises SettingsError: there is no such backend, no tower has repeated blocks, or texts are to be packed.
     """
-    from torch._dynamo.utils import clear_compilation_metrics, counters
-
     if cache is not None:
         _keep_in(cache)
-    clear_compilation_metrics()
-    breaks = Counter(counters["graph_break"])
     cuda_graphs = backend == "inductor" and mode in CUDA_GRAPHS
-    compilation = Compilation(_compiler(backend, mode), backend, cuda_graphs=cuda_graphs, _breaks=breaks)
+    compilation = Compilation(_compiler(backend, mode), backend, cuda_graphs=cuda_graphs)
     found = _targets(towers, parts)
     if towers.text_buckets is not None:
         if towers.text_buckets.packed == "all":
@@ -215,16 +178,6 @@ def compiling(compilation: Compilation | None) -> Iterator[None]:
 def eagerly(compilation: Compilation | None) -> AbstractContextManager[Any]:
     """A context in which compiled towers run eagerly, for shapes that do not come back."""
     return nullcontext() if compilation is None else torch.compiler.set_stance("force_eager")
-
-
-@contextmanager
-def summarized(compilation: Compilation | None, *, shown: bool = True) -> Iterator[None]:
-    """A context at whose end the log gets a summary of what was compiled, if anything was to be and if `shown`."""
-    try:
-        yield
-    finally:
-        if compilation is not None and shown:
-            logger.info(compilation.summary())
 
 
 def _keep_in(cache: Path) -> None:
@@ -287,17 +240,3 @@ def _compiler(backend: str, mode: str | None) -> Compiler:
             f"train.compile_backend: torch has no {backend!r} ({shortened(str(error), SHOWN)}): {names}"
         ) from error
     return found
-
-
-def _cause(reason: str) -> str:
-    """The check that failed, without the place and the number of the compiled code."""
-    line = reason.strip().splitlines()[0]
-    return shortened(line.split(": ", 1)[1] if line[:1].isdigit() and ": " in line else line, SHOWN)
-
-
-def _graphs(number: int, cached: int) -> str:
-    return counted(number, "graph") + (f" ({cached} from the cache)" if cached else "")
-
-
-def _listed(counts: Counter[str]) -> str:
-    return ", ".join(f"{shortened(reason, SHOWN)} ({count})" for reason, count in counts.most_common(3))
