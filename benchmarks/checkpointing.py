@@ -19,11 +19,10 @@ import torch
 from torch import nn
 
 from clipstream.models.build import build_towers
-from clipstream.models.execution.activation_budget import LEVELS, chosen, fit_budgets, measured
-from clipstream.models.execution.blocks import blocks
-from clipstream.models.execution.checkpointing import set_policy
+from clipstream.models.execution.checkpointing import LEVELS, chosen, fit_budgets, measured, set_policy
+from clipstream.models.frozen import TOWERS, Tower
+from clipstream.models.layers import blocks
 from clipstream.models.settings import ModelSettings
-from clipstream.models.stored import TOWERS, Tower
 from clipstream.models.towers import Towers
 
 

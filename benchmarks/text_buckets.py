@@ -34,8 +34,7 @@ from clipstream.errors import SettingsError
 from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings
 from clipstream.models.build import build_towers
-from clipstream.models.execution.packed_text import why_unpackable
-from clipstream.models.execution.text_buckets import STEP, Setting, TextBuckets, _causal
+from clipstream.models.execution.text_buckets import STEP, Setting, TextBuckets, _causal, why_unpackable
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
 from clipstream.training.optim import OptimSettings

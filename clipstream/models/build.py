@@ -23,10 +23,10 @@ from clipstream.errors import SettingsError
 from clipstream.models.execution.channels_last import ChannelsLast
 from clipstream.models.execution.checkpointing import checkpoint_blocks
 from clipstream.models.execution.text_buckets import TextBuckets
+from clipstream.models.frozen import TOWERS
 from clipstream.models.model_config import Config, ModelConfig
 from clipstream.models.pretrained import ModelFiles, TokenizerChoice, fetch, resolve_loss, timm_entry
 from clipstream.models.settings import NO_PATCHES, ModelSettings
-from clipstream.models.stored import TOWERS
 from clipstream.models.towers import Towers
 from clipstream.models.weights import load_image_weights, load_weights, read_weights
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from clipstream.models.frozen import Tower
 from clipstream.models.model_config import Config
-from clipstream.models.stored import Tower
 from clipstream.models.towers import Towers
 
 Fingerprint = dict[str, object]

@@ -1,7 +1,7 @@
-"""The layers of a tower in order of depth, for learning rates per layer.
+"""Parts of towers: repeated blocks, and layers in order of depth for learning rates per layer.
 
-A model of open_clip enters; lists of parameters from the input to the projection leave. The partition is that of
-open_clip's main branch (`layer_groups` of its towers).
+A model of open_clip enters; modules, or lists of parameters from the input to the projection, leave. The partition into
+layers is that of open_clip's main branch (`layer_groups` of its towers).
 """
 
 from __future__ import annotations
@@ -14,6 +14,16 @@ from timm.models import group_parameters
 from torch import nn
 
 from clipstream.errors import SettingsError
+
+
+def blocks(towers: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of the towers: outermost modules in a list of modules of the same class."""
+    if isinstance(towers, nn.ModuleList | nn.Sequential):
+        children = list(towers.children())
+        if len(children) > 1 and len({type(child) for child in children}) == 1 and any(children[0].children()):
+            return [child for child in children if any(True for _ in child.parameters())]
+    return [block for child in towers.children() for block in blocks(child)]
+
 
 Member = nn.Module | nn.Parameter | None
 

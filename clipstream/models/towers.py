@@ -22,15 +22,19 @@ from clipstream.data.batch import ImageSpec
 from clipstream.errors import SettingsError
 from clipstream.features.codec import decode_rows
 from clipstream.models.execution.channels_last import ChannelsLast
-from clipstream.models.execution.frozen import FrozenPrecision, FrozenTower, arithmetic
 from clipstream.models.execution.text_buckets import Lengths, TextBuckets
-from clipstream.models.model_config import ModelConfig
-from clipstream.models.pretrained import (
-    CONFIG_FILE,
-    TEXT_CONFIG,
-    WEIGHT_FILES,
+from clipstream.models.frozen import (
+    TOWERS,
+    FrozenPrecision,
+    FrozenTower,
+    StoredTower,
+    Tower,
+    arithmetic,
+    members,
 )
-from clipstream.models.stored import StoredTower, Tower, members
+from clipstream.models.layers import tower_parameters
+from clipstream.models.model_config import ModelConfig
+from clipstream.models.pretrained import CONFIG_FILE, TEXT_CONFIG, TOKENIZER_CONFIG, WEIGHT_FILES
 from clipstream.utils.plugins import not_trusted
 from clipstream.utils.timing.parts import IMAGE_FORWARD, TEXT_FORWARD
 from clipstream.utils.timing.step_timer import begin
@@ -71,7 +75,7 @@ class Towers(nn.Module):
 
     Attributes:
         clip: open_clip's CLIP or CustomTextCLIP.
-        image: how a picture is decoded to pixels, before normalisation.
+        image: how an image is decoded to pixels, before normalisation.
         context_length: tokens per caption, T.
         vocab_size: number of token ids.
         loss_type: 'clip' or 'siglip', the loss that the model has parameters for (siglip: a logit bias).
@@ -190,7 +194,7 @@ class Towers(nn.Module):
         return self.encode_normalized(scaled.to(dtype))
 
     def encode_normalized(self, images: torch.Tensor) -> torch.Tensor:
-        """Pictures [n, 3, H, W] in the dtype of the weights, normalised by mean and std -> L2-normalised [n, D]."""
+        """Images [n, 3, H, W] in the dtype of the weights, normalised by mean and std -> L2-normalised [n, D]."""
         with self._arithmetic("image"):
             return self._unit(self.clip.encode_image(images))
 
@@ -245,18 +249,10 @@ class Towers(nn.Module):
 
     def unchanging(self) -> frozenset[Tower]:
         """Towers whose features stay the same in a step: present, without trained parameters, in evaluation mode."""
-        text = getattr(self.clip, "text", None)
-        parts: dict[Tower, tuple[nn.Module, tuple[str, ...]]] = {}
-        if "image" not in self.stored:
-            parts["image"] = (self.clip.visual, ("visual.",))
-        if "text" not in self.stored:
-            parts["text"] = (text or self.clip.transformer, ("",) if text is None else ("text.",))
-        trained = [name for name, parameter in self.clip.named_parameters() if parameter.requires_grad]
         found: set[Tower] = set()
-        for tower, (module, prefixes) in parts.items():
-            others = () if tower == "image" else ("visual.", "logit_")
-            own = [name for name in trained if name.startswith(prefixes) and not name.startswith(others)]
-            if not own and not module.training:
+        for tower in TOWERS:
+            trained = any(parameter.requires_grad for _, parameter in tower_parameters(self.clip, tower))
+            if tower not in self.stored and not trained and not self.tower(tower).training:
                 found.add(tower)
         return frozenset(found)
 
@@ -277,7 +273,7 @@ class Towers(nn.Module):
                 raise SettingsError(f"model.unlocked_groups: this image tower has none to unlock: {error}") from error
         else:
             self.clip.visual.requires_grad_(False)
-        self._add_lock(before, _wholly_frozen(self.clip.visual), until)
+        self._add_lock(before, self.clip.visual, until)
 
     def lock_text(self, unlocked_layers: int = 0, *, keep_projection: bool = False, until: int | None = None) -> None:
         """Freeze the text tower except its last layers.
@@ -289,20 +285,17 @@ class Towers(nn.Module):
 
         Raises SettingsError: the tower has no layers to leave unlocked.
         """
-        custom, before = hasattr(self.clip, "text"), self._trainable()
+        before = self._trainable()
         if unlocked_layers:
             try:
                 self.clip.lock_text_tower(unlocked_layers=unlocked_layers)
             except (AssertionError, RuntimeError, AttributeError, KeyError) as error:
                 raise SettingsError(f"model.unlocked_layers: this text tower has none to unlock: {error}") from error
-            self._add_lock(before, _wholly_frozen(self.clip.text if custom else self.clip.transformer), until)
-            return
-        prefixes = ("text.",) if custom else ("",)
-        spared = ("visual.", "logit_", *(("text.proj",) if keep_projection else ()))
-        for name, parameter in self.clip.named_parameters():
-            if name.startswith(prefixes) and not name.startswith(spared):
-                parameter.requires_grad_(False)
-        self._add_lock(before, [self.clip.text if custom else self.clip.transformer], until)
+        else:
+            for name, parameter in tower_parameters(self.clip, "text"):
+                parameter.requires_grad_(keep_projection and name.startswith("text.proj"))
+        whole = None if unlocked_layers else self.tower("text")  # in evaluation mode, but for the projection
+        self._add_lock(before, self.tower("text"), until, whole)
 
     def set_precision(self, tower: Tower, precision: FrozenPrecision, *, keep: bool = True) -> None:
         """Convert a frozen tower to a precision of its own, in which it is stored and computed from now on.
@@ -312,14 +305,12 @@ class Towers(nn.Module):
 
         Raises SettingsError: the tower has parameters that are trained.
         """
-        names = members(self.clip, tower)
-        trained = [name for name, p in self.clip.named_parameters() if p.requires_grad and name.split(".")[0] in names]
-        if trained:
+        if trained := [name for name, parameter in tower_parameters(self.clip, tower) if parameter.requires_grad]:
             raise SettingsError(
-                f"model.{tower}.precision: {trained[0]} of the {tower} tower is trained, and training needs it in the "
-                "precision of train.precision: leave model." + f"{tower}.precision out"
+                f"model.{tower}.precision: {trained[0]} of the {tower} tower is trained, which needs the precision of "
+                "train.precision: leave this setting out"
             )
-        self.own_precision[tower] = FrozenTower(self.clip, names, precision, keep=keep)
+        self.own_precision[tower] = FrozenTower(self.clip, members(self.clip, tower), precision, keep=keep)
 
     def changing_locks(self, step: int) -> list[Lock]:
         """The open locks that last longer than `step` steps of the run, and the closed ones that do not."""
@@ -336,15 +327,15 @@ class Towers(nn.Module):
     def _trainable(self) -> list[str]:
         return [name for name, parameter in self.named_parameters() if parameter.requires_grad]
 
-    def _add_lock(self, before: list[str], modules: list[nn.Module], until: int | None) -> None:
-        """Add the lock of those parameters of `before` that are frozen now."""
-        left = set(self._trainable())
+    def _add_lock(self, before: list[str], tower: nn.Module, until: int | None, whole: nn.Module | None = None) -> None:
+        """Add the lock of those parameters of `before` that are frozen now, with the wholly frozen modules of a tower,
+        or `whole`.
+        """
+        left, modules = set(self._trainable()), _wholly_frozen(tower) if whole is None else [whole]
         names = [name for name, module in self.named_modules() if module in modules]
-        lock = Lock([name for name in before if name not in left], names, until)
-        if until is not None:
-            lock.closed = False
-            for name in lock.parameters:
-                self.get_parameter(name).requires_grad_(True)
+        lock = Lock([name for name in before if name not in left], names, until, closed=until is None)
+        for name in () if lock.closed else lock.parameters:
+            self.get_parameter(name).requires_grad_(True)
         self._locks.append(lock)
         self.train(self.training)
 
@@ -358,8 +349,8 @@ class Towers(nn.Module):
         for lock in self._locks:
             if lock.until is not None and not parameters.keys() >= set(lock.parameters):
                 raise SettingsError(
-                    f"model.unlock_{tower}_at: a tower whose features come from a store is not trained: leave out the "
-                    "store or this setting"
+                    f"model.unlock_{tower}_at: a tower whose features come from a store cannot be trained: leave "
+                    "out the store or this setting"
                 )
             lock.modules = [name for name in lock.modules if name in modules]
             lock.parameters = [name for name in lock.parameters if name in parameters]
@@ -410,24 +401,22 @@ class Towers(nn.Module):
         """
         if self._tokenizer is not None:
             return self._tokenizer
-        text_cfg = self.config.model_cfg["text_cfg"]
+        text_cfg, folder = self.config.model_cfg["text_cfg"], self.tokenizer_folder
         options = {**(text_cfg.get("tokenizer_kwargs") or {}), "context_length": self.context_length}
-        if self.tokenizer_folder is None:
+        if folder is None:
             options.pop("trust_remote_code", None)
             self._tokenizer = SimpleTokenizer(**options)
             return self._tokenizer
         options |= {"tokenizer_mode": text_cfg.get("tokenizer_mode"), "trust_remote_code": self._trust_remote_code}
         try:
-            self._tokenizer = HFTokenizer(str(self.tokenizer_folder), **options)
+            found = HFTokenizer(str(folder), **options)
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-            text = not_trusted(self.tokenizer_folder, error)
-            text = text or f"cannot load the tokenizer in {self.tokenizer_folder}: {error}"
+            text = not_trusted(folder, error) or f"cannot load the tokenizer in {folder}: {error}"
             raise SettingsError(text) from error
-        if getattr(self._tokenizer.tokenizer, "pad_token", None) is None:
-            self._tokenizer = None
-            text = f"the tokenizer in {self.tokenizer_folder} has no pad token, and texts of a batch are padded"
-            raise SettingsError(f"{text}: set pad_token in its tokenizer_config.json")
-        return self._tokenizer
+        if getattr(found.tokenizer, "pad_token", None) is None:
+            raise SettingsError(f"the tokenizer in {folder} has no pad token: set pad_token in its {TOKENIZER_CONFIG}")
+        self._tokenizer = found
+        return found
 
     def same_tokenizer(self, other: Towers) -> bool:
         """Whether both models' own tokenizers are certain to give the same ids; those of unlike folders may."""

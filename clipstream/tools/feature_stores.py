@@ -17,9 +17,9 @@ from clipstream.errors import SettingsError
 from clipstream.features.manifest import IDS, IMAGE, MODEL, TEXT, differences
 from clipstream.features.store import FeatureStore
 from clipstream.losses.settings import DistillSettings
+from clipstream.models.execution.batch_features import NAME as LIVE
 from clipstream.models.fingerprint import image_fingerprint, same_text_weights, text_fingerprint
 from clipstream.models.pretrained import WEIGHT_FILES
-from clipstream.models.teacher import NAME as LIVE
 from clipstream.models.towers import Towers
 from clipstream.utils.section import found
 

@@ -37,10 +37,9 @@ if TYPE_CHECKING:
     from clipstream.data.loader.stored import StoredData
     from clipstream.evals.runner import EvalRunner
     from clipstream.evals.settings import Weights
+    from clipstream.models.execution.batch_features import FeatureCache, Teacher
     from clipstream.models.execution.compile import Compilation
-    from clipstream.models.execution.feature_cache import FeatureCache
     from clipstream.models.execution.flops import Throughput
-    from clipstream.models.teacher import Teacher
     from clipstream.models.towers import Towers
     from clipstream.report.outputs import Ending, Outputs
     from clipstream.training.parallel import FullTowers, ShardedTowers
@@ -308,7 +307,7 @@ def build_profiler(settings: Settings, world: World, done: int) -> StepProfiler 
 def build_teacher(settings: Settings, world: World) -> Teacher | None:
     """The live teacher on this rank's device, in the arithmetic of training; None where the settings name none."""
     from clipstream.models.build import build_towers
-    from clipstream.models.teacher import Teacher
+    from clipstream.models.execution.batch_features import Teacher
     from clipstream.training.precision import autocast, prepare
 
     model, precision = settings.distill.teacher(settings.model.cache_dir), settings.train.arithmetic
@@ -394,9 +393,9 @@ def build_step(
     """
     from clipstream.losses.contrastive import build_loss
     from clipstream.losses.distillation import DistilledLoss
+    from clipstream.models.execution.batch_features import NAME
     from clipstream.models.execution.channels_last import tune_convolutions
     from clipstream.models.execution.compile import compile_towers
-    from clipstream.models.teacher import NAME
     from clipstream.tools.feature_stores import teacher_scales
     from clipstream.training.ema import WeightAverages
     from clipstream.training.parallel import parallelize, synchronize_batch_norm, wrap
@@ -458,8 +457,8 @@ def fit_memory(settings: Settings, world: World, towers: Towers) -> list[Feature
 
     Raises SettingsError: a budget is too little, or a tower with a cache has weights that are trained.
     """
-    from clipstream.models.execution.activation_budget import fit_budgets
-    from clipstream.models.execution.feature_cache import caches_of
+    from clipstream.models.execution.batch_features import caches_of
+    from clipstream.models.execution.checkpointing import fit_budgets
     from clipstream.training.parallel import reshard
     from clipstream.training.precision import autocast, same_randomness
 

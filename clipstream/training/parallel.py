@@ -42,7 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.models.execution.blocks import blocks
+from clipstream.models.layers import blocks
 from clipstream.training.precision import Precision, same_randomness
 from clipstream.training.settings import FP16_SHARDS, SHARDED_NORMS
 

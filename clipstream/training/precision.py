@@ -24,7 +24,7 @@ from typing_extensions import NotRequired, TypedDict
 from clipstream.distributed.capabilities import computes_bf16
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.models.execution.frozen import arithmetic
+from clipstream.models.frozen import arithmetic
 
 if TYPE_CHECKING:
     from clipstream.models.settings import ModelSettings

@@ -32,8 +32,8 @@ from torch.distributed.tensor import DTensor
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.losses.contrastive import ContrastiveLoss
+from clipstream.models.execution.batch_features import FeatureCache
 from clipstream.models.execution.compile import Compilation, compiling, eagerly
-from clipstream.models.execution.feature_cache import FeatureCache
 from clipstream.training.auto_micro_batch import AutoMicroBatch, MicroBatch
 from clipstream.training.ema import WeightAverages
 from clipstream.training.gradcache import GradCache

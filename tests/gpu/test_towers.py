@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from clipstream.models.execution.compile import compile_towers
-from clipstream.models.execution.packed_text import takes_varlen
+from clipstream.models.execution.text_buckets import takes_varlen
 from clipstream.training.ema import WeightAverages
 from tests.support.gpu_steps import assert_close, gradients, make_batch, make_step, make_towers
 

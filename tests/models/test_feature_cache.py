@@ -13,8 +13,8 @@ import torch
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.models.execution.feature_cache import ENTRY, FeatureCache
-from clipstream.models.stored import TOWERS, Tower
+from clipstream.models.execution.batch_features import ENTRY, FeatureCache
+from clipstream.models.frozen import TOWERS, Tower
 from clipstream.utils.logs import logger
 from clipstream.utils.timing.step_timer import StepTimer
 from tests.support.model_files import build, write

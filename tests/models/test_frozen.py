@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from clipstream.errors import SettingsError
 from clipstream.models.execution.flops import count_flops
-from clipstream.models.stored import TOWERS, Tower
+from clipstream.models.frozen import TOWERS, Tower
 from clipstream.models.towers import Towers
 from clipstream.training.precision import Precision, autocast, prepare
 from tests.support import hubtree

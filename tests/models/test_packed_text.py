@@ -16,11 +16,11 @@ from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
 
 from clipstream.errors import SettingsError
-from clipstream.models.execution import packed_text
+from clipstream.models.execution import text_buckets as packed_text
 from clipstream.models.execution.compile import compile_towers
 from clipstream.models.execution.flops import count_flops
-from clipstream.models.execution.frozen import arithmetic
-from clipstream.models.execution.packed_text import Packing, row_length, takes_varlen, why_unpackable
+from clipstream.models.execution.text_buckets import Packing, row_length, takes_varlen, why_unpackable
+from clipstream.models.frozen import arithmetic
 from clipstream.models.towers import Towers
 from tests.support.model_files import TEXT, VIT, build, write
 

@@ -22,8 +22,7 @@ from clipstream.distributed.world import World
 from clipstream.losses.contrastive import build_loss
 from clipstream.losses.distillation import DistilledLoss
 from clipstream.losses.settings import ClipLossSettings, DistillSettings
-from clipstream.models.execution.feature_cache import FeatureCache
-from clipstream.models.teacher import Teacher
+from clipstream.models.execution.batch_features import FeatureCache, Teacher
 from clipstream.models.towers import Features
 from clipstream.report.precision_audit import Audit, GradientGroup, Recorder, Severity, audit_step
 from clipstream.report.sinks import AUDIT_FILE

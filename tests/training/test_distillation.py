@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from clipstream.data.batch import Batch, ImageSpec
 from clipstream.data.build import training_loader
 from clipstream.distributed.world import World
-from clipstream.models.teacher import Teacher
+from clipstream.models.execution.batch_features import Teacher
 from clipstream.models.towers import Towers
 from clipstream.train import main
 from clipstream.training.precision import autocast

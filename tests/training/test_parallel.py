@@ -21,7 +21,7 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.build import build_towers
-from clipstream.models.execution.blocks import blocks
+from clipstream.models.layers import blocks
 from clipstream.models.settings import ModelSettings
 from clipstream.training.parallel import ShardedTowers, parallelize, shard_like, synchronize_batch_norm, wrap
 from clipstream.training.precision import Precision

@@ -27,7 +27,7 @@ from clipstream.utils.logs import set_level
 if TYPE_CHECKING:
     from clipstream.data.batch import Batch
     from clipstream.data.decode.tokenizers import Tokenizer
-    from clipstream.models.teacher import Teacher
+    from clipstream.models.execution.batch_features import Teacher
     from clipstream.models.towers import Towers
 
 TOPIC = "precision"

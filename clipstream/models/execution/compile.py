@@ -27,8 +27,8 @@ from torch.nn.attention import sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
 from clipstream.errors import SettingsError
-from clipstream.models.execution.blocks import blocks
 from clipstream.models.execution.checkpointing import enabled_backends
+from clipstream.models.layers import blocks
 from clipstream.models.settings import CUDA_GRAPHS, NOTHING_COMPILED
 from clipstream.text import counted, shortened
 from clipstream.utils.logs import logger

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from clipstream.data.batch import Batch
 from clipstream.models.execution.checkpointing import suspended
 from clipstream.models.execution.text_buckets import STEP, TextBuckets
-from clipstream.models.stored import Tower
+from clipstream.models.frozen import Tower
 from clipstream.models.towers import Towers
 from clipstream.utils.logs import logger
 

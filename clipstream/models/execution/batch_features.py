@@ -1,10 +1,9 @@
-"""Features of a frozen tower, computed once for each input and kept in memory.
+"""Features that frozen towers add to a batch: of a tower of the model, computed once for each input, or of a teacher.
 
-Batches enter; batches whose samples have the tower's features leave. Rows of pixels or token ids that were seen before
-take their features from memory, the others pass through the tower; so the features of a sample are the same bits until
-the process ends, whatever the order of samples; a resumed run computes them anew, beside other samples, which may round
-otherwise. Inputs are told apart by two 64-bit hashes of their bytes. Ranks exchange what they compute: all hold the
-same features. Nothing is removed; when the limit is reached, further features are computed each time.
+Cached features are found by two 64-bit hashes of the bytes of pixels or token ids. The features of a sample are the
+same bits until the process ends, whatever the order of samples; a resumed run computes them anew, beside other samples,
+which may round otherwise. Ranks exchange what they compute: all hold the same features. Nothing is removed; when the
+limit is reached, further features are computed each time.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ import torch
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
+from clipstream.models.frozen import TOWERS, Tower
 from clipstream.models.settings import ModelSettings, TowerSettings
-from clipstream.models.stored import TOWERS, Tower
 from clipstream.models.towers import Towers
 from clipstream.utils.logs import logger
 from clipstream.utils.timing.parts import IMAGE_FORWARD, TEXT_FORWARD
@@ -155,3 +154,43 @@ def caches_of(
     own: dict[Tower, TowerSettings] = {tower: getattr(settings, tower) for tower in TOWERS}
     wanted = {tower: section.cache_gib for tower, section in own.items() if tower not in towers.stored}
     return [FeatureCache(towers, tower, gib, world, context) for tower, gib in wanted.items() if gib is not None]
+
+
+NAME = "teacher"  # of its features in a batch
+
+
+class Teacher:
+    """Callable that adds the teacher's L2-normalised features [n, E], float32 or float64, to a batch.
+
+    Args:
+        towers: frozen here, in evaluation mode, and moved to `device`.
+        autocast: returns the context of a forward pass.
+
+    Attributes:
+        chunk: returns the samples of a forward pass; None for all.
+    """
+
+    def __init__(self, towers: Towers, device: str, autocast: Callable[[], AbstractContextManager[None]]) -> None:
+        self.towers = towers.requires_grad_(False).eval().to(device)
+        self.chunk: Callable[[], int | None] = lambda: None
+        self._autocast = autocast
+
+    @property
+    def scale(self) -> float:
+        """exp(logit_scale) of the teacher."""
+        scale, _ = self.towers.scalars()
+        return float(scale)
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> Batch:
+        """The batch with the teacher's features of its pixels and ids, or of its own where they differ."""
+        pixels = batch.pixels if batch.teacher_pixels is None else batch.teacher_pixels
+        ids = batch.ids if batch.teacher_ids is None else batch.teacher_ids
+        assert pixels is not None, "a live teacher needs pixels"
+        size = self.chunk() or len(batch)
+        chunks = [slice(start, start + size) for start in range(0, len(batch), size)]
+        with self._autocast():
+            images = [self.towers.encode_image(pixels[chunk]) for chunk in chunks]
+            texts = [self.towers.encode_text(ids[chunk]) for chunk in chunks]
+        found = {f"{NAME}.image": torch.cat(images), f"{NAME}.text": torch.cat(texts)}
+        return replace(batch, features={**batch.features, **found})
