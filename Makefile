@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What is imported is compiled once, not by every process anew; pip need not compile what nobody imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-all test-cluster lint format docs docs-serve reference peers bench-loss bench-input bench-features bench-train clean
+.PHONY: quickstart test test-fast test-all test-cluster lint format docs docs-serve reference peers bench-loss bench-input bench-features bench-train clean
 
 # Trains on drawn scenes and evaluates. Each call is a run of its own under runs/.
 quickstart: .venv/.installed
@@ -17,7 +17,11 @@ quickstart: .venv/.installed
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --durations=15
 
-# The slow tests too: quickstart's figures, whole runs.
+# The tests that start no process, in under two minutes.
+test-fast: .venv/.installed-dev
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m 'unit and not slow'
+
+# The slow tests too: quickstart's figures, whole runs, all pairs of settings, the wheel, the pages' commands.
 test-all: .venv/.installed-dev
 	$(BIN)/python -m pytest -q -m ''
 

@@ -12,6 +12,7 @@ from tests.support import pairs
 from tests.support.runs import lines  # starts processes
 
 SEED = 5
+QUICK = 16  # first rows, which hold three quarters of all pairs; the others are slow
 
 assert lines
 
@@ -61,7 +62,13 @@ def test_each_pair_of_values_occurs() -> None:
         assert not pairs.missing(pairs.rows(seed))
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=str(n)) for n, row in enumerate(pairs.rows(SEED))])
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=str(n), marks=[pytest.mark.slow] if n >= QUICK else [])
+        for n, row in enumerate(pairs.rows(SEED))
+    ],
+)
 def test_a_run_equals_its_plain_run(
     row: pairs.Row, place: Path, table: str | None, request: pytest.FixtureRequest
 ) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.slow
 PARTS = ("pyproject.toml", "README.md", "LICENSE", "clipstream", "configs")
 
 
