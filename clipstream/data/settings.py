@@ -180,7 +180,7 @@ class SourceSettings(PluginSection):
     index: PathText | None = Field(
         None,
         description="what tells how many samples each shard holds, for the mode indexed: a folder that "
-        "`clipstream index` wrote, or wids' index (JSON); indexes beside local shards are found without",
+        "`clipstream index` wrote, or wids' index (JSON); what lies beside local shards is found without",
     )
     keep: PathText | None = Field(
         None,

@@ -1,22 +1,28 @@
 """Chooses the transfer for a URL, checks what arrives, and unpacks it.
 
-A shard's URL enters, its bytes are written to a file. A transfer ends early if it cannot become a shard: no tar, too
-large, or a full disk. gzip and zstd are recognized by their first bytes; a compressed file is used completely or not at
-all, as its checksum covers the whole content.
+Beside local paths, `pipe:`, HTTP and object stores, this covers the schemes that webdataset or the user registers in
+`webdataset.gopen`. A transfer ends early if it cannot become a shard: no tar, too large, or a full disk. gzip and zstd
+are recognized by their first bytes; a compressed file is used completely or not at all, as its checksum covers the
+whole content.
 """
 
 from __future__ import annotations
 
 import gzip
+import importlib
 import os
+import sys
 import zlib
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from clipstream.errors import ClipstreamError
 from clipstream.storage import transfer
 from clipstream.storage.pipe import run_pipe
-from clipstream.storage.shard_url import ShardURL
+from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.storage.tar import BLOCK, ZERO, fault_at_start
 from clipstream.storage.transfer import CHUNK, GIB, FileInfo, Monitor, ShardError, unreadable
 from clipstream.utils import content
@@ -50,21 +56,21 @@ class Guard(Monitor):
                 self.tar = False
                 fault = None if compression_of(head) else fault_at_start(head)
                 if head == ZERO or fault is not None:
-                    detail = "it begins with zeros only" if fault is None else fault.detail
+                    detail = "it begins with zeros and goes on" if fault is None else fault.detail
                     raise ShardError("not_a_tar", f"{self.url}: {detail}")
         disk = os.statvfs(self.part.parent)
         free, kept = disk.f_bavail * disk.f_frsize, min(KEPT_FREE, disk.f_blocks * disk.f_frsize // 20)
         if free < kept:
             raise ShardError(
                 "disk",
-                f"{self.part.parent} has {free / GIB:.2g} GiB left after {size:,} bytes of {self.url}: set --data.cache"
-                " to a folder with more space, limit it by --data.cache-gib, or lower --data.shuffle.shards",
+                f"{self.part.parent} has {free / GIB:.2g} GiB left, after {size:,} bytes of {self.url}: give "
+                "--data.cache a folder with more space, limit it by --data.cache-gib, or lower --data.shuffle.shards",
             )
         self.monitor.received(self.before + size)
 
     def _check_size(self, size: int) -> None:
         if size > self.most:
-            detail = f"{self.url} is larger than {self.most / GIB:.3g} GiB: if that is intended, raise "
+            detail = f"{self.url} has more than {self.most / GIB:.3g} GiB: if it is no mistake, raise "
             raise ShardError("too_large", f"{detail}--data.max-shard-gib")
 
 
@@ -84,13 +90,14 @@ class Fetcher:
 
         Also empty if the host does not answer; a host that never did is asked once.
         """
+        scheme = url.scheme or ""
         if url.path is not None:
             try:
                 stat = os.stat(url.path)
             except OSError:
                 return FileInfo()
             return FileInfo(f"{stat.st_mtime_ns}-{stat.st_size}", stat.st_size)
-        if url.host in self._silent or not transfer.knows(url):
+        if url.host in self._silent or not _is_remote(scheme):
             return FileInfo()
         try:
             return transfer.info(url, self.timeout)
@@ -109,16 +116,13 @@ class Fetcher:
             OSError: the disk is full.
         """
         guard = Guard(monitor, url, part, self.most, tar)
+        scheme = url.scheme or ""
         if url.path is not None:
-            try:
-                source = open(url.path, "rb")  # noqa: SIM115
-            except OSError as error:
-                raise unreadable(url.path, error) from error
-            with source:
-                _save(source, part, guard)
-        elif url.scheme == "pipe":
+            with closing(_local_pieces(url.path)) as pieces:  # a pipe's writer ends once it is closed
+                _save(pieces, part, guard)
+        elif scheme == "pipe":
             run_pipe(url.full[len("pipe:") :], part, timeout=self.timeout, monitor=guard)
-        elif transfer.knows(url):
+        elif _is_remote(scheme):
             retries = 0 if url.host in self._silent else self.retries
             try:
                 transfer.fetch(url, part, guard, timeout=self.timeout, retries=retries, backoff=self.backoff)
@@ -129,7 +133,7 @@ class Fetcher:
             self._answered.add(url.host)
             self._silent.discard(url.host)
         else:
-            raise ShardError("unknown_scheme", f"{url}: {url.scheme}:// is unknown: use pipe:COMMAND")
+            _fetch_gopen(url, scheme, part, guard)
         if compression_of(part) is not None:
             unpacked = part.with_suffix(".unpacked.part")
             try:
@@ -150,7 +154,7 @@ class Fetcher:
         kind = compression_of(packed)
         try:
             with gzip.open(packed) if kind == "gzip" else _open_zstd(packed) as source:
-                _save(source, part, Guard(monitor, url, part, self.most, tar, before))
+                _save(_pieces(source), part, Guard(monitor, url, part, self.most, tar, before))
         except (EOFError, zlib.error, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:  # of the disk; damaged content has no number
                 raise
@@ -175,8 +179,63 @@ def _open_zstd(packed: Path) -> Any:
     return pa.input_stream(str(packed), compression="zstd")
 
 
-def _save(source: Any, part: Path, monitor: Monitor) -> None:
+def _pieces(stream: Any) -> Iterator[bytes]:
+    while data := stream.read(CHUNK):
+        yield data
+
+
+def _local_pieces(path: str) -> Generator[bytes]:
+    """The content of a local file. Raises ShardError."""
+    try:
+        with open(path, "rb") as source:
+            yield from _pieces(source)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _save(pieces: Iterable[bytes], part: Path, monitor: Monitor) -> None:
     with open(part, "wb") as file:
-        while data := source.read(CHUNK):
+        for data in pieces:
             file.write(data)
             monitor.received(file.tell())
+
+
+def _fetch_gopen(url: ShardURL, scheme: str, part: Path, monitor: Monitor) -> None:
+    """Copy the stream of webdataset's handler for the scheme; a command behind it must exit with status 0.
+
+    There is no time limit here: if a handler hangs, the loader notices that `monitor` is not called.
+
+    Raises:
+        ShardError: the scheme has no handler, or it failed.
+    """
+    module = importlib.import_module("webdataset.gopen")  # on use, because it imports torch
+    if scheme not in module.gopen_schemes:
+        hint = "use pipe:COMMAND, or register one in webdataset.gopen.gopen_schemes"
+        raise ShardError("unknown_scheme", f"{url}: no handler for {scheme}://; {hint}")
+    try:
+        stream = module.gopen(url.full, "rb")
+        child = getattr(stream, "proc", None)
+        try:
+            _save(_pieces(stream), part, monitor)
+        except (ClipstreamError, ShardError):
+            if child is not None:
+                child.kill()
+            with suppress(Exception):  # close() reports that the child was killed
+                stream.close()
+            raise
+        stream.close()
+    except (ClipstreamError, ShardError):
+        raise
+    except Exception as error:  # a user's handler may raise anything
+        raise ShardError("unreachable", f"{url}: {type(error).__name__}: {redact(str(error))}") from error
+    if child is not None and child.returncode != 0:
+        raise ShardError("pipe_failed", f"{url}: exit status {child.returncode}")
+
+
+def _is_remote(scheme: str) -> bool:
+    """Whether `transfer` reads the scheme: HTTP(S), or what fsspec knows, unless the user registered a handler."""
+    module = sys.modules.get("webdataset.gopen")  # if it is not imported, nothing was registered
+    handler = None if module is None else module.gopen_schemes.get(scheme)
+    if handler is not None and getattr(handler, "__module__", "") != "webdataset.gopen":
+        return False
+    return scheme in ("http", "https") or transfer.is_object_store(scheme)

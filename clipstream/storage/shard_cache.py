@@ -137,6 +137,8 @@ class ShardCache:
             known = self.temporary or name in self._uses  # nothing older to compare with
             return self.get_or_make(name, name, fetch, version=None if known else self.fetcher.info(url).version)
         path = Path(url.path)
+        if path.is_fifo() or path.is_char_device():  # can be read only once
+            return self.get_or_make(name, name, fetch, version=str(path.stat().st_ino))
         try:
             stat = path.stat()
             if compression_of(path) is None:

@@ -343,10 +343,9 @@ def _fsspec() -> Any:
     return fsspec
 
 
-def knows(url: ShardURL) -> bool:
-    """Whether `fetch` reads the scheme: HTTP(S), or a backend that fsspec has (installed or not) or was given."""
-    scheme = url.scheme or ""
-    return scheme in ("http", "https") or scheme in _fsspec().available_protocols() or scheme in _fsspec().registry
+def is_object_store(scheme: str) -> bool:
+    """Whether fsspec has a backend of this name: built in (installed or not) or registered."""
+    return scheme in _fsspec().available_protocols() or scheme in _fsspec().registry
 
 
 def filesystem_of(url: ShardURL, otherwise: str) -> tuple[Any, str]:

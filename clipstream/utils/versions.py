@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from clipstream import __version__
 
-PACKAGES = ("open_clip_torch", "timm", "transformers", "huggingface_hub", "numpy", "pillow")
+PACKAGES = ("open_clip_torch", "timm", "transformers", "webdataset", "huggingface_hub", "numpy", "pillow")
 
 
 def versions() -> dict[str, str]:

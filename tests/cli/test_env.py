@@ -18,5 +18,5 @@ def test_versions_and_hardware_are_printed() -> None:
     found = json.loads(done.stdout)
     expected = {"clipstream": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
     assert found.items() >= expected.items()
-    assert found.keys() >= {"open_clip_torch", "system", "cpu", "memory", "gpu", "cuda"}
+    assert found.keys() >= {"webdataset", "open_clip_torch", "system", "cpu", "memory", "gpu", "cuda"}
     assert socket.gethostname() not in found.values()

@@ -87,10 +87,7 @@ TABLE = [
     (f"{INDEXED} --data.batch-schedule=[[5, 9]]", "the mode 'indexed' needs batches of one size"),
     (f"{INDEXED} --train-num-samples=9", "--train-num-samples: train.epoch_samples: in mode indexed the data"),
     (f"{INDEXED} --data.global-batch-size=100001", "an epoch has 100,000 samples, less than one batch of 100001"),
-    (
-        "--data.sampling.mode=indexed --data.sources.train.index=/no/such.json",
-        "cannot read /no/such.json as an index of wids",
-    ),
+    ("--data.sampling.mode=indexed --data.sources.train.index=/no/such.json", "/no/such.json is no wids index"),
     ("--data.shuffle.window=0", "--data.shuffle.window: expected at least 1"),
     ("--data.shuffle.shards=0", "--data.shuffle.shards: expected 'auto' or at least 1, not 0"),
     ("--data.augment.scale=[0.9, 0.5]", "min and max must be positive and in order"),

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from webdataset.gopen import gopen_schemes
 
 from clipstream.data import build
 from clipstream.data.settings import DataSettings
@@ -138,13 +139,47 @@ def test_a_told_length_beyond_the_limit_is_not_fetched(tmp_path: Path) -> None:
     assert error.reason == "too_large" and most < 1000
 
 
-def test_objects_are_looked_at_as_well(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["memory", "endlesstest"])
+def test_buckets_and_own_handlers_are_looked_at_as_well(tmp_path: Path, scheme: str) -> None:
     import fsspec
 
+    class Endless:
+        def read(self, size: int) -> bytes:
+            return b"y" * size
+
+        def close(self) -> None:
+            pass
+
+    gopen_schemes["endlesstest"] = lambda url, *_: Endless()
     with fsspec.open("memory://there/0.tar", "wb") as file:
         file.write(b"y" * 50 * MIB)
-    error, most = ended(ShardCache(str(tmp_path), fetcher=Fetcher(retries=3)), "memory://there/0.tar")
+    try:
+        error, most = ended(ShardCache(str(tmp_path), fetcher=Fetcher(retries=3)), f"{scheme}://there/0.tar")
+    finally:
+        del gopen_schemes["endlesstest"]
     assert error.reason == "not_a_tar" and most < 20 * MIB
+
+
+@pytest.mark.parametrize("content", ["tar", "noise"])
+def test_a_fifo_is_a_shard(tmp_path: Path, content: str) -> None:
+    fifo = tmp_path / "0.tar"
+    os.mkfifo(fifo)
+
+    def write() -> None:
+        with contextlib.suppress(BrokenPipeError), open(fifo, "wb") as file:
+            for block in [MEMBERS, bytes(10240)] if content == "tar" else endless(b"y" * 1000):
+                file.write(block)
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    store = ShardCache(None)
+    if content == "tar":
+        assert store.local(str(fifo)).read_bytes() == MEMBERS + bytes(10240)
+    else:
+        assert ended(store, str(fifo))[0].reason == "not_a_tar"
+    writer.join(TIMEOUT)
+    assert not writer.is_alive()
+    store.close()
 
 
 def test_a_transfer_leaves_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,5 +82,3 @@ def test_a_bucket_without_its_backend_names_the_package(tmp_path: Path, monkeypa
     monkeypatch.setitem(sys.modules, "s3fs", None)  # as if it were not installed
     error = failure(make_store(tmp_path), "s3://somewhere/0.tar")
     assert error.reason == "unknown_scheme" and "clipstream[s3]" in error.detail
-    error = failure(make_store(tmp_path), "nowhere://bucket/0.tar")
-    assert error.reason == "unknown_scheme" and "pipe:" in error.detail

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import gzip
 import http.server
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -336,6 +337,24 @@ def test_releasing_while_others_ask_never_loses_a_shard(root: str) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(4)))
+
+
+def test_schemes_registered_in_webdataset(tmp_path: Path) -> None:
+    gopen = importlib.import_module("webdataset.gopen")  # the package's attribute of that name is a function
+    source = tmp_path / "a.tar"
+    source.write_bytes(BODY)
+    store = make_store(tmp_path / "cache")
+    gopen.gopen_schemes["mine"] = lambda url, mode="rb", bufsize=0, **_: open(source, mode)  # noqa: SIM115
+    gopen.gopen_schemes["cmd"] = lambda url, *_, **__: gopen.Pipe(
+        f"head -c 99 '{source}'; exit 141", mode="rb", shell=True, ignore_status=[141]
+    )
+    try:
+        assert store.local("mine://x/0.tar").read_bytes() == BODY
+        assert failure(make_store(tmp_path / "b"), "cmd://x/0.tar").reason == "pipe_failed"
+    finally:
+        del gopen.gopen_schemes["mine"], gopen.gopen_schemes["cmd"]
+    error = failure(make_store(tmp_path / "c"), "nowhere://bucket/0.tar")
+    assert error.reason == "unknown_scheme" and "pipe:" in error.detail
 
 
 def test_zstd(tmp_path: Path) -> None:

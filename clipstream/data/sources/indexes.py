@@ -10,9 +10,15 @@ and modification time of a local file or the version of a remote one, the shard'
 rest: keys and offsets of members, as JSON compressed with zlib. The data order needs the first line only; the rest
 opens a local shard without a scan of its headers.
 
-`count_samples` asks the source type, side indexes and an index of wids (`shardlist`, each with `url`, `nsamples` and
-`filesize`) in this order; small local tars without an index are scanned. Many or large ones are not, as every rank
-would scan them at every start. An entry of wids whose file size is not the shard's is ignored.
+`count_samples` asks the source type, side indexes and other tools' indexes in this order; small local tars without an
+index are scanned. Many or large ones are not, as every rank would scan them at every start.
+
+    INDEX.json               wids: `shardlist`, each with `url`, `nsamples` and `filesize`
+    00000.tar.idx            Megatron-Energon: start of each sample and end of the last one, 8 bytes each
+    .nv-meta/.info.json      Megatron-Energon: `shard_counts` by the shard's path (or .info.yaml, of its older versions)
+
+An entry whose file size is not the shard's is ignored. Energon's counts have no sizes: a wrong one is found when the
+shard is opened. The MD5 sums of wids are not compared, as that would read every shard.
 """
 
 from __future__ import annotations
@@ -23,12 +29,15 @@ import json
 import os
 import re
 import shlex
+import struct
 import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
 from pydantic import InstanceOf
 from typing_extensions import NotRequired, TypedDict
 
@@ -49,6 +58,8 @@ SMALL = 256 << 20  # most bytes of tars without an index that are scanned at the
 READERS = 16  # threads: on a network file system, opening a file takes far longer than reading a line of it
 NAMED = 5  # shards that a message lists
 NONE, STALE, GONE = "there is none", "the shard has changed since", "the shard is not there"
+WIDS = "shardindex.json"  # the name that wids gives an index beside shards
+END_BLOCKS = 2 * 10240  # most bytes of zeros behind the last member of a tar
 
 Wids = dict[str, tuple[int, int | None]]  # URL, or unique base name -> (samples, bytes)
 
@@ -209,7 +220,10 @@ def count_samples(source: Source) -> list[int]:
     names = list(dict.fromkeys(source.names))
     folder, wids = settings.index, Wids()
     if folder is not None and (folder.endswith(".json") or os.path.isfile(folder)):
-        wids, folder = _read_wids(Path(folder), key), None
+        if isinstance(read_wids := _read_wids(Path(folder)), str):
+            raise SettingsError(f"{key}.index: {read_wids}")
+        wids, folder = read_wids, None
+    neighbours = _NeighbourIndexes()
 
     def look(name: str) -> int | str:
         """The samples of a shard, or why they are unknown."""
@@ -217,7 +231,7 @@ def count_samples(source: Source) -> list[int]:
             return known
         if not (kind := source.types[name]).tars:
             raise SettingsError(f"{key}.type: {settings.type} does not know the samples of {kind.title(name)}")
-        return _by_index(name, folder, wids)
+        return _by_index(name, folder, wids, neighbours)
 
     with ThreadPoolExecutor(READERS) as threads:
         found: dict[str, int | str] = dict(zip(names, threads.map(look, names), strict=True))
@@ -243,7 +257,7 @@ def count_samples(source: Source) -> list[int]:
     return source.counts
 
 
-def _by_index(name: str, folder: str | None, wids: Wids) -> int | str:
+def _by_index(name: str, folder: str | None, wids: Wids, neighbours: _NeighbourIndexes) -> int | str:
     """The samples of a tar by an index, or why they are unknown."""
     local = ShardURL(name).path
     try:
@@ -262,10 +276,11 @@ def _by_index(name: str, folder: str | None, wids: Wids) -> int | str:
         if identity is None or head.of == identity:
             return head.samples
         why = STALE
-    samples, size = wids.get(name) or wids.get(os.path.basename(name.partition("?")[0])) or (None, None)
-    if samples is None or (identity is not None and size not in (None, identity.size)):
-        return why
-    return samples
+    size = None if identity is None else identity.size
+    count = _wids_count(wids, name, size)
+    if count is None and local is not None and size is not None:
+        count = neighbours.count(Path(local), size)
+    return why if count is None else count
 
 
 def _are_small(names: list[str]) -> bool:
@@ -305,13 +320,13 @@ def _advice(settings: SourceSettings, key: str, unknown: dict[str, str], total: 
     )
 
 
-def _read_wids(index: Path, key: str) -> Wids:
-    """The entries of an index of wids, for the source `key`. Raises SettingsError: it cannot be read."""
+def _read_wids(index: Path) -> Wids | str:
+    """The entries of an index of wids, or why it cannot be read."""
     try:
         entries = checked(list[_Entry], json.loads(index.read_bytes())["shardlist"])
         rows = [(one["url"], one["nsamples"], one.get("filesize")) for one in entries]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise SettingsError(f"{key}.index: cannot read {index} as an index of wids: {error}") from error
+        return f"{index} is no wids index that can be read: {type(error).__name__}: {error}"
     bases = Counter(os.path.basename(url) for url, *_ in rows)
     found = Wids()
     for url, samples, size in rows:
@@ -319,3 +334,46 @@ def _read_wids(index: Path, key: str) -> Wids:
         if bases[base := os.path.basename(url)] == 1:
             found[base] = (samples, size)
     return found
+
+
+def _wids_count(wids: Wids, url: str, size: int | None) -> int | None:
+    """The samples of a shard of `size` bytes (None: unknown)."""
+    samples, bytes_ = wids.get(url) or wids.get(os.path.basename(url.partition("?")[0])) or (None, None)
+    return None if size is not None and bytes_ is not None and size != bytes_ else samples
+
+
+class _NeighbourIndexes:
+    """Other tools' indexes beside local shards; each is read once."""
+
+    def __init__(self) -> None:
+        self._energon, self._wids = cache(_energon_counts), cache(_read_wids)
+
+    def count(self, path: Path, size: int) -> int | None:
+        """The samples of a shard of `size` bytes; None if no index has them."""
+        path = path.absolute()
+        try:
+            data = path.with_name(f"{path.name}.idx").read_bytes()
+        except OSError:
+            data = b""
+        # The last offset of Energon's is the end of the last sample.
+        if data and len(data) % 8 == 0 and 0 <= size - struct.unpack("<Q", data[-8:])[0] <= END_BLOCKS:
+            return len(data) // 8 - 1
+        for root in list(path.parents)[:3]:  # shards may be in folders of the data set
+            if (counts := self._energon(root / ".nv-meta")) is not None:
+                if (count := counts.get(path.relative_to(root).as_posix())) is not None:
+                    return count
+                break
+        wids = self._wids(path.parent / WIDS)
+        return None if isinstance(wids, str) else _wids_count(wids, str(path), size)
+
+
+def _energon_counts(folder: Path) -> dict[str, int] | None:
+    for name in (".info.json", ".info.yaml"):
+        with contextlib.suppress(OSError):
+            text = (folder / name).read_bytes()
+            try:
+                values = json.loads(text) if name.endswith(".json") else yaml.safe_load(text)
+                return checked(dict[str, Count], values["shard_counts"])
+            except (ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
+                return None
+    return None
