@@ -15,7 +15,6 @@ import json
 import math
 import mmap
 import struct
-import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -28,7 +27,6 @@ from typing_extensions import TypedDict
 
 from clipstream.checkpoint import store
 from clipstream.checkpoint.open_clip import OpenClipCheckpoint
-from clipstream.data.loader.batch_buffers import page_lock
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.pickles import read_object
@@ -41,6 +39,7 @@ from clipstream.training.precision import RandomState, set_random_state
 from clipstream.training.state import TrainState
 from clipstream.utils import atomic_write
 from clipstream.utils.atomic_write import BLOCK
+from clipstream.utils.page_lock import page_lock, page_unlock
 from clipstream.utils.section import checked
 from clipstream.utils.versions import versions
 
@@ -131,12 +130,12 @@ class TensorFile:
             memory = torch.empty(end, dtype=torch.uint8)
         else:  # shared with forked processes: of private pages the GPU might keep those of before the fork
             memory = torch.frombuffer(mmap.mmap(-1, max(end, 1)), dtype=torch.uint8)
-        if pin is not None and page_lock(memory.data_ptr(), len(memory), pin):
+        if pin is not None and page_lock(memory, pin):
             with contextlib.suppress(RuntimeError):  # not enough page-locked memory
                 # torch allocates it in powers of two: up to twice the size.
                 memory = torch.empty(end, dtype=torch.uint8, pin_memory=True)
         elif pin is not None:
-            weakref.finalize(self, _unlock, memory, pin).atexit = False
+            weakref.finalize(self, page_unlock, memory.data_ptr(), pin).atexit = False
         self._body = memory[:end]
         self.views: dict[str, torch.Tensor] = {}
         for name, (start, stop) in self._offsets.items():
@@ -160,18 +159,6 @@ class TensorFile:
     def nbytes(self) -> int:
         """Size of the body in bytes."""
         return self._body.numel()
-
-
-def _unlock(memory: torch.Tensor, device: str) -> None:
-    """Let a thread unlock memory, and free it then: the call waits for the GPU, where a kernel may hang."""
-
-    def unlock(memory: torch.Tensor) -> None:
-        cuda: Any = torch.cuda  # untyped in torch
-        with cuda.device(device):  # a new thread's is GPU 0, on which each rank would take memory
-            cuda.cudart().cudaHostUnregister(memory.data_ptr())
-
-    with contextlib.suppress(RuntimeError):  # no thread starts while Python ends
-        threading.Thread(target=unlock, args=(memory,), daemon=True).start()
 
 
 def read(path: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -73,6 +73,7 @@ class FakeCuda:
         for name in ("Stream", "current_stream", "stream", "cudart"):
             monkeypatch.setattr(torch.cuda, name, contextlib.nullcontext if name == "stream" else lambda *_: self)
         monkeypatch.setattr(torch.cuda, "device", self._guard)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
         monkeypatch.setattr(torch, "ones", self._launch)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
         monkeypatch.setattr(Batch, "to", lambda batch, device: self.copies.start(batch))

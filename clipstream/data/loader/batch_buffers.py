@@ -11,11 +11,9 @@ The memory is page-locked for it if CUDA can do that, after the workers are fork
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import mmap
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +22,11 @@ import torch
 
 from clipstream.data.batch import Batch
 from clipstream.utils.logs import logger
+from clipstream.utils.page_lock import page_lock, page_unlock
 
-PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all GPUs of the process
 UNLOCK_SECONDS = 3.0  # to wait for cudaHostUnregister, which waits for the GPU, where a kernel may hang
 _ALIGN = 4096  # bytes
 _warn_once = functools.cache(logger.warning)
-# By address, memory that CUDA has page-locked. It stays mapped: a copy from a later map there would read the old pages.
-_locked: dict[int, np.ndarray[Any, Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -157,18 +153,6 @@ class HostBatches:
         """Release what was acquired; no batch may be started afterwards."""
 
 
-def page_lock(address: int, size: int, device: str | torch.device) -> str:
-    """Page-lock `size` bytes of memory, for copies from and to GPUs; returns why CUDA cannot, or '' if it did."""
-    cuda: Any = torch.cuda  # untyped in torch
-    with cuda.device(device):
-        error = cuda.cudart().cudaHostRegister(address, size, PORTABLE)
-        if int(error) == 0:
-            return ""
-        with contextlib.suppress(RuntimeError):
-            torch.ones(1, device=device)  # the launch raises, and clears, the error that CUDA keeps
-        return str(cuda.cudart().cudaGetErrorString(error))
-
-
 class CudaPrefetch(HostBatches):
     """Copies to a GPU on its own stream, from page-locked memory; where CUDA cannot lock it, a warning says so.
 
@@ -185,31 +169,20 @@ class CudaPrefetch(HostBatches):
         cuda: Any = torch.cuda  # untyped in torch
         self._stream = cuda.Stream(self._device)
         self._done: dict[int, Any] = {}  # step -> event after its copy
-        memory = ring.bytes()
+        memory = torch.from_numpy(ring.bytes())
         self._address: int | None = None  # of page-locked memory
-        if error := page_lock(memory.ctypes.data, memory.nbytes, self._device):
+        if error := page_lock(memory, self._device):
             _warn_once(
                 f"the memory of batches cannot be page-locked ({error}): they are copied to the GPU from pageable "
                 "memory, which is slower; `ulimit -l` may be too low"
             )
         else:
-            self._address = memory.ctypes.data
-            _locked[memory.ctypes.data] = memory
+            self._address = memory.data_ptr()
 
     def close(self) -> None:
         address, self._address = self._address, None
         if address is not None:
-            thread = threading.Thread(target=self._unlock, args=(address,), daemon=True)
-            with contextlib.suppress(RuntimeError):  # no thread starts while Python ends
-                thread.start()
-                thread.join(UNLOCK_SECONDS)
-
-    def _unlock(self, address: int) -> None:
-        cuda: Any = torch.cuda
-        with contextlib.suppress(RuntimeError), cuda.device(self._device):  # an error of a kernel is raised elsewhere
-            self._stream.synchronize()
-            if int(cuda.cudart().cudaHostUnregister(address)) == 0:
-                del _locked[address]
+            page_unlock(address, self._device, UNLOCK_SECONDS)
 
     def start(self, batch: Batch) -> Batch:
         with torch.cuda.stream(self._stream):
