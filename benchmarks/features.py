@@ -30,6 +30,7 @@ import torch
 from clipstream.data.batch import ImageSpec
 from clipstream.data.build import training_loader
 from clipstream.data.decode.labels import NumberEncoder
+from clipstream.data.loader.pipeline import ModelInputs
 from clipstream.data.loader.stored import StoredData
 from clipstream.data.order.lanes import lanes_for
 from clipstream.data.settings import DataSettings
@@ -124,7 +125,7 @@ def measure_loader(path: Path, args: argparse.Namespace) -> None:
     tokenizer, features = NumberEncoder(), StoredData.open(image=str(path))
     tokenizer.context_length = TOKENS
     with training_loader(
-        settings, world=World(), seed=0, tokenizer=tokenizer, image=ImageSpec((224, 224)), views=True, features=features
+        settings, ModelInputs(tokenizer, ImageSpec((224, 224)), features=features), world=World(), seed=0, views=True
     ) as loader:
         for _ in range(args.batches):  # opens the shards
             next(loader)

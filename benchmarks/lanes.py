@@ -52,6 +52,7 @@ def measure(folder: str, batch: int, lanes: int, group: int) -> None:
     """Print a row."""
     from clipstream.data.batch import ImageSpec
     from clipstream.data.build import training_loader
+    from clipstream.data.loader.pipeline import ModelInputs
     from clipstream.data.settings import DataSettings
     from clipstream.distributed.world import World
     from tests.support.pictures import ByteTokenizer
@@ -64,7 +65,7 @@ def measure(folder: str, batch: int, lanes: int, group: int) -> None:
     )  # fmt: skip
     began = time.monotonic()
     image = ImageSpec((32, 32))
-    with training_loader(data, world=World(), seed=0, tokenizer=ByteTokenizer(), image=image) as loader:
+    with training_loader(data, ModelInputs(ByteTokenizer(), image), world=World(), seed=0) as loader:
         held = Counter(key.partition("/")[0] for key in next(loader).keys)
         first = time.monotonic() - began
         opened = len(loader.health.sources["train"].shards)

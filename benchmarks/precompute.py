@@ -26,6 +26,7 @@ from made import make
 from clipstream.cli.verbs.precompute.compute import ChunkComputer, Pass
 from clipstream.data.build import chunk_loader
 from clipstream.data.decode.tokenizers import build_tokenizer
+from clipstream.data.loader.pipeline import ModelInputs
 from clipstream.data.loader.sampler import ChunkPlan
 from clipstream.data.settings import DataSettings, SourceSettings, TokenizerSettings
 from clipstream.data.sources.registry import expand
@@ -94,7 +95,7 @@ class Work:
         batches = samples = first = 0
         began = 0.0
         loader = chunk_loader(
-            data, "train", plan, tokenizer=self.tokenizer, image=self.towers.image, views=0, device=args.device
+            data, "train", plan, ModelInputs(self.tokenizer, self.towers.image), views=0, device=args.device
         )
         with loader, ChunkComputer(writer, "train", made, key=None) as computer:
             for batch in loader:

@@ -28,6 +28,7 @@ from clipstream.data import build
 from clipstream.data.batch import ImageSpec
 from clipstream.data.loader import loader
 from clipstream.data.loader.loader import Loader
+from clipstream.data.loader.pipeline import ModelInputs
 from clipstream.data.loader.stage_timing import Stopwatch
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
@@ -67,7 +68,7 @@ def make_loader(shards: str, pixels: int, stopwatch: type[Stopwatch]) -> Loader:
         {"global_batch_size": BATCH, "lanes": 16, "workers": 0, "sources": {"train": {"shards": shards}}}
     )
     image = ImageSpec((min(pixels, 224),) * 2)
-    return build.training_loader(settings, world=World(), seed=0, tokenizer=ByteTokenizer(), image=image)
+    return build.training_loader(settings, ModelInputs(ByteTokenizer(), image), world=World(), seed=0)
 
 
 def abba(one: Loader, other: Loader) -> tuple[float, float]:

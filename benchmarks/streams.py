@@ -64,6 +64,7 @@ def clipstream(options: Options) -> Iterator[Batch]:
     from clipstream.data.batch import ImageSpec
     from clipstream.data.build import training_loader
     from clipstream.data.decode.tokenizers import build_tokenizer
+    from clipstream.data.loader.pipeline import ModelInputs
     from clipstream.data.order.lanes import lanes_for
     from clipstream.data.settings import DataSettings, TokenizerSettings
     from clipstream.distributed.world import World
@@ -79,7 +80,7 @@ def clipstream(options: Options) -> Iterator[Batch]:
     )
     tokenizer = build_tokenizer(TokenizerSettings.model_validate({}), tokenize(), 77)
     image = ImageSpec((options.size, options.size))
-    with training_loader(settings, world=World(), seed=0, tokenizer=tokenizer, image=image, views=True) as loader:
+    with training_loader(settings, ModelInputs(tokenizer, image), world=World(), seed=0, views=True) as loader:
         for batch in loader:
             yield Batch(len(batch), sum(plane.nbytes for plane in batch.tensors()))
 

@@ -28,6 +28,7 @@ from clipstream.data.batch import Batch, ImageSpec
 from clipstream.data.build import training_loader
 from clipstream.data.decode.tokenizers import Ids, Tokenizer, build_tokenizer, wrap
 from clipstream.data.loader.loader import Loader
+from clipstream.data.loader.pipeline import ModelInputs
 from clipstream.data.loader.workers import resolve_workers
 from clipstream.data.order.lanes import DataState
 from clipstream.data.order_plan import epoch_plan
@@ -128,10 +129,9 @@ class BatchLoader:
             with on_terminal():
                 self._loader = training_loader(
                     self.settings.data,
+                    ModelInputs(self._ids, self.preprocess.image),
                     world=self.world,
                     seed=self.settings.run.seed,
-                    tokenizer=self._ids,
-                    image=self.preprocess.image,
                     start=self._start,
                     views=self._dtype != torch.uint8,  # else the pixels are handed out as they are
                 )

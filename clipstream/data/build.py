@@ -6,9 +6,8 @@ the sampler.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.captions import CaptionExtractor, build_caption, build_transform
@@ -16,15 +15,24 @@ from clipstream.data.decode.images import EvalTransform, ImageTransform, OwnImag
 from clipstream.data.decode.key_lists import build_filter
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.decode.train_transform import TrainTransform
-from clipstream.data.loader.features import FeatureLoader
+from clipstream.data.loader.features import FeatureBatches
 from clipstream.data.loader.health import FIRST_SAMPLES, FIRST_SLOTS, Budget, Health
-from clipstream.data.loader.loader import Loader, LoaderPlan
-from clipstream.data.loader.pipeline import Reader
-from clipstream.data.loader.sampler import ChunkPlan, ChunkSampler, LaneSampler, OnceSampler, OpenShards, WindowSampler
-from clipstream.data.loader.stored import StoredData, StoredSamples
-from clipstream.data.order.lanes import Cursor, DataState, Fingerprint, LaneSlots, SourceMix, lanes_of_rank
+from clipstream.data.loader.loader import BatchSource, Hosting, Loader
+from clipstream.data.loader.pipeline import ModelInputs, Reader, SampleBatches
+from clipstream.data.loader.sampler import (
+    ChunkPlan,
+    ChunkSampler,
+    LaneSampler,
+    OnceSampler,
+    OpenShards,
+    StoredFeatures,
+    WindowSampler,
+)
+from clipstream.data.loader.stored import BatchRows, StoredData, StoredSamples
+from clipstream.data.loader.workers import auto_workers
+from clipstream.data.order.lanes import Cursor, DataState, Fingerprint, LaneSlots, SourceMix, Stream, lanes_of_rank
 from clipstream.data.order.rng import mix
-from clipstream.data.order_plan import TOKENIZER, differences, fingerprint_of, order_plan, source_order, stable_names
+from clipstream.data.order_plan import TOKENIZER, differences, fingerprint_of, order_plan, source_order
 from clipstream.data.settings import MAX_PIXELS, DataSettings, JsonCaption, SourceSettings
 from clipstream.data.sources import SourceContext
 from clipstream.data.sources.indexes import count_samples
@@ -32,105 +40,83 @@ from clipstream.data.sources.registry import Source, expand
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
 from clipstream.features.manifest import IDS
-from clipstream.storage.downloader import MOST, Fetcher
+from clipstream.storage.downloader import Fetcher
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.storage.transfer import GIB, ShardError
 from clipstream.utils.logs import logger
 from clipstream.utils.openmp import spinning_notice
 
-if TYPE_CHECKING:
-    import torch
-
 SALT = 7  # hashed with the seed where an order is restarted
 
 
 def training_loader(
     settings: DataSettings,
+    inputs: ModelInputs,
     *,
     world: World,
     seed: int,
-    tokenizer: Tokenizer,
-    image: ImageSpec,
     start: DataState | None = None,
     approximate: bool = False,
     views: bool = False,
-    teacher_image: ImageSpec | None = None,
-    teacher_tokenizer: Tokenizer | None = None,
-    features: StoredData | None = None,
-    text_lengths: Callable[[torch.Tensor], tuple[int, ...] | None] | None = None,
 ) -> Loader:
     """The endless stream of this rank's parts of the global batches.
 
     Args:
         settings: with `lanes` and `workers` resolved.
+        inputs: of the model; with a live teacher's, images have the same random crop, mirroring and colours for both.
         start: the run's position (all ranks' lanes) to resume from.
         approximate: where `start` belongs to another order of samples, restart the order at its step, with a warning.
-        views: see LoaderPlan; for callers that have finished with a batch when they ask for the next one.
-        teacher_image: adds a live teacher's pixels of the same random crop, mirroring and colours.
-        teacher_tokenizer: adds the ids of the captions by a live teacher's tokenizer.
-        text_lengths: gives the batches' `lengths` from ids on the CPU.
-        features: stores of features. Batches have them, and no pixels or no ids where features take their place.
+        views: see Hosting; for callers that have finished with a batch when they ask for the next one.
 
     Raises:
         SettingsError: no sample for this rank, a `start` of another order, or a store of other sources or tokens.
     """
-    lanes, workers = settings.lanes, settings.workers
+    lanes, workers, features = settings.lanes, settings.workers, inputs.features
     assert isinstance(lanes, int) and isinstance(workers, int), "resolve the settings first"
     if notice := spinning_notice(world.device, workers if world.is_main else 0):
         logger.info(notice)
-    slots, store = _slots(settings, lanes, world), _shard_cache(settings, lanes, world)
-    named, names = sorted(settings.sources.items()), sorted(settings.sources)
-    sources = [Source(one, SourceContext(store, settings.cache, f"data.sources.{name}")) for name, one in named]
-    readers = [_reader(name, one, image, settings, teacher=teacher_image) for name, one in named]
-    stored = [] if features is None else _stored(features, settings, names, sources, tokenizer)
-    if features is not None and not features.replaces_loader:
-        known = _stored(features, settings, names, sources, tokenizer, rows=False)
-        readers = [replace(reader, stored=one) for reader, one in zip(readers, known, strict=True)]
-    order = order_plan(settings, sources, seed)  # sets the counts of the sources, which the fingerprint needs
-    fingerprint = fingerprint_of(settings, seed, tokenizer, sources)
+    slots = _slots(settings, lanes, world)
+    store = _shard_cache(settings, wanted=_remote_shards_in_use(settings, lanes, world))
+    names = sorted(settings.sources)
+    contexts = {name: SourceContext(store, settings.cache, f"data.sources.{name}") for name in names}
+    sources = {name: Source(settings.sources[name], contexts[name]) for name in names}
+    stored = {} if features is None else _stored(features, settings, sources, inputs.tokenizer)
+    order = order_plan(settings, list(sources.values()), seed)  # sets the sources' counts, for the fingerprint
+    fingerprint = fingerprint_of(settings, seed, inputs.tokenizer, list(sources.values()))
     start = _resumed(start or DataState(), fingerprint, lanes, approximate, world)
     if start.salt:
-        order = order_plan(settings, sources, mix(seed, SALT, start.salt))
+        order = order_plan(settings, list(sources.values()), mix(seed, SALT, start.salt))
     start = replace(start, lanes={lane: start.lanes[lane] for lane in slots.lanes if lane in start.lanes})
+    stream = Stream(names, order.mix, slots, start, remainder=order.remainder if world.is_main else None)
+    most = max(slots.count(step) for step in settings.batch_changes)
+    hosting = Hosting(min(workers, len(slots.lanes)), settings.prefetch, world.device, views, settings.stall_timeout)
+    batches: BatchSource
+    if features is not None and features.replaces_loader:
+        hosting = replace(hosting, workers=0, depth=settings.prefetch + 1)  # one is in use while the others are filled
+        batches = FeatureBatches(stream, inputs, list(stored.values()), order.sources, most)
+    else:
+        known = {} if features is None else _stored(features, settings, sources, inputs.tokenizer, rows=False)
+        readers = [_reader(name, settings.sources[name], inputs, settings, stored=known.get(name)) for name in names]
 
-    def make_sampler(source: int, lane: int, shards: OpenShards) -> LaneSampler:
-        cursor = start.lanes[lane].cursors[source].copy() if lane in start.lanes else Cursor()
-        return WindowSampler(order.sources[source], lane, cursor, shards)
+        def make_sampler(source: int, lane: int, shards: OpenShards) -> LaneSampler:
+            cursor = start.lanes[lane].cursors[source].copy() if lane in start.lanes else Cursor()
+            return WindowSampler(order.sources[source], lane, cursor, shards)
 
-    plan = LoaderPlan(
-        sources,
-        readers,
-        order.mix,
-        make_sampler,
-        slots,
-        start,
-        tokenizer=tokenizer,
-        store=store,
-        image=image,
-        samples=max(slots.count(step) for step in settings.batch_changes),
-        budget=_budget(settings, dict(zip(names, sources, strict=True))),
-        stall_timeout=settings.stall_timeout,
-        workers=min(workers, len(slots.lanes)),
-        depth=settings.prefetch,
-        traced=settings.trace if world.is_main else 0,
-        device=world.device,
-        remainder=order.remainder if world.is_main else None,
-        views=views,
-        teacher_image=teacher_image,
-        teacher_tokenizer=teacher_tokenizer,
-        found=_empty_shards(names, sources) if world.is_main else None,
-        features=features,
-        stored=stored,
-        text_lengths=text_lengths,
-    )
-    return Loader(plan) if features is None or not features.replaces_loader else FeatureLoader(plan, order.sources)
+        batches = SampleBatches(
+            stream, inputs, list(sources.values()), readers, make_sampler, store, most, max(1, hosting.workers),
+            rows=None if features is None else BatchRows(features, list(stored.values())),
+            traced=settings.trace if world.is_main else 0,
+        )  # fmt: skip
+        hosting = hosting if hosting.workers else replace(hosting, depth=1)
+    found = _empty_shards(sources) if world.is_main else None
+    return Loader(stream, batches, hosting, _budget(settings, sources), found)
 
 
-def _shard_cache(settings: DataSettings, lanes: int, world: World) -> ShardCache:
-    """The cache of remote shards for the lanes of a node."""
-    fetcher = Fetcher(timeout=settings.transfer_timeout, most=_bytes(settings.max_shard_gib) or MOST)
-    limit, wanted = _bytes(settings.cache_gib), _remote_shards_in_use(settings, lanes, world)
+def _shard_cache(settings: DataSettings, *, wanted: int = 0) -> ShardCache:
+    """The cache of remote shards, of which `wanted` are in use at once."""
+    fetcher = Fetcher(timeout=settings.transfer_timeout, most=int(settings.max_shard_gib * GIB))
+    limit = None if settings.cache_gib is None else int(settings.cache_gib * GIB)
     return ShardCache(settings.cache, limit=limit, wanted=wanted, fetcher=fetcher)
 
 
@@ -148,22 +134,15 @@ def _slots(settings: DataSettings, lanes: int, world: World) -> LaneSlots:
 
 
 def _stored(
-    features: StoredData,
-    settings: DataSettings,
-    names: list[str],
-    sources: list[Source],
-    tokenizer: Tokenizer,
-    rows: bool = True,
-) -> list[StoredSamples]:
+    features: StoredData, settings: DataSettings, sources: dict[str, Source], tokenizer: Tokenizer, rows: bool = True
+) -> dict[str, StoredSamples]:
     """The samples of each source in the stores; sets the counts of sources that cannot be counted without.
 
     Args:
         rows: see StoredSamples.
     """
     if features.replaces_loader and settings.trace:
-        raise SettingsError(
-            "data.trace prints how samples are read, and features are read in their place: leave it out"
-        )
+        raise SettingsError("data.trace prints how samples are read, and data.image_features reads none: leave it out")
     if features.ids is not None:
         width = features.ids.manifest.parts[IDS].width
         if width != tokenizer.context_length:
@@ -171,19 +150,16 @@ def _stored(
                 f"the feature store {features.ids.shown} has {width} token ids a caption, and the model takes "
                 f"{tokenizer.context_length}: precompute it with the same model and tokenizer"
             )
-    found = []
-    for name, source in zip(names, sources, strict=True):
-        titles = [source.types[shard].title(shard) for shard in source.names]
-        caption = settings.sources[name].caption
-        weights = caption.weights if isinstance(caption, JsonCaption) else None
-        shards = list(zip(stable_names(source.names), source.names, strict=True))
-        own = build_filter(name, settings.sources[name]) if features.replaces_loader else None
-        key = f"data.sources.{name}"
-        samples = StoredSamples(features, name, shards, titles, key, weights, own, rows=rows)
-        found.append(samples)
-        if features.replaces_loader:
-            _check_first_shard(source, samples)
-        if settings.sampling.mode == "indexed" and features.replaces_loader:
+    found = {}
+    for name, source in sources.items():
+        section = settings.sources[name]
+        weights = section.caption.weights if isinstance(section.caption, JsonCaption) else None
+        own = build_filter(name, section) if features.replaces_loader else None
+        samples = found[name] = StoredSamples(features, name, source, weights, own, rows=rows)
+        if not features.replaces_loader:
+            continue
+        _check_first_shard(source, samples)
+        if settings.sampling.mode == "indexed":
             try:
                 count_samples(source)
             except SettingsError:  # the shards themselves need not be there
@@ -224,20 +200,16 @@ def _budget(settings: DataSettings, sources: dict[str, Source]) -> Budget:
     )
 
 
-def _empty_shards(names: list[str], sources: list[Source]) -> Health:
+def _empty_shards(sources: dict[str, Source]) -> Health:
     """Faults of shards without samples, found when samples were counted; an exact epoch never opens these shards."""
-    found = Health(names)
-    for name, source in zip(names, sources, strict=True):
+    found = Health(list(sources))
+    for name, source in sources.items():
         if source.empty:
             health = found.sources[name]
             health.shards = set(range(len(source.names)))
             health.faults = {redact(source.names[number]): fault for number, fault in source.empty.items()}
             health.unopened = set(source.empty)
     return found
-
-
-def _bytes(gib: float | None) -> int | None:
-    return None if gib is None else int(gib * GIB)
 
 
 def _remote_shards_in_use(settings: DataSettings, lanes: int, world: World) -> int:
@@ -276,10 +248,10 @@ def _resumed(start: DataState, fingerprint: Fingerprint, lanes: int, approximate
 def _reader(
     name: str,
     source: SourceSettings,
-    image: ImageSpec,
+    inputs: ModelInputs,
     training: DataSettings | None,
     target: CaptionExtractor | None = None,
-    teacher: ImageSpec | None = None,
+    stored: StoredFeatures | None = None,
 ) -> Reader:
     """How a source is read; pixels are those of evaluation without `training`."""
     upright = source.orientation == "exif" or (source.orientation == "auto" and training is not None)
@@ -292,82 +264,82 @@ def _reader(
             return EvalTransform(spec, source.background, upright, most)
         return TrainTransform(spec, training.augment, source.background, upright, training.decoder, most)
 
-    caption = build_caption(source.caption) if target is None else target
-    chosen = build_filter(name, source)
-    teachers = None if teacher is None else transform(teacher)
-    own = build_transform(source.transform)
-    return Reader(name, source.image_key, caption, transform(image), own, chosen, teachers)
+    teacher = inputs.teacher_image
+    return Reader(
+        name,
+        source.image_key,
+        build_caption(source.caption) if target is None else target,
+        transform(inputs.image),
+        build_transform(source.transform),
+        build_filter(name, source),
+        None if teacher is None else transform(teacher),
+        stored,
+    )
+
+
+@dataclass(frozen=True)
+class EvalSource:
+    """A source that an evaluation reads.
+
+    Attributes:
+        settings: of the source.
+        place: key of the settings, for messages.
+        target: gives the text that becomes ids in place of the caption (class numbers, with a tokenizer of labels).
+        max_samples: use only the first so many samples; None for all.
+    """
+
+    settings: SourceSettings
+    place: str = "evals.NAME.data"
+    target: CaptionExtractor | None = None
+    max_samples: int | None = None
 
 
 def evaluation_loader(
-    source: SourceSettings,
-    *,
-    batch_size: int,
-    world: World,
-    tokenizer: Tokenizer,
-    image: ImageSpec,
-    workers: int = 0,
-    target: CaptionExtractor | None = None,
-    max_samples: int | None = None,
-    name: str = "eval",
-    place: str = "evals.NAME.data",
-    cache: str | None = None,
-    cache_gib: float | None = None,
-    stall_timeout: float = 300.0,
-    transfer_timeout: float = 60.0,
+    source: EvalSource, inputs: ModelInputs, *, batch_size: int, world: World, data: DataSettings
 ) -> Loader:
     """This rank's part of every sample of `source`, once, in batches of at most `batch_size`; then it ends.
 
     A missing or broken shard is an error, as metrics over a part of a data set look like metrics of the whole.
 
     Args:
-        target: gives the text that becomes ids in place of the caption (class numbers, with a tokenizer of labels).
-        max_samples: use only the first so many samples of the source.
-        place: key of the source's settings, for messages.
-        cache: folder for downloaded shards; None for a temporary one.
-        cache_gib: limit of its size; None for no limit.
+        data: the run's settings of workers, cache and time limits.
 
     Raises:
         DataError: local shards are missing.
     """
-    per_rank = max(1, workers)
-    batch_size = max(batch_size, per_rank)
-    lanes = world.size * per_rank
-    store = ShardCache(cache, limit=_bytes(cache_gib), fetcher=Fetcher(timeout=transfer_timeout))
-    shards_of = Source(source, SourceContext(store, cache, place))
+    workers = auto_workers(world) if data.workers == "auto" else data.workers
+    batch_size = max(batch_size, workers)
+    lanes = world.size * max(1, workers)
+    section, name, store = source.settings, "eval", _shard_cache(data)
+    shards_of = Source(section, SourceContext(store, data.cache, source.place))
     if absent := shards_of.missing:
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-        shards = f"of {len(shards_of.names)} shards, {absent[0]}{more} {'are' if more else 'is'} not there"
-        raise DataError(f"{place}.shards: {shards}")
-
-    hint = (source.image_key, None if target is not None else source.caption, place)
-    plan = LoaderPlan(
-        sources=[shards_of],
-        readers=[_reader(name, source, image, None, target)],
-        mix=SourceMix(0, (1.0,)),
-        make_sampler=lambda _, lane, shards: OnceSampler(lane, lanes, shards, max_samples),
-        slots=LaneSlots(lanes_of_rank(world.rank, world.size, lanes), lanes, lambda step: batch_size * world.size),
-        start=DataState(lanes_total=lanes),
-        tokenizer=tokenizer,
-        store=store,
-        image=image,
-        samples=batch_size,
-        budget=Budget({name: len(set(shards_of.names))}, {name: hint}, 0.0, 1.0),
-        stall_timeout=stall_timeout,
-        workers=workers,
-        depth=2,
-        ends=True,
+        shards = f"of {len(shards_of.names)} shards, {absent[0]}{more} {'do' if more else 'does'} not exist"
+        raise DataError(f"{source.place}.shards: {shards}")
+    slots = LaneSlots(lanes_of_rank(world.rank, world.size, lanes), lanes, lambda step: batch_size * world.size)
+    stream = Stream([name], SourceMix(0, (1.0,)), slots, DataState(lanes_total=lanes), ends=True)
+    batches = SampleBatches(
+        stream,
+        inputs,
+        [shards_of],
+        [_reader(name, section, inputs, None, source.target)],
+        lambda _, lane, shards: OnceSampler(lane, lanes, shards, source.max_samples),
+        store,
+        batch_size,
+        max(1, workers),
     )
-    return Loader(plan)
+    hint = (section.image_key, None if source.target is not None else section.caption, source.place)
+    budget = Budget({name: len(set(shards_of.names))}, {name: hint}, 0.0, 1.0)
+    depth = 2 if workers else 1
+    return Loader(stream, batches, Hosting(workers, depth, stall_timeout=data.stall_timeout), budget)
 
 
 def chunk_loader(
     settings: DataSettings,
     name: str,
     chunks: ChunkPlan,
+    inputs: ModelInputs,
     *,
-    tokenizer: Tokenizer,
-    image: ImageSpec,
     views: int,
     done: Collection[int] = (),
     device: str = "cpu",
@@ -382,42 +354,29 @@ def chunk_loader(
     Args:
         settings: with `workers` resolved.
         name: of the source.
-        views: augmented views of a picture; 0 for the pixels of evaluation.
+        views: augmented views of an image; 0 for the pixels of evaluation.
         done: numbers of further shards, whose chunks were all made before; they count as tried.
     """
     section = settings.sources[name]
     assert isinstance(settings.workers, int), "resolve the settings first"
-    fetcher = Fetcher(timeout=settings.transfer_timeout, most=_bytes(settings.max_shard_gib) or MOST)
-    store = ShardCache(settings.cache, limit=_bytes(settings.cache_gib), fetcher=fetcher)
+    store, found = _shard_cache(settings), Health([name])
     source = Source(section, SourceContext(store, settings.cache, f"data.sources.{name}"))
-    reader = replace(_reader(name, section, image, settings if views else None), filter=None)
-    place, found = f"data.sources.{name}", Health([name])
     found.sources[name].shards = set(done)
-    plan = LoaderPlan(
-        sources=[source],
-        readers=[reader],
-        mix=SourceMix(0, (1.0,)),
-        make_sampler=lambda _, lane, shards: ChunkSampler(lane, chunks, shards),
-        slots=LaneSlots(range(chunks.lanes), chunks.lanes, lambda step: chunks.batch_size),
-        start=DataState(lanes_total=chunks.lanes),
-        tokenizer=tokenizer,
-        store=store,
-        image=image,
-        samples=chunks.batch_size,
-        budget=Budget(
-            {name: len(chunks.shards) + len(done)},
-            {name: (section.image_key, section.caption, place)},
-            settings.max_shard_failures,
-            settings.max_sample_failures,
-        ),
-        stall_timeout=settings.stall_timeout,
-        workers=min(settings.workers, chunks.lanes),
-        depth=chunks.depth,
+    workers = min(settings.workers, chunks.lanes)
+    slots = LaneSlots(range(chunks.lanes), chunks.lanes, lambda step: chunks.batch_size)
+    stream = Stream([name], SourceMix(0, (1.0,)), slots, DataState(lanes_total=chunks.lanes), ends=True)
+    batches = SampleBatches(
+        stream,
+        inputs,
+        [source],
+        [replace(_reader(name, section, inputs, settings if views else None), filter=None)],
+        lambda _, lane, shards: ChunkSampler(lane, chunks, shards),
+        store,
+        chunks.batch_size,
+        max(1, workers),
         traced=settings.trace,
-        ends=True,
-        device=device,
-        views=True,
         image_views=views,
-        found=found,
     )
-    return Loader(plan)
+    budget = replace(_budget(settings, {name: source}), total_shards={name: len(chunks.shards) + len(done)})
+    hosting = Hosting(workers, chunks.depth if workers else 1, device, True, settings.stall_timeout)
+    return Loader(stream, batches, hosting, replace(budget, first_samples=FIRST_SAMPLES, lists={}), found)

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from clipstream.data.batch import Batch, ImageSpec
-from clipstream.data.build import evaluation_loader
+from clipstream.data.build import EvalSource, evaluation_loader
 from clipstream.data.decode.captions import CaptionExtractor
 from clipstream.data.decode.tokenizers import Tokenizer, build_tokenizer, readable
-from clipstream.data.loader.workers import auto_workers
+from clipstream.data.loader.pipeline import ModelInputs
 from clipstream.data.settings import DataSettings, SourceSettings, TokenizerSettings
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
@@ -167,20 +167,13 @@ class EvalContext:
         Raises:
             DataError: a shard is missing or broken, or none of this rank's first 2,000 samples is usable.
         """
+        most = min((n for n in (self.AT_MOST, max_samples) if n), default=None)
         loader = evaluation_loader(
-            source,
+            EvalSource(source, f"evals.{self.name}.{key}", target, most),
+            ModelInputs(tokenizer or self.tokenizer, self.towers.image),
             batch_size=batch_size,
             world=self.world,
-            tokenizer=tokenizer or self.tokenizer,
-            image=self.towers.image,
-            workers=auto_workers(self.world) if self.data.workers == "auto" else self.data.workers,
-            target=target,
-            max_samples=min((n for n in (self.AT_MOST, max_samples) if n), default=None),
-            place=f"evals.{self.name}.{key}",
-            cache=self.data.cache,
-            cache_gib=self.data.cache_gib,
-            stall_timeout=self.data.stall_timeout,
-            transfer_timeout=self.data.transfer_timeout,
+            data=self.data,
         )
         specs = [source.shards] if isinstance(source.shards, str) else source.shards
         reading = Reading(" ".join(map(redact, specs)))

@@ -350,27 +350,27 @@ def build_loader(
 
     Raises SettingsError: the ranks find different shards.
     """
+    from dataclasses import replace
+
     from clipstream.data.build import training_loader
     from clipstream.data.decode.tokenizers import wrap
+    from clipstream.data.loader.pipeline import ModelInputs
 
+    inputs = ModelInputs(tokenizer, towers.image, features=stored, text_lengths=towers.text_lengths)
     # The teacher gets pixels and ids of its own where those of the model do not fit it.
-    own: dict[str, Any] = {}
     if teacher is not None and teacher.towers.image.size != towers.image.size:
-        own["teacher_image"] = teacher.towers.image
+        inputs = replace(inputs, teacher_image=teacher.towers.image)
     if teacher is not None and not (settings.tokenizer.type == "model" and teacher.towers.same_tokenizer(towers)):
-        own["teacher_tokenizer"] = wrap(teacher.towers.open_clip_tokenizer(), teacher.towers.context_length)
+        own = wrap(teacher.towers.open_clip_tokenizer(), teacher.towers.context_length)
+        inputs = replace(inputs, teacher_tokenizer=own)
     loader = training_loader(
         settings.data,
+        inputs,
         world=world,
         seed=settings.run.seed,
-        tokenizer=tokenizer,
-        image=towers.image,
         start=None if state is None else state.data,
         approximate=settings.checkpoint.resume_approximate,
         views=True,
-        features=stored,
-        text_lengths=towers.text_lengths,
-        **own,
     )
     orders = world.gather_objects(loader.fingerprint)
     if other := [rank for rank, order in enumerate(orders) if order != orders[0]]:

@@ -16,8 +16,8 @@ from clipstream.data.order.lanes import lanes_for
 from clipstream.data.order.windows import SourceOrder
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from tests.support.loaders import IMAGE
-from tests.support.pictures import ByteTokenizer, make_shards
+from tests.support.loaders import INPUTS
+from tests.support.pictures import make_shards
 
 BATCH = 16
 SMALL, LARGE = 100, 1000
@@ -35,10 +35,7 @@ def first_keys(shards: Sequence[str], ranks: int, workers: str, mode: str) -> li
     if data.workers == "auto":
         workers, _ = resolve_workers(data, World(size=ranks))
         data = data.model_copy(update={"workers": workers})
-    loaders = [
-        training_loader(data, world=World(rank=rank, size=ranks), seed=1, tokenizer=ByteTokenizer(), image=IMAGE)
-        for rank in range(ranks)
-    ]
+    loaders = [training_loader(data, INPUTS, world=World(rank=rank, size=ranks), seed=1) for rank in range(ranks)]
     try:
         return [[key for one in loaders for key in next(one).keys] for _ in range(3)]
     finally:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from clipstream.data.build import training_loader
+from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.loader.loader import Loader
+from clipstream.data.loader.pipeline import ModelInputs
 from clipstream.data.order.lanes import Cursor, DataState, LaneState
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
@@ -30,9 +32,12 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return make_shards(tmp_path_factory.mktemp("shards"), [130, 70, 200, 10])
 
 
-def loader(settings: DataSettings, start: DataState | None = None, seed: int = 3, **more: Any) -> Loader:
-    parts = {"world": World(), "tokenizer": ByteTokenizer(), "image": IMAGE, "seed": seed, "start": start, **more}
-    return training_loader(settings, **parts)
+def loader(
+    settings: DataSettings, start: DataState | None = None, *, seed: int = 3, approximate: bool = False,
+    tokenizer: Tokenizer | None = None,
+) -> Loader:  # fmt: skip
+    inputs = ModelInputs(tokenizer or ByteTokenizer(), IMAGE)
+    return training_loader(settings, inputs, world=World(), seed=seed, start=start, approximate=approximate)
 
 
 def state_after(settings: DataSettings, steps: int, **more: Any) -> DataState:
@@ -47,23 +52,20 @@ def keys_of(settings: DataSettings, steps: int, *args: Any, **more: Any) -> list
         return [key for _ in range(steps) for key in next(stream).keys]
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
+def test_a_changed_setting_is_told_with_both_values(shards: list[str]) -> None:
+    start = state_after(data(shards), 3)
+    for changes, told in (
         ({"global_batch_size": 16}, "data.global_batch_size: 12 -> 16"),
         ({"batch_schedule": [[7, 16]]}, "data.batch_schedule: [] -> [[7, 16]]"),
         ({"lanes": 6}, "data.lanes: 8 -> 6"),
         ({"shuffle": {"window": 11, "shards": 2}}, "data.shuffle.window: 10 -> 11"),
         ({"shuffle": {"window": 10, "shards": 1}}, "data.shuffle.shards: 2 -> 1"),
         ({"lanes": 2, "sampling": {"mode": "epoch"}}, "data.sampling.mode: resampled -> epoch"),
-    ],
-)
-def test_a_changed_setting_is_told_with_both_values(changes: dict[str, Any], told: str, shards: list[str]) -> None:
-    start = state_after(data(shards), 3)
-    with pytest.raises(SettingsError) as caught:
-        loader(data(shards, **changes), start)
-    said = str(caught.value)
-    assert f"\n  {told}\n" in said and "--resume-approximate: then the run goes on at step 3" in said
+    ):
+        with pytest.raises(SettingsError) as caught:
+            loader(data(shards, **changes), start)
+        said = str(caught.value)
+        assert f"\n  {told}\n" in said and "--resume-approximate: then the run goes on at step 3" in said
 
 
 def test_changed_shards_seeds_and_tokenizers_are_told(shards: list[str]) -> None:

@@ -15,8 +15,8 @@ from clipstream.data.build import training_loader
 from clipstream.data.loader.loader import Loader
 from clipstream.distributed.world import World
 from clipstream.errors import DataError
-from tests.support.loaders import IMAGE, OPEN, data, digest
-from tests.support.pictures import ByteTokenizer, make_shards
+from tests.support.loaders import INPUTS, OPEN, data, digest
+from tests.support.pictures import make_shards
 
 SLEEP = 20_000_000  # clock cycles: about 10 ms, longer than a batch takes
 
@@ -29,7 +29,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def loader_on(device: str, shards: list[str], workers: int = 2, **changes: Any) -> Loader:
     """A loader of batches on the device; closed after the test."""
     settings = data(shards, workers=workers, **changes)
-    made = training_loader(settings, world=World(device=device), seed=3, tokenizer=ByteTokenizer(), image=IMAGE)
+    made = training_loader(settings, INPUTS, world=World(device=device), seed=3)
     OPEN.add(made)
     return made
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from clipstream.data.build import evaluation_loader
+from clipstream.data.loader.pipeline import ModelInputs
 from clipstream.data.settings import SourceSettings
 from clipstream.distributed.world import World
 from clipstream.evals.context import EvalContext, Reading, of_weights
@@ -18,6 +18,7 @@ from clipstream.evals.runner import EvalRunner, Listeners
 from clipstream.evals.settings import EvalSettings
 from clipstream.report.eval_results import FiguresFile, add, traced, way_of
 from tests.support.evaluating import context_of, tiny_towers
+from tests.support.loaders import evaluation_of
 from tests.support.pictures import ByteTokenizer, make_shards
 from tests.support.ranks import run_ranks
 from tests.support.savers import fill, small_disk
@@ -48,7 +49,7 @@ def test_large_tensors_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
 def read(folder: Path, size: int = 4) -> dict[str, Any]:
     source = SourceSettings(shards=f"{folder}/*.tar")
     reading, towers = Reading("x"), tiny_towers()
-    loader = evaluation_loader(source, batch_size=size, world=World(), tokenizer=ByteTokenizer(), image=towers.image)
+    loader = evaluation_of(source, size, inputs=ModelInputs(ByteTokenizer(), towers.image))
     with loader:
         for batch in loader:
             reading.add(batch)

@@ -22,6 +22,7 @@ from clipstream.storage.downloader import Fetcher
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.transfer import ShardError
 from tests.support.forks import TIMEOUT
+from tests.support.loaders import INPUTS
 from tests.support.ranks import command_ends
 from tests.support.tars import tar_bytes
 
@@ -118,7 +119,7 @@ def test_a_tar_without_end_ends_at_the_limit(tmp_path: Path, monkeypatch: pytest
     packed = tmp_path / "0.tar.gz"
     packed.write_bytes(gzip.compress(MEMBERS * 30))
     with pytest.raises(Made) as made:
-        build.training_loader(settings, world=World(), seed=0, tokenizer=None, image=None)  # type: ignore[arg-type]
+        build.training_loader(settings, INPUTS, world=World(), seed=0)
     store = made.value.store
     mark = f"3606.{os.getpid()}"
     loop = f"pipe:for number in {' '.join('x' * 15)}; do cat {members}; done; sleep {mark}"  # 4.3 MiB

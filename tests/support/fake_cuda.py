@@ -7,7 +7,6 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,12 +29,14 @@ class SlowCopies:
 
     def start(self, batch: Batch) -> Batch:
         self.early += batch.step >= self.asked_for
-        moved = replace(batch, **{name: torch.full_like(value, 7) for name, value in planes(batch).items()})
+        moved = batch.clone()
+        for tensor in moved.tensors():
+            tensor.fill_(7)
 
         def copy() -> None:
             time.sleep(SECONDS)
-            for name, value in planes(batch).items():
-                getattr(moved, name).copy_(value)
+            for target, tensor in zip(moved.tensors(), batch.tensors(), strict=True):
+                target.copy_(tensor)
 
         self.copies[batch.step] = threading.Thread(target=copy)
         self.copies[batch.step].start()
@@ -55,11 +56,6 @@ class SlowCopies:
         if wait:
             copy.join()
         return copy.is_alive()
-
-
-def planes(batch: Batch) -> dict[str, torch.Tensor]:
-    names = ("pixels", "ids", "weights", "sources", "pictures")
-    return {name: getattr(batch, name) for name in names}
 
 
 class FakeCuda:

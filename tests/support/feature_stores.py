@@ -13,7 +13,7 @@ import torch
 from clipstream.data.batch import ImageSpec
 from clipstream.data.build import _reader
 from clipstream.data.decode.captions import candidates, image_bytes
-from clipstream.data.loader.pipeline import checksum
+from clipstream.data.loader.pipeline import ModelInputs, checksum
 from clipstream.data.order.rng import SampleRNG, mix
 from clipstream.data.order_plan import stable_names
 from clipstream.data.settings import DataSettings
@@ -80,7 +80,7 @@ def write_store(
     draft = Manifest(infos, made, chunk_rows=chunk_rows, views=views)
     writer = StoreWriter(path, draft)
     for name, one in settings.sources.items():
-        reader = _reader(name, one, ImageSpec((16, 16)), settings)
+        reader = _reader(name, one, ModelInputs(ByteTokenizer(), ImageSpec((16, 16))), settings)
         names_of = sources[name].names[::-1] if reverse else sources[name].names
         for number, url in enumerate(names_of):
             try:

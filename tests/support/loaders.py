@@ -9,14 +9,16 @@ from typing import Any
 import torch
 
 from clipstream.data.batch import Batch, ImageSpec
-from clipstream.data.build import training_loader
+from clipstream.data.build import EvalSource, evaluation_loader, training_loader
 from clipstream.data.loader.loader import Loader
+from clipstream.data.loader.pipeline import ModelInputs
 from clipstream.data.order.lanes import DataState
-from clipstream.data.settings import DataSettings
+from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.distributed.world import World
 from tests.support.pictures import ByteTokenizer
 
 IMAGE = ImageSpec((16, 16))
+INPUTS = ModelInputs(ByteTokenizer(), IMAGE)
 OPEN: weakref.WeakSet[Loader] = weakref.WeakSet()  # closed after each test by conftest.py
 
 
@@ -46,9 +48,19 @@ def data(shards: Any, **changes: Any) -> DataSettings:
 
 def loader(settings: DataSettings, rank: int = 0, size: int = 1, start: DataState | None = None) -> Loader:
     world = World(rank=rank, size=size)
-    made = training_loader(settings, world=world, seed=3, tokenizer=ByteTokenizer(), image=IMAGE, start=start)
+    made = training_loader(settings, INPUTS, world=world, seed=3, start=start)
     OPEN.add(made)
     return made
+
+
+def evaluation_of(
+    source: SourceSettings, batch_size: int = 8, inputs: ModelInputs = INPUTS, world: World | None = None,
+    max_samples: int | None = None, **settings: Any,
+) -> Loader:  # fmt: skip
+    """The samples of a source once; `settings` are of the data."""
+    values = DataSettings.model_validate({"workers": 0, **settings})
+    one = EvalSource(source, max_samples=max_samples)
+    return evaluation_loader(one, inputs, batch_size=batch_size, world=world or World(), data=values)
 
 
 def digest(parts: list[Batch]) -> str:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from clipstream.data.batch import Batch, ImageSpec
 from clipstream.data.build import training_loader
+from clipstream.data.loader.pipeline import ModelInputs
 from clipstream.distributed.world import World
 from clipstream.models.execution.batch_features import Teacher
 from clipstream.models.towers import Towers
@@ -66,11 +67,10 @@ def test_a_loader_adds_pixels_and_ids_of_the_teacher(tmp_path: Path, workers: in
     parts: dict[str, Any] = {"world": World(), "seed": 3}
     with (
         training_loader(
-            settings, tokenizer=ByteTokenizer(), image=IMAGE, teacher_image=LARGE, teacher_tokenizer=ReversedBytes(),
-            **parts,
+            settings, ModelInputs(ByteTokenizer(), IMAGE, ReversedBytes(), LARGE), **parts
         ) as both,
-        training_loader(settings, tokenizer=ByteTokenizer(), image=IMAGE, **parts) as student,
-        training_loader(settings, tokenizer=ReversedBytes(), image=LARGE, **parts) as teacher,
+        training_loader(settings, ModelInputs(ByteTokenizer(), IMAGE), **parts) as student,
+        training_loader(settings, ModelInputs(ReversedBytes(), LARGE), **parts) as teacher,
     ):  # fmt: skip
         for _ in range(4):
             batch, own, wanted = next(both), next(student), next(teacher)

@@ -1,44 +1,57 @@
-"""The loader of training from stored features: a rank's stream of batches, without worker processes.
+"""Batches of stored features: a thread draws the samples of a batch and gathers their rows into a buffer.
 
-A thread draws the samples of a batch as `loader.Loader` does and gathers their rows into a buffer, `data.prefetch`
-batches ahead; numpy copies the rows without the interpreter's lock. Order, positions and counts are those of a run that
-reads the pictures, so a run may resume from either with the other.
+numpy copies the rows without the interpreter's lock. Order, positions and counts are those of a run that reads the
+images, so a run may resume from either with the other. The lanes of a rank are walked as arrays: Python runs for a lane
+when it opens a window, and for each dropped sample. Samples that were dropped when the features were computed are known
+and are left out of a window when it is opened.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from clipstream.data.batch import Batch
-from clipstream.data.loader.batch_buffers import BatchBuffer, BufferRing, device_prefetch_for
-from clipstream.data.loader.health import Health
-from clipstream.data.loader.lane_windows import LaneWindows, Positions
-from clipstream.data.loader.loader import POLL, WAIT_WARNING, Loader, LoaderPlan
-from clipstream.data.loader.pipeline import INTERIM_DROPS, FilledPart, WorkerReport
-from clipstream.data.loader.stage_timing import IDLE, ORDER, Stopwatch
-from clipstream.data.loader.stored import StoredKeys, StoredSamples
-from clipstream.data.order.lanes import Cursor, LaneState, Numbers
+from clipstream.data.loader.batch_buffers import BatchBuffer, BufferRing, BufferShape
+from clipstream.data.loader.health import Health, SourceHealth
+from clipstream.data.loader.pipeline import INTERIM_DROPS, FilledPart, ModelInputs, WorkerReport
+from clipstream.data.loader.sampler import LaneWalk
+from clipstream.data.loader.stage_timing import IDLE, ORDER, READ, Stopwatch
+from clipstream.data.loader.stored import Flags, StoredData, StoredKeys, StoredSamples
+from clipstream.data.order.lanes import Cursor, LaneState, Numbers, Stream
+from clipstream.data.order.rng import Keys, mix
 from clipstream.data.order.windows import Order
-from clipstream.errors import Interrupted
 from clipstream.features.codec import DTYPES
 from clipstream.features.manifest import IDS
 
-READ = "read"
-CLOSE_SECONDS = 5.0  # to wait for the thread to end
+
+class Taken(NamedTuple):
+    """Samples that lanes took, in the order of their slots."""
+
+    numbers: Numbers  # int64 [n], see StoredSamples
+    keys: Keys  # of their random numbers, uint64 [n]
+    used: Flags  # [n]; False where a slot stays empty
 
 
-class _Closed(BaseException):
-    """Ends the thread of a loader that was closed."""
+@dataclass(frozen=True)
+class Positions:
+    """The cursors of all lanes at one moment."""
+
+    group: Numbers
+    window: Numbers
+    position: Numbers
+    skipped: Mapping[int, tuple[int, ...]]  # by lane, where there are any
+
+    def cursors(self) -> list[Cursor]:
+        """One by lane."""
+        columns = zip(self.group.tolist(), self.window.tolist(), self.position.tolist(), strict=True)
+        return [Cursor(*row, list(self.skipped.get(lane, ()))) for lane, row in enumerate(columns)]
 
 
 @dataclass
@@ -57,178 +70,298 @@ class DrawnBatch(FilledPart):
         return dict(zip(self.lanes, states, strict=True))
 
 
-class FeatureLoader(Loader):
-    """Iterator over a rank's batches of stored features; see Loader.
+class HeldShards:
+    """The shards of a source of stored features; see sampler.Shards.
 
-    Args:
-        plan: of a loader that would read the pictures, with stores; of its workers, readers and samplers nothing is
-            used.
-        orders: the order of each source, in the order of names.
-
-    Raises:
-        DataError: while iterating: a chunk of a store is damaged, or the budget of failures is exceeded.
+    A released shard is held until `release_retired`, because rows of the samples that were taken are read later.
     """
 
-    def __init__(self, plan: LoaderPlan, orders: Sequence[Order]) -> None:
-        assert plan.features is not None
-        self._stored, self._orders, self._samples = plan.features, orders, plan.stored
-        super().__init__(plan)
+    def __init__(
+        self,
+        samples: StoredSamples,
+        health: Callable[[], SourceHealth],
+        report: Callable[[], None],
+        threads: Executor,
+    ) -> None:
+        self.samples, self.health, self.report = samples, health, report
+        self._threads = threads
+        self._retired: list[int] = []
+        self._ahead: dict[int, Future[None]] = {}  # shards that a lane will hold soon
 
-    def _start(self) -> None:
-        plan = self.plan
-        self._ring = BufferRing(plan.shape, plan.depth + 1)
-        self._prefetch = device_prefetch_for(plan.device, self._ring, plan.views)
-        self._free = threading.Semaphore(plan.depth + 1)  # buffers that may be filled
-        self._filled: queue.SimpleQueue[WorkerReport | BaseException] = queue.SimpleQueue()
-        self._collected = False  # whether a batch was handed out whose buffer is still in use
-        self._began = time.monotonic()
-        drawer = _Drawer(self)
-        self._thread = threading.Thread(target=drawer.run, daemon=True)
-        self._thread.start()
+    def hold(self, number: int) -> int:
+        """See Shards; raises DataError: a chunk of a store is damaged."""
+        health, count = self.health(), int(self.samples.counts[number])
+        health.shards.add(number)
+        if not count:
+            health.faults[self.title(number)] = self.samples.fault(number)
+            health.unopened.add(number)
+            return 0
+        self.samples.hold(number)
+        if (future := self._ahead.pop(number, None)) is not None:
+            future.result()
+            self.samples.release(number)
+        return count
 
-    def __next__(self) -> Batch:
-        if self._collected:
-            self._prefetch.reading(self._step - 1, wait=True)
-            self._free.release()
-            self._collected = False
-        batch = super().__next__()
-        self._collected = True
-        return batch
+    def release(self, number: int) -> None:
+        """See Shards."""
+        self._retired.append(number)
 
-    def _collect(self, step: int) -> Sequence[DrawnBatch]:
-        began, warn_after = time.monotonic(), WAIT_WARNING
-        while (part := self._receive(POLL)) is None:
-            if self.interrupt():
-                raise Interrupted
-            waited = time.monotonic() - began
-            if waited > self.plan.stall_timeout:
-                raise self._stalled(step, self._doing())
-            if waited > warn_after:
-                warn_after *= 2
-                self._tell_waiting(step, waited)
-        return [part]
+    def prefetch(self, numbers: Iterable[int]) -> None:
+        """See Shards."""
+        for number in numbers:
+            if self.samples.counts[number] and number not in self._ahead and not self.samples.is_held(number):
+                self._ahead[number] = self._threads.submit(self.samples.hold, number)
 
-    def _receive(self, timeout: float) -> DrawnBatch | None:
-        """The next batch, if it is there within `timeout` s."""
-        try:
-            message = self._filled.get(timeout=timeout) if timeout else self._filled.get_nowait()
-        except queue.Empty:
-            return None
-        if isinstance(message, BaseException):
-            raise message
-        self._merge_and_check(message)
-        return message if isinstance(message, DrawnBatch) else None
+    def faults(self, numbers: Iterable[int]) -> list[str]:
+        """See Shards."""
+        return [self.samples.fault(number) for number in numbers]
 
-    def _copy_ahead(self) -> None:
-        if (part := self._receive(0)) is not None:
-            self._ahead = self._start_copy([part])
+    def title(self, number: int) -> str:
+        """See Shards."""
+        return self.samples.shown[number]
 
-    def _start_copy(self, parts: Sequence[Any]) -> tuple[Sequence[Any], Batch]:
-        part: DrawnBatch = parts[0]
-        buffer, count = self._ring[part.step], len(part.numbers)
+    def release_retired(self) -> None:
+        """Release the shards whose rows have been read."""
+        for number in self._retired:
+            self.samples.release(number)
+        self._retired.clear()
+
+    def close(self) -> None:
+        """Release all shards that no lane holds."""
+        for number, future in self._ahead.items():
+            if not future.cancel() and future.exception() is None:
+                self._retired.append(number)
+        self._ahead.clear()
+        self.release_retired()
+
+
+class LaneWindows:
+    """The lanes of a rank in one source: what `sampler.WindowSampler` takes for one lane, as arrays over the lanes.
+
+    Args:
+        order: of the source's samples.
+        lanes: of the rank; here they are counted from 0.
+        cursors: where each lane begins.
+        shards: of the source.
+    """
+
+    def __init__(self, order: Order, lanes: Sequence[int], cursors: Sequence[Cursor], shards: HeldShards) -> None:
+        count = len(lanes)
+        self._keeps_slots, self._shards, self._samples = order.keeps_slots, shards, shards.samples
+        self._walks = [LaneWalk(order, lane, cursor, shards) for lane, cursor in zip(lanes, cursors, strict=True)]
+        self._group, self._window, self._position = (
+            np.array([getattr(cursor, name) for cursor in cursors], dtype=np.int64)
+            for name in ("group", "window", "position")
+        )
+        self._skipped = {lane: tuple(cursor.skipped) for lane, cursor in enumerate(cursors) if cursor.skipped}
+        # The open windows: by lane the samples that can be taken, the next of them, how many there are, and the length
+        # of the window with dropped ones.
+        self._numbers: Numbers = np.zeros((count, 0), dtype=np.int64)
+        self._places: np.ndarray[Any, np.dtype[np.int32]] = np.zeros((count, 0), dtype=np.int32)
+        self._used: Flags = np.zeros((count, 0), dtype=bool)
+        self._next: Numbers = np.zeros(count, dtype=np.int64)
+        self._count: Numbers = np.zeros(count, dtype=np.int64)
+        self._size: Numbers = np.full(count, -1, dtype=np.int64)  # -1: no window is open
+        self._keys: Keys = np.zeros(count, dtype=np.uint64)
+        self._dropped: list[tuple[Numbers, Numbers]] = [(self._next, self._next)] * count  # places and numbers
+
+    def positions(self) -> Positions:
+        """The cursors of all lanes."""
+        return Positions(self._group.copy(), self._window.copy(), self._position.copy(), self._skipped)
+
+    def take(self, lanes: Numbers) -> Taken:
+        """The next sample of each of `lanes`, which are in order; a lane that occurs m times gives m samples."""
+        n, count = len(lanes), len(self._walks)
+        numbers: Numbers = np.empty(n, dtype=np.int64)
+        places: Numbers = np.empty(n, dtype=np.int64)
+        keys: Keys = np.empty(n, dtype=np.uint64)
+        used = np.ones(n, dtype=bool)
+        rows: Any = slice(None)  # of the result, that are not taken yet
+        while True:
+            wanted = np.bincount(lanes, minlength=count)
+            first = np.cumsum(wanted) - wanted
+            at = np.arange(len(lanes)) + (self._next - first)[lanes]
+            there = at < self._count[lanes]
+            here, absent, missing = rows, lanes[:0], rows
+            if not there.all():
+                rows = np.arange(n)[rows]
+                here, missing, absent = rows[there], rows[~there], lanes[~there]
+                lanes, at = lanes[there], at[there]
+            numbers[here] = self._numbers[lanes, at]
+            places[here] = self._places[lanes, at]
+            keys[here] = self._keys[lanes]
+            if self._keeps_slots:
+                used[here] = self._used[lanes, at]
+            self._step(np.minimum(wanted, self._count - self._next))
+            if not len(absent):
+                break
+            for lane in np.unique(absent).tolist():
+                self._advance(lane)
+            rows, lanes = missing, absent
+        health = self._shards.health()
+        health.used += int(used.sum())
+        if self._keeps_slots:
+            self._samples.count_dropped(numbers[~used], health)
+        return Taken(numbers, mix(places.astype(np.uint64), state=keys), used)
+
+    def _step(self, taken: Numbers) -> None:
+        """Move the cursors behind the samples that were taken, `taken` of each lane."""
+        (moved,) = taken.nonzero()
+        self._next[moved] += taken[moved]
+        position = self._places[moved, self._next[moved] - 1].astype(np.int64) + 1
+        read = position - self._position[moved]
+        self._shards.health().read += int(read.sum())
+        for index in np.flatnonzero(read > taken[moved]).tolist():
+            self._count_dropped(int(moved[index]), int(position[index]))
+        self._position[moved] = position
+
+    def _count_dropped(self, lane: int, position: int) -> None:
+        """Count the dropped samples of a lane's window between its cursor and `position`."""
+        places, numbers = self._dropped[lane]
+        low, high = np.searchsorted(places, (self._position[lane], position))
+        self._samples.count_dropped(numbers[low:high], self._shards.health())
+
+    def _advance(self, lane: int) -> None:
+        """Open the lane's next window that has a sample to take."""
+        walk, cursor = self._walks[lane], self._walks[lane].cursor
+        while True:
+            if (size := int(self._size[lane])) >= 0:  # what is left of the window was dropped
+                if size > self._position[lane]:
+                    self._shards.health().read += size - int(self._position[lane])
+                    self._count_dropped(lane, size)
+                    self._shards.report()
+                cursor.window, cursor.position = cursor.window + 1, 0
+            self._open_window(lane, walk)
+            if self._next[lane] < self._count[lane]:
+                return
+
+    def _open_window(self, lane: int, walk: LaneWalk) -> None:
+        """Compute the samples of the cursor's window."""
+        drawn, self._keys[lane] = walk.window()
+        cursor = walk.cursor
+        self._group[lane], self._window[lane], self._position[lane] = cursor.group, cursor.window, cursor.position
+        if self._skipped.get(lane, ()) != tuple(cursor.skipped):
+            self._skipped = {**self._skipped, lane: tuple(cursor.skipped)}
+        skipped: Flags | None = np.isin(drawn[:, 0], cursor.skipped) if cursor.skipped else None
+        shards = np.asarray(walk.numbers, dtype=np.int64)[drawn[:, 0]]
+        numbers = self._samples.numbers(shards, drawn[:, 1], skipped)
+        used = self._samples.used(numbers)
+        places = np.arange(len(numbers))
+        self._dropped[lane] = places[:0], numbers[:0]
+        if not self._keeps_slots and not used.all():
+            self._dropped[lane] = places[~used], numbers[~used]
+            places, numbers = places[used], numbers[used]
+        if (more := len(places) - self._numbers.shape[1]) > 0:
+            self._numbers, self._places = (np.pad(rows, ((0, 0), (0, more))) for rows in (self._numbers, self._places))
+            self._used = np.pad(self._used, ((0, 0), (0, more))) if self._keeps_slots else self._used
+        self._numbers[lane, : len(places)] = numbers
+        self._places[lane, : len(places)] = places
+        if self._keeps_slots:
+            self._used[lane, : len(places)] = used
+        self._next[lane] = np.searchsorted(places, cursor.position)
+        self._count[lane], self._size[lane] = len(places), len(drawn)
+
+    def close(self) -> None:
+        """Release all shards."""
+        for walk in self._walks:
+            walk.close()
+        self._shards.close()
+
+
+class FeatureBatches:
+    """The batches of a rank, of stored features; see loader.BatchSource.
+
+    Args:
+        stream: which samples.
+        inputs: of the model, with the stores.
+        samples: by source, in the order of names.
+        orders: likewise.
+        slots: of the rank, in the largest batch.
+    """
+
+    def __init__(
+        self, stream: Stream, inputs: ModelInputs, samples: Sequence[StoredSamples], orders: Sequence[Order], slots: int
+    ) -> None:
+        assert inputs.features is not None
+        self._stream, self._inputs, self._samples, self._orders = stream, inputs, samples, orders
+        self._stored: StoredData = inputs.features
+        self.shape: BufferShape = inputs.shape(slots)
+
+    def filler(
+        self, worker: int, ring: BufferRing, report: Callable[[WorkerReport], None], stopwatch: Stopwatch
+    ) -> _Drawer:
+        """The function that draws and gathers a batch."""
+        return _Drawer(self._stream, self._stored, self._samples, self._orders, ring, report, stopwatch)
+
+    def batch(self, parts: Sequence[DrawnBatch], buffer: BatchBuffer) -> Batch:
+        """The batch in a buffer."""
+        (part,) = parts
+        count = len(part.numbers)
         ids = torch.from_numpy(buffer.ids[:count])
-        batch = Batch(
+        return Batch(
             pixels=None,
             ids=ids,
             weights=torch.from_numpy(buffer.weights[:count]),
             keys=StoredKeys(self._samples, part.sources, part.numbers),
             sources=torch.from_numpy(buffer.sources[:count]),
             step=part.step,
-            global_size=self.plan.slots.batch_size(part.step),
-            features={name: self._features(buffer, name, count) for name in self._stored.features},
+            global_size=self._stream.slots.batch_size(part.step),
+            features=self._stored.typed(buffer.features, count),
             pictures=torch.from_numpy(buffer.pictures[:count]),
-            lengths=None if self.plan.text_lengths is None else self.plan.text_lengths(ids),
+            lengths=self._inputs.lengths(ids),
         )
-        return parts, self._prefetch.start(batch)
-
-    def _features(self, buffer: BatchBuffer, name: str, count: int) -> torch.Tensor:
-        """The first rows of features in a buffer, in their stored type."""
-        store, part = self._stored.features[name]
-        return torch.from_numpy(buffer.features[name][:count]).view(DTYPES[store.manifest.parts[part].dtype])
-
-    def _doing(self) -> str:
-        lines = [f"  source {name!r}: {health.funnel()}" for name, health in self.health.sources.items()]
-        return "\n".join(lines)
 
     def close(self) -> None:
-        """End the thread and release the shards."""
-        self._closed.set()
-        self._free.release()
-        if self._thread is not threading.current_thread():
-            self._thread.join(CLOSE_SECONDS)
-        super().close()
+        """Nothing is open in the loader itself."""
 
 
 class _Drawer:
-    """Draws and gathers batches, one after the other, in a thread."""
+    """Draws and gathers batches, one after the other."""
 
-    def __init__(self, loader: FeatureLoader) -> None:
-        plan = loader.plan
-        self._plan, self._stored, self._samples = plan, loader._stored, loader._samples
-        self._ring, self._free, self._filled, self._closed = loader._ring, loader._free, loader._filled, loader._closed
-        self._health, self._stopwatch = Health(plan.names), Stopwatch()
-        self._lanes: Numbers = np.asarray(plan.slots.lanes, dtype=np.int64)
-        start = [plan.start.lanes.get(lane) for lane in plan.slots.lanes]
+    def __init__(
+        self,
+        stream: Stream,
+        stored: StoredData,
+        samples: Sequence[StoredSamples],
+        orders: Sequence[Order],
+        ring: BufferRing,
+        report: Callable[[WorkerReport], None],
+        stopwatch: Stopwatch,
+    ) -> None:
+        self._stream, self._stored, self._ring, self._report, self._stopwatch = stream, stored, ring, report, stopwatch
+        self._health = Health(stream.names)
+        self._lanes: Numbers = np.asarray(stream.slots.lanes, dtype=np.int64)
+        start = [stream.start.lanes.get(lane) for lane in stream.slots.lanes]
         self._drawn: Numbers = np.array([0 if one is None else one.drawn for one in start], dtype=np.int64)
-        self._threads = ThreadPoolExecutor(1)
-        self._windows = [
-            LaneWindows(
-                order,
-                plan.slots.lanes,
-                [Cursor() if one is None else one.cursors[source] for one in start],
-                samples,
-                partial(self._health_of, samples.name),
-                partial(self._report, samples.name),
-                self._threads,
-            )
-            for source, (order, samples) in enumerate(zip(loader._orders, self._samples, strict=True))
+        self._threads = ThreadPoolExecutor(1)  # holds the shards of a lane's next group
+        self._shards = [
+            HeldShards(one, lambda name=one.name: self._health.sources[name], self._report_early, self._threads)  # type: ignore[misc]
+            for one in samples
         ]
+        self._windows = []
+        for source, (order, shards) in enumerate(zip(orders, self._shards, strict=True)):
+            cursors = [Cursor() if one is None else one.cursors[source].copy() for one in start]
+            self._windows.append(LaneWindows(order, stream.slots.lanes, cursors, shards))
         self._slots = lru_cache(maxsize=4)(self._make_slots)
 
-    def run(self) -> None:
-        """Fill buffer after buffer, until the loader is closed."""
-        step = self._plan.start.step
-        try:
-            while True:
-                self._stopwatch.begin(IDLE)
-                self._free.acquire()
-                if self._closed.is_set():
-                    return
-                self._filled.put(self._fill(step))
-                step += 1
-        except _Closed:
-            return
-        except BaseException as error:
-            self._filled.put(error)
-        finally:
-            for windows in self._windows:
-                windows.close()
-            self._threads.shutdown(wait=False)
-
-    def _health_of(self, name: str) -> Any:
-        return self._health.sources[name]
-
-    def _report(self, name: str) -> None:
+    def _report_early(self) -> None:
         """Report now if much of a source is bad, as the loader ends the run then."""
-        if self._closed.is_set():
-            raise _Closed
-        health = self._health.sources[name]
-        if health.read - health.used >= INTERIM_DROPS or health.unopened:
-            self._filled.put(WorkerReport(self._health.take(), self._stopwatch.take()))
+        if any(one.read - one.used >= INTERIM_DROPS or one.unopened for one in self._health.sources.values()):
+            self._report(WorkerReport(self._health.take(), self._stopwatch.take()))
 
     def _make_slots(self, batch_size: int) -> tuple[Numbers, Numbers, Numbers]:
         """Of each slot, its lane in the rank and its number among the lane's slots; of each lane, its slots."""
-        total = self._plan.slots.total
+        total = self._stream.slots.total
         counts = (self._lanes + 1) * batch_size // total - self._lanes * batch_size // total
         lanes = np.repeat(np.arange(len(counts)), counts)
         return lanes, np.arange(len(lanes)) - (np.cumsum(counts) - counts)[lanes], counts
 
-    def _fill(self, step: int) -> DrawnBatch:
-        """Draw and gather a batch."""
+    def __call__(self, step: int) -> DrawnBatch:
+        """Draw and gather batch number `step`."""
         self._stopwatch.begin(ORDER)
-        lanes, turns, counts = self._slots(self._plan.slots.batch_size(step))
+        lanes, turns, counts = self._slots(self._stream.slots.batch_size(step))
         count, buffer = len(lanes), self._ring[step]
-        sources = self._plan.mix.sources(self._lanes[lanes], self._drawn[lanes] + turns)
+        sources = self._stream.mix.sources(self._lanes[lanes], self._drawn[lanes] + turns)
         self._drawn += counts
         buffer.sources[:count] = np.maximum(sources, 0)
         numbers: Numbers = np.zeros(count, dtype=np.int64)
@@ -241,40 +374,39 @@ class _Drawer:
             found = windows.take(lanes[slots])
             numbers[slots] = found.numbers
             if not found.used.all():
-                empty[slots[~found.used]] = True
-                found, slots = found.only_used(), slots[found.used]
-            taken.append((self._samples[source], slots, found))
+                used = found.used
+                empty[slots[~used]] = True
+                found, slots = Taken(found.numbers[used], found.keys[used], used[used]), slots[used]
+            taken.append((self._shards[source].samples, slots, found))
         self._stopwatch.begin(READ)
         buffer.weights[:count] = ~empty
         for samples, slots, found in taken:
             whole = slice(0, count) if len(slots) == count else None
-            self._gather(samples, slots if whole is None else whole, found.numbers, found.keys, buffer)
+            self._gather(samples, slots if whole is None else whole, found, buffer)
         if empty.any():
             buffer.clear(np.flatnonzero(empty))
-        for windows in self._windows:
-            windows.release_retired()
+        for shards in self._shards:
+            shards.release_retired()
         positions = [windows.positions() for windows in self._windows]
         self._stopwatch.begin(IDLE)
-        return DrawnBatch(
-            self._health.take(),
-            self._stopwatch.take(),
-            step,
-            sources,
-            numbers,
-            self._plan.slots.lanes,
-            self._drawn.copy(),
-            positions,
-        )
+        where = step, sources, numbers, self._stream.slots.lanes, self._drawn.copy(), positions
+        return DrawnBatch(self._health.take(), self._stopwatch.take(), *where)
 
-    def _gather(self, samples: StoredSamples, slots: Any, numbers: Numbers, keys: Any, buffer: BatchBuffer) -> None:
+    def _gather(self, samples: StoredSamples, slots: Any, found: Taken, buffer: BatchBuffer) -> None:
         """Write the samples of one source to its slots; a slice are those of a whole batch."""
-        buffer.pictures[slots], choices, views = samples.draw(numbers, keys)
+        buffer.pictures[slots], choices, views = samples.draw(found.numbers, found.keys)
         for name, rows in buffer.features.items():
             if isinstance(slots, slice):
                 store, part = self._stored.features[name]
                 out = torch.from_numpy(rows[slots]).view(DTYPES[store.manifest.parts[part].dtype])
-                samples.gather(name, numbers, choices, views, out)
+                samples.gather(name, found.numbers, choices, views, out)
             else:
-                rows[slots] = samples.gather(name, numbers, choices, views).view(torch.uint8).numpy()
+                rows[slots] = samples.gather(name, found.numbers, choices, views).view(torch.uint8).numpy()
         if self._stored.ids is not None:
-            buffer.ids[slots] = samples.gather(IDS, numbers, choices, views).numpy()
+            buffer.ids[slots] = samples.gather(IDS, found.numbers, choices, views).numpy()
+
+    def close(self) -> None:
+        """Release the shards."""
+        for windows in self._windows:
+            windows.close()
+        self._threads.shutdown(wait=False)

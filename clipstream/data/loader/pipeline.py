@@ -17,11 +17,13 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+import torch
 
+from clipstream.data.batch import Batch, ImageSpec
 from clipstream.data.decode.captions import (
     CaptionExtractor,
     RawSample,
@@ -33,14 +35,17 @@ from clipstream.data.decode.captions import (
 from clipstream.data.decode.images import ImageTransform
 from clipstream.data.decode.key_lists import NOT_KEPT, SampleFilter
 from clipstream.data.decode.tokenizers import Tokenizer, readable
-from clipstream.data.loader.batch_buffers import BatchBuffer
+from clipstream.data.loader.batch_buffers import BatchBuffer, BufferRing, BufferShape
 from clipstream.data.loader.health import FIRST_SAMPLES, PROFILED, DroppedSample, Health
-from clipstream.data.loader.sampler import LaneSample, LaneSampler
+from clipstream.data.loader.sampler import LaneSample, LaneSampler, OpenShards, StoredChoice, StoredFeatures
 from clipstream.data.loader.stage_timing import HAND_OVER, ORDER, StageIntervals, Stopwatch
-from clipstream.data.loader.stored import StoredChoice, StoredSamples
-from clipstream.data.order.lanes import LaneSlots, LaneState, Mix
+from clipstream.data.loader.stored import BatchRows, StoredData
+from clipstream.data.order.lanes import LaneState, Stream
 from clipstream.data.order.rng import SampleRNG, mix
+from clipstream.data.sources.registry import Source
 from clipstream.errors import Dropped
+from clipstream.features.manifest import IMAGE
+from clipstream.storage.shard_cache import ShardCache
 from clipstream.text import printable
 
 # A worker reports before its part of a batch is filled after so many dropped samples, or so many seconds.
@@ -50,6 +55,40 @@ INTERIM_SECONDS = 10.0
 READ_BYTES = 1 << 18
 READ_SECONDS = 1.0
 MAX_TEXT = 200  # characters of a caption that a trace prints
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """What a model takes: how images and captions are prepared for it.
+
+    Attributes:
+        tokenizer: captions to ids.
+        image: images to pixels.
+        teacher_tokenizer: the same for a live teacher; None where it takes the model's ids.
+        teacher_image: the same for a live teacher; None where it takes the model's pixels.
+        features: stores of features. Batches have them, and no pixels or no ids where features take their place.
+        text_lengths: the true lengths of texts, from ids on the CPU; None where they are not known.
+    """
+
+    tokenizer: Tokenizer
+    image: ImageSpec
+    teacher_tokenizer: Tokenizer | None = None
+    teacher_image: ImageSpec | None = None
+    features: StoredData | None = None
+    text_lengths: Callable[[torch.Tensor], tuple[int, ...] | None] | None = None
+
+    def shape(self, samples: int, views: int = 1) -> BufferShape:
+        """Of the buffers of batches of `samples` samples with `views` views of an image."""
+        teacher_size = (0, 0) if self.teacher_image is None else self.teacher_image.size
+        teacher_width = 0 if self.teacher_tokenizer is None else self.teacher_tokenizer.context_length
+        stored = {} if self.features is None else self.features.row_bytes()
+        size = (0, 0) if IMAGE in stored else self.image.size
+        width = self.tokenizer.context_length
+        return BufferShape(samples, *size, width, *teacher_size, teacher_width, tuple(stored.items()), views)
+
+    def lengths(self, ids: torch.Tensor) -> tuple[int, ...] | None:
+        """The true lengths of texts; counted before the copy to the device, where ids would be waited for."""
+        return None if self.text_lengths is None else self.text_lengths(ids)
 
 
 @dataclass(frozen=True)
@@ -63,7 +102,7 @@ class Reader:
     transform: SampleTransform | None  # the user's own, before the caption; or None
     filter: SampleFilter | None = None  # says which samples are used; None for all
     teacher_image: ImageTransform | None = None  # gives a live teacher's pixels of the same crop; None for none
-    stored: StoredSamples | None = None  # precomputed features of the samples; None for none
+    stored: StoredFeatures | None = None  # precomputed features of the samples; None for none
 
     @cached_property
     def members(self) -> tuple[str, ...] | None:
@@ -160,30 +199,29 @@ class BatchPart(FilledPart):
 class Pipeline:
     """Fills the slots of its lanes, batch by batch."""
 
-    lanes: list[Lane]  # that it serves
-    slots: LaneSlots  # of the rank's lanes
+    stream: Stream
+    inputs: ModelInputs
     readers: Sequence[Reader]  # one per source, in the order of names
-    mix: Mix  # chooses the source of each sample
-    tokenizer: Tokenizer  # captions to ids
+    ring: BufferRing  # the batch buffers
     health: Health  # counts since the last report
     report: Callable[[WorkerReport], None]  # called where a part takes long or much is dropped, before it is filled
     stopwatch: Stopwatch  # measures the stages, and names the current one in case of a stall
     traced: int = 0  # samples that are traced: the first, used or dropped
-    teacher_tokenizer: Tokenizer | None = None  # captions to ids of a live teacher; None for none
-    # for stored features: augmented views of a picture, 0 for evaluation's pixels; None in training and evaluation
+    # for stored features: augmented views of an image, 0 for evaluation's pixels; None in training and evaluation
     image_views: int | None = None
+    lanes: list[Lane] = field(default_factory=list)  # that it serves
     _begun: int = 0  # traces
     _reported: float = field(default_factory=lambda: time.monotonic())
     _captions: Counter[str] = field(default_factory=Counter)  # by source, captions that were counted
     _reasons: dict[int, str] = field(default_factory=dict)  # slot -> why a sample for it was dropped, in this batch
 
-    def fill(self, step: int, buffer: BatchBuffer) -> BatchPart:
+    def __call__(self, step: int) -> BatchPart:
         """Fill this pipeline's slots of a batch."""
-        captions: dict[int, str] = {}
+        buffer, tokenizer, captions = self.ring[step], self.inputs.tokenizer, dict[int, str]()
         every = None if self.image_views is None else Candidates({}, np.empty((0, 0), np.int32), {})
         self._reasons = {} if every is None else every.dropped
         keys: dict[int, str] = {}
-        wanted = [(lane, self.slots.of(lane.number, step)) for lane in self.lanes]
+        wanted = [(lane, self.stream.slots.of(lane.number, step)) for lane in self.lanes]
         for turn in range(max((len(mine) for _, mine in wanted), default=0)):
             # One slot of each lane at a time, so that a lane's next sample can replace a dropped one.
             for slot in self._fill_slots([(lane, mine[turn]) for lane, mine in wanted if turn < len(mine)], buffer):
@@ -204,16 +242,19 @@ class Pipeline:
         if captions:
             self.stopwatch.begin("tokenize")
             if every is not None:
-                every.ids = self.tokenizer.encode([text for paths in every.texts.values() for x in paths for text in x])
+                every.ids = tokenizer.encode([text for paths in every.texts.values() for x in paths for text in x])
             elif buffer.ids.shape[1]:  # else features take the place of texts
-                buffer.ids[list(captions)] = self.tokenizer.encode(list(captions.values()))
-            if self.teacher_tokenizer is not None:
-                buffer.teacher_ids[list(captions)] = self.teacher_tokenizer.encode(list(captions.values()))
+                buffer.ids[list(captions)] = tokenizer.encode(list(captions.values()))
+            if (teacher := self.inputs.teacher_tokenizer) is not None:
+                buffer.teacher_ids[list(captions)] = teacher.encode(list(captions.values()))
         lanes = {lane.number: lane.state() for lane in self.lanes}
         ended = not keys and any(mine for _, mine in wanted)
         self._reported = time.monotonic()
         self.stopwatch.begin(HAND_OVER)
         return BatchPart(self.health.take(), self.stopwatch.take(), step, keys, lanes, every, ended=ended)
+
+    def close(self) -> None:
+        """The loader closes the shards, which outlive no worker."""
 
     def report_early(self, source: str) -> None:
         """Report now if much of a source is bad, or if the last report was long ago."""
@@ -228,11 +269,11 @@ class Pipeline:
 
         Each stage handles some samples before the next stage does, as the processor's caches hold the code of one.
         """
+        lanes = np.array([lane.number for lane, _ in wanted], dtype=np.int64)
+        sources = self.stream.mix.sources(lanes, np.array([lane.drawn for lane, _ in wanted], dtype=np.int64))
         slots: list[Slot] = []
-        for lane, index in wanted:
-            source = self.mix.source(lane.number, lane.drawn)
-            number = source or 0
-            name = "" if source is None else None
+        for (lane, index), source in zip(wanted, sources.tolist(), strict=True):
+            name, number = (None, source) if source >= 0 else ("", 0)
             slots.append(Slot(lane, index, number, lane.samplers[number], self.readers[number], name))
         unfilled = [slot for slot in slots if slot.name is None]
         while unfilled:
@@ -296,8 +337,8 @@ class Pipeline:
                     if slot.caption is None:
                         raise Dropped("no_caption")
                 if trace:
-                    ids = self.tokenizer.encode([slot.caption])[0].tolist()
-                    trace.caption(slot.caption, ids, readable(self.tokenizer, ids))
+                    ids = self.inputs.tokenizer.encode([slot.caption])[0].tolist()
+                    trace.caption(slot.caption, ids, readable(self.inputs.tokenizer, ids))
                 slot.data = image_bytes(sample, reader.image_key)
             except Dropped as drop:
                 self._drop(slot, drop, again)
@@ -376,6 +417,89 @@ class Pipeline:
             slot.name = slot.sample.name
         else:
             again.append(slot)
+
+
+@dataclass
+class SampleBatches:
+    """The batches of a rank, of samples that are read from their shards; see loader.BatchSource."""
+
+    stream: Stream
+    inputs: ModelInputs
+    sources: Sequence[Source]  # in the order of names
+    readers: Sequence[Reader]  # likewise
+    make_sampler: Callable[[int, int, OpenShards], LaneSampler]  # (source, lane, shards) -> sampler
+    store: ShardCache
+    slots: int  # of this rank in the largest batch
+    workers: int = 1  # that share the rank's lanes
+    rows: BatchRows | None = None  # reads stored features; None where there are none
+    traced: int = 0  # samples whose stages are printed
+    image_views: int | None = None  # see Pipeline
+    opened: list[OpenShards] = field(default_factory=list)  # by this process
+
+    @property
+    def shape(self) -> BufferShape:
+        """Of the batch buffers."""
+        return self.inputs.shape(self.slots, max(1, self.image_views or 1))
+
+    def filler(
+        self, worker: int, ring: BufferRing, report: Callable[[WorkerReport], None], stopwatch: Stopwatch
+    ) -> Pipeline:
+        """The pipeline of a worker: every `workers`-th lane of the rank."""
+        self.store.alive = stopwatch.touch
+        names, start = self.stream.names, self.stream.start.lanes
+        pipeline = Pipeline(
+            self.stream, self.inputs, self.readers, ring, Health(names), report, stopwatch,
+            self.traced if worker == 0 else 0, self.image_views,
+        )  # fmt: skip
+        shards = [
+            OpenShards(
+                source,
+                lambda name=name: pipeline.health.sources[name],  # type: ignore[misc]
+                stopwatch.begin,
+                partial(pipeline.report_early, name),
+                reader.stored,
+            )
+            for name, source, reader in zip(names, self.sources, self.readers, strict=True)
+        ]
+        self.opened.extend(shards)
+        for lane in self.stream.slots.lanes[worker :: self.workers]:
+            samplers = [self.make_sampler(i, lane, one) for i, one in enumerate(shards)]
+            pipeline.lanes.append(Lane(lane, samplers, start[lane].drawn if lane in start else 0))
+        return pipeline
+
+    def batch(self, parts: Sequence[BatchPart], buffer: BatchBuffer) -> Batch:
+        """The batch in a buffer, without the empty slots of a stream that ended."""
+        step = parts[0].step
+        keys = {slot: key for part in parts for slot, key in part.keys.items()}
+        order = sorted(keys)
+        rows: Any = slice(len(order)) if order == list(range(len(order))) else order
+
+        def pixels(values: np.ndarray[Any, Any]) -> torch.Tensor:
+            return torch.from_numpy(values[rows]).flatten(0, -4).permute(0, 3, 1, 2)
+
+        ids = torch.from_numpy(buffer.ids[rows])
+        return Batch(
+            pixels=pixels(buffer.pixels),
+            ids=ids,
+            weights=torch.from_numpy(buffer.weights[rows]),
+            keys=tuple(keys[slot] for slot in order),
+            sources=torch.from_numpy(buffer.sources[rows]),
+            step=step,
+            global_size=self.stream.slots.batch_size(step),
+            features={} if self.rows is None else self.rows.fill(buffer, len(order)),
+            pictures=torch.from_numpy(buffer.pictures[rows]),
+            teacher_pixels=pixels(buffer.teacher_pixels) if self.inputs.teacher_image else None,
+            teacher_ids=torch.from_numpy(buffer.teacher_ids[rows]) if self.inputs.teacher_tokenizer else None,
+            lengths=self.inputs.lengths(ids),
+        )
+
+    def close(self) -> None:
+        """Release what this process holds."""
+        if self.rows is not None:
+            self.rows.close()
+        for shards in self.opened:
+            shards.prefetcher.close()
+        self.store.close()
 
 
 def checksum(data: bytes) -> int:

@@ -17,10 +17,9 @@ import numpy as np
 
 from clipstream.data.loader.health import SourceHealth
 from clipstream.data.loader.stage_timing import OPEN, ORDER
-from clipstream.data.loader.stored import StoredSamples
 from clipstream.data.order.lanes import Cursor
-from clipstream.data.order.rng import mix
-from clipstream.data.order.windows import Order
+from clipstream.data.order.rng import SampleRNG, mix
+from clipstream.data.order.windows import Order, WindowSamples
 from clipstream.data.sources import OpenShard
 from clipstream.data.sources.registry import Source
 from clipstream.errors import DataError, Dropped
@@ -28,6 +27,7 @@ from clipstream.storage.pipe import end_command
 from clipstream.storage.shard_url import redact
 from clipstream.storage.tar import SampleRef, ShardIndex
 from clipstream.storage.transfer import ShardError
+from clipstream.text import printable
 
 CLOSE_SECONDS = 2.0  # to wait for a background download to end
 MOST_EMPTY_GROUPS = 1000  # in a row, of one lane: if half of the shards are broken, chance gives 1e-301
@@ -47,6 +47,61 @@ class LaneSample(NamedTuple):
     def name(self) -> str:
         """'SHARD_BASENAME/KEY'."""
         return f"{self.url.rstrip('/').rpartition('/')[2]}/{self.ref.key}"
+
+
+class StoredChoice(NamedTuple):
+    """Which stored rows of a sample belong to a batch."""
+
+    number: int  # of the sample in its store
+    caption: int  # position among the captions of the sample
+    view: int
+
+
+class StoredFeatures(Protocol):
+    """Precomputed features of the samples of a source, where the samples are read from their shards all the same."""
+
+    def hold(self, shard: int) -> None:
+        """Make the rows of a shard readable until `release`."""
+
+    def release(self, shard: int) -> None:
+        """Undo one `hold`."""
+
+    def check_keys(self, shard: int, keys: Sequence[str]) -> None:
+        """Compare the keys of an open shard with the stored ones. Raises DataError: they differ."""
+
+    def choose(
+        self, shard: int, position: int, by_path: Sequence[list[str]], rng: SampleRNG
+    ) -> tuple[StoredChoice, SampleRNG]:
+        """The caption and view of a sample, of its candidates by path, and the generator of its image's augmentation.
+
+        Raises Dropped: the sample could not be used when its features were computed, or had other captions.
+        """
+        ...
+
+
+class Shards(Protocol):
+    """The shards of a source, as lanes walk through them."""
+
+    def hold(self, number: int) -> int:
+        """Keep a shard open until `release`; returns its number of samples, 0 where it cannot be read."""
+        ...
+
+    def release(self, number: int) -> None:
+        """Undo one `hold`."""
+
+    def prefetch(self, numbers: Iterable[int]) -> None:
+        """Fetch shards in the background that will be held soon."""
+
+    def faults(self, numbers: Iterable[int]) -> list[str]:
+        """Why shards gave no sample when they were held last."""
+        ...
+
+    def title(self, number: int) -> str:
+        """The shard's name for keys and messages."""
+        ...
+
+    def report(self) -> None:
+        """Report counts now if they may end the run."""
 
 
 class AbsentShard:
@@ -84,7 +139,7 @@ class OpenShards:
         health: Callable[[], SourceHealth],
         begin_stage: Callable[[str, str], None],
         report: Callable[[], None],
-        stored: StoredSamples | None = None,
+        stored: StoredFeatures | None = None,
     ) -> None:
         self.source, self.report, self.stored = source, report, stored
         self._health = health
@@ -98,12 +153,16 @@ class OpenShards:
         names = (self.source.names[number] for number in numbers if number not in self._open)
         self.prefetcher.add(name for name in names if self.source.types[name].is_remote(name))
 
-    def hold(self, number: int) -> OpenShard | None:
-        """The shard, opened unless it is open; None, and counted as broken, where it has no readable sample."""
+    def __getitem__(self, number: int) -> OpenShard:
+        """A shard that is held."""
+        return self._open[number][0]
+
+    def hold(self, number: int) -> int:
+        """Open the shard unless it is open; returns its samples: 0, counted as broken, where none is readable."""
         if number in self._open:
             shard, holders = self._open[number]
             self._open[number] = (shard, holders + 1)
-            return shard
+            return len(shard.index.samples)
         name = self.source.names[number]
         shown = redact(name)
         self._begin_stage(OPEN, shown)
@@ -120,7 +179,7 @@ class OpenShards:
                 ) from error
             health.faults[shown] = self._failed[number] = str(error)
             health.unopened.add(number)
-            return None
+            return 0
         finally:
             self.prefetcher.remove(name)
             self._begin_stage(ORDER, "")
@@ -132,7 +191,7 @@ class OpenShards:
             self._failed[number] = health.faults[shown]
             shard.close()
             self.source.types[name].release(name, keep=False)  # perhaps an error page: download it anew
-            return None
+            return 0
         if (counts := self.source.counts) is not None and counts[number] != len(shard.index.samples):
             held = f"it holds {len(shard.index.samples):,} samples, its index tells of {counts[number]:,}"
             health.faults.setdefault(shown, f"stale_index: {held}: run clipstream index again")
@@ -140,7 +199,7 @@ class OpenShards:
             self.stored.check_keys(number, [ref.key for ref in shard.index.samples])
             self.stored.hold(number)
         self._open[number] = (shard, 1)
-        return shard
+        return len(shard.index.samples)
 
     def faults(self, numbers: Iterable[int]) -> list[str]:
         """Why shards gave no sample when they were opened last."""
@@ -235,84 +294,103 @@ class LaneSampler(Protocol):
         ...
 
 
+class LaneWalk:
+    """The endless way of a lane through the shards of a source: groups of shards, and windows of a group.
+
+    Attributes:
+        cursor: the position, as it was given; the owner sets `window` and `position`.
+        numbers: of the shards of the cursor's group.
+    """
+
+    def __init__(self, order: Order, lane: int, cursor: Cursor, shards: Shards) -> None:
+        self.cursor, self.numbers = cursor, list[int]()
+        self._order, self._lane, self._shards = order, lane, shards
+        self._held: list[int] = []  # those of `numbers` that could be opened
+        self._sizes: list[int] | None = None  # None: the group is not open
+
+    def window(self) -> tuple[WindowSamples, int]:
+        """The samples of the cursor's window, and the key of their random numbers; where the group has no such window,
+        those of the first window of a later group, to which the cursor moves.
+
+        Raises DataError: no group of many has a sample.
+        """
+        order, lane, cursor, empty_groups = self._order, self._lane, self.cursor, 0
+        while True:
+            if self._sizes is None:
+                self._sizes = self._open_group()
+            if cursor.window < (windows := order.windows(self._sizes)):
+                break
+            empty_groups = 0 if any(self._sizes) else empty_groups + 1
+            if empty_groups == MOST_EMPTY_GROUPS:
+                titles = ", ".join(map(self._shards.title, self.numbers))
+                faults = "; ".join(dict.fromkeys(self._shards.faults(self.numbers))) or "no sample in it"
+                raise DataError(
+                    f"lane {lane} found no sample in {MOST_EMPTY_GROUPS:,} groups of shards in a row, "
+                    f"the last one {printable(titles, 500)}: {faults}"
+                )
+            self.close()
+            cursor.group, cursor.window, cursor.position = order.next_group(lane, cursor.group), 0, 0
+            cursor.skipped = []
+            self._shards.report()  # a source without a readable shard must not loop here unnoticed
+        if cursor.window == windows - 1:  # earlier would take twice the disk
+            self._shards.prefetch(order.group(lane, order.next_group(lane, cursor.group)))
+        samples = order.samples(lane, cursor.group, cursor.window, self._sizes)
+        return samples, order.window_key(lane, cursor.group, cursor.window)
+
+    def close(self) -> None:
+        """Release the shards of the group."""
+        for number in self._held:
+            self._shards.release(number)
+        self._held, self._sizes = [], None
+
+    def _open_group(self) -> list[int]:
+        """Hold the shards of the cursor's group; how many samples the lane takes from each."""
+        self.numbers = self._order.group(self._lane, self.cursor.group)
+        found = []
+        for index, number in enumerate(self.numbers):
+            size = 0 if index in self.cursor.skipped else self._shards.hold(number)
+            if size:
+                self._held.append(number)
+            elif index not in self.cursor.skipped:
+                self.cursor.skipped.append(index)
+            found.append(size)
+            self._shards.report()
+        return self._order.sizes(self._lane, self.cursor.group, found)
+
+
 class WindowSampler:
-    """The endless sampler of training, from `cursor` on: groups of shards, windows of a group, permuted samples."""
+    """The endless sampler of training, from `cursor` on."""
 
     def __init__(self, order: Order, lane: int, cursor: Cursor, shards: OpenShards) -> None:
         self.cursor = cursor
         self.keeps_slots = order.keeps_slots
-        self._order, self._lane, self._shards = order, lane, shards
-        self._held: dict[int, OpenShard] = {}  # index in the group -> shard
-        self._numbers: list[int] = []  # of the group's shards
-        self._titles: list[str] = []
-        self._sizes: list[int] | None = None  # None: the cursor's group is not open
+        self._walk, self._shards = LaneWalk(order, lane, cursor, shards), shards
+        self._group: list[tuple[OpenShard, str]] = []  # the group's shards with their titles
         self._samples: memoryview | None = None  # of the cursor's window; a memoryview gives Python's integers
         self._key = 0  # of the window's random numbers
-        self._empty_groups = 0  # in a row
 
     def take(self) -> LaneSample:
         """The next sample; opens the next group or window where this one is used up."""
-        samples = self._samples
-        while samples is None or self.cursor.position >= len(samples):
-            samples = self._advance(samples is not None)
-        position = self.cursor.position
+        cursor = self.cursor
+        while (samples := self._samples) is None or cursor.position >= len(samples):
+            if samples is not None:
+                cursor.window, cursor.position = cursor.window + 1, 0
+            drawn, self._key = self._walk.window()
+            self._samples = drawn.astype(np.int32).data  # half the memory: a worker has a window for each of its lanes
+            self._group = [
+                (_ABSENT if index in cursor.skipped else self._shards[number], self._shards.title(number))
+                for index, number in enumerate(self._walk.numbers)
+            ]
+        position = cursor.position
         index, number = samples[position, 0], samples[position, 1]
-        shard = self._held.get(index, _ABSENT)
+        shard, title = self._group[index]
         held = shard.index.samples
         if number < len(held):
             ref = held[number]
         else:
             shard, ref = _ABSENT, SampleRef(f"#{number}", {})
-        self.cursor.position = position + 1
-        key = mix(position, state=self._key)
-        return LaneSample(shard, ref, self._titles[index], key, self._numbers[index], number)
-
-    def _advance(self, window_done: bool) -> memoryview | None:
-        """The samples of the cursor's window, or None after a step to the next group: call again."""
-        cursor, order, lane = self.cursor, self._order, self._lane
-        if window_done:
-            cursor.window += 1
-            cursor.position = 0
-            self._samples = None
-        if self._sizes is None:
-            self._sizes = self._open_group()
-        if cursor.window >= order.windows(self._sizes):
-            self._empty_groups = 0 if any(self._sizes) else self._empty_groups + 1
-            if self._empty_groups == MOST_EMPTY_GROUPS:
-                faults = "; ".join(self._shards.faults(self._numbers)) or "no sample in it"
-                raise DataError(
-                    f"lane {lane} found no sample in {MOST_EMPTY_GROUPS:,} groups of shards in a row, "
-                    f"the last one {', '.join(self._titles)}: {faults}"
-                )
-            for index in self._held:
-                self._shards.release(self._numbers[index])
-            self._held.clear()
-            self._sizes = None
-            self.cursor = Cursor(group=order.next_group(lane, cursor.group))
-            self._shards.report()  # a source without a readable shard must not loop here unnoticed
-            return None
-        samples = order.samples(lane, cursor.group, cursor.window, self._sizes)
-        self._samples = samples.astype(np.int32).data  # half the memory: a worker has a window for each of its lanes
-        self._key = order.window_key(lane, cursor.group, cursor.window)
-        if cursor.window == order.windows(self._sizes) - 1:  # earlier would take twice the disk
-            self._shards.prefetch(order.group(lane, order.next_group(lane, cursor.group)))
-        return self._samples
-
-    def _open_group(self) -> list[int]:
-        """Open the shards of the cursor's group; how many samples the lane takes from each."""
-        self._numbers = self._order.group(self._lane, self.cursor.group)
-        self._titles = [self._shards.title(number) for number in self._numbers]
-        for index, number in enumerate(self._numbers):
-            if index in self.cursor.skipped:
-                continue
-            shard = self._shards.hold(number)
-            if shard is None:
-                self.cursor.skipped.append(index)
-            else:
-                self._held[index] = shard
-            self._shards.report()
-        found = [len(self._held.get(index, _ABSENT).index.samples) for index in range(len(self._numbers))]
-        return self._order.sizes(self._lane, self.cursor.group, found)
+        cursor.position = position + 1
+        return LaneSample(shard, ref, title, mix(position, state=self._key), self._walk.numbers[index], number)
 
 
 class OnceSampler:
@@ -336,14 +414,14 @@ class OnceSampler:
         for number in range(len(shards.source.names)):
             if limit is not None and before >= limit:
                 return
-            shard = shards.hold(number)
+            size = shards.hold(number)
             shards.report()
-            if shard is None:
+            if not size:
                 continue
-            samples, title = shard.index.samples, shards.title(number)
-            size = len(samples) if limit is None else min(len(samples), limit - before)
+            shard, title = shards[number], shards.title(number)
+            size = size if limit is None else min(size, limit - before)
             for i in range(lane * size // lanes, (lane + 1) * size // lanes):
-                yield LaneSample(shard, samples[i], title, None)
+                yield LaneSample(shard, shard.index.samples[i], title, None)
             shards.release(number)
             before += size
 
@@ -400,14 +478,13 @@ class ChunkSampler:
         plan, shards, batches = self._plan, self._shards, 0
         used: deque[tuple[int, int]] = deque()  # (last batch, shard) of shards that slower workers may need still
         for place, number in enumerate(plan.shards):
-            shard = shards.hold(number)
+            size = shards.hold(number)
             shards.prefetch(plan.shards[place + 1 : place + 2])
             shards.report()
-            if shard is None:
+            if not size:
                 continue
-            self._shard, self._title = shard, shards.title(number)
+            self._shard, self._title = shards[number], shards.title(number)
             self._key = 0 if plan.key is None else plan.key(number)
-            size = len(shard.index.samples)
             for chunk in range(-(-size // plan.chunk_rows)):
                 if not plan.wanted(number, chunk):
                     continue

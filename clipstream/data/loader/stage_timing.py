@@ -26,8 +26,8 @@ import numpy as np
 
 from clipstream.text import printable
 
-OPEN, ORDER, IDLE, HAND_OVER = "open", "order", "idle", "hand-over"
-STAGES = (OPEN, ORDER, "read", "transform", "decode", "tokenize", HAND_OVER, IDLE)
+OPEN, ORDER, READ, IDLE, HAND_OVER = "open", "order", "read", "idle", "hand-over"
+STAGES = (OPEN, ORDER, READ, "transform", "decode", "tokenize", HAND_OVER, IDLE)
 NUMBER = {stage: number for number, stage in enumerate(STAGES)}
 SHORTEST = 1e-6  # s
 FINENESS = 4  # buckets to a factor of 2: quantiles are exact within 9%

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import numpy as np
 import torch
@@ -19,8 +19,11 @@ import torch
 from clipstream.data.decode.captions import draw_caption, draw_captions
 from clipstream.data.decode.key_lists import NOT_KEPT, SampleFilter
 from clipstream.data.loader.health import DroppedSample, SourceHealth
+from clipstream.data.loader.sampler import StoredChoice
 from clipstream.data.order.lanes import Numbers
 from clipstream.data.order.rng import Keys, SampleRNG, SampleRNGs
+from clipstream.data.order_plan import stable_names
+from clipstream.data.sources.registry import Source
 from clipstream.errors import DataError, Dropped, SettingsError
 from clipstream.features.codec import DTYPES
 from clipstream.features.manifest import IDS, IMAGE, TEXT
@@ -144,6 +147,11 @@ class StoredData:
         """Bytes of a row of each of the features."""
         return {name: store.manifest.parts[part].row_bytes for name, (store, part) in self.features.items()}
 
+    def typed(self, rows: Mapping[str, np.ndarray[Any, Any]], count: int) -> dict[str, torch.Tensor]:
+        """The first `count` rows of each of the features, uint8 [n, bytes], as views of their stored type."""
+        parts = {name: store.manifest.parts[part] for name, (store, part) in self.features.items()}
+        return {name: torch.from_numpy(rows[name][:count]).view(DTYPES[part.dtype]) for name, part in parts.items()}
+
 
 @dataclass(frozen=True)
 class _Stored:
@@ -154,23 +162,13 @@ class _Stored:
     offsets: Numbers  # added to a sample's number in the primary store, by its chunk there
 
 
-class StoredChoice(NamedTuple):
-    """Which rows of a sample belong to a batch."""
-
-    number: int  # of the sample
-    caption: int  # position among the captions of the sample
-    view: int
-
-
 class StoredSamples:
     """The samples of one source of the training data, in all stores.
 
     Args:
         stored: the stores.
         name: of the source.
-        shards: (name, URL) of its shards; a manifest has the name, or the URL where names are not unique.
-        titles: of the shards, which messages and keys name.
-        key: key of the source in the settings, for messages.
+        source: its shards; a manifest has their stable names, or URLs where names are not unique.
         weights: of the caption paths.
         filter: says which samples are used; None for all.
         rows: whether features are read, and not only what is known of the samples.
@@ -187,15 +185,15 @@ class StoredSamples:
         self,
         stored: StoredData,
         name: str,
-        shards: Sequence[tuple[str, str]],
-        titles: Sequence[str],
-        key: str,
+        source: Source,
         weights: Sequence[float] | None = None,
         filter: SampleFilter | None = None,
         rows: bool = True,
     ) -> None:
-        self.name, self.shown = name, [redact(url) for _, url in shards]
-        self._weights, self._views, self.shard_titles = weights, stored.views, titles
+        shards = list(zip(stable_names(source.names), source.names, strict=True))
+        self.name, self.shown = name, [redact(url) for url in source.names]
+        self._weights, self._views = weights, stored.views
+        self.shard_titles = [source.types[url].title(url) for url in source.names]
         self._holders = [0] * len(shards)
         self._compared: set[int] = set()  # shards of which all stores hold the same samples
         self._lock, self._mapping = threading.Lock(), threading.Lock()
@@ -203,16 +201,16 @@ class StoredSamples:
         self._parts: dict[str, tuple[_Stored, str]] = {}
         self._by_view: _Stored | None = None  # that has the keys of views
         for store, parts in stored.parts:
-            source = store.source(name, list(dict.fromkeys(parts)) if rows else [])
-            numbers = {shard.name: number for number, shard in enumerate(source.shards)}
+            held = store.source(name, list(dict.fromkeys(parts)) if rows else [])
+            numbers = {shard.name: number for number, shard in enumerate(held.shards)}
             mine = [numbers.get(stable, numbers.get(redact(url), -1)) for stable, url in shards]
             if -1 in mine:
                 url = self.shown[mine.index(-1)]
                 raise SettingsError(
-                    f"{key}.shards: the feature store {store.shown} does not have {url}: precompute the features of "
-                    "all shards, into another folder"
+                    f"data.sources.{name}.shards: the feature store {store.shown} does not have {url}: "
+                    "precompute the features of all shards, into another folder"
                 )
-            one = _Stored(source, mine, self._offsets(source, mine))
+            one = _Stored(held, mine, self._offsets(held, mine))
             self._all.append(one)
             features = [(name, part) for name, (other, part) in stored.features.items() if other is store]
             self._parts |= {name: (one, part) for name, part in features}
@@ -500,10 +498,7 @@ class BatchRows:
     """
 
     def __init__(self, stored: StoredData, samples: Sequence[StoredSamples]) -> None:
-        self._dtypes = {
-            name: DTYPES[store.manifest.parts[part].dtype] for name, (store, part) in stored.features.items()
-        }
-        self._samples = samples
+        self._stored, self._samples = stored, samples
         self._held: dict[tuple[int, int], None] = {}  # source and shard, the one used last at the end
 
     def fill(self, buffer: BatchBuffer, count: int) -> dict[str, torch.Tensor]:
@@ -524,9 +519,7 @@ class BatchRows:
             buffer.features[name][:count][~weights] = 0
         while len(self._held) > MOST_HELD:
             self._release(next(iter(self._held)))
-        return {
-            name: torch.from_numpy(buffer.features[name][:count]).view(dtype) for name, dtype in self._dtypes.items()
-        }
+        return self._stored.typed(buffer.features, count)
 
     def _hold(self, source: int, shards: Numbers) -> None:
         for shard in shards.tolist():

@@ -1,9 +1,10 @@
-"""Worker processes: each fills its part of the batches that the loader asks for, and ends with its parent; and how
-many there are where the settings leave it open (`data.workers: auto`).
+"""Workers: each fills its part of the batches that the loader asks for; and how many there are where the settings leave
+it open (`data.workers: auto`).
 
-Workers are forked, because they share the buffers, the tokenizer and the user's own objects that the parent has built,
-without importing or pickling anything. They use one thread each and ignore the signals that ask a run to end: the
-parent saves first, then ends them. When the parent is killed, they end too, with the commands that they run.
+Worker processes are forked, because they share the buffers, the tokenizer and the user's own objects that the parent
+has built, without importing or pickling anything. They use one thread each and ignore the signals that ask a run to
+end: the parent saves first, then ends them. When the parent is killed, they end too, with the commands that they run.
+With `workers: 0`, and for stored features, a thread of the training process is the only worker.
 
 A GPU's rank gets a worker for each of its cores but one, which the training process needs; on a CPU, where the model
 takes the cores itself, two. The order of samples does not depend on the number. Workers that wait for a slow disk may
@@ -12,64 +13,82 @@ be worth more than that: `clipstream bench` measures several numbers.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from queue import SimpleQueue
+from typing import Protocol
 
-from clipstream.data.loader.batch_buffers import BufferRing
-from clipstream.data.loader.pipeline import Pipeline
+from clipstream.data.loader.pipeline import FilledPart, WorkerReport
 from clipstream.data.loader.stage_timing import IDLE, OPEN, Stopwatch
 from clipstream.data.order.lanes import lanes_of_rank
 from clipstream.data.settings import MAX_AUTO_WORKERS, DataSettings
 from clipstream.distributed.capabilities import cores
 from clipstream.distributed.world import World
-from clipstream.errors import ClipstreamError
-from clipstream.storage.pipe import end_commands
+from clipstream.errors import ClipstreamError, DataError
+from clipstream.storage.pipe import end_command, end_commands
 from clipstream.text import counted
 from clipstream.utils.processes import END, Ended, end, end_with, listen
 
 ON_CPU = 2  # workers of a rank whose model is on the CPU
-PATIENCE = 0.2  # s that a worker has to notice that its loader was closed
+PATIENCE = 0.2  # s that a worker process has to notice that its loader was closed
+CLOSE_SECONDS = 5.0  # to wait for a worker thread to end
 
-MakePipeline = Callable[[Callable[[Any], None], Stopwatch], Pipeline]  # (report, stopwatch) -> pipeline
+
+class Filler(Protocol):
+    """Fills a worker's part of a batch in its buffer."""
+
+    def __call__(self, step: int) -> FilledPart:
+        """Fill the part of batch number `step`."""
+        ...
+
+    def close(self) -> None:
+        """Release what it holds, in the worker."""
 
 
-@dataclass
+MakeFiller = Callable[[Callable[[WorkerReport], None], Stopwatch], Filler]  # (report, stopwatch) -> filler
+
+
 class Worker:
-    """The loader's side of a worker process."""
+    """The loader's side of a worker.
 
-    process: multiprocessing.process.BaseProcess
-    connection: Connection
-    stopwatch: Stopwatch
-    asked_last: int = -1  # number of the last batch that it was asked for
-    filled_last: int = -1  # number of the last batch whose part it filled
-    useful_at: float = 0.0  # time.monotonic() when it last reported a used sample
+    Attributes:
+        connection: can be read when `receive` has something.
+        stopwatch: names the current stage of the worker.
+        asked_last: number of the last batch that it was asked for.
+        filled_last: number of the last batch whose part it filled.
+        useful_at: time.monotonic() when it last reported a used sample.
+        name: for messages.
+    """
 
-    @classmethod
-    def start(cls, make_pipeline: MakePipeline, ring: BufferRing) -> Worker:
-        """Fork a worker; `make_pipeline` is called in it."""
-        ours, theirs = multiprocessing.Pipe()
-        stopwatch = Stopwatch()
-        process = multiprocessing.get_context("fork").Process(
-            target=_run, args=(make_pipeline, ring, theirs, ours, stopwatch, os.getpid()), daemon=True
-        )
-        sys.stdout.flush()
-        sys.stderr.flush()
-        process.start()
-        theirs.close()
-        return cls(process, ours, stopwatch)
+    def __init__(self, connection: Connection, name: str) -> None:
+        self.connection, self.name, self.stopwatch = connection, name, Stopwatch()
+        self.asked_last = self.filled_last = -1
+        self.useful_at = 0.0
+
+    def ask(self, step: int) -> None:
+        """Ask for the part of batch number `step`."""
+        self.asked_last = step
+
+    def receive(self) -> WorkerReport:
+        """The next report, of type FilledPart where a part is filled. Raises what the worker raised."""
+        raise NotImplementedError
 
     def stop(self) -> None:
-        """End the process and the commands that it runs, and wait for it."""
-        self.connection.close()
-        end(self.process, PATIENCE)
+        """End the worker and the commands that it runs, and wait for it."""
+
+    def killed(self) -> str:
+        """How a signal ended the worker's process, in words; '' if none did. May be called from any thread."""
+        return ""
 
     def quiet(self, since: float, now: float) -> float:
         """Seconds from `since` to `now` in which the worker neither used a sample nor received bytes of a shard."""
@@ -77,8 +96,104 @@ class Worker:
         quiet = now - max(since, self.useful_at)
         return min(quiet, age) if doing.startswith(OPEN) else quiet
 
+
+class ThreadWorker(Worker):
+    """A worker in a thread of this process."""
+
+    def __init__(self, make: MakeFiller) -> None:
+        ours, self._bell = multiprocessing.Pipe(duplex=False)
+        super().__init__(ours, "this process")
+        self._steps: SimpleQueue[int | None] = SimpleQueue()
+        self._reports: deque[WorkerReport | BaseException] = deque()
+        self._closed = False
+        filler = make(self._report, self.stopwatch)
+        self.thread = threading.Thread(target=self._run, args=(filler,), daemon=True)
+        self.thread.start()
+
+    def ask(self, step: int) -> None:
+        super().ask(step)
+        self._steps.put(step)
+
+    def receive(self) -> WorkerReport:
+        self.connection.recv_bytes()
+        report = self._reports.popleft()
+        if isinstance(report, BaseException):
+            raise report
+        return report
+
+    def stop(self) -> None:
+        self._closed = True
+        self._steps.put(None)
+        limit = time.monotonic() + CLOSE_SECONDS
+        while self.thread is not threading.current_thread() and self.thread.is_alive() and time.monotonic() < limit:
+            end_command(self.thread.ident)  # repeatedly: it may just have started one
+            self.thread.join(0.02)
+        if not self.thread.is_alive():
+            self.connection.close()
+            self._bell.close()
+
+    def _report(self, report: WorkerReport | BaseException) -> None:
+        if self._closed:
+            raise Ended
+        self._reports.append(report)
+        self._bell.send_bytes(b"")
+
+    def _run(self, filler: Filler) -> None:
+        with contextlib.suppress(Ended):
+            try:
+                while (step := self._steps.get()) is not None and not self._closed:
+                    self._report(filler(step))
+                    self.stopwatch.begin(IDLE)
+            except Ended:
+                raise
+            except BaseException as error:
+                self._report(error)
+            finally:
+                filler.close()
+
+
+class ProcessWorker(Worker):
+    """A worker process.
+
+    Args:
+        make: is called in it.
+        number: of the worker.
+    """
+
+    def __init__(self, make: MakeFiller, number: int) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        super().__init__(ours, "")
+        self.process = multiprocessing.get_context("fork").Process(
+            target=_run, args=(make, theirs, ours, self.stopwatch, os.getpid()), daemon=True
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.process.start()
+        self.name = f"worker {number} (pid {self.process.pid})"
+        theirs.close()
+
+    def ask(self, step: int) -> None:
+        super().ask(step)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its death is reported by `receive`
+            self.connection.send(step)
+
+    def receive(self) -> WorkerReport:
+        try:
+            report = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join(timeout=5)
+            raise DataError(f"data {self.name} {self._end(self.process.exitcode)}") from None
+        if isinstance(report, ClipstreamError):
+            raise report
+        if not isinstance(report, WorkerReport):
+            raise DataError(f"data {self.name} failed {report}")
+        return report
+
+    def stop(self) -> None:
+        self.connection.close()
+        end(self.process, PATIENCE)
+
     def killed(self) -> str:
-        """How a signal ended the process, in words; '' if none did. May be called from any thread."""
         try:
             # WNOWAIT: the exit code stays for the thread that joins the process.
             end = os.waitid(os.P_PID, self.process.pid or 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -87,12 +202,8 @@ class Worker:
         by_signal = end is not None and end.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
         return self._end(-end.si_status) if end is not None and by_signal else ""
 
-    def death(self) -> str:
-        """How the process ended, in words."""
-        self.process.join(timeout=5)
-        return self._end(self.process.exitcode)
-
     def _end(self, code: int | None) -> str:
+        """How the process ended, in words."""
         doing, _ = self.stopwatch.doing()
         if code is not None and code < 0:
             name = signal.Signals(-code).name
@@ -101,14 +212,7 @@ class Worker:
         return f"ended with code {code} while it was at: {doing}"
 
 
-def _run(
-    make_pipeline: MakePipeline,
-    ring: BufferRing,
-    connection: Connection,
-    parents_end: Connection,
-    stopwatch: Stopwatch,
-    parent: int,
-) -> None:
+def _run(make: MakeFiller, connection: Connection, parents_end: Connection, stopwatch: Stopwatch, parent: int) -> None:
     """Receive a batch number, fill the worker's part, report; until the connection is closed.
 
     The worker may be asked to end at any moment, also while it ends by itself.
@@ -121,10 +225,10 @@ def _run(
             gc.freeze()  # else the collector writes to all inherited objects, whose memory is shared with the parent
             if "torch" in sys.modules:
                 sys.modules["torch"].set_num_threads(1)
-            pipeline = make_pipeline(connection.send, stopwatch)
+            filler = make(connection.send, stopwatch)
             while True:
                 step = connection.recv()
-                connection.send(pipeline.fill(step, ring[step]))
+                connection.send(filler(step))
                 stopwatch.begin(IDLE)
         except (Ended, EOFError, BrokenPipeError, ConnectionResetError):
             pass  # the loader was closed, or the parent died

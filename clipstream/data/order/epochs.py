@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clipstream.data.order.lanes import Numbers
-from clipstream.data.order.rng import mix, mix_all, permutation
+from clipstream.data.order.rng import mix, permutation
 from clipstream.data.order.windows import Order, WindowSamples
 from clipstream.errors import SettingsError
 
@@ -76,31 +76,14 @@ class EpochPlan:
         """Number of references of each source that an epoch takes."""
         return self.wanted if self.remainder == "pad" else _apportion(self.steps * self.batch, self.wanted)
 
-    def source(self, lane: int, drawn: int) -> int | None:
-        low, high = self._slots(lane)
-        slot = drawn % (self.steps * (high - low))
-        first, end = self._bounds[lane], self._bounds[lane + 1]
-        if slot >= end - first:
-            return None
-        # Each lane starts at another offset in its stretch, or all lanes would take the same source in a step.
-        x = first + (slot + mix(self.seed, 9, lane)) % (end - first)
-        low, high = 0, len(self.names)
-        while high - low > 1:
-            middle = (low + high) // 2
-            left = self._left(low, middle, high, x)
-            if self._left(low, middle, high, x + 1) > left:
-                high, x = middle, left
-            else:
-                low, x = middle, x - left
-        return low
-
     def sources(self, lanes: Numbers, drawn: Numbers) -> Numbers:
         share = (lanes + 1) * self.batch // self.lanes - lanes * self.batch // self.lanes
         slot = drawn % np.maximum(self.steps * share, 1)
         bounds = np.asarray(self._bounds)
         first, length = bounds[lanes], np.maximum(bounds[lanes + 1] - bounds[lanes], 1)
         padding = slot >= bounds[lanes + 1] - first
-        offset = mix_all(lanes, mix(self.seed, 9)) % length.astype(np.uint64)
+        # Each lane starts at another offset in its stretch, or all lanes would take the same source in a step.
+        offset = mix(lanes.astype(np.uint64), state=mix(self.seed, 9)) % length.astype(np.uint64)
         found = np.where(padding, -1, 0)
         # Products of the merge exceed 64 bits where an epoch has more than 2^30 references.
         exact = object if self._sums[-1] > 1 << 30 else np.int64
@@ -144,17 +127,13 @@ class EpochPlan:
             f"{count:,} {words[self.remainder]} each time"
         )
 
-    def _slots(self, lane: int) -> tuple[int, int]:
-        """First and end of the lane's slots in a global batch."""
-        return lane * self.batch // self.lanes, (lane + 1) * self.batch // self.lanes
-
     @cached_property
     def _bounds(self) -> list[int]:
         """Where each lane's stretch of the line begins; last, the end of the line."""
         last = self.batch - (self.steps * self.batch - sum(self.taken))  # slots of the last batch that are filled
         lengths = []
         for lane in range(self.lanes):
-            low, high = self._slots(lane)
+            low, high = lane * self.batch // self.lanes, (lane + 1) * self.batch // self.lanes  # slots in a batch
             lengths.append((self.steps - 1) * (high - low) + max(0, min(last, high) - low))
         return [0, *accumulate(lengths)]
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from clipstream.data.order.rng import GOLDEN, MASK, mix
+from clipstream.data.order.rng import GOLDEN, mix
 from clipstream.utils.section import Count
 
 MIN_LANES, MAX_LANES = 192, 3072
@@ -69,12 +69,10 @@ class LaneSlots:
 class Mix(Protocol):
     """Chooses the source of each sample of a lane."""
 
-    def source(self, lane: int, drawn: int) -> int | None:
-        """Number of the source of a lane's sample `drawn` (from 0), in the order of names; None for padding."""
-        ...
-
     def sources(self, lanes: Numbers, drawn: Numbers) -> Numbers:
-        """`source` of each pair of a lane and a sample, int64 [n]; -1 for padding."""
+        """Number of the source, in the order of names, of each pair of a lane and the number of a sample in it, both
+        int64 [n] from 0; -1 for padding.
+        """
         ...
 
 
@@ -92,26 +90,6 @@ class SourceMix:
     lanes: int = 1  # L
     # (step, samples): sizes of the global batch, each from its step on; the first from step 0
     batches: tuple[tuple[int, int], ...] = ((0, 1),)
-
-    def source(self, lane: int, drawn: int) -> int:
-        if len(self.weights) == 1:
-            return 0
-        before = 0  # samples of all lanes under earlier sizes of the batch
-        for i, (start, size) in enumerate(self.batches):
-            first = lane * size // self.lanes
-            share = (lane + 1) * size // self.lanes - first
-            steps = self.batches[i + 1][0] - start if i + 1 < len(self.batches) else None
-            if steps is None or drawn < steps * share:
-                break
-            drawn -= steps * share
-            before += steps * size
-        number = before + drawn // share * size + first + drawn % share
-        point = ((mix(self.seed, 5) + number * GOLDEN) & MASK) * 2.0**-64 * sum(self.weights)
-        for source, weight in enumerate(self.weights):
-            point -= weight
-            if point < 0:
-                return source
-        return len(self.weights) - 1
 
     def sources(self, lanes: Numbers, drawn: Numbers) -> Numbers:
         found = np.zeros(len(lanes), dtype=np.int64)
@@ -179,3 +157,21 @@ class DataState:
         """The state of the run, from the states of all ranks."""
         lanes = {lane: state for part in parts for lane, state in part.lanes.items()}
         return replace(parts[0], lanes=dict(sorted(lanes.items())))
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Which samples a rank's batches have."""
+
+    names: list[str]  # of the sources, sorted
+    mix: Mix
+    slots: LaneSlots  # of this rank's lanes, with the sizes of the global batch
+    start: DataState  # position of the first batch, with this rank's lanes
+    ends: bool = False  # whether the stream ends (evaluation)
+    # by source, what the end of an epoch with batch number `step` of the order left out, repeated or padded; given to
+    # one rank only, which counts it
+    remainder: Callable[[int], dict[str, dict[str, int]]] | None = None
+
+    def remainder_of(self, step: int) -> dict[str, dict[str, int]]:
+        """By source, the remainder of the exact epoch that ends with a batch; {} if none does, and on other ranks."""
+        return {} if self.remainder is None else self.remainder(step - self.start.restarted_at)

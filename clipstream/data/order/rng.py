@@ -7,7 +7,7 @@ replay. The numbers are the same on all platforms and versions of Python and num
 from __future__ import annotations
 
 import math
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 
@@ -16,20 +16,32 @@ Keys: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 times the golden ratio, rounded to an odd number
 
 
-def _scramble(x: int) -> int:
-    """The finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
+def _scramble(x: Any) -> Any:
+    """The finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
+
+    Integers of Python are cut to 64 bits by MASK; numpy's wrap around silently in arrays.
+    """
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
     return x ^ (x >> 31)
 
 
-def mix(*values: int, state: int = 0) -> int:
-    """A 64-bit hash of a sequence of integers; `mix(b, state=mix(a))` equals `mix(a, b)`.
+@overload
+def mix(*values: int, state: int = 0) -> int: ...
 
-    Each step is a bijection of the state, so sequences of the same length that differ in one value never collide.
+
+@overload
+def mix(*values: Keys, state: Keys | int = 0) -> Keys: ...
+
+
+def mix(*values: Any, state: Any = 0) -> Any:
+    """A 64-bit hash of a sequence of integers, or of each element of arrays uint64 [n].
+
+    `mix(b, state=mix(a))` equals `mix(a, b)`. Each step is a bijection of the state, so sequences of the same length
+    that differ in one value never collide.
     """
     for value in values:
-        state = _scramble((state * 0xD1342543DE82EF95 + (value & MASK) + GOLDEN) & MASK)
+        state = _scramble(((state * 0xD1342543DE82EF95 & MASK) + (value & MASK) + GOLDEN) & MASK)
     return state
 
 
@@ -43,7 +55,8 @@ class SampleRNG:
 
     def _next(self) -> int:
         self._state = (self._state + GOLDEN) & MASK
-        return _scramble(self._state)
+        drawn: int = _scramble(self._state)
+        return drawn
 
     def copy(self) -> SampleRNG:
         """A generator that draws the same numbers from here on."""
@@ -63,25 +76,6 @@ class SampleRNG:
         return radius * math.cos(2.0 * math.pi * self.uniform())
 
 
-def _scramble_all(x: Keys) -> Keys:
-    """`_scramble` of each element; numpy's integers wrap around silently in arrays."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    scrambled: Keys = x ^ (x >> np.uint64(31))
-    return scrambled
-
-
-def mix_all(values: np.ndarray[Any, Any], state: Keys | int) -> Keys:
-    """`mix(value, state=state)` of each element.
-
-    Args:
-        values: integers [n].
-        state: of all elements, or uint64 [n].
-    """
-    states = np.asarray(state, dtype=np.uint64).reshape(-1)
-    return _scramble_all(states * np.uint64(0xD1342543DE82EF95) + values.astype(np.uint64) + np.uint64(GOLDEN))
-
-
 class SampleRNGs:
     """The generators of n samples: what each draws is what `SampleRNG` of its key draws.
 
@@ -95,7 +89,8 @@ class SampleRNGs:
     def _next(self, which: np.ndarray[Any, Any]) -> Keys:
         states = self._states[which] + np.uint64(GOLDEN)
         self._states[which] = states
-        return _scramble_all(states)
+        drawn: Keys = _scramble(states)
+        return drawn
 
     def uniform(self, which: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
         """A number in [0, 1) of each generator that `which` selects: positions [m] or a mask [n]."""
@@ -112,7 +107,7 @@ class SampleRNGs:
 
 
 def permutation(n: int, key: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """A permutation of 0 … n - 1 as int64 [n]: the order of n hashes (`_scramble`, vectorized)."""
-    with np.errstate(over="ignore"):
-        x = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(key & MASK)
-    return np.argsort(_scramble_all(x), kind="stable")
+    """A permutation of 0 … n - 1 as int64 [n]: the order of n hashes."""
+    x = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(key & MASK)
+    order: np.ndarray[Any, np.dtype[np.int64]] = np.argsort(_scramble(x), kind="stable")
+    return order

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from clipstream.data.build import evaluation_loader
 from clipstream.data.order.rng import SampleRNG
 from clipstream.data.settings import ImageTransformSettings, SourceSettings
-from clipstream.distributed.world import World
 from clipstream.errors import Dropped, SettingsError
-from tests.support.loaders import IMAGE, data, digests, loader
-from tests.support.pictures import ByteTokenizer, make_shards, picture
+from tests.support.loaders import IMAGE, data, digests, evaluation_of, loader
+from tests.support.pictures import make_shards, picture
 from tests.support.tars import write_tar
 
 
@@ -57,7 +55,7 @@ def test_training_draws_from_the_samples_random_numbers(tmp_path: Path) -> None:
 
 def test_evaluation_draws_nothing(tmp_path: Path) -> None:
     source = SourceSettings.model_validate(own(make_shards(tmp_path, [5]), level=7))
-    with evaluation_loader(source, batch_size=9, world=World(), tokenizer=ByteTokenizer(), image=IMAGE) as stream:
+    with evaluation_of(source, 9) as stream:
         batch = next(stream)
     assert batch.pixels is not None and batch.pixels.shape == (5, 3, *IMAGE.size) and (batch.pixels == 7).all()
 

@@ -12,17 +12,15 @@ from typing import Any
 
 import pytest
 
-from clipstream.data.build import evaluation_loader
+from clipstream.data.loader.pipeline import SampleBatches
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import SourceContext
 from clipstream.data.sources.registry import Source
-from clipstream.distributed.world import World
 from clipstream.errors import DataError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.transfer import GIB
 from tests.support.forks import wait_until
-from tests.support.loaders import IMAGE, data, digest, digests, loader
-from tests.support.pictures import ByteTokenizer
+from tests.support.loaders import data, digest, digests, evaluation_of, loader
 from tests.support.ranks import command_ends, command_runs
 
 
@@ -74,7 +72,8 @@ def test_remote_shards_are_fetched_before_they_are_needed(
     kept = [0, 2, 4, 5]  # whose samples last for some batches
     expected = digests(data([shards[i] for i in kept], **changes), 1, 60)
     with loader(data([urls[i] for i in kept], **changes)) as stream:
-        folder = stream.plan.store.folder
+        assert isinstance(stream.source, SampleBatches)
+        folder = stream.source.store.folder
         found = [digest([next(stream)])]
         wait_until(lambda: len(asked) >= 2)  # the next group is fetched while this one lasts
         found += [digest([next(stream)]) for _ in range(59)]
@@ -131,15 +130,7 @@ def test_a_shard_that_cannot_be_opened_is_not_held(tmp_path: Path, shards: list[
 
 def test_evaluations_keep_to_the_limit_of_the_cache(served: tuple[list[str], list[str]], tmp_path: Path) -> None:
     limit = 120_000
-    with evaluation_loader(
-        SourceSettings(shards=served[0]),
-        batch_size=8,
-        world=World(),
-        tokenizer=ByteTokenizer(),
-        image=IMAGE,
-        cache=str(tmp_path),
-        cache_gib=limit / GIB,
-    ) as stream:
+    with evaluation_of(SourceSettings(shards=served[0]), cache=str(tmp_path), cache_gib=limit / GIB) as stream:
         assert sum(len(batch) for batch in stream) == 66
     kept = [path.stat().st_size for path in tmp_path.glob("*.tar")]
     assert kept and sum(kept) <= limit, "all of them take more"

@@ -19,8 +19,8 @@ from clipstream.distributed.world import World
 from clipstream.utils import page_lock
 from tests.support.fake_cuda import SECONDS, FakeCuda, SlowCopies
 from tests.support.forks import wait_until
-from tests.support.loaders import IMAGE, data, digest, is_filled
-from tests.support.pictures import ByteTokenizer, make_shards
+from tests.support.loaders import INPUTS, data, digest, is_filled
+from tests.support.pictures import make_shards
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def loader(settings: DataSettings, **more: Any) -> Loader:
-    return training_loader(settings, world=World(), seed=3, tokenizer=ByteTokenizer(), image=IMAGE, **more)
+    return training_loader(settings, INPUTS, world=World(), seed=3, **more)
 
 
 @pytest.mark.parametrize(("workers", "prefetch"), [(0, 1), (2, 1), (2, 2), (1, 3)])
@@ -81,9 +81,7 @@ def test_memory_is_page_locked_after_the_fork_where_cuda_can(
     settings = data(shards, workers=workers, prefetch=1)
     for _ in range(2):
         cuda.copies = SlowCopies()
-        with training_loader(
-            settings, world=World(device="cuda:1"), seed=3, tokenizer=ByteTokenizer(), image=IMAGE
-        ) as stream:
+        with training_loader(settings, INPUTS, world=World(device="cuda:1"), seed=3) as stream:
             assert list(cuda.registered.values()) == ([] if code else [1])  # cudaHostRegisterPortable
             assert cuda.error == 0, "the next kernel raises what the registration left"
             batches = list(islice(stream, 8))
@@ -114,7 +112,7 @@ def test_a_gpu_gets_the_same_batches(shards: list[str], workers: int) -> None:
     found = []
     on_gpu = World(device="cuda:0")
     settings = data(shards, workers=workers)
-    with training_loader(settings, world=on_gpu, seed=3, tokenizer=ByteTokenizer(), image=IMAGE) as stream:
+    with training_loader(settings, INPUTS, world=on_gpu, seed=3) as stream:
         for _ in range(20):
             batch = next(stream)
             assert all(tensor.is_cuda for tensor in batch.tensors())

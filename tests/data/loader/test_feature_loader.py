@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import threading
-import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,20 @@ import torch
 from clipstream.data.batch import Batch
 from clipstream.data.build import training_loader
 from clipstream.data.decode.train_transform import TrainTransform
-from clipstream.data.loader.batch_buffers import HostBatches
-from clipstream.data.loader.features import FeatureLoader
+from clipstream.data.loader.features import FeatureBatches
 from clipstream.data.loader.health import merge_counts
 from clipstream.data.loader.loader import Loader
 from clipstream.data.loader.stored import StoredData
+from clipstream.data.loader.workers import ThreadWorker
 from clipstream.data.order.lanes import DataState
 from clipstream.data.order.rng import SampleRNG
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
 from clipstream.features.codec import decode_rows
+from tests.support.fake_cuda import SlowCopies
 from tests.support.feature_stores import WIDTH, feature, view_key, write_store
-from tests.support.loaders import IMAGE, OPEN, data, digest, loader
+from tests.support.loaders import IMAGE, INPUTS, OPEN, data, digest, loader
 from tests.support.pictures import ByteTokenizer, picture
 from tests.support.tars import write_tar
 
@@ -77,14 +77,12 @@ def sources(shards: dict[str, list[str]], weights: Sequence[float] = (1,), **mor
 
 def stored(
     settings: DataSettings, store: str | StoredData, rank: int = 0, size: int = 1, start: DataState | None = None
-) -> FeatureLoader:
+) -> Loader:
     features = store if isinstance(store, StoredData) else StoredData.open(image=store)
     world = World(rank=rank, size=size)
-    made = training_loader(
-        settings, world=world, seed=3, tokenizer=ByteTokenizer(), image=IMAGE, start=start, features=features
-    )
+    made = training_loader(settings, replace(INPUTS, features=features), world=world, seed=3, start=start)
     OPEN.add(made)
-    assert isinstance(made, FeatureLoader)
+    assert isinstance(made.source, FeatureBatches)
     return made
 
 
@@ -105,11 +103,18 @@ def assert_same(live: Batch, found: Batch) -> None:
         assert decode_rows(rows).tolist() == [list(row) for row in expected], name
 
 
+def trained(one: Loader) -> Batch:
+    """The next batch, counted as trained on."""
+    batch = next(one)
+    one.mark_trained()
+    return batch
+
+
 def counts(one: Loader) -> dict[str, Any]:
     """Health without what the store does not know: examples and faults that left samples intact."""
     return {
         name: {key: summary.get(key) for key in ("read", "used", "dropped", "shards", "left_out", "padded", "repeated")}
-        for name, summary in one.health.summary().items()
+        for name, summary in one.trained.summary().items()
     }
 
 
@@ -148,7 +153,7 @@ def test_batches_positions_and_counts_are_those_of_pictures(
         live, found = loader(settings, rank, ranks), stored(settings, opened, rank, ranks)
         assert found.fingerprint == live.fingerprint and found.state() == live.state()
         for _ in range(25):
-            assert_same(next(live), next(found))
+            assert_same(trained(live), trained(found))
             assert found.state() == live.state()
             assert counts(found) == counts(live)
         assert sum(one["dropped"] != {} for one in counts(live).values())
@@ -171,7 +176,7 @@ def test_a_run_resumes_from_pictures_with_features_and_the_other_way_round(
         if step % 3 == 0:
             running = make[step // 3 % 2](state)
         found = next(running)
-        if isinstance(running, FeatureLoader):
+        if isinstance(running.source, FeatureBatches):
             assert_same(batch, found)
         else:
             assert found.keys == batch.keys and torch.equal(found.ids, batch.ids)
@@ -193,16 +198,14 @@ def test_samples_that_the_settings_leave_out_are_left_out(
         settings = data([], sources=read, **MODES[mode])
         live, found = loader(settings), stored(settings, store)
         for _ in range(12):
-            assert_same(next(live), next(found))
+            assert_same(trained(live), trained(found))
             assert counts(found) == counts(live) and found.state() == live.state()
         assert all(one["dropped"]["not_kept"] > 10 for one in counts(found).values())
 
 
 def pictures_and_features(settings: DataSettings, features: StoredData, start: DataState | None = None) -> Loader:
     world = World(rank=0, size=1)
-    made = training_loader(
-        settings, world=world, seed=3, tokenizer=ByteTokenizer(), image=IMAGE, start=start, features=features
-    )
+    made = training_loader(settings, replace(INPUTS, features=features), world=world, seed=3, start=start)
     OPEN.add(made)
     return made
 
@@ -216,7 +219,7 @@ def test_a_teachers_features_come_with_the_pictures(
     teacher = write_store(tmp_path / "teacher", settings, ["t.image", "t.text"], reverse=True)
     live, found = loader(settings), pictures_and_features(settings, StoredData.open(teachers=[teacher]))
     for _ in range(12):
-        plain, batch = next(live), next(found)
+        plain, batch = trained(live), trained(found)
         assert digest([plain]) == digest([batch]) and set(batch.features) == {"t.image", "t.text"}
         names = [key.rpartition("/")[2] if w else "" for key, w in zip(batch.keys, batch.weights.tolist(), strict=True)]
         texts = [ByteTokenizer().decode(row) for row in batch.ids.tolist()]
@@ -225,8 +228,7 @@ def test_a_teachers_features_come_with_the_pictures(
         expected = [feature(text) if text else [0] * WIDTH for text in texts]
         assert decode_rows(batch.features["t.text"]).tolist() == [list(row) for row in expected]
         assert found.state() == live.state()
-    if not workers:
-        assert counts(found) == counts(live)
+    assert counts(found) == counts(live)
 
 
 @pytest.mark.parametrize("mode", ["resampled", "pad"])
@@ -331,7 +333,7 @@ def test_shards_that_could_not_be_read_are_skipped_as_those_of_pictures(tmp_path
     )
     live, found = loader(settings), stored(settings, write_store(tmp_path / "store", settings))
     for _ in range(20):
-        assert_same(next(live), next(found))
+        assert_same(trained(live), trained(found))
         assert found.state() == live.state()
     assert counts(found) == counts(live)
     assert set(found.health.sources["train"].faults) == set(live.health.sources["train"].faults)
@@ -390,41 +392,10 @@ def test_a_loader_that_was_interrupted_or_closed_ends_its_thread(shards: dict[st
     found = stored(data([], sources=sources(shards)), store)
     next(found)
     assert found.worker_pids() == [] and found.take_times().summary()["read"]["count"] >= 1
+    (worker,) = found._workers
     found.close()
-    assert not found._thread.is_alive()
+    assert isinstance(worker, ThreadWorker) and not worker.thread.is_alive()
     found.close()
-
-
-class SlowCopies(HostBatches):
-    """As a GPU's: it reads the buffer some time after it was told to, beside what the process does meanwhile."""
-
-    ahead = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.copies: dict[int, threading.Thread] = {}
-
-    def start(self, batch: Batch) -> Batch:
-        moved = batch.clone()
-        for tensor in moved.tensors():
-            tensor.fill_(7)
-
-        def copy() -> None:
-            time.sleep(0.01)
-            for target, tensor in zip(moved.tensors(), batch.tensors(), strict=True):
-                target.copy_(tensor)
-
-        self.copies[batch.step] = threading.Thread(target=copy)
-        self.copies[batch.step].start()
-        return moved
-
-    def finish(self, batch: Batch) -> Batch:
-        return batch
-
-    def reading(self, step: int, wait: bool = False) -> bool:
-        if wait:
-            self.copies[step].join()
-        return self.copies[step].is_alive()
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])
@@ -435,7 +406,7 @@ def test_no_buffer_is_filled_while_it_is_copied(
     plain = loader(settings)
     expected = [next(plain) for _ in range(16)]
     copies = SlowCopies()
-    monkeypatch.setattr("clipstream.data.loader.features.device_prefetch_for", lambda *_: copies)
+    monkeypatch.setattr("clipstream.data.loader.loader.device_prefetch_for", lambda *_: copies)
     running = stored(settings, store)
     found = []
     for step in range(16):
@@ -452,9 +423,7 @@ def test_a_gpu_gets_the_same_features(shards: dict[str, list[str]], store: str) 
     settings = data([], sources=sources(shards, (1, 2)))
     plain, features = loader(settings), StoredData.open(image=store)
     world = World(device="cuda:0")
-    with training_loader(
-        settings, world=world, seed=3, tokenizer=ByteTokenizer(), image=IMAGE, features=features
-    ) as stream:
+    with training_loader(settings, replace(INPUTS, features=features), world=world, seed=3) as stream:
         for _ in range(20):
             batch = next(stream)
             assert all(tensor.is_cuda for tensor in batch.tensors())

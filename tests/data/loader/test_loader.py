@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from clipstream.data.build import evaluation_loader, training_loader
+from clipstream.data.build import training_loader
 from clipstream.data.order.lanes import DataState
 from clipstream.data.order_plan import stable_names
 from clipstream.data.settings import SourceSettings
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
-from tests.support.loaders import IMAGE, data, digest, digests, loader
-from tests.support.pictures import ByteTokenizer, make_shards, picture
+from tests.support.loaders import INPUTS, data, digest, digests, evaluation_of, loader
+from tests.support.pictures import make_shards, picture
 from tests.support.tars import write_tar
 
 LAYOUTS = [(1, 1), (1, 2), (1, 3), (2, 0), (2, 1), (3, 2), (4, 0), (4, 1)]  # ranks, workers of each
@@ -79,7 +79,7 @@ def test_pictures_have_checksums(shards: list[str]) -> None:
 
 def test_another_seed_gives_other_batches(shards: list[str]) -> None:
     settings = data(shards)
-    other = training_loader(settings, world=World(), seed=4, tokenizer=ByteTokenizer(), image=IMAGE)
+    other = training_loader(settings, INPUTS, world=World(), seed=4)
     assert digest([next(other)]) != digests(settings, 1, 1)[0]
 
 
@@ -251,9 +251,7 @@ def test_evaluation_sees_every_sample_once(shards: list[str], ranks: int, worker
     keys: list[str] = []
     for rank in range(ranks):
         world = World(rank=rank, size=ranks)
-        with evaluation_loader(
-            source, batch_size=8, world=world, tokenizer=ByteTokenizer(), image=IMAGE, workers=workers
-        ) as stream:
+        with evaluation_of(source, world=world, workers=workers) as stream:
             for batch in stream:
                 assert len(batch) == batch.pixels.shape[0] == batch.ids.shape[0] and bool((batch.weights == 1).all())
                 keys += batch.keys
@@ -261,21 +259,14 @@ def test_evaluation_sees_every_sample_once(shards: list[str], ranks: int, worker
 
 
 def test_evaluation_may_take_the_first_samples_only(shards: list[str]) -> None:
-    with evaluation_loader(
-        SourceSettings(shards=shards),
-        batch_size=8,
-        world=World(),
-        tokenizer=ByteTokenizer(),
-        image=IMAGE,
-        max_samples=17,
-    ) as stream:
+    with evaluation_of(SourceSettings(shards=shards), max_samples=17) as stream:
         assert sorted(key.split("/")[1] for batch in stream for key in batch.keys) == [f"{i:06d}" for i in range(17)]
 
 
 def test_evaluation_takes_whole_data_sets_only(shards: list[str], tmp_path: Path) -> None:
     def read(*paths: str) -> int:
         source = SourceSettings(shards=list(paths))
-        with evaluation_loader(source, batch_size=8, world=World(), tokenizer=ByteTokenizer(), image=IMAGE) as stream:
+        with evaluation_of(source) as stream:
             return sum(len(batch) for batch in stream)
 
     with pytest.raises(DataError, match=r"of 7 shards, .*gone\.tar does not exist"):

@@ -10,6 +10,7 @@ import pytest
 from clipstream.data.batch import ImageSpec
 from clipstream.data.build import training_loader
 from clipstream.data.loader.loader import Loader
+from clipstream.data.loader.pipeline import ModelInputs
 from clipstream.distributed.world import World
 from tests.support.loaders import data
 from tests.support.pictures import ByteTokenizer, make_shards, picture
@@ -19,7 +20,7 @@ BATCHES = 60
 
 def stream(shards: list[str]) -> Loader:
     settings = data(shards, workers=2, global_batch_size=64, lanes=8)
-    return training_loader(settings, world=World(), seed=0, tokenizer=ByteTokenizer(), image=ImageSpec((224, 224)))
+    return training_loader(settings, ModelInputs(ByteTokenizer(), ImageSpec((224, 224))), world=World(), seed=0)
 
 
 def waited(shards: list[str], busy: float) -> float:

@@ -12,15 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.data.build import evaluation_loader
 from clipstream.data.loader import loader as loading
 from clipstream.data.settings import SourceSettings
-from clipstream.distributed.world import World
 from clipstream.errors import DataError
 from tests.support.clocks import START, Clock
 from tests.support.forks import TIMEOUT, wait_until
-from tests.support.loaders import IMAGE, data, is_filled, loader
-from tests.support.pictures import ByteTokenizer, make_shards
+from tests.support.loaders import data, evaluation_of, is_filled, loader
+from tests.support.pictures import make_shards
 from tests.support.unruly import FaultyFile, Unruly
 
 
@@ -72,9 +70,7 @@ def test_evaluations_have_the_same_patience(site: Unruly, shards: list[str]) -> 
     source = SourceSettings(shards=stalling(site, shards[0]))
     with (
         pytest.raises(DataError, match=r"no byte in 0\.3 s"),
-        evaluation_loader(
-            source, batch_size=8, world=World(), tokenizer=ByteTokenizer(), image=IMAGE, transfer_timeout=0.3
-        ) as stream,
+        evaluation_of(source, transfer_timeout=0.3) as stream,
     ):
         next(stream)
 

@@ -12,13 +12,13 @@ from clipstream.config.dump import dump
 from clipstream.config.python_settings import load_settings
 from clipstream.config.settings import load, with_known_epoch
 from clipstream.config.validate import validate_run
-from clipstream.data.batch import ImageSpec
 from clipstream.data.build import training_loader
 from clipstream.data.settings import CaptionSettings, DataSettings, SourceSettings
 from clipstream.data.sources.registry import Source
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from tests.support.pictures import ByteTokenizer, make_shards, picture
+from tests.support.loaders import INPUTS
+from tests.support.pictures import make_shards, picture
 
 SYNSETS = {"n01440764": 0, "n01443537": 1, "n03417042": 569, "n15075141": 999}
 
@@ -90,9 +90,7 @@ def test_synthetic_pictures_need_no_disk() -> None:
     )
     runs = []
     for _ in range(2):
-        with training_loader(
-            data, world=World(), seed=0, tokenizer=ByteTokenizer(), image=ImageSpec((16, 16))
-        ) as loader:
+        with training_loader(data, INPUTS, world=World(), seed=0) as loader:
             runs.append([next(loader).keys for _ in range(3)])
     assert runs[0] == runs[1] and len({key for keys in runs[0] for key in keys}) == 24
     assert Source(SourceSettings(shards="synthetic:")).samples == 100_000

@@ -10,7 +10,6 @@ import pytest
 
 from clipstream.config.dump import dump
 from clipstream.config.settings import load
-from clipstream.data.batch import ImageSpec
 from clipstream.data.build import training_loader
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import OpenShard, SourceContext, SourceType
@@ -21,7 +20,8 @@ from clipstream.errors import DataError, Dropped, SettingsError
 from clipstream.storage.tar import SampleRef, ShardIndex
 from clipstream.storage.transfer import ShardError
 from clipstream.testing import check_source
-from tests.support.pictures import ByteTokenizer, make_shards, picture
+from tests.support.loaders import INPUTS
+from tests.support.pictures import make_shards, picture
 
 HERE = f"{__name__}:"
 
@@ -173,9 +173,7 @@ def test_errors_of_a_type_of_ones_own_are_counted(workers: int) -> None:
                 "sources": {"train": {"type": HERE + name, "shards": "x"}}, "sampling": {"mode": "epoch"},
             }
         )  # fmt: skip
-        with training_loader(
-            data, world=World(), seed=0, tokenizer=ByteTokenizer(), image=ImageSpec((16, 16))
-        ) as loader:
+        with training_loader(data, INPUTS, world=World(), seed=0) as loader:
             for _ in range(4):
                 next(loader)
             return loader.health.sources["train"]

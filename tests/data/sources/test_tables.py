@@ -24,7 +24,7 @@ from pyarrow import parquet
 
 from clipstream.config.settings import load
 from clipstream.data.batch import ImageSpec
-from clipstream.data.build import evaluation_loader, training_loader
+from clipstream.data.build import training_loader
 from clipstream.data.loader.loader import Loader
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import tables
@@ -34,6 +34,7 @@ from clipstream.errors import DataError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import table_format
 from clipstream.storage.transfer import ShardError
+from tests.support.loaders import INPUTS, evaluation_of
 from tests.support.pictures import ByteTokenizer, picture
 from tests.support.ranks import TIMEOUT
 
@@ -166,7 +167,7 @@ def loader(source: dict[str, Any], rank: int = 0, size: int = 1, **changes: Any)
     values = {"global_batch_size": 12, "lanes": 8, "workers": 0, "shuffle": {"window": 10, "shards": 2}, **changes}
     data = DataSettings.model_validate({**values, "sources": {"train": source}})
     world = World(rank=rank, size=size)
-    return training_loader(data, world=world, seed=3, tokenizer=ByteTokenizer(), image=IMAGE)
+    return training_loader(data, INPUTS, world=world, seed=3)
 
 
 def seen(loaders: Sequence[Loader], steps: int = 6) -> list[str]:
@@ -190,9 +191,7 @@ def all_of(source: dict[str, Any], **options: Any) -> tuple[dict[str, str], dict
     """Key -> caption of every usable row, in evaluation, and the drops by reason."""
     settings = SourceSettings.model_validate(source)
     tokenizer, found = ByteTokenizer(), {}
-    with evaluation_loader(
-        settings, batch_size=5, world=World(), tokenizer=tokenizer, image=IMAGE, **options
-    ) as batches:
+    with evaluation_of(settings, 5, **options) as batches:
         for batch in batches:
             found |= {key: tokenizer.decode(ids.tolist()) for key, ids in zip(batch.keys, batch.ids, strict=True)}
         return found, dict(batches.health.sources["eval"].dropped)

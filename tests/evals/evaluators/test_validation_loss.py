@@ -11,7 +11,7 @@ import pytest
 import torch
 from open_clip.loss import SigLipLoss
 
-from clipstream.data.build import evaluation_loader
+from clipstream.data.loader.pipeline import ModelInputs
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -22,6 +22,7 @@ from clipstream.evals.settings import LossEvalSettings
 from clipstream.losses.contrastive import build_loss
 from clipstream.losses.settings import LossSettings
 from tests.support.evaluating import context_of, tiny_towers
+from tests.support.loaders import evaluation_of
 from tests.support.pictures import ByteTokenizer, make_shards
 from tests.support.ranks import run_ranks
 
@@ -53,7 +54,7 @@ def reference(folder: Path, size: int, kind: str) -> float:
     """By open_clip's loss of whole batches, in the order that the docstring tells."""
     towers = tiny_towers().eval()
     source = SourceSettings(shards=f"{folder}/*.tar")
-    loader = evaluation_loader(source, batch_size=99, world=World(), tokenizer=ByteTokenizer(), image=towers.image)
+    loader = evaluation_of(source, 99, inputs=ModelInputs(ByteTokenizer(), towers.image))
     with loader, torch.no_grad():
         batch = next(iter(loader))
         order = np.argsort(of_samples(batch)[1].astype(np.int64), kind="stable")

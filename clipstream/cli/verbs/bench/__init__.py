@@ -229,10 +229,12 @@ def measure(
         data: with `lanes` resolved; `workers` is ignored.
     """
     from clipstream.data.build import training_loader
+    from clipstream.data.loader.pipeline import ModelInputs
 
     settings = data.model_copy(update={"workers": workers})
     began = time.perf_counter()
-    with training_loader(settings, world=World(), seed=seed, tokenizer=tokenizer, image=image, views=True) as loader:
+    inputs = ModelInputs(tokenizer, image)
+    with training_loader(settings, inputs, world=World(), seed=seed, views=True) as loader:
         next(loader)
         first = time.perf_counter() - began
         for _ in range(settings.prefetch):  # already filled, or begun

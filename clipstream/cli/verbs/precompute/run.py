@@ -32,6 +32,7 @@ from clipstream.data.decode.captions import CaptionExtractor, build_caption, can
 from clipstream.data.decode.tokenizers import Tokenizer, build_tokenizer
 from clipstream.data.loader.health import SourceHealth
 from clipstream.data.loader.loader import Loader
+from clipstream.data.loader.pipeline import ModelInputs, SampleBatches
 from clipstream.data.loader.sampler import ChunkPlan
 from clipstream.data.loader.workers import auto_workers
 from clipstream.data.order.rng import mix
@@ -290,10 +291,8 @@ def _pass(job: Job, model: Model, name: str, writer: StoreWriter, progress: Prog
         depth=data.prefetch,
         key=key if options.views else None,
     )
-    loader = chunk_loader(
-        data, name, plan, tokenizer=model.tokenizer, image=towers.image, views=options.views,
-        done=share.done, device=world.device,
-    )  # fmt: skip
+    inputs = ModelInputs(model.tokenizer, towers.image)
+    loader = chunk_loader(data, name, plan, inputs, views=options.views, done=share.done, device=world.device)
     job.watch.on_exit(loader.close)
     with loader, ChunkComputer(writer, name, made, key=plan.key) as computer:
         try:
@@ -304,7 +303,8 @@ def _pass(job: Job, model: Model, name: str, writer: StoreWriter, progress: Prog
             raise ClipstreamError(f"the GPU's memory is full: use a smaller --batch-size ({error})") from error
     health = loader.health.sources[name]
     for number in filter(lambda number: share.owns(number, 0), sorted(health.unopened)):
-        shard = loader.plan.sources[0].names[number]
+        assert isinstance(loader.source, SampleBatches)
+        shard = loader.source.sources[0].names[number]
         fault = health.faults.get(redact(shard), "it could not be opened")
         if writer.shard_samples(name, number) is not None:
             raise DataError(f"source {name!r}: {redact(shard)} was read before, and now: {fault}")
