@@ -7,8 +7,8 @@ open_clip's names and templates.
 from __future__ import annotations
 
 import csv
-import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,7 +34,6 @@ Template = Callable[[str], str]
 Labels = Literal["one", "list", "multi_hot"]
 NAME_COLUMNS = ("name", "class_name", "classname", "class", "label", "text", "template", "prompt", "category", "title")
 NUMBER_COLUMNS = ("id", "index", "idx", "number", "class_id", "class_idx", "class_index", "label_id", "label", "")
-INNER = ("names", "classes", "classnames", "labels", "id2label", "templates")  # fields with the list or map
 OF_OPEN_CLIP = ("imagenet", "openai", "simple")
 
 
@@ -51,10 +50,8 @@ def class_spec(settings: LabelledSettings) -> str | list[str] | None:
 
     Raises SettingsError: the names of the data set cannot be read.
     """
-    if settings.classes is not None:
-        return settings.classes
-    benchmark = benchmark_of(settings)
-    return None if benchmark is None else benchmark.classes
+    benchmark = benchmark_of(settings) if settings.classes is None else None
+    return settings.classes if benchmark is None else benchmark.classes
 
 
 def template_spec(settings: ZeroShotSettings) -> str | list[str]:
@@ -62,10 +59,8 @@ def template_spec(settings: ZeroShotSettings) -> str | list[str]:
 
     Raises SettingsError: the templates of the data set cannot be read.
     """
-    if settings.templates is not None:
-        return settings.templates
-    benchmark = benchmark_of(settings)
-    return (None if benchmark is None else benchmark.templates) or "openai"
+    benchmark = benchmark_of(settings) if settings.templates is None else None
+    return settings.templates or (None if benchmark is None else benchmark.templates) or "openai"
 
 
 def class_names(spec: str | Sequence[str]) -> list[str]:
@@ -77,11 +72,8 @@ def class_names(spec: str | Sequence[str]) -> list[str]:
         from open_clip import IMAGENET_CLASSNAMES
 
         return list(IMAGENET_CLASSNAMES)
-    names = (
-        _lines(spec, "classes")
-        if isinstance(spec, str)
-        else list(each("classes", "names, a file or imagenet", spec, str))
-    )
+    text = isinstance(spec, str)
+    names = _lines(str(spec), "classes") if text else list(each("classes", "names, a file or imagenet", spec, str))
     if len(names) < 2:
         raise SettingsError(f"classes: {len(names)} given, classification takes at least 2")
     return names
@@ -91,16 +83,12 @@ def repeated(settings: LabelledSettings) -> str | None:
     """A warning about class names of the user's own that are given more than once, ignoring case as labels do."""
     if settings.classes in (None, *OF_OPEN_CLIP):
         return None
-    first: dict[str, str] = {}
-    twice: dict[str, str] = {}
-    for name in class_names(settings.classes or []):
-        word = name.strip().casefold()
-        if word in first:
-            twice[word] = printable(repr(first[word]), 80)
-        first.setdefault(word, name)
+    names = class_names(settings.classes or [])
+    counts = Counter(name.strip().casefold() for name in names)
+    twice = [repr(name) for name in names if counts.pop(name.strip().casefold(), 0) > 1]
     if not twice:
         return None
-    shown = ", ".join([*twice.values()][:5]) + (f" and {len(twice) - 5} more" if len(twice) > 5 else "")
+    shown = ", ".join(printable(name, 80) for name in twice[:5]) + (f" and {len(twice) - 5} more" * (len(twice) > 5))
     return f"given more than once: {shown}; classes of one name cannot be told apart, give each its own"
 
 
@@ -181,59 +169,35 @@ def text_list(text: str, suffix: str = "") -> list[str]:
     if suffix in (".yaml", ".yml"):
         raise ValueError("YAML is not read: write one text a line, or JSON")
     if suffix == ".json" or text.startswith("[") or (text.startswith("{") and not all(map(has_place, lines))):
-        if (found := structure(text)) is None:
-            try:
-                json.loads(text)
-            except ValueError as error:
-                raise ValueError(f"it begins as a list or map of JSON, and is not one: {error}") from None
-            raise ValueError("JSON with a list of texts, or a map from numbers to texts, is read")
-        return _of_json(found)
+        found = structure(text)
+        if isinstance(found, dict):
+            keys, values = [str(key) for key in found], list(found.values())
+            if values and all(isinstance(value, int) for value in values):
+                keys, values = [str(value) for value in values], keys
+            found = _in_order(keys, values)
+        if found is None or not all(isinstance(one, str) for one in found):
+            raise ValueError("it is neither a JSON list of texts nor a map from numbers to texts")
+        return [one.strip() for one in found]
     rows = list(csv.reader(lines, delimiter="\t" if "\t" in (lines or [""])[0] else ","))
     header = [cell.strip().lower() for cell in rows[0]] if rows else []
-    names = [n for n, cell in enumerate(header) if cell in NAME_COLUMNS]
-    if names and (suffix in (".csv", ".tsv") or (len(header) > 1 and any(cell in NUMBER_COLUMNS for cell in header))):
-        number = next((n for n, cell in enumerate(header) if cell in NUMBER_COLUMNS and n != names[0]), None)
+    name = next((n for n, cell in enumerate(header) if cell in NAME_COLUMNS), None)
+    number = next((n for n, cell in enumerate(header) if cell in NUMBER_COLUMNS and n != name), None)
+    if name is not None and (suffix in (".csv", ".tsv") or number is not None):
         if any(len(row) != len(header) for row in rows):
             raise ValueError(f"its header has {len(header)} columns, and a row has another number of them")
-        texts = [row[names[0]].strip() for row in rows[1:]]
+        texts = [row[name].strip() for row in rows[1:]]
         return texts if number is None else _in_order([row[number] for row in rows[1:]], texts)
-    for form in (r"(\d+)\s*[\s:,.)]\s*(.*)", r"(n\d{8})\s+(.*)"):
-        found_lines = [re.fullmatch(form, line) for line in lines]
-        numbered = [(one[1], one[2]) for one in found_lines if one and one[2]]
-        if len(numbered) == len(lines) and (
-            form[1] == "n" or {int(n) - int(numbered[0][0]) for n, _ in numbered} == set(range(len(lines)))
-        ):
-            return [name for _, name in (numbered if form[1] == "n" else sorted(numbered, key=lambda one: int(one[0])))]
-    if suffix not in (".csv", ".tsv"):
-        return lines
-    if len(header) > 1:
+    for form in (r"(\d+)\s*[\s:,.)]\s*(.+)", r"(n\d{8})\s+(.+)"):
+        numbered = [(one[1], one[2]) for line in lines if (one := re.fullmatch(form, line))]
+        if len(numbered) == len(lines) and form[1] == "n":
+            return [name for _, name in numbered]
+        if len(numbered) == len(lines):
+            numbered.sort(key=lambda one: int(one[0]))
+            if [int(n) - int(numbered[0][0]) for n, _ in numbered] == list(range(len(lines))):
+                return [name for _, name in numbered]
+    if suffix in (".csv", ".tsv") and len(header) > 1:
         raise ValueError(f"none of its columns ({', '.join(header)}) is called {', '.join(NAME_COLUMNS[:3])}")
-    return [", ".join(row).strip() for row in rows]
-
-
-def _of_json(found: list[Any] | dict[Any, Any]) -> list[str]:
-    """The texts of a list or a map, see `text_list`."""
-    if isinstance(found, dict):
-        inner = [found[key] for key in INNER if isinstance(found.get(key), (list, dict))]
-        if inner:
-            return _of_json(inner[0])
-        keys, values = [str(key) for key in found], list(found.values())
-        if values and all(isinstance(value, int) for value in values):
-            keys, values = [str(value) for value in values], keys
-        found = _in_order(keys, values)
-    elif found and all(isinstance(one, dict) for one in found):
-        names = [next((one[key] for key in NAME_COLUMNS if key in one), None) for one in found]
-        numbers = [next((one[key] for key in NUMBER_COLUMNS if key in one), None) for one in found]
-        found = names if None in numbers else _in_order([str(number) for number in numbers], names)
-    texts = [
-        one[one[0][:1] == "n" and one[0][1:].isdecimal()]
-        if isinstance(one, list) and len(one) == 2 and isinstance(one[0], str)
-        else one
-        for one in found
-    ]
-    if not all(isinstance(one, str) for one in texts):
-        raise ValueError("it holds what is no text: a list of texts, or a map from numbers to texts, is read")
-    return [one.strip() for one in texts]
+    return [", ".join(row).strip() for row in rows] if suffix in (".csv", ".tsv") else lines
 
 
 def _in_order(keys: Sequence[str], texts: Sequence[Any]) -> list[Any]:

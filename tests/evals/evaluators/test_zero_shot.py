@@ -182,9 +182,7 @@ NAMES = ["red", "lime, green", "blue"]
           for name, value in [
             ("list", NAMES), ("map", {"0": NAMES[0], "1": NAMES[1], "2": NAMES[2]}),
             ("inverse", {name: n for n, name in reversed(list(enumerate(NAMES)))}),
-            ("index", {str(n): [f"n0000{n}", name] for n, name in enumerate(NAMES)}),
-            ("config", {"model": "x", "id2label": {str(n): name for n, name in enumerate(NAMES)}}),
-            ("rows", [{"id": n, "name": name} for n, name in reversed(list(enumerate(NAMES)))])]),
+          ]),
         ("printed.txt", repr(NAMES)), ("printed_map.txt", repr(dict(enumerate(NAMES)))),
         ("lines.txt", "\n".join(NAMES)), ("numbered.txt", "".join(f"{n} {name}\n" for n, name in enumerate(NAMES))),
         ("colons.txt", "".join(f"{n}: {name}\n" for n, name in enumerate(NAMES))),
@@ -206,10 +204,10 @@ def test_class_names_in_any_form(tmp_path: Path, name: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.json", "[\n 'a',\n lambda c: c\n]", "begins as a list or map of JSON, and is not one"),
-        ("a.txt", '[\n "a",\n "b"\n', "begins as a list or map of JSON"),
+        ("a.json", "[\n 'a',\n lambda c: c\n]", "neither a JSON list of texts nor a map"),
+        ("a.txt", '[\n "a",\n "b"\n', "neither a JSON list of texts nor a map"),
         ("a.json", '{"0": "a", "2": "b"}', "not numbered from 0 to 1"),
-        ("a.json", '{"a": "b"}', "not numbered from 0"), ("a.json", "[1, 2]", "holds what is no text"),
+        ("a.json", '{"a": "b"}', "not numbered from 0"), ("a.json", "[1, 2]", "neither a JSON list"),
         ("a.csv", "x,y\n1,2\n", r"none of its columns \(x, y\)"), ("a.yaml", "names: [a, b]", "YAML"),
     ],
 )  # fmt: skip
