@@ -1,4 +1,4 @@
-"""Results equal clip-benchmark's on data in its layout, on 1, 2 and 3 ranks; the layout as a source."""
+"""Results equal clip-benchmark's on data in its layout, on 1 and 3 ranks; the layout as a source."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def sets(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[dict[st
     return roots, {kind: by_clip_benchmark(model, some, of[kind]) for kind, some in samples.items()}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_equal_to_clip_benchmark_on_any_number_of_ranks(model: Path, sets: Any, size: int) -> None:
     roots, expected = sets
     for found in run_ranks(size, evaluate, str(model), roots):

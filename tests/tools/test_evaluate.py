@@ -17,9 +17,8 @@ import torch
 
 from clipstream.checkpoint.async_writer import AsyncWriter
 from clipstream.checkpoint.store import locate
-from clipstream.cli.verbs.evaluate import OWN_FLAGS, main
+from clipstream.cli.verbs.evaluate import main
 from clipstream.config.dump import dump
-from clipstream.config.flags import own_flags
 from clipstream.config.settings import Settings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -117,7 +116,6 @@ FROZEN = ("--lock-image", "--model.image.precision", "bf16")
     "more",
     [
         ("bf16", "--train.compile", "towers", "--train.compile-backend", "eager"),
-        ("fp16", *FROZEN),
         ("pure_bf16", "--train.ema", "0.5"),
         ("fp32", *FROZEN),
     ],
@@ -284,21 +282,6 @@ def test_wrong_evaluators_are_told_before_any_model_is_looked_for(
                  f"evals.gone.classes: there is no folder {tmp_path}/none"):  # fmt: skip
         assert said in told, said
     assert "no-such-model" not in told
-
-
-def test_help_names_the_verbs_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    shown = capsys.readouterr().out
-    assert "--checkpoint" in shown and "--output" in shown and "--val-data" in shown
-    assert main(["--help", "all"]) == 0
-    assert "--evals.NAME" in capsys.readouterr().out
-
-
-def test_own_flags_are_taken_out() -> None:
-    assert own_flags(["--lr", "1", "--output=x", "--checkpoint", "run", "--a.b=c=d"], OWN_FLAGS) == (
-        {"--output": "x", "--checkpoint": "run"},
-        ["--lr", "1", "--a.b=c=d"],
-    )
 
 
 def test_the_table() -> None:

@@ -17,8 +17,7 @@ from clipstream.checkpoint.async_writer import AsyncWriter
 from clipstream.cli.verbs.evaluate import ROOT as VARIABLE
 from clipstream.cli.verbs.evaluate import main
 from clipstream.config.dump import dump
-from clipstream.config.entry import run_main
-from clipstream.config.settings import Settings, load, require_equal
+from clipstream.config.settings import Settings, load
 from clipstream.config.validate import validate_run
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
@@ -29,7 +28,7 @@ from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState
 from tests.support.clipbenchmark import CLASSES, drawn, write_benchmark
 from tests.support.evaluating import CONFIG, context_of, tiny_towers
-from tests.support.ranks import ROOT, end_ranks
+from tests.support.ranks import ROOT
 
 SUITES = sorted((ROOT / "configs/evals").glob("*.yaml"))
 ROBUSTNESS, RETRIEVAL = (str(ROOT / f"configs/evals/{name}.yaml") for name in ("robustness", "retrieval"))
@@ -216,21 +215,3 @@ def test_a_mean_is_tried_before_training_like_what_it_is_of(sets: Path, monkeypa
     settings = load(["--config", RETRIEVAL, "--evals.mscoco.captions", "all"], trains=False)
     runner = EvalRunner(settings.evals, context_of(World()))
     assert runner.dry_run()["retrieval"] == ["mean", "sets"]
-
-
-def ranks_find(world: World, folder: str) -> int:
-    """What a rank ends with that finds only its own set."""
-
-    def look() -> int:
-        world.start()
-        evals = given(**{f"set{world.rank if folder else 0}": 1.0})
-        require_equal(Settings.model_validate({"evals": evals}), world)
-        return 0
-
-    return run_main(lambda argv: look(), [])
-
-
-def test_ranks_that_find_other_sets_do_not_wait_for_each_other() -> None:
-    assert [end.code for end in end_ranks(2, ranks_find, "")] == [0, 0]
-    ends = end_ranks(2, ranks_find, "other")
-    assert [end.code for end in ends] == [2, 2] and "the ranks have different settings: evals.set" in ends[0].stderr

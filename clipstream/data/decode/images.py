@@ -285,16 +285,25 @@ def _scale_colours(image: Image.Image, data: bytes) -> None:
 
 
 def _narrowed(values: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Values of more than 8 bits as uint8, by the range of the image (see `_range`): integers of 8, 10, 12, 14 or 16
-    bits, whichever holds the highest; fractions from 0 to 1, to the highest below 32, or to 255. Where values are
-    negative or higher, the lowest becomes 0 and the highest 255. What is no value becomes 0.
+    """Values of more than 8 bits as uint8, by the range of the image.
+
+    Integers have 8, 10, 12, 14 or 16 bits, whichever holds the highest; fractions range from 0 to 1, to the highest
+    below 32, or to 255. If values are negative or higher, the lowest becomes 0 and the highest 255. Values without
+    data become 0: NaN, infinite ones, and single ones far outside of the range of the others (-9999, -3.4e38).
     """
     integers = values.dtype.kind in "iu"
+    most = 65535 if integers else 255
     wide = values.astype(np.float64)
-    low, high = _range(wide, 65535 if integers else 255)
+    found = np.unique(wide[np.isfinite(wide)])
+    for _ in range(2):  # the lowest, then the highest value; either may hide the other
+        if len(found) > 2 and found[0] < 0 and found[1] - found[0] > (found[-1] - found[1]) / 2:
+            found = found[1:]
+        if len(found) > 2 and found[-1] > most and found[-1] - found[-2] > (found[-2] - found[0]) / 2:
+            found = found[:-1]
+    low, high = (float(found[0]), float(found[-1])) if found.size else (0.0, 0.0)
     void = ~((wide >= low) & (wide <= high))  # and NaN
     wide[void] = low
-    if low < 0 or high > (65535 if integers else 255):
+    if low < 0 or high > most:
         wide = (wide - low) * (255 / max(high - low, 1e-30))
     elif integers:
         wide = wide // (1 << next(bits for bits in (0, 2, 4, 6, 8) if high < 256 << bits))
@@ -303,23 +312,6 @@ def _narrowed(values: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8
     narrow: np.ndarray[Any, np.dtype[np.uint8]] = np.rint(wide).astype(np.uint8)
     narrow[void] = 0
     return narrow
-
-
-def _range(values: np.ndarray[Any, np.dtype[np.float64]], most: float) -> tuple[float, float]:
-    """The lowest and the highest value of an image, without those that stand for no data: NaN, infinite ones, and a
-    lowest or highest value outside of 0 to `most` that is farther from the next than half the range of the others
-    (-9999, -3.4e38, 1e20).
-    """
-    found = values[np.isfinite(values)]
-    for _ in range(2):  # the one may hide the other
-        for sign, limit in ((1, 0), (-1, -most)):
-            end = (sign * found).min(initial=limit)
-            if end < limit:
-                others = found[found != sign * end]
-                low, high = others.min(initial=np.inf), others.max(initial=-np.inf)
-                if min(abs(low - sign * end), abs(high - sign * end)) > (high - low) / 2:
-                    found = others
-    return (float(found.min()), float(found.max())) if found.size else (0.0, 0.0)
 
 
 def is_smooth(image: Image.Image) -> bool:

@@ -78,10 +78,7 @@ def build_tokenizer(
     """
     length = settings.context_length or context_length
     if length > context_length:
-        raise SettingsError(
-            f"tokenizer.context_length {length} is more than the model reads ({context_length}): "
-            "set it lower, or choose a model with a longer context"
-        )
+        raise SettingsError(f"tokenizer.context_length {length} is more than the model reads ({context_length})")
     tokenizer: Tokenizer
     if isinstance(settings, (HubTokenizer, PathTokenizer)):
         tokenizer = wrap(_hugging_face(settings, model_tokenizer, length, cache_dir), length)
@@ -92,27 +89,18 @@ def build_tokenizer(
             tokenizer = make_plugin(settings.type, settings)
         except (SettingsError, ValueError) as error:
             raise SettingsError(f"tokenizer: {error}") from error
-        needed = ("context_length", "vocab_size", "encode", "decode")
-        if missing := [name for name in needed if not hasattr(tokenizer, name)]:
-            raise SettingsError(
-                f"tokenizer: {settings.type} has no {', '.join(missing)} (clipstream.data.decode.tokenizers.Tokenizer)"
-            )
-        if tokenizer.context_length > context_length:
-            raise SettingsError(
-                f"tokenizer: {settings.type} gives {tokenizer.context_length} ids a text, "
-                f"the model reads {context_length}"
-            )
     # Two texts are encoded now, so that a tokenizer that cannot pad, for example, is an error in the settings.
-    expected, who = (2, tokenizer.context_length), f"tokenizer ({settings.type})"
+    who = f"tokenizer ({settings.type})"
     try:
-        ids = tokenizer.encode(["a photo of a cat", "a"])
+        ids, length, size = tokenizer.encode(["a photo of a cat", "a"]), tokenizer.context_length, tokenizer.vocab_size
     except Exception as error:
         raise SettingsError(f"{who}: cannot encode a text: {raised(settings.type, error)}") from error
-    if getattr(ids, "shape", None) != expected or ids.dtype != np.int32:
+    if length > context_length:
+        raise SettingsError(f"{who}: context_length {length} is more than the model reads ({context_length})")
+    if getattr(ids, "shape", None) != (2, length) or ids.dtype != np.int32:
         got = f"{type(ids).__name__} {getattr(ids, 'dtype', '')} {getattr(ids, 'shape', '')}"
-        raise SettingsError(f"{who}: encode gave {got}, not an array int32 {expected}")
-    if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
-        size = tokenizer.vocab_size
+        raise SettingsError(f"{who}: encode gave {got}, not an array int32 {(2, length)}")
+    if ids.min() < 0 or ids.max() >= size:
         raise SettingsError(f"{who}: ids {ids.min()} to {ids.max()} are not within its vocab_size {size}")
     return tokenizer
 
@@ -282,23 +270,21 @@ def _hub_folder(name: str, cache_dir: str | None) -> Path:
     """The folder of a repository's tokenizer files in the Hub's cache; downloaded only if they are missing."""
     from huggingface_hub import constants, snapshot_download
 
-    cache = Path(cache_dir or constants.HF_HUB_CACHE)
-    looked = cache / f"models--{name.replace('/', '--')}"
-    why = ""
+    cache, why = Path(cache_dir or constants.HF_HUB_CACHE), "the repository holds no tokenizer"
     for local in (True,) if constants.HF_HUB_OFFLINE else (True, False):
         patterns = None if local else list(_FETCHED)
         try:
             folder = Path(snapshot_download(name, cache_dir=cache, local_files_only=local, allow_patterns=patterns))
         except Exception as error:
-            why = str(error)
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
             continue
         if _holds_tokenizer(folder):
             return folder
-        why = f"{folder} has none of {', '.join(TOKENIZER_FILES)}" if local else "the repository holds no tokenizer"
-    offline = " HF_HUB_OFFLINE is set: nothing is fetched." if constants.HF_HUB_OFFLINE else ""
+    offline = " HF_HUB_OFFLINE is set: nothing is downloaded." if constants.HF_HUB_OFFLINE else ""
+    folder_name = f"models--{name.replace('/', '--')}"
     raise SettingsError(
-        f"tokenizer.name: no tokenizer {name!r} in {looked}.{offline} Fetch it where there is a network: "
-        f"hf download {name}\n({why.strip().splitlines()[0] if why.strip() else 'no reason given'})"
+        f"tokenizer.name: no tokenizer {name!r} in {cache / folder_name}.{offline} Run this on "
+        f"a machine with a network: hf download {name}\n({why})"
     )
 
 

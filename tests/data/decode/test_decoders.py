@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,10 @@ from clipstream.data.decode.images import FACTORS, decode, read_header
 from clipstream.data.decode.train_transform import SPARE, TrainTransform, crop_box
 from clipstream.data.order.rng import SampleRNG
 from clipstream.data.settings import AugmentSettings
-from clipstream.storage.tar import Shard
 from tests.support.image_files import decibels, save, smooth
 
 WHITE = (255, 255, 255)
 ENOUGH = 45.0  # dB on average
-SHARED = next((p / "shared/data" for p in Path(__file__).resolve().parents if (p / "shared/data").is_dir()), None)
 
 
 def photograph(width: int, height: int, seed: int) -> Image.Image:
@@ -136,23 +133,6 @@ def test_fast_pixels_are_as_sharp_as_the_exact_ones(size: int) -> None:
     assert_sharp(pictures, size)
 
 
-def real(folder: str, count: int) -> list[bytes]:
-    """Real photographs, some of each shard."""
-    assert SHARED is not None
-    shards = [Shard(path) for path in sorted((SHARED / folder).glob("*.tar"))]
-    refs = [(shard, ref) for shard in shards for ref in shard.index.samples[: -(-count // len(shards))]]
-    return [shard.load(ref, ("jpg",))["jpg"] for shard, ref in refs[:count]]
-
-
-@pytest.mark.skipif(SHARED is None, reason="no real photographs here")
-@pytest.mark.parametrize(
-    ("folder", "count", "size"),
-    [("photos-big", 16, 224), ("photos-big", 16, 336)] + [("photos-512", 80, size) for size in (224, 112, 64)],
-)
-def test_fast_pixels_of_real_photographs_are_as_sharp_as_the_exact_ones(folder: str, count: int, size: int) -> None:
-    assert_sharp(real(folder, count), size)
-
-
 @pytest.mark.parametrize("orientation", [1, 6])
 @pytest.mark.parametrize("kind", ["palette PNG", "GIF", "1-bit PNG", "1-bit TIFF", "CMYK TIFF"])
 def test_pictures_that_are_no_smooth_colours_equal_the_exact_ones(kind: str, orientation: int) -> None:
@@ -163,12 +143,6 @@ def test_pictures_that_are_no_smooth_colours_equal_the_exact_ones(kind: str, ori
     fast, exact = both(64, scale=(0.3, 1.0), flip=0.5)
     for key in range(10):
         np.testing.assert_array_equal(fast(data, SampleRNG(key)), exact(data, SampleRNG(key)))
-
-
-@pytest.mark.skipif(SHARED is None, reason="no real photographs here")
-@pytest.mark.parametrize(("folder", "count"), [("photos-512", 60), ("photos-big", 12)])
-def test_fast_pixels_of_real_photographs_are_close_to_the_exact_ones(folder: str, count: int) -> None:
-    assert compare(real(folder, count), 224) > ENOUGH
 
 
 def test_both_draw_the_same() -> None:

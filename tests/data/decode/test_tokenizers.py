@@ -290,26 +290,3 @@ def test_a_users_tokenizer(bpe: SimpleTokenizer) -> None:
     for fault, message in faults.items():
         with pytest.raises(SettingsError, match=message):
             build_tokenizer(choose(type="tests.data.decode.test_tokenizers:Letters", fault=fault), bpe, 16)
-    with pytest.raises(SettingsError, match="16 ids a text, the model reads 12"):
-        build_tokenizer(choose(type="tests.data.decode.test_tokenizers:Wide"), bpe, 12)
-    with pytest.raises(SettingsError, match="has no vocab_size, encode, decode"):
-        build_tokenizer(choose(type="tests.data.decode.test_tokenizers:Nothing"), bpe, 12)
-
-
-class Wide(Letters):
-    """A user's tokenizer of a fixed length."""
-
-    Settings = TokenizerSettings  # type: ignore[assignment]
-
-    def __init__(self, settings: TokenizerSettings) -> None:
-        self.fault = ""
-        self.context_length = 16
-
-
-class Nothing:
-    """No tokenizer."""
-
-    context_length = 3
-
-    def __init__(self, settings: TokenizerSettings) -> None:
-        del settings

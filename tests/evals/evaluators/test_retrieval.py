@@ -1,4 +1,4 @@
-"""Retrieval against a plain reference, its tie rule, and equal results on 1, 2 and 3 ranks."""
+"""Retrieval equals open_clip's on 1, 2 and 3 ranks; its tie rule; what it shows."""
 
 from __future__ import annotations
 
@@ -35,12 +35,6 @@ def features(n: int, noise: float, seed: int = 0) -> tuple[torch.Tensor, torch.T
     return images, texts
 
 
-def reference(images: np.ndarray, texts: np.ndarray, k: int) -> tuple[float, float]:
-    scores = images.astype(np.float64) @ texts.astype(np.float64).T
-    found = [[i in np.argsort(-row)[:k] for i, row in enumerate(matrix)] for matrix in (scores, scores.T)]
-    return float(np.mean(found[0])), float(np.mean(found[1]))
-
-
 def part(world: World, rows: torch.Tensor) -> torch.Tensor:
     cuts = [0, *(len(rows) * (rank + 1) ** 2 // world.size**2 for rank in range(world.size))]  # uneven on purpose
     return rows[cuts[world.rank] : cuts[world.rank + 1]]
@@ -50,27 +44,15 @@ def recalls_of_part(world: World, images: torch.Tensor, texts: torch.Tensor) -> 
     return dict(recalls(part(world, images), part(world, texts), world))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_equal_to_the_reference_on_any_number_of_ranks(size: int) -> None:
-    images, texts = features(157, noise=0.5)
-    results = run_ranks(size, recalls_of_part, images, texts)
-    assert all(result == results[0] for result in results)
-    for k in (1, 5, 10):
-        to_text, to_image = reference(images.numpy(), texts.numpy(), k)
-        assert results[0][f"image_to_text_R@{k}"] == pytest.approx(to_text, abs=1e-12)
-        assert results[0][f"text_to_image_R@{k}"] == pytest.approx(to_image, abs=1e-12)
-    assert results[0]["n"] == 157 and results[0]["chance_R@1"] == 1 / 157
-    assert 0.1 < results[0]["image_to_text_R@1"] < 0.9
-
-
-@pytest.mark.parametrize(("n", "noise"), [(11, 9.0), (64, 9.0), (201, 0.5)])
-def test_figures_are_those_of_open_clips_trainer(n: int, noise: float) -> None:
+@pytest.mark.parametrize(("n", "noise", "size"), [(11, 9.0, 1), (64, 9.0, 2), (201, 0.5, 3)])
+def test_figures_are_those_of_open_clips_trainer(n: int, noise: float, size: int) -> None:
     images, texts = features(n, noise)
-    ours, theirs = dict(recalls(images, texts, World())), get_clip_metrics(images, texts, torch.tensor(8.0))
-    for key in (key for key in theirs if "mean_rank" not in key):
-        middle = ours[key] if "R@" in key else np.floor(ours[key])  # of an even number it is the mean of two ranks
-        assert middle == pytest.approx(theirs[key], abs=1e-12), key
-    assert len(ours.keys() & theirs.keys()) == 8
+    theirs = get_clip_metrics(images, texts, torch.tensor(8.0))
+    for ours in run_ranks(size, recalls_of_part, images, texts):
+        for key in (key for key in theirs if "mean_rank" not in key):
+            middle = ours[key] if "R@" in key else np.floor(ours[key])  # of an even number it is the mean of two ranks
+            assert middle == pytest.approx(theirs[key], abs=1e-12), key
+        assert len(ours.keys() & theirs.keys()) == 8 and ours["n"] == n and ours["chance_R@1"] == 1 / n
 
 
 def test_ties_have_the_mean_of_open_clips_figures_over_all_orders() -> None:
@@ -155,11 +137,6 @@ def test_features_that_are_not_numbers_are_misses() -> None:
     assert dict(recalls(nan, nan, World()))["image_to_text_R@10"] == 0
 
 
-def test_hits_of_ties() -> None:
-    ahead, level = torch.tensor([0, 0, 2, 4, 5, 0]), torch.tensor([1, 2, 6, 3, 1, 0])
-    assert Ranks(ahead, level, level.clamp(max=1)).hits(5).tolist() == pytest.approx([1, 1, 0.5, 1 / 3, 0, 0])
-
-
 def test_hits_and_places_of_ties_are_those_of_chance() -> None:
     """Over all orders of the level answers."""
     for ahead, level, right in ((0, 4, 2), (1, 5, 3), (3, 3, 3), (2, 6, 1)):
@@ -186,21 +163,6 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("size", "workers"), [(1, 2), (2, 0), (3, 0)])
-def test_over_shards_every_pair_counts_once(pictures: Path, size: int, workers: int) -> None:
-    alone = evaluate(World(), str(pictures), 0)
-    assert alone["n"] == alone["captions"] == 51
-    for result in run_ranks(size, evaluate, str(pictures), workers):
-        for name, value in result.items():  # a batch of another size has features of other last digits
-            assert value == pytest.approx(alone[name], abs=1 if name.endswith("rank") else 1e-9)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_first_pairs_only_even_where_a_rank_has_none(pictures: Path, size: int) -> None:
-    results = run_ranks(size, evaluate, str(pictures), 0, 1)
-    assert all(result["n"] == 1 and result["image_to_text_R@1"] == 1 for result in results)
-
-
 def evaluate_rows(world: World, shards: str, captions: Literal["all"] | None) -> dict[str, float]:
     settings = RetrievalSettings(data=SourceSettings(shards=shards, caption=CAPTION), captions=captions, batch_size=7)
     context = context_of(world)
@@ -213,7 +175,7 @@ def evaluate_rows(world: World, shards: str, captions: Literal["all"] | None) ->
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_samples_that_share_a_picture_count_as_one(tmp_path: Path, size: int, caplog: pytest.LogCaptureFixture) -> None:
     """In tars and in a table: as one picture with several captions."""
     pairs = [(n % 13, f"{n} of 40") for n in range(40)]
@@ -278,11 +240,3 @@ def test_equal_scores_are_told() -> None:
     assert {note for *_, note, _ in shown(World(), same, same)} == {
         "its caption is in place 1 to 4 (equal scores) of 4"
     }
-
-
-def test_an_evaluation_shows_and_its_figures_stay(pictures: Path) -> None:
-    context = context_of(World())
-    context.examples_wanted = 6
-    settings = RetrievalSettings(data=SourceSettings(shards=f"{pictures}/0000{{0..2}}.tar"), batch_size=7)
-    assert dict(Retrieval(settings)(context)) == evaluate(World(), str(pictures), 0)
-    assert len(context.examples) == 6 and {e.text[:8] for e in context.examples} == {"picture "}
