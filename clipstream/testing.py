@@ -5,11 +5,13 @@ There is one for each kind of plug-in. No test framework is needed.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,18 @@ SINK_RECORDS: tuple[Record, ...] = (
     {"step": 20, "end": {"status": "done"}},
 )
 TEXTS = ("a photo of a cat", "", "Ein Käfer & 2 Äpfel 🍎", "word " * 500)
+CHANCE = "take all chance from `rng`, not from random, numpy or torch"
+EVALUATION = "evaluation must not depend on chance"
+
+
+def _call(call: Callable[[], Any], when: str, advice: str) -> Any:
+    """The result of a call of the user's part. Raises AssertionError: it raised anything but Dropped."""
+    try:
+        return call()
+    except Dropped:
+        raise
+    except Exception as error:
+        raise AssertionError(f"{when} raised {error!r}: {advice}") from error
 
 
 def check_source(make: type[SourceType], settings: SourceSettings) -> None:
@@ -100,16 +114,16 @@ def check_source(make: type[SourceType], settings: SourceSettings) -> None:
         assert count in (None, len(keys)), f"{shard}: num_samples gave {count}, and it has {len(keys)} samples"
         for number in sorted({0, len(keys) // 2, len(keys) - 1}):
             ref = first.index.samples[number]
-            members = first.load(ref)
-            assert members and all(
-                isinstance(name, str) and isinstance(data, bytes) for name, data in members.items()
-            ), f"{shard}: {ref.key}: load gave {members!r:.200}: return members as bytes by suffix"
+            where, members = f"{shard}: {ref.key}", first.load(ref)
+            assert members and all(isinstance(n, str) and isinstance(data, bytes) for n, data in members.items()), (
+                f"{where}: load gave {members!r:.200}: return members as bytes by suffix"
+            )
             odd = [name for name in members if name != name.lower() or name.startswith(".")]
-            assert not odd, f"{shard}: {ref.key}: write the suffix {odd[0]!r} in lower case and without a dot before it"
-            assert again.load(ref) == members, f"{shard}: {ref.key}: load gave other members the second time"
+            assert not odd, f"{where}: write the suffix {odd[0]!r} in lower case and without a dot before it"
+            assert again.load(ref) == members, f"{where}: load gave other members the second time"
             for name, data in members.items():
                 assert first.load(ref, (name,)).get(name) == data, (
-                    f"{shard}: {ref.key}: load with suffixes ({name!r},) lacks that member, or changed it"
+                    f"{where}: load with suffixes ({name!r},) lacks that member, or changed it"
                 )
         first.close()
         again.close()
@@ -124,38 +138,38 @@ def check_caption_extractor(extractor: CaptionExtractor, sample: RawSample) -> N
 
     Raises AssertionError: it breaks the protocol of `clipstream.data.decode.captions.CaptionExtractor`.
     """
-    assert hasattr(extractor, "members"), "give it an attribute `members`: the suffixes that it reads, or None for all"
-    members = extractor.members
+    members, before = getattr(extractor, "members", 0), dict(sample)
     assert members is None or (isinstance(members, (tuple, list)) and all(isinstance(name, str) for name in members)), (
-        f"`members` is {members!r}: make it a tuple of suffixes such as ('json', 'txt'), or None for all"
+        "give it an attribute `members`: make it a tuple of the suffixes that it reads, such as ('json', 'txt'), or "
+        "None for all"
     )
-    before = dict(sample)
-    first = _caption(extractor, sample, None)
-    assert _caption(extractor, sample, None) == first, (
-        "two calls with rng=None gave different captions: evaluation must not depend on chance"
-    )
+
+    def caption(sample: RawSample, rng: SampleRNG | None = None) -> str:
+        advice = "such samples are counted as extractor_error; raise clipstream.errors.Dropped(reason) to drop them"
+        try:
+            found = _call(lambda: extractor(sample, rng), "it", advice)
+        except Dropped as drop:
+            raise AssertionError(f"it dropped the sample ({drop}): check it with a sample that has a caption") from drop
+        assert isinstance(found, str), f"it gave {type(found).__name__}: return a str"
+        assert found.strip(), "it gave an empty caption: raise clipstream.errors.Dropped('empty_caption') instead"
+        return found
+
+    first = caption(sample)
+    assert caption(sample) == first, f"two calls with rng=None gave different captions: {EVALUATION}"
     for key in range(20):
-        drawn = _caption(extractor, sample, SampleRNG(key))
-        assert _caption(extractor, sample, SampleRNG(key)) == drawn, (
-            "two calls with the same rng gave different captions: take all chance from `rng`, not from random, "
-            "numpy or torch"
-        )
+        drawn = caption(sample, SampleRNG(key))
+        assert caption(sample, SampleRNG(key)) == drawn, f"two calls with one rng gave different captions: {CHANCE}"
     assert dict(sample) == before, "it changed the sample: other parts read it too"
     if members is not None:
         wanted = {name.lower().lstrip(".") for name in members}
         fewer = {name: value for name, value in sample.items() if name.startswith("__") or name in wanted}
-        assert _caption(extractor, fewer, None) == first, (
+        assert caption(fewer) == first, (
             f"with the members {sorted(wanted)} alone it gave another caption: name all that it reads in `members`"
         )
-    try:
-        extractor({"__key__": "empty", "__url__": "empty.tar"}, None)
-    except Dropped:
-        pass
-    except Exception as error:
-        raise AssertionError(
-            f"a sample without members made it raise {error!r}: raise clipstream.errors.Dropped('no_caption') instead, "
-            "so that the sample is counted under that reason"
-        ) from error
+    empty: RawSample = {"__key__": "empty", "__url__": "empty.tar"}
+    with contextlib.suppress(Dropped):
+        advice = "raise clipstream.errors.Dropped('no_caption') instead, so that it is counted under that reason"
+        _call(lambda: extractor(empty, None), "a sample without members", advice)
 
 
 def check_transform(transform: Callable[[dict[str, Any]], RawSample | None], sample: RawSample) -> None:
@@ -173,10 +187,7 @@ def check_transform(transform: Callable[[dict[str, Any]], RawSample | None], sam
     )
     same = first is second is None
     if first is not None and second is not None:
-        same = list(first) == list(second) and all(
-            bool(np.array_equal(one, second[key]) if isinstance(one, np.ndarray) else one == second[key])
-            for key, one in first.items()
-        )
+        same = list(first) == list(second) and all(np.array_equal(one, second[key]) for key, one in first.items())
     assert same, "two calls with the same sample gave different results: a run could not be repeated"
 
 
@@ -190,34 +201,25 @@ def check_image_transform(transform: UserImageTransform, size: tuple[int, int] =
     Raises AssertionError: it breaks the protocol of `clipstream.data.decode.images.UserImageTransform`.
     """
     noise = np.random.default_rng(0)
+    advice = "a run counts that as image_transform_error; raise clipstream.errors.Dropped(reason) to drop images"
     for height, width in ((480, 640), (100, 20), (5, 7), (1, 1)):
-        picture = Image.fromarray(noise.integers(0, 256, (height, width, 3), dtype=np.uint8))
-        before = picture.tobytes()
+        image = Image.fromarray(noise.integers(0, 256, (height, width, 3), dtype=np.uint8))
+        before, shown = image.tobytes(), f"an image of {width} x {height}"
         for key in (None, *range(5)):
             results = []
             for _ in range(2):
-                try:
-                    results.append(transform(picture, size, None if key is None else SampleRNG(key)))
-                except Dropped:
-                    continue
-                except Exception as error:
-                    raise AssertionError(
-                        f"an image of {width} x {height} made it raise {error!r}: a run counts that as "
-                        "image_transform_error and drops the sample; raise clipstream.errors.Dropped(reason) for "
-                        "pictures that cannot be used"
-                    ) from error
+                with contextlib.suppress(Dropped):
+                    rng = None if key is None else SampleRNG(key)
+                    results.append(_call(partial(transform, image, size, rng), f"it got {shown} and", advice))
             for pixels in results:
                 assert isinstance(pixels, np.ndarray) and pixels.dtype == np.uint8 and pixels.shape == (*size, 3), (
-                    f"it gave {getattr(pixels, 'dtype', type(pixels).__name__)} {getattr(pixels, 'shape', '')} for a "
-                    f"picture of {width} x {height}: return a numpy array uint8 {(*size, 3)}"
+                    f"it gave {getattr(pixels, 'dtype', type(pixels).__name__)} {getattr(pixels, 'shape', '')} for "
+                    f"{shown}: return a numpy array uint8 {(*size, 3)}"
                 )
             assert len(results) != 1 and (not results or np.array_equal(results[0], results[1])), (
-                "two calls with rng=None gave different pixels: evaluation must not depend on chance"
-                if key is None
-                else "two calls with the same rng gave different pixels: take all chance from `rng`, not from random, "
-                "numpy or torch"
+                f"two calls with one rng gave different pixels: {EVALUATION if key is None else CHANCE}"
             )
-        assert picture.tobytes() == before, "it changed the image: make a copy of it"
+        assert image.tobytes() == before, "it changed the image: make a copy of it"
 
 
 def check_tokenizer(tokenizer: Tokenizer, texts: Sequence[str] = TEXTS) -> None:
@@ -229,8 +231,7 @@ def check_tokenizer(tokenizer: Tokenizer, texts: Sequence[str] = TEXTS) -> None:
         value = getattr(tokenizer, name, None)
         assert isinstance(value, int) and value > 0, f"`{name}` is {value!r}: make it a positive whole number"
     width, vocabulary = tokenizer.context_length, tokenizer.vocab_size
-    texts = list(texts)
-    ids = tokenizer.encode(texts)
+    ids = tokenizer.encode(list(texts))
     assert isinstance(ids, np.ndarray), f"encode gave {type(ids).__name__}: return a numpy array"
     assert ids.dtype == np.int32, f"encode gave {ids.dtype}: return int32"
     assert ids.shape == (len(texts), width), (
@@ -239,28 +240,13 @@ def check_tokenizer(tokenizer: Tokenizer, texts: Sequence[str] = TEXTS) -> None:
     assert ids.min() >= 0 and ids.max() < vocabulary, (
         f"ids lie within {ids.min()} to {ids.max()}, but vocab_size is {vocabulary}"
     )
-    assert np.array_equal(tokenizer.encode(texts), ids), "the same texts gave other ids the second time"
+    assert np.array_equal(tokenizer.encode(list(texts)), ids), "the same texts gave other ids the second time"
     for text, row in zip(texts, ids, strict=True):
         assert np.array_equal(tokenizer.encode([text])[0], row), (
             f"{text[:40]!r} alone gave other ids than among others: the ids of a text must depend on nothing else"
         )
     decoded = tokenizer.decode([int(i) for i in ids[0]])
     assert isinstance(decoded, str), f"decode gave {type(decoded).__name__}: return a str"
-
-
-def _caption(extractor: CaptionExtractor, sample: RawSample, rng: SampleRNG | None) -> str:
-    try:
-        caption = extractor(sample, rng)
-    except Dropped as drop:
-        raise AssertionError(f"it dropped the sample ({drop}): check it with a sample that has a caption") from drop
-    except Exception as error:
-        raise AssertionError(
-            f"it raised {error!r}: a run counts that as extractor_error and drops the sample; "
-            "raise clipstream.errors.Dropped(reason) for samples that cannot be used"
-        ) from error
-    assert isinstance(caption, str), f"it gave {type(caption).__name__}: return a str"
-    assert caption.strip(), "it gave an empty caption: raise clipstream.errors.Dropped('empty_caption') instead"
-    return caption
 
 
 def check_loss(loss: ContrastiveLoss, *, logit_bias: bool = False) -> None:
@@ -275,16 +261,11 @@ def check_loss(loss: ContrastiveLoss, *, logit_bias: bool = False) -> None:
 
     Raises AssertionError: it breaks the protocol of `clipstream.losses.contrastive.ContrastiveLoss`.
     """
-
-    limit = getattr(loss, "max_logit_scale", "absent")
-    assert limit is None or (isinstance(limit, int | float) and limit > 0), (
-        f"`max_logit_scale` is {limit!r}: make it a positive number, or None for no limit"
-    )
-    lower = getattr(loss, "min_logit_scale", None)
-    assert lower is None or (isinstance(lower, int | float) and 0 < lower <= (limit or lower)), (
-        f"`min_logit_scale` is {lower!r}: make it a positive number up to `max_logit_scale`, or None for no limit"
-    )
-    parts = []
+    for name in ("max_logit_scale", "min_logit_scale"):
+        limit = getattr(loss, name, "absent" if name == "max_logit_scale" else None)
+        assert limit is None or (isinstance(limit, int | float) and limit > 0), (
+            f"`{name}` is {limit!r}: make it a positive number, or None for no limit"
+        )
     with tempfile.TemporaryDirectory() as folder:  # first, as a process cannot fork after autograd has used CUDA
         method = "spawn" if torch.cuda.is_available() else "fork"
         try:
@@ -462,42 +443,27 @@ def check_sink(make: Callable[[Any, RunInfo], Sink], settings: Any) -> None:
 
     Raises AssertionError: it breaks the protocol of `clipstream.report.sinks.Sink`.
     """
-
     example = Example(torch.zeros((3, 8, 8), dtype=torch.uint8), "a text", key="0.tar/0", guesses=(("a text", 0.5),))
     table = Table("a table", ("class", "right"), (("a cat", "1 of 2"),))
-    with tempfile.TemporaryDirectory() as folder:
-        for resume_step in (None, 10):
+    for resume_step, when in ((None, "a new run"), (10, "a resumed run")):
+        with tempfile.TemporaryDirectory() as folder:
             run = RunInfo(Path(folder), total_steps=20, resume_step=resume_step)
-            when = "a new run" if resume_step is None else "a resumed run"
-            try:
-                sink = make(settings, run)
-            except Exception as error:
-                raise AssertionError(f"in {when} its construction raised {error!r}") from error
+            sink = _call(partial(make, settings, run), f"in {when} its construction", "the run would not start")
             for name in ("write", "show", "status", "close"):
                 assert callable(getattr(sink, name, None)), (
                     f"it has no method `{name}`: derive from clipstream.report.sinks.Sink, whose methods do nothing"
                 )
             for record in SINK_RECORDS:
                 given = copy.deepcopy(record)
-                try:
-                    sink.write(given)
-                except Exception as error:
-                    raise AssertionError(
-                        f"in {when} `write` raised {error!r} for {record!r}: return early for unused records"
-                    ) from error
+                _call(partial(sink.write, given), f"in {when} `write`", f"return early for unused records ({record!r})")
                 assert given == record, f"`write` changed the record {record!r}: other sinks read it too"
-            try:
-                sink.show(20, "val", [example], [table])
-                sink.status("saving")
-                sink.status("")
-                sink.close()
-            except Exception as error:
-                raise AssertionError(f"in {when} `show`, `status` or `close` raised {error!r}") from error
+            calls = partial(sink.show, 20, "val", [example], [table]), partial(sink.status, "saving"), sink.close
+            for call in calls:
+                _call(call, f"in {when} `show`, `status` or `close`", "a run would report it and go on")
 
 
 def small_context() -> EvalContext:
     """The context of an evaluator, with a small CLIP of random weights on the CPU; for `check_evaluator`."""
-
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "small.json")
         config.write_text(json.dumps(SMALL_MODEL))
