@@ -149,7 +149,10 @@ notice; {counts["refused"]} are refused with the reason.
 | flag | fate | here |
 |---|---|---|
 """
-    return head + "".join(f"| `{one.flag}` | {one.kind} | {one.text} |\n" for one in found)
+    rows: dict[tuple[str, str], list[str]] = {}
+    for one in found:
+        rows.setdefault((one.kind, one.text), []).append(f"`{one.flag}`")
+    return head + "".join(f"| {', '.join(flags)} | {kind} | {text} |\n" for (kind, text), flags in rows.items())
 
 
 if __name__ == "__main__":
