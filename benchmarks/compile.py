@@ -36,9 +36,10 @@ from clipstream.losses import tiled
 from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.ring import Ring
 from clipstream.losses.settings import ClipLossSettings
-from clipstream.models.execution.compile import Parts, compile_towers
+from clipstream.models.execution.compile import Parts
 from clipstream.models.towers import Towers
 from clipstream.training.precision import prepare
+from clipstream.training.settings import TrainSettings
 from clipstream.training.step import TrainStep
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp")
@@ -79,11 +80,9 @@ def part_of(pixels: torch.Tensor, ids: torch.Tensor, start: int, size: int) -> B
 
 def step_of(towers: Towers, parts: Parts | None = None, lr: float = 1e-6, backend: str = "inductor") -> TrainStep:
     """A training step with AdamW on this process."""
-    compilation = None if parts is None else compile_towers(towers, parts, backend)
     optimizer = torch.optim.AdamW(towers.parameters(), lr=lr, betas=(0.9, 0.98), eps=1e-6, fused=True)
-    return TrainStep(
-        towers, SoftmaxLoss(ClipLossSettings()), optimizer, World(), clip_norm=1.0, compilation=compilation
-    )
+    settings = TrainSettings(precision="fp32", compile=parts or "off", compile_backend=backend)
+    return TrainStep(towers, SoftmaxLoss(ClipLossSettings()), optimizer, World(), settings, clip_norm=1.0)
 
 
 def losses(model: str, settings: dict[str, Any], pixels: torch.Tensor, ids: torch.Tensor, steps: int, n: int) -> Any:

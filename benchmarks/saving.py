@@ -32,8 +32,8 @@ from clipstream.losses.settings import ClipLossSettings
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
-from clipstream.training.optim import AdamW, build_optimizer
-from clipstream.training.settings import CheckpointSettings
+from clipstream.training.optim import AdamW
+from clipstream.training.settings import CheckpointSettings, TrainSettings
 from clipstream.training.state import TrainState
 from clipstream.training.step import TrainStep
 
@@ -54,11 +54,9 @@ class Training:
         self.world = World(device=args.device)
         towers = build_towers(ModelSettings.model_validate({"name": args.model}), seed=0).to(args.device)
         towers.train()
-        optimizer = build_optimizer(towers, AdamW.Settings(), "ViT")
-        self.step = TrainStep(
-            towers, SoftmaxLoss(ClipLossSettings()), optimizer, self.world, precision=args.precision,
-            micro_batch_size=args.micro_batch,
-        )  # fmt: skip
+        optimizer = AdamW.Settings().build(towers, "ViT")
+        settings = TrainSettings(precision=args.precision, micro_batch_size=args.micro_batch)
+        self.step = TrainStep(towers, SoftmaxLoss(ClipLossSettings()), optimizer, self.world, settings)
         self.saver = AsyncWriter(
             folder, self.world, CheckpointSettings(keep_last=1), towers=towers, optimizer=optimizer
         )

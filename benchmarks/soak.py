@@ -25,6 +25,7 @@ from clipstream.distributed.world import World
 from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings
 from clipstream.training.precision import Precision, prepare
+from clipstream.training.settings import TrainSettings
 from clipstream.training.step import TrainStep
 
 Row = tuple[str, str, int, float, float]  # precision, texts, step, MiB, CPU seconds
@@ -44,7 +45,7 @@ def train(precision: Precision, texts: str, captions: list[str], options: argpar
     prepare(towers, precision)
     ids = towers.open_clip_tokenizer()(captions).int()
     optimizer = torch.optim.AdamW([p for p in towers.parameters() if p.requires_grad], fused=True)
-    step = TrainStep(towers, SoftmaxLoss(ClipLossSettings()), optimizer, World(), precision=precision)
+    step = TrainStep(towers, SoftmaxLoss(ClipLossSettings()), optimizer, World(), TrainSettings(precision=precision))
     n = options.batch
     pixels = torch.randint(0, 256, (n, 3, *towers.image.size), dtype=torch.uint8)
     for number in range(options.steps + 1):

@@ -23,9 +23,10 @@ import torch
 from clipstream.cli import main as cli
 from clipstream.config.settings import Settings, load, resolve
 from clipstream.data.loader.loader import Loader
+from clipstream.data.loader.workers import with_workers
 from clipstream.distributed.world import World
 from clipstream.tools.feature_stores import open_stores
-from clipstream.train import run as train
+from clipstream.train import build_loader, build_model, build_step
 from clipstream.training.step import TrainStep
 
 
@@ -80,10 +81,10 @@ def prepared(settings: Settings, world: World) -> tuple[TrainStep, Loader]:
     """The step and the loader of a run."""
     settings = resolve(settings, world)
     stored = open_stores(settings)
-    towers, tokenizer = train.build_model(settings, world, stored)
-    settings = train.with_workers(settings, world)
-    loader = train.build_loader(settings, world, towers, tokenizer, None, stored=stored)
-    return train.build_step(settings, world, towers)[1], loader
+    model = build_model(settings, world, stored)
+    settings = settings.model_copy(update={"data": with_workers(settings.data, world)})
+    loader = build_loader(settings, world, model)
+    return build_step(settings, world, model), loader
 
 
 @torch.no_grad()

@@ -38,6 +38,7 @@ from clipstream.models.execution.text_buckets import STEP, Setting, TextBuckets,
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
 from clipstream.training.optim import OptimSettings
+from clipstream.training.settings import TrainSettings
 from clipstream.training.step import TrainStep
 from clipstream.utils.timing.parts import IMAGE_FORWARD
 from clipstream.utils.timing.step_timer import StepTimer
@@ -102,7 +103,8 @@ def step_of(
 ) -> Callable[[], object]:
     """A training step that changes the weights little."""
     size = None if chunks == 1 else -(-len(batch) // chunks)
-    step = TrainStep(towers, SoftmaxLoss(ClipLossSettings()), optimizer, World(), micro_batch_size=size, kept=kept)
+    settings = TrainSettings(precision="fp32", micro_batch_size=size, kept_micro_batches=kept)
+    step = TrainStep(towers, SoftmaxLoss(ClipLossSettings()), optimizer, World(), settings)
     return partial(step, batch, lr=1e-6)
 
 

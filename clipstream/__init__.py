@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from clipstream.api.model import load_model as load_model
     from clipstream.api.model import zero_shot as zero_shot
     from clipstream.api.run import Run as Run
+    from clipstream.api.train import train as train
     from clipstream.cli.verbs.check import CheckReport as CheckReport
     from clipstream.cli.verbs.check import check as check
     from clipstream.cli.verbs.evaluate import evaluate as evaluate
     from clipstream.config.python_settings import load_settings as load_settings
     from clipstream.config.settings import Settings as Settings
-    from clipstream.train import train as train
 
 __version__ = "0.1.0"
 __all__ = [

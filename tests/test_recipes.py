@@ -12,8 +12,8 @@ import pytest
 import timm
 from safetensors.torch import save_file
 
+from clipstream.cli.verbs.train import main
 from clipstream.data.sources import toy_data
-from clipstream.train import main
 from tests.support import hubtree
 from tests.support.pictures import picture
 from tests.support.tars import write_tar

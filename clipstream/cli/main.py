@@ -51,4 +51,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def verb_module(verb: str) -> ModuleType:
     """The module of a verb: it has `main(argv)`, and its flags in `build_parser()` or `OWN_FLAGS`."""
-    return importlib.import_module("clipstream.train" if verb == "train" else f"clipstream.cli.verbs.{verb}")
+    return importlib.import_module(f"clipstream.cli.verbs.{verb}")

@@ -1,5 +1,7 @@
 """Settings as YAML that `--config` reads back: a run's config.yaml, and the output of `--print-config`.
 
+A run's lines before its first step and after its last one are printed here, too.
+
 config.yaml repeats the run from any folder: paths are made absolute, and the model's JSON config is included. Commands
 (`pipe:`, `evals.NAME.fetch`) and settings of plug-ins stay as they are. `--print-config` prints settings
 as they were given, and writes no file.
@@ -10,16 +12,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import braceexpand
 from pydantic_core import PydanticUndefined
 
+from clipstream.checkpoint import store
 from clipstream.config.config_sources import to_yaml
-from clipstream.config.settings import Settings, by_key
+from clipstream.config.settings import Settings, by_key, open_sources, shown
 from clipstream.data.settings import DataSettings, PathTokenizer, SourceSettings
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
@@ -32,14 +35,24 @@ from clipstream.storage.shard_url import PATH_SCHEMES, ShardURL, has_secret, par
 from clipstream.text import counted
 from clipstream.training.settings import CheckpointSettings
 from clipstream.utils import atomic_write
-from clipstream.utils.logs import logger
+from clipstream.utils.logs import announce, logger
 from clipstream.utils.plugins import is_plugin
 from clipstream.utils.section import PluginSection, Section, Tree, entries_of, section_of
+
+if TYPE_CHECKING:
+    from clipstream.models.towers import Towers
 
 S = TypeVar("S", bound=Section)
 FLAG, ALL = "--print-config", "all"
 _ANCHORED = ("/", "~", "$")  # absolute, in the home folder, or from the environment
 _PATTERN = re.compile(r"[{}\[\]*?$]|::")  # characters with a meaning in a specification of shards
+
+
+TRAINS = re.compile(r"(model|tokenizer|data|loss|distill|optim|schedule|train)\.|run\.(seed|deterministic)$")
+BESIDES = re.compile(
+    r"model\.cache_dir|data\.(cache|cache_gib|workers|trace|\w+_timeout|max_\w+_failures)"
+    r"|data\.sources\..*\.(shards|folder)"
+)
 
 
 def dump(settings: Settings) -> str:
@@ -236,3 +249,87 @@ def changed(section: Section) -> Tree:
         else:
             tree[name] = dumped[name]
     return tree
+
+
+def noted(settings: Settings) -> dict[str, object]:
+    """The settings that determine the weights, by dotted key, for a checkpoint's state."""
+    values = by_key(portable(settings))
+    return {
+        key: redact_value(value) if isinstance(value, str) else value
+        for key, value in values.items()
+        if TRAINS.match(key) and not BESIDES.fullmatch(key)
+    }
+
+
+def changes(settings: Settings, before: Mapping[str, object]) -> list[str]:
+    """Differences between `noted(settings)` and a checkpoint's: 'KEY OLD -> NEW'; keys that it lacks are left out."""
+    return [
+        f"{key} {shown(before[key])} -> {shown(value)}"
+        for key, value in noted(settings).items()
+        if key in before and before[key] != value
+    ]
+
+
+def print_summary(
+    settings: Settings,
+    world: World,
+    towers: Towers,
+    checkpoint: Path | None = None,
+    done: int = 0,
+    before: Mapping[str, object] | None = None,
+) -> None:
+    """Print sources, model, optimizer, batch, evaluators and length of the run.
+
+    Args:
+        settings: with every `auto` resolved.
+        checkpoint: the one that the run is resumed from, at step `done` with the settings `before`.
+    """
+    data, optim, stop, distill = settings.data, settings.optim, settings.train.early_stop, settings.distill
+    for name, source in open_sources(settings).items():
+        factors = "::".join(f"{factor:g}" for factor in data.sources[name].upsampling_factors or ())
+        drawn = f", shards drawn {factors}" if factors else ""
+        announce(f"source   {name}: {source.summary()}, weight {data.sources[name].weight:g}{drawn}")
+    if settings.epochs is not None:
+        announce(f"epoch    {settings.epochs.summary()}")
+    trained = sum(parameter.numel() for parameter in towers.parameters() if parameter.requires_grad)
+    count = f"{towers.n_parameters:,} parameters"
+    count += "" if trained == towers.n_parameters else f", {trained:,} of them trained"
+    for tower, until in (("image", settings.model.unlock_image_at), ("text", settings.model.unlock_text_at)):
+        count += "" if until is None else f", the {tower} tower from step {until}"
+    announce(f"model    {settings.model.name}, {count}, {towers.loss_type} loss")
+    for tower, folder in data.stored_towers.items():
+        announce(f"features {redact(folder)}, in place of the {tower} tower")
+    teachers = [redact(folder) for folder in data.teacher_features]
+    if distill.model is not None:
+        teachers.append(f"{distill.model}{f', {distill.pretrained}' if distill.pretrained else ''}")
+    if teachers:
+        weights = f"contrastive {distill.contrastive:g}, {distill.type} {distill.weight:g}"
+        weights += f", features {distill.features:g}" * bool(distill.features)
+        announce(f"teacher  {'; '.join(teachers)}: {weights}")
+    announce(f"optim    {optim.type}, lr {optim.lr:g}, wd {optim.wd:g}{optim.summary(settings.model.name)}")
+    sizes = "".join(f", {size} from step {step}" for step, size in data.batch_schedule)
+    announce(
+        f"batch    {data.global_batch_size}{sizes} on {world.size} x {world.device}"
+        f"{', fsdp' if settings.train.parallel == 'fsdp' and world.size > 1 else ''}, "
+        f"{counted(int(data.workers), 'worker')} a rank, {data.lanes} lanes, {data.sampling.mode}, "
+        f"{settings.train.precision}"
+    )
+    for name, section in settings.evals.items():
+        when = f"every {section.every} steps" if section.every else "at the end"
+        announce(f"evals    {name}: {section.type}, {when}, {' and '.join(section.kinds)} weights")
+    announce(f"steps    {settings.total_steps}" + ("" if checkpoint is None else f", going on from {checkpoint}"))
+    if checkpoint is not None and done >= settings.total_steps:
+        announce(f"         which is at step {done}: nothing is left to train, only to evaluate (more: --steps)")
+    for number, change in enumerate(changes(settings, before or {})):
+        announce(f"{'changed' if number == 0 else '':8} {change}")
+    if stop.metric is not None:
+        by = f" by more than {stop.min_delta:g}" * (stop.min_delta > 0)
+        announce(f"         or until {stop.metric} is no better{by} in {stop.patience} evaluations in a row")
+    announce(f"folder   {settings.run_folder}")
+
+
+def print_best(settings: Settings) -> None:
+    """Print the best checkpoint, if the settings name a metric for it."""
+    best = store.best_of(settings.run_folder / "checkpoints")
+    if best is not None and best.metric == settings.checkpoint.keep_best:
+        announce(f"best     {settings.run_folder / 'checkpoints' / best.name}: {best.metric} {best.value:.4g}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import inspect
 import io
 import itertools
@@ -166,27 +167,30 @@ def _debug(argv: Sequence[str]) -> bool:
 
 
 class CallableModule(ModuleType):
-    """A module that passes calls to its function of the same name."""
+    """A module that passes calls to a function, whose documentation it has."""
+
+    place: str  # MODULE:FUNCTION
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
+        return self.function(*args, **kwargs)
 
     @property
-    def _function(self) -> Any:
-        return vars(self)[self.__name__.rpartition(".")[2]]
+    def function(self) -> Any:
+        """The function, imported when it is asked for."""
+        module, _, name = self.place.partition(":")
+        return getattr(importlib.import_module(module), name)
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._function)
+        return inspect.signature(self.function)
+
+    @property
+    def __doc__(self) -> str:  # type: ignore[override]
+        return str(self.function.__doc__)
 
 
-def make_callable(name: str) -> None:
-    """Make the module `name` callable, with its function's documentation after its own; called as it is imported."""
+def make_callable(name: str, place: str) -> None:
+    """Make the module `name` callable, as the function `place` (MODULE:FUNCTION); called as the module is imported."""
     module = sys.modules[name]
-    if name == "__main__":
-        return
     module.__class__ = CallableModule
-    function: Any = vars(module)[name.rpartition(".")[2]]
-    module.__doc__ = (
-        f"{inspect.cleandoc(function.__doc__ or '')}\n\nThis is also the module of the verb:\n{module.__doc__}"
-    )
+    module.place = place  # type: ignore[attr-defined]

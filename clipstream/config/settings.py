@@ -38,6 +38,7 @@ from clipstream.utils.section import SET, Conflict, Is, Path, Section, Tree
 if TYPE_CHECKING:
     from clipstream.data.order.epochs import EpochPlan
     from clipstream.data.sources.registry import Source
+    from clipstream.training.state import TrainState
 
 INDEXED_EPOCH = Conflict(  # the data give it in this mode afterwards
     {"train.epoch_samples": SET, "data.sampling.mode": Is("indexed")},
@@ -277,6 +278,33 @@ def resolve(settings: Settings, world: World) -> Settings:
             "data": with_lanes(settings.data),
         }
     )
+
+
+def carried_over(settings: Settings, state: TrainState | None, world: World, *, own_lanes: bool) -> Settings:
+    """The settings of a resumed run, with the values that were resolved when it began. Collective.
+
+    Args:
+        settings: resolved for these ranks and workers, this machine.
+        state: of the checkpoint; None for a new run.
+        own_lanes: whether the user set data.lanes.
+    """
+    from clipstream.training.precision import resolve_precision  # imports torch
+
+    lanes = None if state is None or own_lanes else state.data.lanes_total
+    if state is not None and lanes is not None and world.size <= lanes <= min(settings.data.batch_sizes):
+        settings = _with(settings, "data", lanes=lanes)
+        shards = state.data.fingerprint.get("data.shuffle.shards")
+        if settings.data.shuffle.open_shards is None and isinstance(shards, int) and shards > 0:
+            shuffle = settings.data.shuffle.model_copy(update={"shards": shards})
+            settings = _with(settings, "data", shuffle=shuffle)
+    if settings.train.precision == "auto":
+        saved: Any = "auto" if state is None else state.train_step.precision
+        settings = _with(settings, "train", precision=resolve_precision(saved, world))
+    return settings
+
+
+def _with(settings: Settings, section: str, **values: Any) -> Settings:
+    return settings.model_copy(update={section: getattr(settings, section).model_copy(update=values)})
 
 
 def open_sources(settings: Settings) -> dict[str, Source]:

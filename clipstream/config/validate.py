@@ -15,13 +15,14 @@ from typing import Any
 from clipstream.checkpoint.remote_sync import RemoteDir
 from clipstream.checkpoint.run_lock import holds_a_run
 from clipstream.config.error_messages import enumerate_words, format_problem
-from clipstream.config.settings import INDEXED_EPOCH, Settings
+from clipstream.config.settings import INDEXED_EPOCH, Settings, with_known_epoch
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources.registry import expand
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.classes import repeated, unreadable
 from clipstream.evals.settings import EvalSettings, LabelledSettings, eval_name, sources_of
+from clipstream.losses.settings import chosen_loss_type
 from clipstream.storage.shard_url import ShardURL
 from clipstream.text import printable
 from clipstream.utils.logs import logger
@@ -163,6 +164,21 @@ PAIRS = (
     INDEXED_EPOCH,
     *NUMBERS.values(),
 )  # fmt: skip
+
+
+def prepare_run(settings: Settings) -> Settings:
+    """The settings of a training run with the length of an epoch, checked together with the files that they name.
+
+    Raises SettingsError: they are wrong, or files of a model are missing.
+    """
+    settings = with_known_epoch(settings)
+    validate_run(settings, World.from_env())
+    from clipstream.models.pretrained import preflight  # imports huggingface_hub
+
+    loss_type, ask = chosen_loss_type(settings.loss), World.from_env().local_rank == 0
+    teacher = settings.distill.teacher(settings.model.cache_dir)
+    preflight(settings.model, settings.tokenizer, loss_type=loss_type, teacher=teacher, ask=ask)
+    return settings
 
 
 def validate_run(settings: Settings, world: World) -> None:

@@ -42,6 +42,7 @@ from clipstream.utils.plugins import make_plugin
 
 if TYPE_CHECKING:
     from clipstream.data.batch import Batch
+    from clipstream.utils.timing.step_profile import StepProfiler
 
 SINK_METHODS = ("write", "show", "status", "close")
 TRACKERS: dict[str, Callable[[Any, RunInfo], Sink]] = {"wandb": wandb_run, "trackio": trackio_run}
@@ -87,6 +88,17 @@ def build_sinks(log: LogSettings, run: RunInfo, *, trains: bool = True) -> dict[
                 raise SettingsError(f"log.sinks.{name}: {error}") from error
             raise
     return sinks
+
+
+def build_profiler(settings: LogSettings, run: RunInfo, world: World) -> StepProfiler | None:
+    """The profiler of the steps that `log.profile` names; None if this process trains none of them."""
+    from clipstream.utils.timing.step_profile import StepProfiler  # imports torch
+
+    done = run.resume_step or 0
+    steps = settings.profiled(done, run.total_steps)
+    if world.is_main and settings.profile is not None and not steps and done < run.total_steps:
+        logger.info(f"log.profile: no step of {settings.profile} is left after step {done}")
+    return StepProfiler(steps, run.folder, world.device, records=world.is_main) if steps else None
 
 
 class Outputs(SinkGroup):

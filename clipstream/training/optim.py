@@ -52,6 +52,25 @@ class OptimSettings(PluginSection):
         """Further values for the line at the start of a run, each after a comma."""
         return ""
 
+    def build(self, towers: nn.Module, model: str) -> torch.optim.Optimizer:
+        """The optimizer that `type` names; arguments as `Optimizer`.
+
+        Raises SettingsError: nothing is trainable, or a user's optimizer failed.
+        """
+        import torch
+
+        if not any(p.requires_grad for p in towers.parameters()):
+            raise SettingsError("nothing is left to train: unset model.lock_image or model.lock_text")
+        optimizer = _build("optim.type", OPTIMIZERS, self)(towers, model)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise SettingsError(f"optim.type: {self.type} gave {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        if self.type not in ("adamw", "nadamw"):
+            _check_parameters(towers, optimizer, self.type)
+            _check_state(optimizer, f"timm's {self.name}" if isinstance(self, Timm.Settings) else self.type)
+        # What its steps add to the groups, such as a counter, is state; the rest comes from the process's settings.
+        setattr(optimizer, CONSTRUCTED, {key for group in optimizer.param_groups for key in group})
+        return optimizer
+
 
 class ScheduleSettings(PluginSection):
     """The learning rate over the steps. `type` may be a user's own `package.module:Name`."""
@@ -62,6 +81,20 @@ class ScheduleSettings(PluginSection):
     )
     warmup: int = Field(0, ge=0, description="steps of linear warm-up")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of cosine, linear and const-cooldown")
+
+    def build(self, *, peak: float, total_steps: int) -> Callable[[int], float]:
+        """The learning rate of a step (from 0): peak * (step + 1) / warmup during the warm-up, then as `Schedule`.
+
+        Raises SettingsError: a user's schedule failed.
+        """
+        after_warmup = _build("schedule.type", SCHEDULES, self)
+
+        def lr(step: int) -> float:
+            if step < self.warmup:
+                return peak * (step + 1) / self.warmup
+            return float(after_warmup(step, peak=peak, total_steps=total_steps))
+
+        return lr
 
 
 class Optimizer(Protocol):
@@ -437,26 +470,6 @@ OptimSettings.builtin = {name: cls.Settings for name, cls in OPTIMIZERS.items()}
 ScheduleSettings.builtin = {name: cls.Settings for name, cls in SCHEDULES.items()}  # type: ignore[attr-defined]
 
 
-def build_optimizer(towers: nn.Module, settings: OptimSettings, model: str) -> torch.optim.Optimizer:
-    """The optimizer that the settings name; see `Optimizer`.
-
-    Raises SettingsError: nothing is trainable, or a user's optimizer failed.
-    """
-    import torch
-
-    if not any(p.requires_grad for p in towers.parameters()):
-        raise SettingsError("nothing is left to train: unset model.lock_image or model.lock_text")
-    optimizer = _build("optim.type", OPTIMIZERS, settings)(towers, model)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise SettingsError(f"optim.type: {settings.type} gave {type(optimizer).__name__}, not a torch.optim.Optimizer")
-    if settings.type not in ("adamw", "nadamw"):
-        _check_parameters(towers, optimizer, settings.type)
-        _check_state(optimizer, f"timm's {settings.name}" if isinstance(settings, Timm.Settings) else settings.type)
-    # What its steps add to the groups, such as a counter, is state; the rest is set by the settings of each process.
-    setattr(optimizer, CONSTRUCTED, {key for group in optimizer.param_groups for key in group})
-    return optimizer
-
-
 def _check_parameters(towers: nn.Module, optimizer: torch.optim.Optimizer, type: str) -> None:
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if left := [name for name, p in towers.named_parameters() if p.requires_grad and id(p) not in held]:
@@ -532,21 +545,6 @@ def groups_from_json(text: str) -> list[dict[str, Any]]:
         return value
 
     return [{key: content(value) for key, value in group.items()} for group in checked(list[dict[str, Any]], text)]
-
-
-def build_schedule(settings: ScheduleSettings, *, peak: float, total_steps: int) -> Callable[[int], float]:
-    """The learning rate of a step (from 0): peak * (step + 1) / warmup during the warm-up, then as `Schedule`.
-
-    Raises SettingsError: a user's schedule failed.
-    """
-    after_warmup = _build("schedule.type", SCHEDULES, settings)
-
-    def lr(step: int) -> float:
-        if step < settings.warmup:
-            return peak * (step + 1) / settings.warmup
-        return float(after_warmup(step, peak=peak, total_steps=total_steps))
-
-    return lr
 
 
 def _build(

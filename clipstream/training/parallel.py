@@ -17,8 +17,7 @@ or newer): autocast would round them alike, and keep its copies, which are not s
 biases and everything outside of blocks are gathered in float32, and gradients are summed in at least float32. FSDP2
 gathers the next block while one runs: by itself in the backward pass, in the forward pass as the host is ahead.
 
-**Batch norm** uses statistics of the whole global batch: torch's SyncBatchNorm on CUDA; torch has none for the CPU,
-where it is built here from sums over the ranks.
+**Batch norm** uses statistics of the whole global batch: torch's SyncBatchNorm, which requires CUDA.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -44,35 +42,31 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.layers import blocks
 from clipstream.training.precision import Precision, same_randomness
-from clipstream.training.settings import FP16_SHARDS, SHARDED_NORMS
+from clipstream.training.settings import FP16_SHARDS, SHARDED_NORMS, TrainSettings
 
 # torch 2.13 renamed the argument.
 _NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
 _SELECTS_DTYPES = hasattr(MixedPrecisionPolicy, "param_dtype_override_fn")  # per parameter; torch 2.15
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def wrap(module: nn.Module, world: World, *, bucket_mib: int | None = None, bf16: bool = False) -> nn.Module:
+def wrap(module: nn.Module, world: World, settings: TrainSettings | None = None) -> nn.Module:
     """The module in DDP, with rank 0's weights; the module itself with one rank, or if it is sharded.
 
     DDP averages gradients, so a rank's share of the loss is multiplied by `world.size` before `backward`. Buffers are
     not broadcast: batch statistics are the same on all ranks (`synchronize_batch_norm`). There is no static graph: it
     would only save the search for unused parameters, which is off, it excludes `no_sync`, which micro-batches need, and
     it would hide a parameter without a gradient.
-
-    Args:
-        bucket_mib: size of the gradients that are summed in one exchange; None for torch's default.
-        bf16: whether gradients are rounded to bfloat16 and summed in it.
     """
     if world.size == 1 or is_sharded(module):
         return module
     # 1 x 1 convolutions warn on each backward pass, as their strides are ambiguous.
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-    options: Any = {_SYNC_BUFFERS: False}
+    size = None if settings is None else settings.ddp_bucket_mib
+    options: Any = {_SYNC_BUFFERS: False, "bucket_cap_mb": size}
     # No `device_ids`: with them, DDP looks at each number of the texts' lengths, to move it to the device.
-    wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib, **options)
-    if bf16:
+    wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
+    if settings is not None and settings.ddp_hook == "bf16":
         wrapped.register_comm_hook(None, bf16_compress_hook)
     return wrapped
 
@@ -124,7 +118,7 @@ class FullTowers:
     """Unsharded towers, with the interface of `ShardedTowers`."""
 
     def __init__(self, towers: Any) -> None:
-        self.full = towers
+        self.towers = self.full = towers
 
     @contextmanager
     def full_weights(self, device: str, *, instead: Mapping[str, torch.Tensor] | None = None) -> Iterator[Any]:
@@ -202,15 +196,14 @@ class ShardedTowers:
             _move(self.full, "meta")
 
 
-def parallelize(
-    towers: Any, world: World, *, parallel: str, precision: Precision, reshard_after_forward: bool = True
-) -> FullTowers | ShardedTowers:
+def parallelize(towers: Any, world: World, settings: TrainSettings) -> FullTowers | ShardedTowers:
     """The towers on this rank's device, sharded in place with 'fsdp' on several ranks.
 
     Raises SettingsError: as ShardedTowers.
     """
-    if parallel == "fsdp" and world.size > 1:
-        return ShardedTowers(towers, world, precision, reshard_after_forward=reshard_after_forward)
+    if settings.parallel == "fsdp" and world.size > 1:
+        again = settings.reshard_after_forward
+        return ShardedTowers(towers, world, settings.arithmetic, reshard_after_forward=again)
     return FullTowers(towers.to(world.device))
 
 
@@ -274,88 +267,16 @@ def synchronize_batch_norm(module: nn.Module, world: World, frozen: Collection[n
     Args:
         frozen: modules that stay in evaluation mode, and need not be changed.
 
-    Raises SettingsError: on the CPU, for a batch norm class other than torch's (some of timm's).
+    Raises SettingsError: on the CPU, for which torch has no such batch norm.
     """
-    if world.size == 1:
+    norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    if world.size == 1 or all(part in frozen for part in norms):
         return
-    if world.device.startswith("cuda"):
-        nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
-        return
-    for name, part in list(module.named_modules()):
-        if not isinstance(part, nn.modules.batchnorm._BatchNorm) or part in frozen:
-            continue
-        if type(part) not in _BATCH_NORMS:
-            raise SettingsError(
-                f"{type(part).__name__} ({name}) over several ranks needs CUDA: take one rank, or a model with "
-                "torch's batch norm or without any (a ViT)"
-            )
-        parent, _, own = name.rpartition(".")
-        setattr(module.get_submodule(parent), own, RankedBatchNorm.like(part))
-
-
-class RankedBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch norm (arXiv:1502.03167) with the mean and variance of the samples of all ranks.
-
-    Takes and returns [n, C, ...]; n may differ between ranks. Each training pass sums C + 1 and then C numbers over the
-    ranks, forward and backward, so all ranks have to take it.
-    """
-
-    @classmethod
-    def like(cls, norm: nn.modules.batchnorm._BatchNorm) -> RankedBatchNorm:
-        """A copy that shares the parameters and buffers of `norm`."""
-        made = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-        made.weight, made.bias = norm.weight, norm.bias
-        made.running_mean, made.running_var = norm.running_mean, norm.running_var
-        made.num_batches_tracked = norm.num_batches_tracked
-        return made.train(norm.training)
-
-    def _check_input_dim(self, input: torch.Tensor) -> None:
-        """Any number of dimensions from 2 on."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """See torch.nn.BatchNorm2d."""
-        if not self.training:
-            return super().forward(input)
-        with torch.autocast(input.device.type, enabled=False):
-            x = input if input.dtype == torch.float64 else input.float()
-            dims = [0, *range(2, x.ndim)]
-            shape = [1, -1, *[1] * (x.ndim - 2)]
-            count = x.new_full((1,), x.numel() // x.shape[1])
-            sums: torch.Tensor = _Sum.apply(torch.cat([x.sum(dims), count]))
-            total = sums[-1]
-            mean = sums[:-1] / total
-            centred = x - mean.view(shape)
-            # Summed apart: the mean of squares minus the squared mean would lose most digits.
-            variance: torch.Tensor = _Sum.apply(centred.square().sum(dims)) / total
-            self._track(mean.detach(), variance.detach() * total / (total - 1))
-            out = centred * (variance + self.eps).rsqrt().view(shape)
-            if self.affine:
-                out = out * self.weight.view(shape) + self.bias.view(shape)
-        given: torch.Tensor = out.to(input.dtype)
-        return given
-
-    @torch.no_grad()
-    def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
-        self.num_batches_tracked += 1
-        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over the ranks; its gradient is the sum of the ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        summed = tensor.clone()
-        dist.all_reduce(summed)
-        return summed
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return _Sum.forward(ctx, gradient)
+    if not world.device.startswith("cuda"):
+        raise SettingsError(
+            "batch norm over several ranks requires CUDA: use one rank, or a model without batch norm (a ViT)"
+        )
+    nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
 
 
 def batch_statistics(module: nn.Module) -> list[torch.Tensor]:

@@ -20,10 +20,11 @@ import gc
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -32,12 +33,15 @@ from torch.distributed.tensor import DTensor
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.losses.contrastive import ContrastiveLoss
-from clipstream.models.execution.batch_features import FeatureCache
-from clipstream.models.execution.compile import Compilation, compiling, eagerly
-from clipstream.training.auto_micro_batch import AutoMicroBatch, MicroBatch
+from clipstream.models.execution.batch_features import FeatureCache, caches_of
+from clipstream.models.execution.checkpointing import fit_budgets
+from clipstream.models.execution.compile import Compilation, compile_towers, compiling, eagerly
+from clipstream.storage.shard_cache import cache_root
+from clipstream.training.auto_micro_batch import AutoMicroBatch
 from clipstream.training.ema import WeightAverages
 from clipstream.training.gradcache import GradCache
 from clipstream.training.parallel import (
+    FullTowers,
     batch_statistics,
     finish_gradients,
     local_tensor,
@@ -45,13 +49,18 @@ from clipstream.training.parallel import (
     warm_up_buckets,
     wrap,
 )
-from clipstream.training.precision import Precision
-from clipstream.training.settings import MICRO_NORMS
+from clipstream.training.precision import autocast, same_randomness
+from clipstream.training.settings import AUTO_ON_CPU, MICRO_NORMS, TrainSettings
 from clipstream.training.state import StepState
-from clipstream.utils.logs import logger
+from clipstream.utils.logs import announce, logger
 from clipstream.utils.timing.parts import COPY, OPTIMIZER
 from clipstream.utils.timing.step_timer import begin, timed
 
+if TYPE_CHECKING:
+    from clipstream.models.settings import ModelSettings
+    from clipstream.models.towers import Towers
+
+FLOAT32 = TrainSettings(precision="fp32")
 SMALLEST_SCALE = 2.0**-10  # of fp16: gradients that are not finite at this scale never will be
 
 DOMINATES = 100.0  # times the other terms of the loss: a weight that was meant for another scale
@@ -76,74 +85,79 @@ class StepResult:
 
 
 class TrainStep:
-    """Callable that takes one step on a batch.
+    """Callable that trains towers on a batch.
 
     Args:
-        model: the towers on this rank's device, in their final dtype; `image.size`, `context_length`,
-            `has_batch_norm`, `text_lengths`, `unchanging` and `clip.logit_scale` are read. Not wrapped in DDP; may be
-            sharded. Locks with an end are open.
-        micro_batch_size: samples per forward pass on this rank; None for all, 'auto' for as many as fit.
-        kept: micro-batches, but one, that keep their graph from the first pass; 'auto' for as many as fit, of a given
-            size.
+        towers: the model, on this rank's device, in its final dtype, not wrapped in DDP, with locks that have an end
+            open; or the layout of `parallelize`. Of a model `image.size`, `context_length`, `has_batch_norm`,
+            `text_lengths`, `unchanging` and `clip.logit_scale` are read.
+        loss: a step never raises exp(logit_scale) above its `max_logit_scale`, nor lowers it below its
+            `min_logit_scale`, if it has such limits; a scale that was loaded beyond a limit stays or comes nearer, so
+            that learning rate 0 changes nothing.
+        settings: precision, micro-batches, compilation, averages and DDP.
         clip_norm: gradients with a larger norm are scaled down to it; None for no limit.
-        max_logit_scale: upper limit of exp(logit_scale), or None. A step never raises the scale above it; a scale that
-            was loaded above it stays or falls, so that learning rate 0 changes nothing.
-        min_logit_scale: lower limit of exp(logit_scale), likewise.
-        averages: updated after each step that changed the weights.
         caches: of the features of frozen towers.
-        compilation: of the model's parts, if any is compiled; told of each step, and logged by rank 0.
-        ddp: wraps the model for several ranks (`parallel.wrap`).
+
+    Attributes:
+        averages: of the weights, updated after each step that changed them; None without `ema`.
+        compilation: of the model's parts, logged by rank 0; None if nothing is compiled.
 
     Raises SettingsError: micro-batches with batch norm, whose features would depend on the cut.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        towers: Any,
         loss: ContrastiveLoss,
         optimizer: torch.optim.Optimizer,
         world: World,
+        settings: TrainSettings = FLOAT32,
         *,
-        precision: Precision = "fp32",
-        micro_batch_size: MicroBatch = None,
-        kept: int | Literal["auto"] = 1,
         clip_norm: float | None = None,
-        max_logit_scale: float | None = None,
-        min_logit_scale: float | None = None,
-        averages: WeightAverages | None = None,
         caches: Sequence[FeatureCache] = (),
-        compilation: Compilation | None = None,
-        ddp: Callable[[nn.Module, World], nn.Module] = wrap,
     ) -> None:
-        if micro_batch_size is not None and model.has_batch_norm:
+        self.layout = FullTowers(towers) if isinstance(towers, nn.Module) else towers
+        self.towers: Any = self.layout.towers
+        self.optimizer, self.world, self.settings = optimizer, world, settings
+        self.clip_norm, self.caches = clip_norm, caches
+        model, precision = self.towers, settings.arithmetic
+        size, kept = settings.micro_batch_size, settings.kept_micro_batches
+        if size is not None and model.has_batch_norm:
             raise MICRO_NORMS.error("train.micro_batch_size")
-        self.towers: Any = model
-        self.optimizer, self.world, self._ddp = optimizer, world, ddp
-        self.clip_norm, self.averages, self.caches, self.compilation = clip_norm, averages, caches, compilation
-        self.max_logit_scale, self.min_logit_scale = max_logit_scale, min_logit_scale
+        self.compilation: Compilation | None = None
+        if settings.compile != "off":
+            cache = cache_root() / "inductor"
+            options = settings.compile, settings.compile_backend, settings.compile_mode
+            self.compilation = compile_towers(model, *options, cache=cache)
+        self.averages: WeightAverages | None = None
+        if settings.ema is not None:
+            self.averages = WeightAverages(model, settings.ema, warmup=settings.ema_warmup)
+        self.max_logit_scale: float | None = getattr(loss, "max_logit_scale", None)
+        self.min_logit_scale: float | None = getattr(loss, "min_logit_scale", None)
         self.scaler = torch.amp.GradScaler(torch.device(world.device).type, enabled=precision == "fp16")
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters: list[nn.Parameter] = [p for p in model.parameters() if p.requires_grad]
         self._statistics = batch_statistics(model)
         # By torch's contract with GradScaler, but for its deprecated form.
         takes_flag = getattr(optimizer, "_step_supports_amp_scaling", False)
         self._takes_flag = takes_flag and "grad_scaler" not in inspect.signature(optimizer.step).parameters
         self._compared = not world.is_main  # whether the terms of the loss were compared
         self._set_locks(0)
-        parts = (model, ddp(model, world), loss, world, precision, self.scaler.scale)
+        parts = (model, wrap(model, world, settings), loss, world, precision, self.scaler.scale)
         self.gradcache: GradCache
-        if isinstance(micro_batch_size, str) or isinstance(kept, str):
+        if isinstance(size, str) or isinstance(kept, str):
 
             def reserved() -> int:  # by AdamW for its moments, before a parameter's first step
                 new = [p for p in self.parameters if p.requires_grad and not optimizer.state.get(p)]
                 return 2 * sum(p.numel() * p.element_size() for p in new)
 
-            self.gradcache = AutoMicroBatch(*parts, reserved=reserved, trial_context=partial(eagerly, compilation))
-            if isinstance(micro_batch_size, int):
-                self.gradcache.size, self.gradcache.finds_kept = micro_batch_size, True
+            context = partial(eagerly, self.compilation)
+            self.gradcache = AutoMicroBatch(*parts, reserved=reserved, trial_context=context)
+            if isinstance(size, int):
+                self.gradcache.size, self.gradcache.finds_kept = size, True
             else:
                 self.gradcache.kept = 1 if isinstance(kept, str) else kept
         else:
-            self.gradcache = GradCache(*parts, micro_batch_size, kept)
+            self.gradcache = GradCache(*parts, size, kept)
         self._warm_up()
 
     def unlock(self, step: int) -> None:
@@ -157,7 +171,7 @@ class TrainStep:
             return
         self.gradcache.model = self.towers
         gc.collect()  # the former DDP module, whose hooks on the parameters go with it
-        self.gradcache.model = self._ddp(self.towers, self.world)
+        self.gradcache.model = wrap(self.towers, self.world, self.settings)
         if isinstance(self.gradcache, AutoMicroBatch):
             self.gradcache.fitted = 0  # more is trained than before
         self._warm_up()
@@ -277,6 +291,30 @@ class TrainStep:
             self.towers.toggle(changing)
         return bool(changing)
 
+    @contextmanager
+    def whole_weights(self, instead: Mapping[str, torch.Tensor] | None = None) -> Iterator[Any]:
+        """A context with the whole model on this rank's device: shards are gathered, stored towers loaded. Collective.
+
+        Compiled towers run eagerly, with the text setting of eager ones: evaluations have many shapes, and figures must
+        be those of `clipstream evaluate`.
+
+        Args:
+            instead: values for the parameters of these names, as the averages.
+        """
+        device, compilation = self.world.device, self.compilation
+        with (
+            self.layout.full_weights(device, instead=instead) as towers,
+            towers.whole(device),
+            eagerly(compilation),
+        ):
+            compiled = towers.text_buckets
+            if compilation is not None and compiled is not None:
+                towers.text_buckets = compilation.text_buckets
+            try:
+                yield towers
+            finally:
+                towers.text_buckets = compiled
+
     @torch.no_grad()
     def has_finite_weights(self) -> bool:
         """Whether the trained weights are finite on all ranks. Collective."""
@@ -304,6 +342,32 @@ class TrainStep:
             self.gradcache.size = state.micro_batch  # None: all samples fitted, which is tried again
         elif state.kept_micro_batches is not None:
             self.gradcache.kept, self.gradcache.tried_for = state.kept_micro_batches
+
+
+def fit_memory(
+    towers: Towers, model: ModelSettings, batch_size: int, world: World, settings: TrainSettings
+) -> list[FeatureCache]:
+    """Fit activations into the budgets of `model.grad_checkpointing`; returns the caches of frozen towers' features.
+
+    Args:
+        towers: on their device.
+        batch_size: samples of the largest global batch.
+
+    Raises SettingsError: a budget is too little, a tower with a cache has weights that are trained, or micro-batches
+    are to be fitted on the CPU.
+    """
+    auto = [key for key in ("micro_batch_size", "kept_micro_batches") if getattr(settings, key) == "auto"]
+    if auto and not world.device.startswith("cuda"):
+        raise AUTO_ON_CPU.error(f"train.{auto[0]}")
+    samples, size = -(-batch_size // world.size), settings.micro_batch_size
+    context = partial(autocast, world.device, settings.arithmetic)
+    with same_randomness(world.device):
+        lines = fit_budgets(towers, model, min(samples, size) if isinstance(size, int) else samples, context)
+    reshard(towers)
+    caches = caches_of(towers, model, world, context)
+    for line in [*lines, *(cache.summary() for cache in caches)] if world.is_main else ():
+        announce(f"memory   {line}")
+    return caches
 
 
 @torch.no_grad()

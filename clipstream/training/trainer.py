@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 from clipstream.data.batch import Batch
@@ -20,7 +20,6 @@ from clipstream.data.loader.stage_timing import StageTimes, merged
 from clipstream.data.order.lanes import DataState
 from clipstream.distributed.run_record import end_record
 from clipstream.distributed.signals import StopSignals
-from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, DataError, Interrupted, Stopped
 from clipstream.models.execution.flops import Throughput, Work
 from clipstream.training.early_stop import EarlyStop, EarlyStopSettings
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 Record = dict[str, object]
 TRAINING = "training"  # the bottleneck of a run that does not wait for data
 NEGLIGIBLE = 0.05  # share of the time spent waiting for data below which training is the bottleneck
+SHOW_EVERY = 1000  # steps
 HEALTH_LINES = 10  # training lines between two lines of data health
 
 
@@ -57,6 +57,27 @@ class CheckpointWriter(Protocol):
         """Wait for the save in progress; whether the last one was written."""
 
 
+@dataclass(frozen=True)
+class Length:
+    """Of a run: its steps, and what is counted along them."""
+
+    total_steps: int
+    lr: Callable[[int], float]  # learning rate of a step (from 0)
+    log_every: int = 100  # steps between training lines
+    epoch_samples: int | None = None  # samples of an epoch; adds `epoch` to the training lines
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the loop calls."""
+
+    write: Callable[[Record], object]  # takes the records, on rank 0
+    evaluate: Callable[[int, bool], object]  # (steps done, last) after each step; runs the evaluators that are due
+    evaluation_due: Callable[[int], object] = lambda step: False  # whether `evaluate` does something after a step
+    show: Callable[[int, Batch], None] | None = None  # (step, batch) before every SHOW_EVERY steps
+    first: Callable[[Batch], None] | None = None  # the first batch of this process, before its step
+
+
 @dataclass(eq=False)
 class Trainer:
     """The run on one rank.
@@ -68,28 +89,15 @@ class Trainer:
 
     train_step: TrainStep  # trains on a batch
     loader: Loader  # yields batches, starting at the position of `state`
-    _: KW_ONLY
-    lr: Callable[[int], float]  # learning rate of a step (from 0)
-    world: World  # this rank among the others
-    total_steps: int  # of the whole run
-    log_every: int  # steps between training lines
-    write: Callable[[Record], object]  # takes the records, on rank 0
-    # called as evaluate(steps_done, last) on all ranks after each step; runs the evaluators that are due
-    evaluate: Callable[[int, bool], object]
     writer: CheckpointWriter  # saves checkpoints when they are due and at the end
+    length: Length
+    hooks: Hooks
     signals: StopSignals  # entered by the caller
     rollback: Rollback  # handles non-finite steps
-    state: InitVar[TrainState | None] = None  # of a resumed run
-    epoch_samples: int | None = None  # samples of an epoch; adds `epoch` to the training lines
-    # called as show(step, batch) before the first step and then every `show_every` steps
-    show: Callable[[int, Batch], None] | None = None
-    show_every: int = 1000
-    first: Callable[[Batch], None] | None = None  # called with the first batch of this process, before its step
-    # may end the run before its last step
     early_stop: EarlyStop = field(default_factory=lambda: EarlyStop(EarlyStopSettings()))
+    state: InitVar[TrainState | None] = None  # of a resumed run
     throughput: Throughput | None = None  # adds `tokens_per_s`, `tflops` and `mfu` to the training lines
     profiler: StepProfiler | None = None  # writes a profile of some steps
-    evaluation_due: Callable[[int], object] = lambda step: False  # whether `evaluate` has something to do after a step
 
     def __post_init__(self, state: TrainState | None) -> None:
         self._saved_step = -1
@@ -97,11 +105,13 @@ class Trainer:
             self._saved_step = state.step
             self.rollback.on_save(state.step)
         start = state or TrainState()
+        self.world, self.total_steps = self.train_step.world, self.length.total_steps
         self.step, self.samples = start.step, start.samples
         self._interval, self._evaluation_pending = start.interval, start.evaluation_pending
         self._health_before = [start.health] if start.health else []
         self._health_step = -1
         self._started: _Started | None = None
+        self._first = self.hooks.first
         self._clock = _Clock()
         self._timer = StepTimer(self.world.device)
         self._usage = Usage(self.world.device, self.loader.worker_pids)
@@ -146,18 +156,18 @@ class Trainer:
     def _train(self) -> None:
         """The steps, with the evaluations and checkpoints between them."""
         while self.step < self.total_steps and not self.early_stop.should_stop:
-            lr = self.lr(self.step)
+            lr = self.length.lr(self.step)
             self._profile(begins=True)
             with timed(DATA):
                 batch = self._next_batch()
-            if self.show is not None and self.step % self.show_every == 0:
+            if self.hooks.show is not None and self.step % SHOW_EVERY == 0:
                 with self._paused():
-                    self.show(self.step, batch)
+                    self.hooks.show(self.step, batch)
             self.train_step.unlock(self.step)
-            if self.first is not None:
+            if self._first is not None:
                 with self._paused():
-                    self.first(batch)
-                self.first = None
+                    self._first(batch)
+                self._first = None
             if self.throughput is not None:
                 self.throughput.add(batch)
             result = self.train_step.start(batch, lr)
@@ -180,8 +190,8 @@ class Trainer:
 
     def _settles(self) -> bool:
         """Whether the result of the last step is needed now: something is to be written, or to follow from it."""
-        due = self.step % self.log_every == 0 or self.step == self.total_steps
-        due = due or self.writer.due(self.step) or bool(self.evaluation_due(self.step))
+        due = self.step % self.length.log_every == 0 or self.step == self.total_steps
+        due = due or self.writer.due(self.step) or bool(self.hooks.evaluation_due(self.step))
         return due or self.rollback.state.nonfinite + 1 >= self.rollback.settings.max_nonfinite
 
     def _settle(self) -> None:
@@ -204,7 +214,7 @@ class Trainer:
             every = [key for part in self.world.gather_objects(keys) for key in part]
             figures = {"loss": f"{result.loss:g}", "grad_norm": f"{result.grad_norm:g}"}  # JSON has no NaN
             self._write({"step": self.step, "nonfinite": {**figures, "keys": every}})
-        if self.step % self.log_every == 0 or self.step == self.total_steps:
+        if self.step % self.length.log_every == 0 or self.step == self.total_steps:
             with self._timer.paused():  # as the clock begins anew at its end
                 self._log(result, lr)
         with self._paused():
@@ -287,7 +297,7 @@ class Trainer:
 
     def _evaluate(self, last: bool) -> None:
         try:
-            self.evaluate(self.step, last)
+            self.hooks.evaluate(self.step, last)
         except Stopped:  # interrupted, on all ranks
             self._evaluation_pending = True
             self._stop()
@@ -327,13 +337,13 @@ class Trainer:
         record[self._usage.kind] = over_ranks(rank.usage for rank in ranks)
         if result.loss_scale is not None:
             record |= {"loss_scale": result.loss_scale, "overflow_rate": sums.overflows / sums.steps}
-        if self.epoch_samples:
-            record["epoch"] = self.samples / self.epoch_samples
+        if self.length.epoch_samples:
+            record["epoch"] = self.samples / self.length.epoch_samples
         self._write(record)
         about = {"data_wait": waited, "seconds": seconds, "bottleneck": bottleneck}
         self._write({"step": self.step, **about, "stages": stages.summary()})
         self._write_dropped()
-        if self.step % (self.log_every * HEALTH_LINES) == 0 or self.step == self.log_every:
+        if self.step % (self.length.log_every * HEALTH_LINES) == 0 or self.step == self.length.log_every:
             self._write_health()
         self._interval, self._clock = IntervalState(), _Clock(self.loader.wait_seconds)
 
@@ -356,7 +366,7 @@ class Trainer:
 
     def _write(self, record: Record) -> None:
         if self.world.is_main:
-            self.write(record)
+            self.hooks.write(record)
 
     def _save(self, data: DataState | None = None, *, must: bool = True) -> None:
         """Save, unless the weights are not finite: the next steps decide what happens then.

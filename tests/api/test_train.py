@@ -179,13 +179,12 @@ def test_ctrl_c_saves_and_raises_keyboard_interrupt(place: Path) -> None:
 
 
 @pytest.mark.parametrize("first", ["import clipstream.train", "import clipstream; clipstream.train", "pass"])
-def test_the_module_of_a_verb_is_its_function(first: str) -> None:
+def test_the_module_of_the_recipe_is_the_function(first: str) -> None:
     code = f"""
 {first}
 import clipstream, inspect, sys
 from clipstream import train
-assert "torch" not in sys.modules
-assert clipstream.train is train is sys.modules["clipstream.train"] and callable(train) and callable(train.main)
+assert clipstream.train is train is sys.modules["clipstream.train"] and callable(train)
 print(inspect.signature(train))
 try: train(stepz=3)
 except clipstream.errors.SettingsError as error: print(error)

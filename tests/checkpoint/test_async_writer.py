@@ -18,7 +18,7 @@ from clipstream.checkpoint.state import OPTIMIZER, WEIGHTS, TensorFile, load, me
 from clipstream.checkpoint.store import BEST, find, marker_of
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError
-from clipstream.training.optim import AdamW, build_optimizer
+from clipstream.training.optim import AdamW
 from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState
 from clipstream.training.step import TrainStep
@@ -55,7 +55,7 @@ def test_training_goes_on_and_the_save_is_of_its_step(device: str, gate: Gate, t
     if device != "cpu" and not torch.cuda.is_available():
         pytest.skip("there is no GPU here")
     model, world = TinyTowers(dropout=0.2).to(device), World(device=device)
-    optimizer = build_optimizer(model, AdamW.Settings(lr=0.01), "ViT")
+    optimizer = AdamW.Settings(lr=0.01).build(model, "ViT")
     step = TrainStep(model, LOSSES["clip"], optimizer, world)
     step(make_batch(0), lr=0.01)
     saver = saver_of(tmp_path, world, model=(model, optimizer))

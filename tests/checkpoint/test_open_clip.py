@@ -16,7 +16,7 @@ from clipstream import train
 from clipstream.checkpoint.open_clip import OpenClipCheckpoint
 from clipstream.checkpoint.store import find
 from clipstream.errors import SettingsError
-from clipstream.training.optim import AdamW, build_optimizer
+from clipstream.training.optim import AdamW
 from tests.support import model_files
 from tests.support.open_clip_epochs import write_epoch
 
@@ -27,7 +27,7 @@ def test_moments_are_those_of_their_parameters(kind: str, tmp_path: Path) -> Non
     config = json.loads(Path(name).read_text())
     path, theirs, model = write_epoch(tmp_path, config, kind)
     towers = model_files.build(name)
-    optimizer = build_optimizer(towers, AdamW.Settings(lr=1e-3), "ViT-B-32")
+    optimizer = AdamW.Settings(lr=1e-3).build(towers, "ViT-B-32")
     OpenClipCheckpoint.read(path).load(towers, optimizer)
     for key, parameter in towers.clip.named_parameters():
         other = model.get_parameter(key)
@@ -43,7 +43,7 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
     path, _, model = write_epoch(tmp_path, json.loads(Path(name).read_text()), "3.3.0")
     locked = model_files.build(name, lock_image=True)
     with pytest.raises(SettingsError, match="lock the same towers as there"):
-        OpenClipCheckpoint.read(path).load(locked, build_optimizer(locked, AdamW.Settings(), "ViT"))
+        OpenClipCheckpoint.read(path).load(locked, AdamW.Settings().build(locked, "ViT"))
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     with pytest.raises(SettingsError, match="by --pretrained"):
         OpenClipCheckpoint.read(tmp_path / "weights.pt")
@@ -91,7 +91,7 @@ def test_odd_fields_are_named(changed: dict[str, Any], words: str | None, tmp_pa
     name = model_files.write(tmp_path)
     path, *_ = write_epoch(tmp_path, json.loads(Path(name).read_text()), "3.3.0", **changed)
     towers = model_files.build(name)
-    optimizer = build_optimizer(towers, AdamW.Settings(lr=1e-3), "ViT-B-32")
+    optimizer = AdamW.Settings(lr=1e-3).build(towers, "ViT-B-32")
     with nullcontext() if words is None else pytest.raises(SettingsError, match=words):
         OpenClipCheckpoint.read(path).load(towers, optimizer)
 

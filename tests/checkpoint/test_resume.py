@@ -16,11 +16,11 @@ import torch
 
 from clipstream.checkpoint.store import find
 from clipstream.cli.verbs.index import make_indexes
+from clipstream.cli.verbs.train import main
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings, LossSettings
-from clipstream.train import main
 from tests.support.evaluating import CONFIG
 from tests.support.pictures import make_shards
 from tests.support.ranks import TIMEOUT, end_ranks

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 from clipstream.checkpoint.state import RANDOM, STATE, CheckpointMeta, set_random_state_of
 from clipstream.checkpoint.store import Best, Marker
-from clipstream.config.settings import load
+from clipstream.config.settings import carried_over, load
 from clipstream.data.order.lanes import Cursor, DataState, LaneState
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.model_config import ModelConfig, check_config
-from clipstream.tools.resume import carried_over
 from clipstream.training.optim import groups_from_json
 from clipstream.training.precision import random_state, same_randomness
 from clipstream.training.state import TrainState

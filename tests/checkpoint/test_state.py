@@ -20,7 +20,7 @@ from clipstream.checkpoint.store import MARKER, agree, fault, find
 from clipstream.data.order.lanes import Cursor, DataState, LaneState
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.training.optim import AdamW, build_optimizer
+from clipstream.training.optim import AdamW
 from clipstream.training.state import TrainState
 from clipstream.training.step import TrainStep
 from tests.support.ranks import run_ranks
@@ -94,7 +94,7 @@ def test_the_optimisers_numbers_are_the_present_settings(tmp_path: Path) -> None
     path = write(tmp_path, 1)
     assert path is not None
     model = TinyTowers()
-    optimizer = build_optimizer(model, AdamW.Settings(wd=0.7, betas=(0.5, 0.6)), "ViT")
+    optimizer = AdamW.Settings(wd=0.7, betas=(0.5, 0.6)).build(model, "ViT")
     load(path, towers=model, optimizer=optimizer, world=World())
     assert optimizer.param_groups[0]["weight_decay"] == 0.7 and optimizer.param_groups[0]["betas"] == (0.5, 0.6)
 
@@ -107,7 +107,7 @@ def test_moments_of_the_fused_optimizer_and_of_the_plain_one_are_the_same(fused:
         torch.manual_seed(0)
         model = TinyTowers()
         for number, kind in enumerate((fused, then)):
-            optimizer = build_optimizer(model, AdamW.Settings(fused=kind), "ViT")
+            optimizer = AdamW.Settings(fused=kind).build(model, "ViT")
             if number:
                 load(folder / "step_00000001", towers=model, optimizer=optimizer, world=World())
                 assert optimizer.param_groups[0]["fused"] is kind
@@ -127,7 +127,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     assert path is not None
     model = TinyTowers("siglip")
     with pytest.raises(SettingsError, match="does not fit"):
-        load(path, towers=model, optimizer=build_optimizer(model, AdamW.Settings(), "ViT"), world=World())
+        load(path, towers=model, optimizer=AdamW.Settings().build(model, "ViT"), world=World())
 
 
 def test_a_pickle_of_more_than_tensors_is_refused(tmp_path: Path) -> None:

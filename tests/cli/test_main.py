@@ -40,7 +40,7 @@ def test_help_is_there_at_once() -> None:
 def test_help_imports_nothing_heavy() -> None:
     heavy = "torch", "numpy", "transformers", "open_clip", "huggingface_hub"
     code = (
-        "import sys\nfrom clipstream.train import main\nassert main(['--help']) == 0\n"
+        "import sys\nfrom clipstream.cli.verbs.train import main\nassert main(['--help']) == 0\n"
         f"sys.exit(', '.join(name for name in {heavy} if name in sys.modules) or 0)"
     )
     ended = python("-c", code)

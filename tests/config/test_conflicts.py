@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from clipstream.cli.verbs.train import main
 from clipstream.config.settings import load, with_known_epoch
 from clipstream.config.validate import records, validate_run
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.train import main
 from clipstream.utils.section import Conflict, Is
 from docs.generate import conflict_row, conflicts_page
 from tests.support.pictures import make_shards

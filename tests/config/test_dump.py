@@ -12,12 +12,12 @@ import pytest
 import yaml
 
 from clipstream.cli.verbs.evaluate import main as evaluate
+from clipstream.cli.verbs.train import main
 from clipstream.config.dump import dump, portable, secrets
 from clipstream.config.settings import load
 from clipstream.errors import SettingsError
 from clipstream.models.pretrained import ModelFiles, look_up
 from clipstream.storage.shard_url import has_secret
-from clipstream.train import main
 from tests.support.runs import MODEL, flags, furnish, lines
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.train import main
+from clipstream.cli.verbs.train import main
 from tests.support.runs import flags, lines, place, same_weights, weights
 
 __all__ = ["place"]  # the fixture

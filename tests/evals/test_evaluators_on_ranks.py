@@ -20,6 +20,7 @@ from clipstream.losses.settings import LossSettings
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from clipstream.training.parallel import parallelize
+from clipstream.training.settings import TrainSettings
 from tests.support.evaluating import CONFIG
 from tests.support.pictures import ByteTokenizer, make_shards
 from tests.support.ranks import run_ranks
@@ -55,7 +56,7 @@ def sections(place: Path) -> dict[str, EvalSettings]:
 def evaluate(world: World, place: Path, parallel: str) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     towers = build_towers(ModelSettings(name=f"{place}/model.json"), seed=0).double()
-    layout = parallelize(towers, world, parallel=parallel, precision="fp64")
+    layout = parallelize(towers, world, TrainSettings(parallel=parallel, precision="fp64"))
     data = DataSettings(workers=0, global_batch_size=6)
     loss = build_loss(LossSettings.model_validate({"type": "clip"}), "clip")
     context = EvalContext(layout.full, ByteTokenizer(), world, data, "fp64", loss, 4)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from clipstream.distributed.world import World
 from clipstream.losses.ring import Ring
 from clipstream.training.parallel import parallelize
+from clipstream.training.settings import TrainSettings
 from tests.support.gpu_steps import make_batch, make_step, make_towers
 
 
@@ -79,7 +80,7 @@ def test_a_step_is_that_of_a_rank_alone(
 ) -> None:
     alone = make_step(make_towers(tmp_path, device), device, precision=precision, **options)
     towers = make_towers(tmp_path, device)
-    parallelize(towers, world, parallel=parallel, precision=precision)
+    parallelize(towers, world, TrainSettings(parallel=parallel, precision=precision))
     step = make_step(towers, device, precision=precision, world=world, **options)
     for number in range(3):
         found, wanted = (one(make_batch(seed=number), lr=1e-3) for one in (step, alone))

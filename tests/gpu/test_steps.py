@@ -13,7 +13,6 @@ from clipstream.distributed.world import World
 from clipstream.losses.contrastive import build_loss
 from clipstream.losses.settings import ClipLossSettings, SiglipLossSettings
 from clipstream.models.towers import Features
-from clipstream.training.ema import WeightAverages
 from tests.support.gpu_steps import assert_close, gradients, make_batch, make_step, make_towers, weights
 from tests.support.losses import sigmoid_loss, softmax_loss
 
@@ -58,7 +57,7 @@ def state(step: Any) -> list[torch.Tensor]:
 
 def test_an_overflow_of_fp16_changes_nothing(device: str, tmp_path: Path) -> None:
     towers = make_towers(tmp_path, device)
-    step = make_step(towers, device, precision="fp16", averages=WeightAverages(towers, 0.9, warmup=False))
+    step = make_step(towers, device, precision="fp16", ema=0.9)
     while step(make_batch(), lr=1e-3).overflow:  # until the factor of the beginning is small enough
         pass
     step.scaler.update(2.0**60)
@@ -70,7 +69,7 @@ def test_an_overflow_of_fp16_changes_nothing(device: str, tmp_path: Path) -> Non
 
 def test_a_batch_that_is_not_finite_is_skipped(device: str, tmp_path: Path) -> None:
     towers, batch = make_towers(tmp_path, device), make_batch()
-    step = make_step(towers, device, averages=WeightAverages(towers, 0.9, warmup=False), clip_norm=1.0)
+    step = make_step(towers, device, ema=0.9, clip_norm=1.0)
     step(batch, lr=1e-3)
     before, good = state(step), batch.weights.clone()
     batch.weights[3] = float("nan")
@@ -83,13 +82,13 @@ def test_a_batch_that_is_not_finite_is_skipped(device: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("kept", [0, 1, 2])
 def test_micro_batches_give_the_gradients_of_the_batch(device: str, kept: int, tmp_path: Path) -> None:
     towers = make_towers(tmp_path, device)
-    whole, cut = make_step(towers, device), make_step(towers, device, micro_batch_size=4, kept=kept)
+    whole, cut = make_step(towers, device), make_step(towers, device, micro_batch_size=4, kept_micro_batches=kept)
     assert_close(gradients(cut, make_batch()), gradients(whole, make_batch()), 1e-4)
 
 
 def test_micro_batches_drop_the_same_patches_twice(device: str, tmp_path: Path) -> None:
     towers, batch = make_towers(tmp_path, device, patch_dropout=0.5, text_buckets="off"), make_batch().to(device)
-    step = make_step(towers, device, micro_batch_size=4, kept=0)
+    step = make_step(towers, device, micro_batch_size=4, kept_micro_batches=0)
     torch.manual_seed(3)
     found = gradients(step, batch)
     torch.manual_seed(3)

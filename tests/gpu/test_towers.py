@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from clipstream.models.execution.compile import compile_towers
 from clipstream.models.execution.text_buckets import takes_varlen
-from clipstream.training.ema import WeightAverages
 from tests.support.gpu_steps import assert_close, gradients, make_batch, make_step, make_towers
 
 
@@ -55,9 +53,11 @@ def _compiler() -> Iterator[None]:
 def compiled(folder: Path, device: str, parts: Any, mode: str | None = None) -> Any:
     """A step with compiled towers; on the CPU they are captured alone, which needs no compiler."""
     towers = make_towers(folder, device)
-    compilation = compile_towers(towers, parts, "eager" if device == "cpu" else "inductor", mode)
-    compilation.strict = True
-    return make_step(towers, device, compilation=compilation)
+    backend = "eager" if device == "cpu" else "inductor"
+    step = make_step(towers, device, compile=parts, compile_backend=backend, compile_mode=mode)
+    assert step.compilation is not None
+    step.compilation.strict = True
+    return step
 
 
 @pytest.mark.usefixtures("_compiler")
@@ -94,8 +94,7 @@ def no_waiting() -> Iterator[None]:
 @pytest.mark.parametrize("buckets", ["auto", "packed"])
 def test_a_step_does_not_wait_for_the_gpu(cuda: str, buckets: str, options: dict[str, Any], tmp_path: Path) -> None:
     towers = make_towers(tmp_path, cuda, text_buckets=buckets)
-    averages = WeightAverages(towers, 0.9, warmup=True)
-    step = make_step(towers, cuda, clip_norm=1.0, averages=averages, **options)
+    step = make_step(towers, cuda, clip_norm=1.0, ema=0.9, ema_warmup=True, **options)
     while step(make_batch(), lr=1e-3).overflow:  # until the optimizer has made its moments
         pass
     with no_waiting():

@@ -22,6 +22,7 @@ from clipstream.losses.distillation import DistilledLoss
 from clipstream.losses.settings import ClipLossSettings, DistillSettings, SiglipLossSettings
 from clipstream.training.gradcache import GradCache
 from clipstream.training.parallel import finish_gradients, full_tensor, is_sharded, parallelize, wrap
+from clipstream.training.settings import TrainSettings
 from tests.support.losses import feature_loss, relational_loss, sigmoid_loss, softmax_loss
 from tests.support.peak_memory import PeakMemory
 from tests.support.ranks import run_ranks
@@ -272,7 +273,7 @@ def gradients_of(world: World, *, sharded: bool, size: int | None) -> dict[str, 
     """The gradients of the whole batch of make_batch, distilled from a fixed teacher, and the loss."""
     model = TinyTowers().double()
     if sharded:
-        parallelize(model, world, parallel="fsdp", precision="fp64")
+        parallelize(model, world, TrainSettings(parallel="fsdp", precision="fp64"))
         assert is_sharded(model)
     batch = make_batch(0, world.rank, world.size)
     n, start = sum(CUTS[1]), sum(CUTS[world.size][: world.rank])

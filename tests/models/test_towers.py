@@ -24,9 +24,11 @@ from clipstream.errors import SettingsError
 from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings
 from clipstream.models.towers import Towers
+from clipstream.training.settings import TrainSettings
 from clipstream.training.step import TrainStep
 from tests.support import hubtree
 from tests.support.model_files import TEXT, VIT, build, write
+from tests.support.steps import sgd
 
 RESNET = {"image_size": 64, "layers": [1, 1, 1, 1], "width": 8}
 
@@ -298,7 +300,7 @@ def test_micro_batches_see_the_same_patches_in_both_passes(tmp_path: Path) -> No
     truth = {name: p.grad for name, p in towers.named_parameters()}
     before = {name: p.detach().clone() for name, p in towers.named_parameters()}
     towers.zero_grad()
-    step = TrainStep(towers, loss, torch.optim.SGD(towers.parameters(), lr=1.0), World(), micro_batch_size=4)
+    step = TrainStep(towers, loss, sgd(towers), World(), TrainSettings(precision="fp32", micro_batch_size=4))
     torch.manual_seed(5)
     step(batch, lr=1.0)
     for name, p in towers.named_parameters():

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from clipstream.checkpoint.run_lock import holds_a_run, occupied
+from clipstream.cli.verbs.train import main
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.run_record import git_state
 from clipstream.distributed.world import World
 from clipstream.report.terminal import LOG_FILE, ProgressDisplay, run_log
-from clipstream.train import main
 from clipstream.utils.logs import logger
 from tests.support.ranks import end_ranks
 from tests.support.runs import flags, furnish, lines, start, train_on, wait_for_step

@@ -17,6 +17,7 @@ from rich.console import Console
 from torch import nn
 
 from clipstream.cli.verbs import audit as verb
+from clipstream.cli.verbs.train import main as train
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.losses.contrastive import build_loss
@@ -26,11 +27,10 @@ from clipstream.models.execution.batch_features import FeatureCache, Teacher
 from clipstream.models.towers import Features
 from clipstream.report.precision_audit import Audit, GradientGroup, Recorder, Severity, audit_step
 from clipstream.report.sinks import AUDIT_FILE
-from clipstream.train import main as train
 from clipstream.training.auto_micro_batch import AutoMicroBatch
-from clipstream.training.ema import WeightAverages
 from clipstream.training.optim import parameter_groups
 from clipstream.training.precision import Precision, autocast, prepare
+from clipstream.training.settings import TrainSettings
 from clipstream.training.step import TrainStep
 from tests.support.model_files import build, write
 from tests.support.runs import flags as run_flags
@@ -94,9 +94,10 @@ def make_step(
     change(towers.clip)
     prepare(towers.train(), precision)
     optimizer = torch.optim.AdamW(parameter_groups(towers, 0.1), lr=1e-3)
-    averages = WeightAverages(towers, 0.9) if ema else None
     loss = loss or build_loss(ClipLossSettings(), "clip")
-    return TrainStep(towers, loss, optimizer, World(), precision=precision, averages=averages, **options)
+    clip_norm = options.pop("clip_norm", None)
+    settings = TrainSettings(precision=precision, ema=0.9 if ema else None, **options)
+    return TrainStep(towers, loss, optimizer, World(), settings, clip_norm=clip_norm)
 
 
 def make_batch(towers: Any, n: int = N) -> Batch:
@@ -205,7 +206,7 @@ def test_the_products_of_a_live_teacher_are_no_logits(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_cast_for_each_micro_batch_are_found(tmp_path: Path) -> None:
-    audit = run(make_step(tmp_path, "bf16", micro_batch_size=2, kept=1))
+    audit = run(make_step(tmp_path, "bf16", micro_batch_size=2, kept_micro_batches=1))
     assert {f.what for f in audit.of("warning")} == {"weights are cast to bfloat16 3 times a step"}
     assert all("micro-batch" in f.advice for f in audit.of("warning"))
     assert found(audit, "error") == []
@@ -250,7 +251,12 @@ def test_a_tower_whose_features_are_cached_is_audited(tmp_path: Path) -> None:
     cache = FeatureCache(towers, "image", 0.001, World(), nullcontext)
     optimizer = torch.optim.AdamW([p for p in towers.parameters() if p.requires_grad], lr=1e-3)
     step = TrainStep(
-        towers, build_loss(ClipLossSettings(), "clip"), optimizer, World(), precision="bf16", caches=[cache]
+        towers,
+        build_loss(ClipLossSettings(), "clip"),
+        optimizer,
+        World(),
+        TrainSettings(precision="bf16"),
+        caches=[cache],
     )
     audit = run(step)
     assert any(where.startswith("visual.") for where, _ in found(audit, "cost"))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from clipstream import testing
+from clipstream.cli.verbs.train import main
 from clipstream.config.settings import load
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -16,7 +17,6 @@ from clipstream.evals.context import Table
 from clipstream.report.outputs import Outputs
 from clipstream.report.settings import SinkSettings
 from clipstream.report.sinks import Record, RunInfo, Sink
-from clipstream.train import main
 from tests.support.runs import flags, furnish
 
 

@@ -13,7 +13,8 @@ from clipstream.distributed.world import World
 from clipstream.losses.contrastive import build_loss
 from clipstream.losses.settings import ClipLossSettings
 from clipstream.models.towers import Towers
-from clipstream.training.optim import AdamW, build_optimizer
+from clipstream.training.optim import AdamW
+from clipstream.training.settings import TrainSettings
 from clipstream.training.step import TrainStep
 from tests.support.model_files import build, write
 
@@ -39,12 +40,14 @@ def make_batch(count: int = 16, seed: int = 0) -> Batch:
 
 
 def make_step(
-    towers: Towers, device: str, *, plain: bool = False, world: World | None = None, **options: Any
+    towers: Towers, device: str, *, plain: bool = False, world: World | None = None, **settings: Any
 ) -> TrainStep:
     """A step with AdamW, or with `plain` descent, by which weights move as far as the gradient says."""
-    optimizer = torch.optim.SGD(towers.parameters()) if plain else build_optimizer(towers, AdamW.Settings(), "ViT-B-32")
+    clip_norm = settings.pop("clip_norm", None)
+    train = TrainSettings(**{"precision": "fp32", **settings})
+    optimizer = torch.optim.SGD(towers.parameters()) if plain else AdamW.Settings().build(towers, "ViT-B-32")
     loss = build_loss(ClipLossSettings(), "clip")
-    return TrainStep(towers, loss, optimizer, world or World(device=device), **options)
+    return TrainStep(towers, loss, optimizer, world or World(device=device), train, clip_norm=clip_norm)
 
 
 def weights(towers: torch.nn.Module) -> dict[str, torch.Tensor]:

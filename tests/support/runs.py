@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from clipstream.cli.verbs.train import main
 from clipstream.distributed.world import World
-from clipstream.train import main
 from tests.support.forks import TIMEOUT, Fork, wait_until
 from tests.support.pictures import make_shards
 

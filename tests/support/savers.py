@@ -16,7 +16,7 @@ import torch
 from clipstream.checkpoint.async_writer import AsyncWriter
 from clipstream.checkpoint.remote_sync import RemoteSync
 from clipstream.distributed.world import World
-from clipstream.training.optim import AdamW, build_optimizer
+from clipstream.training.optim import AdamW
 from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState
 from tests.support.steps import TinyTowers
@@ -25,7 +25,7 @@ from tests.support.steps import TinyTowers
 def parts() -> tuple[TinyTowers, torch.optim.Optimizer]:
     """A model and its optimiser."""
     model = TinyTowers(dropout=0.2)
-    return model, build_optimizer(model, AdamW.Settings(lr=0.01, wd=0.1), "ViT")
+    return model, AdamW.Settings(lr=0.01, wd=0.1).build(model, "ViT")
 
 
 def saver_of(

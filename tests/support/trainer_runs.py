@@ -17,12 +17,12 @@ from clipstream.data.order.lanes import DataState
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
 from clipstream.losses.contrastive import ContrastiveLoss
-from clipstream.training.optim import AdamW, build_optimizer
+from clipstream.training.optim import AdamW
 from clipstream.training.rollback import Rollback
 from clipstream.training.settings import TrainSettings
 from clipstream.training.state import TrainState
 from clipstream.training.step import TrainStep
-from clipstream.training.trainer import Trainer
+from clipstream.training.trainer import Hooks, Length, Trainer
 from tests.support.steps import LOSSES, TinyTowers, make_batch
 from tests.support.timings import lap
 
@@ -116,7 +116,7 @@ class Run:
         **batches: int,
     ) -> None:
         self.model = TinyTowers()
-        optimizer = build_optimizer(self.model, AdamW.Settings(lr=0.01), "ViT")
+        optimizer = AdamW.Settings(lr=0.01).build(self.model, "ViT")
         self.lines, self.evaluations = Lines(), []
         self.saves: list[Save] = []
         self.save_every, self.checks = save_every, 0
@@ -130,17 +130,12 @@ class Run:
         self.trainer = Trainer(
             TrainStep(self.model, loss, optimizer, world),
             Batches(world, start=state.data.step if state else 0, **batches),
-            lr=lambda step: 0.01 / (step + 1),
-            world=world,
-            total_steps=total,
-            log_every=3,
-            write=self.lines.append,
-            evaluate=lambda step, last: self.evaluations.append((step, last)),
-            writer=self,
-            signals=self.signals,
-            rollback=Rollback(TrainSettings(max_nonfinite=3), self.restore, state and state.rollback),
+            self,
+            Length(total, lambda step: 0.01 / (step + 1), 3, epoch_samples=20),
+            Hooks(self.lines.append, lambda step, last: self.evaluations.append((step, last))),
+            self.signals,
+            Rollback(TrainSettings(max_nonfinite=3), self.restore, state and state.rollback),
             state=state,
-            epoch_samples=20,
         )
 
     def due(self, step: int) -> bool:

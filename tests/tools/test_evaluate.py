@@ -18,6 +18,7 @@ import torch
 from clipstream.checkpoint.async_writer import AsyncWriter
 from clipstream.checkpoint.store import locate
 from clipstream.cli.verbs.evaluate import main
+from clipstream.cli.verbs.train import main as train
 from clipstream.config.dump import dump
 from clipstream.config.settings import Settings
 from clipstream.distributed.world import World
@@ -28,7 +29,6 @@ from clipstream.evals.settings import RetrievalSettings
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from clipstream.report.terminal import evaluation_line, table
-from clipstream.train import main as train
 from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState
 from tests.support import hubtree

@@ -13,8 +13,8 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings
-from clipstream.training.ema import WeightAverages
 from clipstream.training.precision import Precision, prepare
+from clipstream.training.settings import TrainSettings
 from clipstream.training.step import TrainStep
 from tests.support.model_files import TEXT, build, write
 
@@ -27,9 +27,9 @@ FEATURES: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {  # settings
     "checkpointing matmuls": ({"grad_checkpointing": "matmuls"}, {}),
     "checkpointing, padded": ({"grad_checkpointing": "matmuls", "text_buckets": "off"}, {}),
     "checkpointing, micro-batches": ({"grad_checkpointing": "all"}, {"micro_batch_size": 5}),
-    "micro-batches": ({}, {"micro_batch_size": 4, "kept": 0}),
-    "kept micro-batches": ({}, {"micro_batch_size": 3, "kept": 2}),
-    "clipping and averages": ({}, {"clip_norm": 100.0, "averages": True}),
+    "micro-batches": ({}, {"micro_batch_size": 4, "kept_micro_batches": 0}),
+    "kept micro-batches": ({}, {"micro_batch_size": 3, "kept_micro_batches": 2}),
+    "clipping and averages": ({}, {"clip_norm": 100.0, "ema": 0.9}),
     "patch dropout, checkpointing": ({"patch_dropout": 0.5, "grad_checkpointing": "all"}, {}),
     "channels last": ({"channels_last": "on"}, {}),
     "locked": ({"lock_image": True}, {}),
@@ -49,11 +49,8 @@ def losses(name: str, precision: Precision, model: Mapping[str, Any], step: Mapp
         row[length - 1] = 63
     batch = Batch(pixels, ids, torch.ones(BATCH), ("",) * BATCH, torch.zeros(BATCH), step=0, global_size=BATCH)
     optimizer = torch.optim.SGD([p for p in towers.parameters() if p.requires_grad], lr=0.0)
-    options = dict(step)
-    if options.pop("averages", False):
-        options["averages"] = WeightAverages(towers, 0.9)
-    loss = SoftmaxLoss(ClipLossSettings())
-    take = TrainStep(towers, loss, optimizer, World(), precision=precision, **options)
+    settings = TrainSettings(precision=precision, **step)
+    take = TrainStep(towers, SoftmaxLoss(ClipLossSettings()), optimizer, World(), settings)
     return [take(batch, lr=0.05).loss for _ in range(3)]
 
 

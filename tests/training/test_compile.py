@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from clipstream.cli.verbs.train import main
 from clipstream.distributed.world import World
-from clipstream.models.execution.compile import compile_towers
-from clipstream.train import main
 from clipstream.training.parallel import parallelize
 from clipstream.training.precision import prepare
+from clipstream.training.settings import TrainSettings
 from clipstream.training.step import TrainStep
 from tests.support.model_files import TEXT, VIT, build, write
 from tests.support.pictures import make_shards
@@ -49,21 +49,12 @@ def gradients(
         towers = build(model, loss_type=kind, **options).train()
         prepare(towers, "fp64")
         before = {name: p.detach().clone() for name, p in towers.named_parameters()}
-        parallelize(towers, world, parallel=parallel, precision="fp64")
-        compilation = None if parts == "off" else compile_towers(towers, parts, backend)
-        step = TrainStep(
-            towers,
-            LOSSES[kind],
-            sgd(towers),
-            world,
-            precision="fp64",
-            micro_batch_size=micro,
-            kept=kept,
-            compilation=compilation,
-        )
+        parallelize(towers, world, TrainSettings(parallel=parallel, precision="fp64"))
+        how = {"compile": parts, "compile_backend": backend, "micro_batch_size": micro, "kept_micro_batches": kept}
+        step = TrainStep(towers, LOSSES[kind], sgd(towers), world, TrainSettings(precision="fp64", **how))
         step(part_of_batch(world), lr=1.0)
         after = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in towers.named_parameters()}
-        graphs = 0 if compilation is None else compilation.graphs
+        graphs = 0 if step.compilation is None else step.compilation.graphs
         found.append(({name: (before[name] - p).detach() for name, p in after.items()}, graphs))
         torch._dynamo.reset()
     return found
@@ -158,9 +149,10 @@ def test_the_beginning_of_each_step_is_marked_once_for_cuda_graphs(model: str, m
     marks: list[int] = []
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
     towers = build(model, loss_type="clip", lock_image=True).train()
-    compilation = compile_towers(towers, "towers", "eager")
-    compilation.cuda_graphs = True
-    step = TrainStep(towers, LOSSES["clip"], sgd(towers), World(), compilation=compilation)
+    settings = TrainSettings(precision="fp32", compile="towers", compile_backend="eager")
+    step = TrainStep(towers, LOSSES["clip"], sgd(towers), World(), settings)
+    assert step.compilation is not None
+    step.compilation.cuda_graphs = True
     for number in range(1, 3):
         step(part_of_batch(World()), lr=1.0)
         assert len(marks) == number

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from clipstream.cli.verbs.train import main
 from clipstream.data.batch import Batch, ImageSpec
 from clipstream.data.build import training_loader
 from clipstream.data.loader.pipeline import ModelInputs
 from clipstream.distributed.world import World
 from clipstream.models.execution.batch_features import Teacher
 from clipstream.models.towers import Towers
-from clipstream.train import main
 from clipstream.training.precision import autocast
 from tests.support import hubtree
 from tests.support.loaders import IMAGE, data, digest

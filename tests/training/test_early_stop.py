@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
+from clipstream.cli.verbs.train import main
 from clipstream.config.settings import load
 from clipstream.config.validate import validate_run
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.settings import EvalSettings
-from clipstream.train import main
 from clipstream.training.early_stop import EarlyStop
 from clipstream.training.settings import EarlyStopSettings
 from tests.support.ranks import end_ranks

@@ -13,13 +13,14 @@ from timm.utils import ModelEmaV3
 from torch.distributed.tensor import DTensor
 
 from clipstream.cli.verbs import evaluate
+from clipstream.cli.verbs.train import main
 from clipstream.distributed.world import World
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
-from clipstream.train import main
 from clipstream.training.ema import WeightAverages
 from clipstream.training.parallel import FullTowers, full_tensor, parallelize
 from clipstream.training.precision import Precision, prepare
+from clipstream.training.settings import TrainSettings
 from clipstream.training.step import TrainStep
 from tests.support.pictures import make_shards
 from tests.support.ranks import end_ranks, run_ranks
@@ -33,9 +34,11 @@ EMA = ("--train.ema", "0.9", "--train.ema-warmup", "true")
 @pytest.mark.parametrize("warmup", [False, True])
 def test_they_are_timms(warmup: bool) -> None:
     model = TinyTowers()
-    averages = WeightAverages(model, 0.7, warmup=warmup)
     theirs = ModelEmaV3(model, decay=0.7, use_warmup=True) if warmup else ModelEmaV3(model, decay=0.7)
-    step = TrainStep(model, LOSSES["clip"], sgd(model), World(), averages=averages)
+    settings = TrainSettings(precision="fp32", ema=0.7, ema_warmup=warmup)
+    step = TrainStep(model, LOSSES["clip"], sgd(model), World(), settings)
+    averages = step.averages
+    assert averages is not None
     for number in range(12):
         step(make_batch(number), lr=1.0)
         theirs.update(model, step=number + 1 if warmup else None)
@@ -47,9 +50,11 @@ def test_they_are_timms(warmup: bool) -> None:
 def averaged(world: World, parallel: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], bool]:
     """Averages and weights after some steps, and whether what an evaluation sees is right and leaves no trace."""
     model = DeepTowers().double()
-    layout = parallelize(model, world, parallel=parallel, precision="fp64")
-    averages = WeightAverages(model, 0.8)
-    step = TrainStep(model, LOSSES["clip"], sgd(model), world, precision="fp64", averages=averages)
+    settings = TrainSettings(parallel=parallel, precision="fp64", ema=0.8)
+    layout = parallelize(model, world, settings)
+    step = TrainStep(layout, LOSSES["clip"], sgd(model), world, settings)
+    averages = step.averages
+    assert averages is not None
     for number in range(3):
         step(make_batch(number, world.rank, world.size), lr=1.0)
     assert all(isinstance(t, DTensor) == (t.numel() > 1 and parallel == "fsdp") for t in averages.tensors.values())

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from clipstream.cli.verbs.train import main
 from clipstream.config.settings import load
 from clipstream.config.validate import validate_run
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
-from clipstream.train import main
 from tests.support.pictures import make_shards
 from tests.support.ranks import end_ranks
 from tests.support.runs import MODEL, flags, lines, same_weights, train_on, weights

@@ -64,7 +64,7 @@ def tight_steps(world: World, kind: str, first: dict[str, int], then: dict[str, 
     """Of two steps from the same weights, the second with less memory: result, gradients, and what was found."""
     model = TightTowers(kind, **(first if world.rank == world.size - 1 else {})).double()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    step = TrainStep(model, LOSSES[kind], sgd(model), world, precision="fp64", micro_batch_size="auto")
+    step = TrainStep(model, LOSSES[kind], sgd(model), world, TrainSettings(precision="fp64", micro_batch_size="auto"))
     found = []
     for number in range(2):
         if number and world.rank == world.size - 1:
@@ -112,7 +112,7 @@ def overlapped_steps(world: World, first: dict[str, int], then: dict[str, int]) 
     torch.set_num_threads(1)
     model, last = TightTowers().double(), world.rank == world.size - 1
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    step = TrainStep(model, LOSSES["clip"], sgd(model), world, precision="fp64", micro_batch_size="auto")
+    step = TrainStep(model, LOSSES["clip"], sgd(model), world, TrainSettings(precision="fp64", micro_batch_size="auto"))
     found = []
     for number in range(TRUSTED + 4):
         if last and number in (0, TRUSTED + 2):
@@ -152,7 +152,7 @@ def late(world: World) -> int:
     watch = FailureWatch(world)
     watch.start()
     model = TightTowers()
-    step = TrainStep(model, LOSSES["clip"], sgd(model), world, micro_batch_size="auto")
+    step = TrainStep(model, LOSSES["clip"], sgd(model), world, TrainSettings(precision="fp32", micro_batch_size="auto"))
     try:
         for number in range(TRUSTED + 1):
             if number == TRUSTED and world.rank == 1:
@@ -176,7 +176,9 @@ def test_a_repeated_step_draws_the_same_dropout_as_one_of_that_size(capsys: pyte
     for tight in (True, False):
         model = TightTowers(dropout=0.5).double()
         micro: MicroBatch = "auto" if tight else 3
-        step = TrainStep(model, LOSSES["clip"], sgd(model), World(), precision="fp64", micro_batch_size=micro)
+        step = TrainStep(
+            model, LOSSES["clip"], sgd(model), World(), TrainSettings(precision="fp64", micro_batch_size=micro)
+        )
         torch.manual_seed(1)
         if tight:
             step(make_batch(), lr=0.0)
@@ -191,7 +193,9 @@ def test_a_repeated_step_draws_the_same_dropout_as_one_of_that_size(capsys: pyte
 
 def test_a_batch_that_grows_is_tried_again_only_while_nothing_set_a_limit() -> None:
     model = TightTowers()
-    step = TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size="auto")
+    step = TrainStep(
+        model, LOSSES["clip"], sgd(model), World(), TrainSettings(precision="fp32", micro_batch_size="auto")
+    )
     batch = make_batch()
     assert batch.pixels is not None
     small = replace(
@@ -210,11 +214,13 @@ def test_a_batch_that_grows_is_tried_again_only_while_nothing_set_a_limit() -> N
     model.back = 9
     step(replace(batch, global_size=11), lr=0.1)
     assert step.gradcache.size == 6
-    again = TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size="auto")
+    again = TrainStep(
+        model, LOSSES["clip"], sgd(model), World(), TrainSettings(precision="fp32", micro_batch_size="auto")
+    )
     again.load_state(step.state())
     again(batch, lr=0.1)
     assert again.gradcache.size == 6
-    fixed = TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size=2)
+    fixed = TrainStep(model, LOSSES["clip"], sgd(model), World(), TrainSettings(precision="fp32", micro_batch_size=2))
     fixed.load_state(step.state())
     assert fixed.gradcache.size == 2 and fixed.state().micro_batch is None
 
@@ -273,7 +279,13 @@ def kept_steps(world: World, samples: int, then: int) -> list[Any]:
     model = SmallMemory(samples if last else 99).double()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer, kind = sgd(model), "clip"
-    step = TrainStep(model, LOSSES[kind], optimizer, world, precision="fp64", micro_batch_size=1, kept="auto")
+    step = TrainStep(
+        model,
+        LOSSES[kind],
+        optimizer,
+        world,
+        TrainSettings(precision="fp64", micro_batch_size=1, kept_micro_batches="auto"),
+    )
     found = []
     for number in range(2):
         if number and last:
@@ -302,11 +314,23 @@ def test_as_many_micro_batches_are_kept_as_fit(size: int, samples: int, then: in
 
 def test_kept_micro_batches_are_those_of_the_checkpoint_and_searched_again_for_a_larger_batch() -> None:
     model = SmallMemory(6)
-    step = TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size=2, kept="auto")
+    step = TrainStep(
+        model,
+        LOSSES["clip"],
+        sgd(model),
+        World(),
+        TrainSettings(precision="fp32", micro_batch_size=2, kept_micro_batches="auto"),
+    )
     step(make_batch(), lr=0.0)
     assert step.gradcache.kept == 3 and model.most == 6
     model.samples = 8
-    again = TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size=2, kept="auto")
+    again = TrainStep(
+        model,
+        LOSSES["clip"],
+        sgd(model),
+        World(),
+        TrainSettings(precision="fp32", micro_batch_size=2, kept_micro_batches="auto"),
+    )
     again.load_state(step.state())
     again(make_batch(), lr=0.0)
     assert again.gradcache.kept == 3
@@ -316,7 +340,13 @@ def test_kept_micro_batches_are_those_of_the_checkpoint_and_searched_again_for_a
 
 def test_micro_batches_that_do_not_fit_even_alone_are_an_error() -> None:
     model = SmallMemory(0)
-    step = TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size=2, kept="auto")
+    step = TrainStep(
+        model,
+        LOSSES["clip"],
+        sgd(model),
+        World(),
+        TrainSettings(precision="fp32", micro_batch_size=2, kept_micro_batches="auto"),
+    )
     with pytest.raises(SettingsError, match="with 2 samples at once and no micro-batch kept"):
         step(make_batch(), lr=1.0)
 
@@ -349,7 +379,7 @@ class Hungry:
 
 def test_a_loss_that_runs_out_of_memory_is_repeated_where_no_rank_waits() -> None:
     model, loss = TightTowers().double(), Hungry()
-    step = TrainStep(model, loss, sgd(model), World(), precision="fp64", micro_batch_size="auto")
+    step = TrainStep(model, loss, sgd(model), World(), TrainSettings(precision="fp64", micro_batch_size="auto"))
     result = step(make_batch(), lr=1.0)
     assert loss.calls == 2 and step.gradcache.size == 9
     assert result.loss == pytest.approx(float(reference("clip", torch.ones(10))[0]), abs=1e-10)
@@ -373,7 +403,7 @@ class NanOnZeros(TightTowers):
 
 def nan_on_zeros(world: World) -> float:
     model = NanOnZeros().double()
-    step = TrainStep(model, LOSSES["clip"], sgd(model), world, precision="fp64", micro_batch_size="auto")
+    step = TrainStep(model, LOSSES["clip"], sgd(model), world, TrainSettings(precision="fp64", micro_batch_size="auto"))
     return step(make_batch(0, world.rank, world.size), lr=1.0).grad_norm
 
 
@@ -384,14 +414,18 @@ def test_the_pass_that_sums_over_ranks_adds_nothing() -> None:
 
 def test_auto_goes_with_fp16() -> None:
     model = TightTowers(back=4)
-    step = TrainStep(model, LOSSES["clip"], sgd(model), World(), precision="fp16", micro_batch_size="auto")
+    step = TrainStep(
+        model, LOSSES["clip"], sgd(model), World(), TrainSettings(precision="fp16", micro_batch_size="auto")
+    )
     results = [step(make_batch(i), lr=0.01) for i in range(30)]
     assert step.gradcache.size == 4 and not results[-1].overflow and results[-1].loss < 10
 
 
 def test_memory_for_no_sample_at_all_is_an_error() -> None:
     model = TightTowers(back=0)
-    step = TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size="auto")
+    step = TrainStep(
+        model, LOSSES["clip"], sgd(model), World(), TrainSettings(precision="fp32", micro_batch_size="auto")
+    )
     with pytest.raises(SettingsError, match="a single sample"):
         step(make_batch(), lr=1.0)
 
@@ -401,7 +435,9 @@ def test_room_is_left_for_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto_micro_batch, "peak_bytes", lambda loss, *args: limits.append(loss.gather_gib) or 2**60)
     base = SoftmaxLoss(ClipLossSettings(gather_gib=4.0))
     for loss in (base, DistilledLoss(base, DistillSettings(weight=1.0), {"teacher": 10.0})):
-        step = TrainStep(TinyTowers(), loss, sgd(TinyTowers()), World(), micro_batch_size="auto")
+        step = TrainStep(
+            TinyTowers(), loss, sgd(TinyTowers()), World(), TrainSettings(precision="fp32", micro_batch_size="auto")
+        )
         with pytest.raises(SettingsError, match="a single sample"):
             step(make_batch(), lr=1.0)
     assert set(limits) == {4.0}
@@ -414,7 +450,9 @@ def test_other_errors_are_not_taken_for_want_of_memory() -> None:
 
     model = Broken()
     with pytest.raises(RuntimeError, match="shapes do not fit"):
-        TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size="auto")(make_batch(), lr=1.0)
+        TrainStep(model, LOSSES["clip"], sgd(model), World(), TrainSettings(precision="fp32", micro_batch_size="auto"))(
+            make_batch(), lr=1.0
+        )
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from clipstream.losses.contrastive import build_loss
 from clipstream.losses.distillation import DistilledLoss
 from clipstream.losses.settings import ClipLossSettings, DistillSettings, SiglipLossSettings
 from clipstream.models.execution.text_buckets import TextBuckets
-from clipstream.training.ema import WeightAverages
 from clipstream.training.optim import parameter_groups
+from clipstream.training.settings import TrainSettings
 from clipstream.training.step import TrainStep, read_later
 from tests.support.model_files import VIT, build, write
 
@@ -96,8 +96,9 @@ def started(folder: Path, kind: str = "clip", *, fused: bool = True, loss: Any =
     base = build_loss(settings(**given), kind)
     loss = base if loss is None else loss(base)
     optimizer = torch.optim.AdamW(parameter_groups(towers, 0.1), fused=fused)
-    averages = WeightAverages(towers, 0.9, warmup=True) if ema else None
-    step = TrainStep(towers, loss, optimizer, World(device="meta"), averages=averages, max_logit_scale=100.0, **options)
+    clip_norm = options.pop("clip_norm", None)
+    train = TrainSettings(**{"precision": "fp32", "ema": 0.9 if ema else None, "ema_warmup": ema, **options})
+    step = TrainStep(towers, loss, optimizer, World(device="meta"), train, clip_norm=clip_norm)
     teachers = {f"t.{part}": torch.rand(8, 24) for part in ("image", "text")}
     pixels = torch.randint(0, 256, (8, 3, *towers.image.size), dtype=torch.uint8)
     batch = Batch(pixels, ids, torch.ones(8), ("",) * 8, torch.zeros(8), step=0, global_size=8, features=teachers)
@@ -119,8 +120,8 @@ def distilled(base: Any) -> DistilledLoss:
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "sigmoid": {"kind": "siglip", "text_buckets": 9},
-    "micro": {"micro_batch_size": 2, "kept": 0, "text_buckets": 9},
-    "kept": {"micro_batch_size": 2, "kept": 2, "kind": "siglip", "text_buckets": "packed"},
+    "micro": {"micro_batch_size": 2, "kept_micro_batches": 0, "text_buckets": 9},
+    "kept": {"micro_batch_size": 2, "kept_micro_batches": 2, "kind": "siglip", "text_buckets": "packed"},
     "patches": {"patch_dropout": 0.5, "micro_batch_size": 4},
     "distillation": {"loss": distilled},
     "averages": {"ema": True, "clip_norm": 1.0},

@@ -19,8 +19,6 @@ from clipstream.training.optim import (
     AdamW,
     OptimSettings,
     ScheduleSettings,
-    build_optimizer,
-    build_schedule,
     parameter_groups,
 )
 from clipstream.training.settings import TrainSettings
@@ -52,14 +50,14 @@ REPRESENTATIVE = ["RN50", "ViT-B-32", "ViT-B-16-SigLIP", "EVA02-B-16", "convnext
 def test_betas_and_eps_are_open_clips_for_every_model() -> None:
     for name in (*COMPARABLE, "hf-hub:timm/ViT-B-16-SigLIP", "hf-hub:apple/MobileCLIP-S1-OpenCLIP", "vit/RN50.json"):
         theirs = get_default_params("RN50" if name.endswith(".json") else name)
-        group = build_optimizer(Small(), AdamW.Settings(), name).param_groups[0]
+        group = AdamW.Settings().build(Small(), name).param_groups[0]
         assert (*group["betas"], group["eps"]) == (theirs["beta1"], theirs["beta2"], theirs["eps"]), name
 
 
 def test_betas_and_eps_that_are_set() -> None:
     assert AdamW.Settings(betas=(0.8, None)).defaults("ViT-B-32") == ((0.8, 0.98), 1e-6)
     assert AdamW.Settings(betas=(None, 0.95)).defaults("RN50") == ((0.9, 0.95), 1e-8)
-    group = build_optimizer(Small(), AdamW.Settings(betas=(0.8, 0.95), eps=1e-4, lr=0.1), "RN50").param_groups[0]
+    group = AdamW.Settings(betas=(0.8, 0.95), eps=1e-4, lr=0.1).build(Small(), "RN50").param_groups[0]
     assert (group["betas"], group["eps"], group["lr"]) == ((0.8, 0.95), 1e-4, 0.1)
 
 
@@ -106,7 +104,7 @@ def test_adamw_is_the_published_one(fused: bool) -> None:
     weight = nn.Parameter(torch.tensor([[1.0, -2.0]], dtype=torch.float64))
     model = nn.Module()
     model.weight = weight
-    optimizer = build_optimizer(model, AdamW.Settings(lr=0.1, wd=0.5, betas=(0.9, 0.98), eps=1e-6, fused=fused), "ViT")
+    optimizer = AdamW.Settings(lr=0.1, wd=0.5, betas=(0.9, 0.98), eps=1e-6, fused=fused).build(model, "ViT")
     assert optimizer.param_groups[0]["fused"] is fused
     expected, m, v = weight.detach().clone(), torch.zeros(1, 2), torch.zeros(1, 2)
     for t in (1, 2):
@@ -122,7 +120,7 @@ def test_adamw_is_the_published_one(fused: bool) -> None:
 def test_lr_0_changes_nothing() -> None:
     model = Small()
     before = [p.detach().clone() for p in model.parameters()]
-    optimizer = build_optimizer(model, AdamW.Settings(lr=0.0), "ViT")
+    optimizer = AdamW.Settings(lr=0.0).build(model, "ViT")
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     optimizer.step()
@@ -131,13 +129,13 @@ def test_lr_0_changes_nothing() -> None:
 
 def test_nothing_to_train() -> None:
     with pytest.raises(SettingsError, match="lock_image"):
-        build_optimizer(Small().requires_grad_(False), AdamW.Settings(), "ViT")
+        AdamW.Settings().build(Small().requires_grad_(False), "ViT")
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
 def test_schedule(kind: str) -> None:
     settings = ScheduleSettings.model_validate({"type": kind, "warmup": 10, "min_lr": 0.1})
-    lr = build_schedule(settings, peak=1.0, total_steps=110)
+    lr = settings.build(peak=1.0, total_steps=110)
     rates = [lr(step) for step in range(110)]
     assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
     middle, end = {"cosine": (0.55, 0.1), "linear": (0.55, 0.1), "constant": (1.0, 1.0)}[kind]
@@ -151,7 +149,7 @@ def test_cosine_is_open_clips() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0)
     theirs = cosine_lr(optimizer, 3e-4, 7, 50)
     settings = ScheduleSettings.model_validate({"type": "cosine", "warmup": 7})
-    ours = build_schedule(settings, peak=3e-4, total_steps=50)
+    ours = settings.build(peak=3e-4, total_steps=50)
     for step in range(50):
         assert math.isclose(ours(step), float(theirs(step)), rel_tol=1e-12)
 
@@ -163,7 +161,7 @@ def test_const_cooldown_is_open_clips(cooldown: int, power: float, end: float) -
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0)
     theirs = const_lr_cooldown(optimizer, 3e-4, 7, 50, cooldown, power, end)
     settings = {"type": "const-cooldown", "warmup": 7, "min_lr": end, "cooldown": cooldown, "cooldown_power": power}
-    ours = build_schedule(ScheduleSettings.model_validate(settings), peak=3e-4, total_steps=50)
+    ours = ScheduleSettings.model_validate(settings).build(peak=3e-4, total_steps=50)
     for step in range(50):
         assert math.isclose(ours(step), theirs(step), rel_tol=1e-12), step
 
@@ -218,7 +216,7 @@ class Own:
 def own(monkeypatch: pytest.MonkeyPatch, made: Callable[[nn.Module], Any]) -> torch.optim.Optimizer:
     monkeypatch.setattr(Own, "made", staticmethod(made), raising=False)
     model = Small()
-    optimizer = build_optimizer(model, OptimSettings.model_validate({"type": f"{__name__}:Own"}), "ViT")
+    optimizer = OptimSettings.model_validate({"type": f"{__name__}:Own"}).build(model, "ViT")
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     return optimizer

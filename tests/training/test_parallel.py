@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from clipstream.models.layers import blocks
 from clipstream.models.settings import ModelSettings
 from clipstream.training.parallel import ShardedTowers, parallelize, shard_like, synchronize_batch_norm, wrap
 from clipstream.training.precision import Precision
+from clipstream.training.settings import TrainSettings
 from clipstream.training.step import TrainStep
 from tests.support.pictures import make_shards
 from tests.support.ranks import end_ranks, run_ranks
@@ -37,8 +37,8 @@ def sharded_gradients(world: World, kind: str, micro: int | None) -> tuple[Any, 
     """What one step says, and the gradient that it went along."""
     model = DeepTowers(kind).double()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    layout = parallelize(model, world, parallel="fsdp", precision="fp64")
-    step = TrainStep(model, LOSSES[kind], sgd(model), world, precision="fp64", micro_batch_size=micro)
+    layout = parallelize(model, world, TrainSettings(parallel="fsdp", precision="fp64"))
+    step = TrainStep(model, LOSSES[kind], sgd(model), world, TrainSettings(precision="fp64", micro_batch_size=micro))
     model.watched = [p for p in model.parameters() if isinstance(p, DTensor) and p.requires_grad]
     result = step(make_batch(0, world.rank, world.size), lr=1.0)
     if world.size > 1:  # gradients of a micro-batch do not wait, whole, for the last one
@@ -94,7 +94,7 @@ def refused(world: World, batch_norm: bool, precision: Precision) -> str:
     model = TinyTowers(batch_norm=batch_norm)
     try:
         ShardedTowers(model, world, precision)
-        TrainStep(model, LOSSES["clip"], sgd(model), world, precision=precision, micro_batch_size=2)
+        TrainStep(model, LOSSES["clip"], sgd(model), world, TrainSettings(precision=precision, micro_batch_size=2))
     except SettingsError as error:
         return str(error)
     return ""
@@ -137,69 +137,29 @@ def test_a_run_goes_on_sharded_and_whole_alike(tmp_path: Path) -> None:
         assert len(figures[0]) >= 3 and figures[0] == [pytest.approx(line, abs=1e-9) for line in figures[1]]
 
 
-CUTS = {2: [0, 3, 8], 3: [0, 1, 4, 8]}
-Tensors = dict[str, torch.Tensor]
-
-
-def tower() -> nn.Sequential:
-    torch.manual_seed(0)
-    pictures = nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5, momentum=None), nn.GELU(), nn.Flatten()
-    return nn.Sequential(*pictures, nn.Linear(80, 4), nn.BatchNorm1d(4)).double()
-
-
-def passes(world: World) -> Tensors:
-    """Two passes over this rank's part of a batch of 8: features, gradients (summed), buffers."""
-    module = tower()
-    synchronize_batch_norm(module, world)
-    first, end = (0, 8) if world.size == 1 else CUTS[world.size][world.rank : world.rank + 2]
-    pixels = torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    mine = (pixels[first:end] * 3 + 2).requires_grad_()
-    for _ in range(2):
-        features = module(mine)
-    aim = torch.randn(8, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    (features * aim[first:end]).sum().backward()
-    assert mine.grad is not None
-    found = {"features": world.gather_rows(features.detach()), "pixels": world.gather_rows(mine.grad)}
-    found |= {name: world.all_reduce_sum(p.grad) for name, p in module.named_parameters() if p.grad is not None}
-    found |= {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
-    module.eval()
-    return {**found, "evaluated": module(pixels).detach()}
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_statistics_and_gradients_are_those_of_the_whole_batch(ranks: int) -> None:
-    (whole,) = run_ranks(1, passes)
-    for found in run_ranks(ranks, passes):
-        assert found.keys() == whole.keys()
-        for name, tensor in whole.items():
-            assert torch.allclose(found[name], tensor, rtol=1e-10, atol=1e-10), name
-
-
-def kept(world: World) -> tuple[bool, torch.dtype]:
-    """Whether a synchronised module has the names it had; and the type that it gives under autocast."""
-    module = tower().float()
-    names = list(module.state_dict())
-    synchronize_batch_norm(module, world)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = module(torch.randn(4, 3, 6, 6))
-    return names == list(module.state_dict()), out.dtype
-
-
-def test_names_stay_and_autocast_is_left_alone() -> None:
-    assert run_ranks(2, kept) == [(True, torch.bfloat16)] * 2
+def test_batch_norm_over_ranks_requires_gpus() -> None:
+    module = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
+    with pytest.raises(SettingsError, match="batch norm over several ranks requires CUDA"):
+        synchronize_batch_norm(module, World(0, 2))
+    synchronize_batch_norm(module, World())
+    synchronize_batch_norm(module, World(0, 2), frozen=[module[1]])
+    synchronize_batch_norm(module, World(0, 2, device="cuda:0"))
+    assert isinstance(module[1], nn.SyncBatchNorm)
 
 
 def gathered_after_forward(world: World, reshard: bool) -> tuple[float, bool]:
     """The loss, and whether a block's weights are whole between the forward and the backward pass."""
     torch.set_num_threads(1)
     model = DeepTowers("clip").double()
-    layout = parallelize(model, world, parallel="fsdp", precision="fp64", reshard_after_forward=reshard)
+    layout = parallelize(model, world, TrainSettings(parallel="fsdp", precision="fp64", reshard_after_forward=reshard))
     batch = make_batch(0, world.rank, world.size)
     model(batch.images, batch.texts)
     whole = not any(isinstance(p, DTensor) for block in blocks(model)[:1] for p in block.parameters())
     with layout.full_weights("cpu"):
         pass
-    return TrainStep(model, LOSSES["clip"], sgd(model), world, precision="fp64")(batch, lr=1.0).loss, whole
+    return TrainStep(model, LOSSES["clip"], sgd(model), world, TrainSettings(precision="fp64"))(
+        batch, lr=1.0
+    ).loss, whole
 
 
 def test_gathered_weights_may_stay_until_the_backward_pass() -> None:
@@ -214,7 +174,7 @@ def bf16_step(world: World, config: Path, parallel: str) -> dict[str, Any]:
     towers = build_towers(ModelSettings(name=str(config)), seed=0).train()
     towers.lock_text()
     towers.set_precision("text", "fp32")
-    parallelize(towers, world, parallel=parallel, precision="bf16")
+    parallelize(towers, world, TrainSettings(parallel=parallel, precision="bf16"))
     found: dict[str, Any] = {"matrix": set(), "vector": set(), "frozen": set()}
     saved: list[torch.Tensor] = []
 
@@ -231,7 +191,7 @@ def bf16_step(world: World, config: Path, parallel: str) -> dict[str, Any]:
     towers.register_forward_hook(
         lambda module, args, options, output: found.update(leaves=len(tree_leaves(options))), with_kwargs=True
     )
-    step = TrainStep(towers, LOSSES["clip"], sgd(towers), world, precision="bf16")
+    step = TrainStep(towers, LOSSES["clip"], sgd(towers), world, TrainSettings(precision="bf16"))
     pixels = torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     part, keys = slice(2 * world.rank, 2 * world.rank + 2), ("a", "b")
     batch = Batch(pixels[part], torch.arange(16).reshape(2, 8).int(), torch.ones(2), keys, torch.zeros(2), 0, 4)
@@ -282,8 +242,8 @@ def summed_in_bf16(world: World) -> tuple[int, dict[str, torch.Tensor]]:
     """The size of a bucket in bytes, and the gradients of a step."""
     model = TinyTowers().double()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    options: dict[str, Any] = {"micro_batch_size": 2, "ddp": partial(wrap, bucket_mib=3, bf16=True)}
-    step = TrainStep(model, LOSSES["clip"], sgd(model), world, precision="fp64", **options)
+    settings = TrainSettings(precision="fp64", micro_batch_size=2, ddp_bucket_mib=3, ddp_hook="bf16")
+    step = TrainStep(model, LOSSES["clip"], sgd(model), world, settings)
     step(make_batch(0, world.rank, world.size), lr=1.0)
     size = step.gradcache.model._get_ddp_logging_data()["bucket_cap_bytes"]
     return size, {name: before[name] - p.detach() for name, p in model.named_parameters()}

@@ -13,6 +13,7 @@ import pytest
 import torch
 from pydantic import Field
 
+from clipstream.cli.verbs.train import main
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import DivergedError
@@ -21,7 +22,6 @@ from clipstream.losses.settings import ClipLossSettings, LossSettings
 from clipstream.report.html_report import read_run
 from clipstream.report.sinks import scalars
 from clipstream.report.terminal import ProgressDisplay
-from clipstream.train import main
 from clipstream.training.rollback import Rollback
 from clipstream.training.settings import TrainSettings
 from clipstream.training.step import StepResult

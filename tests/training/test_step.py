@@ -17,6 +17,7 @@ from clipstream.training.auto_micro_batch import MicroBatch
 from clipstream.training.ema import WeightAverages
 from clipstream.training.parallel import parallelize
 from clipstream.training.precision import Precision, prepare
+from clipstream.training.settings import TrainSettings
 from clipstream.training.step import SMALLEST_SCALE, StepResult, TrainStep
 from tests.support.ranks import run_ranks
 from tests.support.steps import (
@@ -32,7 +33,7 @@ def step_gradients(world: World, kind: str, micro: int | None, weights: torch.Te
     """What one step says, and the gradient that it went along, in float64."""
     model = TinyTowers(kind).double()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    step = TrainStep(model, LOSSES[kind], sgd(model), world, precision="fp64", micro_batch_size=micro)
+    step = TrainStep(model, LOSSES[kind], sgd(model), world, TrainSettings(precision="fp64", micro_batch_size=micro))
     result = step(make_batch(0, world.rank, world.size, weights), lr=1.0)
     return result, {name: before[name] - p.detach() for name, p in model.named_parameters()}
 
@@ -77,7 +78,13 @@ def test_micro_batches_replay_dropout(size: int, kept: int, sizes: list[int]) ->
 
     model = TinyTowers(dropout=0.5).double()
     before = [p.detach().clone() for p in model.parameters()]
-    step = TrainStep(model, LOSSES["clip"], sgd(model), World(), precision="fp64", micro_batch_size=size, kept=kept)
+    step = TrainStep(
+        model,
+        LOSSES["clip"],
+        sgd(model),
+        World(),
+        TrainSettings(precision="fp64", micro_batch_size=size, kept_micro_batches=kept),
+    )
     torch.manual_seed(5)
     step(batch, lr=1.0)
     assert torch.equal(torch.rand(3), drawn)
@@ -90,7 +97,7 @@ def test_micro_batches_replay_dropout(size: int, kept: int, sizes: list[int]) ->
 def test_batch_norm_refuses_micro_batches(micro: MicroBatch) -> None:
     model = TinyTowers(batch_norm=True)
     with pytest.raises(SettingsError, match="micro_batch_size"):
-        TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size=micro)
+        TrainStep(model, LOSSES["clip"], sgd(model), World(), TrainSettings(precision="fp32", micro_batch_size=micro))
 
 
 @pytest.mark.parametrize("frozen", ["visual", "text"])
@@ -99,7 +106,9 @@ def test_a_frozen_tower_stays(frozen: str) -> None:
         model = TinyTowers()
         model.clip.get_submodule(frozen).requires_grad_(False)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        TrainStep(model, LOSSES["clip"], sgd(model), World(), micro_batch_size=micro)(make_batch(), lr=1.0)
+        TrainStep(model, LOSSES["clip"], sgd(model), World(), TrainSettings(precision="fp32", micro_batch_size=micro))(
+            make_batch(), lr=1.0
+        )
         for name, p in model.named_parameters():
             assert torch.equal(p, before[name]) == (not p.requires_grad), name
 
@@ -117,13 +126,15 @@ def test_the_scales_limit(start: float, lr: float, limit: float | None, expected
     class Rising:
         """A loss that pulls the scale up to 120."""
 
+        max_logit_scale = limit
+
         def __call__(self, features: Any, batch: Batch, world: World) -> torch.Tensor:
             wish = math.log(features.logit_scale.item()) - max(math.log(120.0), math.log(start) + 0.1)
             return features.logit_scale.log() * wish + 0 * features.image.sum()
 
     model = TinyTowers()
     model.clip.logit_scale.data.fill_(math.log(start))
-    TrainStep(model, Rising(), sgd(model), World(), max_logit_scale=limit)(make_batch(), lr=lr)
+    TrainStep(model, Rising(), sgd(model), World())(make_batch(), lr=lr)
     assert model.clip.logit_scale.exp().item() == pytest.approx(expected, rel=1e-5)
 
 
@@ -143,15 +154,15 @@ def test_the_scales_lower_limit(
     class Falling:
         """A loss that pulls the scale down to 0.3."""
 
+        min_logit_scale, max_logit_scale = limits
+
         def __call__(self, features: Any, batch: Batch, world: World) -> torch.Tensor:
             wish = math.log(features.logit_scale.item()) - math.log(0.3)
             return features.logit_scale.log() * wish + 0 * features.image.sum()
 
     model = TinyTowers()
     model.clip.logit_scale.data.fill_(math.log(start))
-    lower, upper = limits
-    step = TrainStep(model, Falling(), sgd(model), World(), max_logit_scale=upper, min_logit_scale=lower)
-    step(make_batch(), lr=lr)
+    TrainStep(model, Falling(), sgd(model), World())(make_batch(), lr=lr)
     assert model.clip.logit_scale.exp().item() == pytest.approx(expected, rel=1e-5)
 
 
@@ -176,11 +187,13 @@ def left_out(
     ends = []
     for number in (7, 3):
         model = TinyTowers(batch_norm=not fsdp)
-        parallelize(model, world, parallel="fsdp" if fsdp else "ddp", precision=precision)
+        settings = TrainSettings(parallel="fsdp" if fsdp else "ddp", precision=precision, ema=0.9, ema_warmup=True)
+        parallelize(model, world, settings)
         options: Any = {"momentum": 0.9} if make is torch.optim.SGD else {}
         optimizer = make(model.parameters(), weight_decay=0.2, fused=fused, **options)
-        averages = WeightAverages(model, 0.9, warmup=True)
-        step = TrainStep(model, BreaksOnRank1(kind), optimizer, world, precision=precision, averages=averages)
+        step = TrainStep(model, BreaksOnRank1(kind), optimizer, world, settings)
+        averages = step.averages
+        assert averages is not None
         if step.scaler.is_enabled():
             step.scaler.load_state_dict({**step.scaler.state_dict(), "scale": 256.0})
         step(make_batch(1, world.rank, world.size), lr=0.1)
@@ -246,7 +259,7 @@ def test_autocast_computes_in_16_bits_over_float32_weights(precision: Precision)
     losses, weights = [], []
     for one in ("fp32", precision):
         model = TinyTowers()
-        step = TrainStep(model, LOSSES["clip"], sgd(model), World(), precision=one)  # type: ignore[arg-type]
+        step = TrainStep(model, LOSSES["clip"], sgd(model), World(), TrainSettings(precision=one))  # type: ignore[arg-type]
         if step.scaler.is_enabled():
             step.scaler.load_state_dict({**step.scaler.state_dict(), "scale": 256.0})
         losses.append(step(make_batch(), lr=1.0).loss)
@@ -260,7 +273,7 @@ def test_autocast_computes_in_16_bits_over_float32_weights(precision: Precision)
 def test_fp16_leaves_out_a_step_whose_gradients_overflow_and_lowers_their_factor(fused: bool) -> None:
     model = TinyTowers()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True) if fused else sgd(model)
-    step = TrainStep(model, LOSSES["clip"], optimizer, World(), precision="fp16", clip_norm=0.5)
+    step = TrainStep(model, LOSSES["clip"], optimizer, World(), TrainSettings(precision="fp16"), clip_norm=0.5)
     step.scaler.load_state_dict({**step.scaler.state_dict(), "scale": 2.0**40})
     before = [p.detach().clone() for p in model.parameters()]
     first = step(make_batch(), lr=0.1)
@@ -291,8 +304,10 @@ def test_fp16_leaves_out_a_step_whose_finite_gradients_have_no_finite_norm(fused
             return LOSSES["clip"](features, batch, world) + slope * features.logit_scale
 
     model = TinyTowers(batch_norm=True)
-    optimizer, averages = torch.optim.AdamW(model.parameters(), fused=fused), WeightAverages(model, 0.9)
-    step = TrainStep(model, Steep(), optimizer, World(), precision="fp16", clip_norm=1.0, averages=averages)
+    optimizer, settings = torch.optim.AdamW(model.parameters(), fused=fused), TrainSettings(precision="fp16", ema=0.9)
+    step = TrainStep(model, Steep(), optimizer, World(), settings, clip_norm=1.0)
+    averages = step.averages
+    assert averages is not None
     step.scaler.load_state_dict({**step.scaler.state_dict(), "scale": 256.0})
     step(make_batch(1), lr=0.1)
     before = everything(model, optimizer, averages)
@@ -309,7 +324,7 @@ def test_fp16_gives_up_where_no_factor_helps() -> None:
             return (features.image - features.image.detach()).sum().sqrt() + features.logit_scale
 
     model = TinyTowers()
-    step = TrainStep(model, Endless(), sgd(model), World(), precision="fp16")
+    step = TrainStep(model, Endless(), sgd(model), World(), TrainSettings(precision="fp16"))
     step.scaler.load_state_dict({**step.scaler.state_dict(), "scale": 2 * SMALLEST_SCALE})
     first, second = step(make_batch(), lr=0.1), step(make_batch(), lr=0.1)
     assert first.overflow and not first.skipped and second.skipped and not second.overflow
@@ -322,7 +337,7 @@ def test_pure_bf16_holds_weights_and_moments_in_bf16_but_not_the_scale() -> None
         "clip.logit_bias",
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    step = TrainStep(model, LOSSES["siglip"], optimizer, World(), precision="pure_bf16", clip_norm=1.0)
+    step = TrainStep(model, LOSSES["siglip"], optimizer, World(), TrainSettings(precision="pure_bf16"), clip_norm=1.0)
     losses = [step(make_batch(), lr=0.01).loss for _ in range(30)]
     assert losses[-1] < losses[0] * 0.9
     moments = {state["exp_avg"].dtype for state in optimizer.state.values()}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from clipstream.cli.verbs.precompute import main as precompute
-from clipstream.train import main
+from clipstream.cli.verbs.train import main
 from tests.support import model_files
 from tests.support.pictures import picture
 from tests.support.ranks import end_ranks

@@ -15,9 +15,10 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings
-from clipstream.train.run import build_loader, build_model
+from clipstream.train import build_loader, build_model
 from clipstream.training.parallel import parallelize
 from clipstream.training.precision import prepare
+from clipstream.training.settings import TrainSettings
 from clipstream.training.step import TrainStep
 from tests.support.model_files import TEXT, build, write
 from tests.support.ranks import run_ranks
@@ -36,9 +37,15 @@ def gradients(world: World, model: str, cases: list[Case], **settings: Any) -> l
         towers = build(model, text_buckets=buckets, **settings).train()
         prepare(towers, "fp64")
         before = {name: p.detach().clone() for name, p in towers.named_parameters()}
-        parallelize(towers, world, parallel=parallel, precision="fp64")
+        parallelize(towers, world, TrainSettings(parallel=parallel, precision="fp64"))
         loss = SoftmaxLoss(ClipLossSettings())
-        step = TrainStep(towers, loss, sgd(towers), world, precision="fp64", micro_batch_size=micro, kept=kept)
+        step = TrainStep(
+            towers,
+            loss,
+            sgd(towers),
+            world,
+            TrainSettings(precision="fp64", micro_batch_size=micro, kept_micro_batches=kept),
+        )
         step(part_of_batch(world), lr=1.0)
         after = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in towers.named_parameters()}
         found.append({name: (before[name] - p).detach() for name, p in after.items()})
@@ -86,7 +93,9 @@ def test_a_frozen_tower_runs_once_and_micro_batches_pass_as_many_together_as_are
     for tower, module in (("image", towers.clip.visual), ("text", towers.clip.transformer)):
         module.register_forward_hook(lambda _, __, out, seen=calls[tower]: seen.append(out.requires_grad))
     loss = SoftmaxLoss(ClipLossSettings())
-    step = TrainStep(towers, loss, sgd(towers), World(), precision="fp64", micro_batch_size=2, kept=kept)
+    step = TrainStep(
+        towers, loss, sgd(towers), World(), TrainSettings(precision="fp64", micro_batch_size=2, kept_micro_batches=kept)
+    )
     step(part_of_batch(World()), lr=1.0)
     for name, p in towers.named_parameters():
         torch.testing.assert_close(before[name] - p.detach(), truth[name], rtol=0, atol=1e-10)
@@ -109,7 +118,13 @@ def test_the_step_counts_lengths_on_the_host(model: str) -> None:
     towers = build(model)
     given: list[Any] = []
     towers.register_forward_pre_hook(lambda _, args, options: given.append(options.get("lengths")), with_kwargs=True)
-    step = TrainStep(towers, SoftmaxLoss(ClipLossSettings()), sgd(towers), World(), micro_batch_size=6)
+    step = TrainStep(
+        towers,
+        SoftmaxLoss(ClipLossSettings()),
+        sgd(towers),
+        World(),
+        TrainSettings(precision="fp32", micro_batch_size=6),
+    )
     step(part_of_batch(World()), lr=0.0)
     assert given == [(2, 2, 3, 4, 5), (8, 9, 12, 17, 20), (2, 2, 3, 4, 5)]
 
@@ -128,11 +143,11 @@ def test_the_loader_counts_lengths_before_batches_go_to_the_device(setting: str,
     ]
     settings = load([*flags, "--precision", "fp32", "--model.text-buckets", setting, "--workers", "0"], ranks=1)
     settings = resolve(settings, World())
-    towers, tokenizer = build_model(settings, World(), None)
-    with build_loader(settings, World(), towers, tokenizer, None) as loader:
+    model = build_model(settings, World(), None)
+    with build_loader(settings, World(), model) as loader:
         given: list[Batch] = []
         start = loader._prefetch.start
         loader._prefetch.start = lambda batch: given.append(batch) or start(batch)  # type: ignore[func-returns-value, method-assign]
         batch = next(loader)
-        assert given[0].lengths == batch.lengths == towers.text_lengths(batch.ids)
+        assert given[0].lengths == batch.lengths == model.towers.text_lengths(batch.ids)
         assert (batch.lengths is None) == (setting == "off") and (batch.lengths is None or max(batch.lengths) < 8)

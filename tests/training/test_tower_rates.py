@@ -17,7 +17,7 @@ from clipstream.checkpoint.store import find
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.layers import tower_layers
-from clipstream.training.optim import OptimSettings, build_optimizer
+from clipstream.training.optim import OptimSettings
 from clipstream.training.state import TrainState
 from clipstream.training.step import TrainStep
 from tests.support import model_files
@@ -36,7 +36,7 @@ def settings(**values: Any) -> OptimSettings:
 def groups_by_name(towers: nn.Module, **values: Any) -> dict[str, dict[str, Any]]:
     """The group of each trainable parameter, by open_clip's name."""
     names = {id(p): name.removeprefix("clip.") for name, p in towers.named_parameters()}
-    optimizer = build_optimizer(towers, settings(**values), "ViT")
+    optimizer = settings(**values).build(towers, "ViT")
     return {names[id(p)]: group for group in optimizer.param_groups for p in group["params"]}
 
 
@@ -134,13 +134,13 @@ def test_settings_that_do_not_go_together(values: dict[str, Any], said: str) -> 
 
 def test_an_unknown_optimizer_or_argument_is_told() -> None:
     with pytest.raises(SettingsError, match=r"optim.type: .*lambada"):
-        build_optimizer(TinyTowers(), settings(type="timm", name="lambada"), "ViT")
+        settings(type="timm", name="lambada").build(TinyTowers(), "ViT")
     with pytest.raises(SettingsError, match=r"optim.type: .*nope"):
-        build_optimizer(TinyTowers(), settings(kwargs={"nope": 1}), "ViT")
+        settings(kwargs={"nope": 1}).build(TinyTowers(), "ViT")
 
 
 def test_nadamw_is_torchs_with_decoupled_decay() -> None:
-    group = build_optimizer(tiny_towers(), settings(type="nadamw", kwargs={"momentum_decay": 0.01}), "ViT-B-32")
+    group = settings(type="nadamw", kwargs={"momentum_decay": 0.01}).build(tiny_towers(), "ViT-B-32")
     own = group.param_groups[0]
     assert isinstance(group, torch.optim.NAdam) and own["decoupled_weight_decay"]
     assert (own["betas"], own["eps"], own["momentum_decay"]) == ((0.9, 0.98), 1e-6, 0.01)
@@ -166,7 +166,7 @@ def test_muon_takes_adamw_for_what_falls_back() -> None:
 def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(values: dict[str, Any], tmp_path: Path) -> None:
     def start() -> tuple[TinyTowers, torch.optim.Optimizer, TrainStep]:
         model = TinyTowers()
-        optimizer = build_optimizer(model, settings(**values), "ViT")
+        optimizer = settings(**values).build(model, "ViT")
         return model, optimizer, TrainStep(model, LOSSES["clip"], optimizer, World())
 
     model, optimizer, step = start()
@@ -193,7 +193,7 @@ def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(values: dict[str, Any
 @pytest.mark.filterwarnings("ignore:It is highly recommended")
 def test_an_optimizer_that_cannot_be_resumed_is_told_at_its_first_step(name: str, said: str) -> None:
     model = copy.deepcopy(tiny_towers())
-    optimizer = build_optimizer(model, settings(type="timm", name=name), "ViT")
+    optimizer = settings(type="timm", name=name).build(model, "ViT")
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     # timm compiles kron's products, for which a machine may lack a compiler
@@ -214,7 +214,7 @@ def on_meta(name: str) -> nn.Module:
 
 def undecayed(towers: nn.Module) -> set[int]:
     """Ids of the parameters without weight decay under open_clip's main rule."""
-    optimizer = build_optimizer(towers, settings(wd_exclude=["open_clip-main"]), "ViT")
+    optimizer = settings(wd_exclude=["open_clip-main"]).build(towers, "ViT")
     return {id(p) for group in optimizer.param_groups if not group["weight_decay"] for p in group["params"]}
 
 
@@ -249,7 +249,7 @@ def test_the_rule_of_open_clips_main_branch(name: str, exempt: set[str]) -> None
 )
 def test_layers_of_open_clips_main_branch(name: str, tower: str, sizes: list[int]) -> None:
     """Parameters by depth as in main's `layer_decay_param_groups` (commit 89fb801), whose every rate was compared."""
-    optimizer = build_optimizer(on_meta(name), settings(**{f"{tower}_layer_decay": 0.5}), "ViT")
+    optimizer = settings(**{f"{tower}_layer_decay": 0.5}).build(on_meta(name), "ViT")
     found: dict[float, int] = {}
     for group in optimizer.param_groups:
         found[group["lr_scale"]] = found.get(group["lr_scale"], 0) + len(group["params"])

@@ -20,12 +20,12 @@ import yaml
 from PIL import Image
 
 from clipstream.checkpoint.run_lock import holds_a_run, occupied
+from clipstream.cli.verbs.train import main
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.images import EvalTransform
 from clipstream.distributed.world import World
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
-from clipstream.train import main
 from clipstream.training.precision import resolve_precision
 from tests.support.forks import ROOT, wait_until
 from tests.support.pictures import make_shards, picture

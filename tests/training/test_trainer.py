@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, DataError, Stopped
-from clipstream.training.optim import AdamW, build_optimizer
+from clipstream.training.optim import AdamW
 from clipstream.training.step import StepResult, TrainStep
 from tests.support.ranks import run_ranks
 from tests.support.steps import LOSSES, TinyTowers, make_batch
@@ -49,7 +50,7 @@ def test_lines_saves_and_evaluations() -> None:
 
 def test_a_line_has_the_mean_of_its_interval() -> None:
     every, model = [], TinyTowers()
-    step = TrainStep(model, LOSSES["clip"], build_optimizer(model, AdamW.Settings(), "ViT"), World())
+    step = TrainStep(model, LOSSES["clip"], AdamW.Settings().build(model, "ViT"), World())
     for number in range(3):
         every.append(step(make_batch(number), 0.01 / (number + 1)).loss)
     assert Run(World(), 3).go().lines[0]["loss"] == pytest.approx(sum(every) / 3, abs=1e-12)
@@ -130,11 +131,11 @@ def test_evaluations_that_were_broken_off_come_first_after_the_resume() -> None:
             raise Stopped("broken off")
 
     run = Run(World(), 10)
-    run.trainer.evaluate = broken_off
+    run.trainer.hooks = replace(run.trainer.hooks, evaluate=broken_off)
     with pytest.raises(Stopped, match="step 4 is saved"):
         run.go()
     again = Run(World(), 10, save=run.saves[-1])
-    again.trainer.evaluate = broken_off
+    again.trainer.hooks = replace(again.trainer.hooks, evaluate=broken_off)
     with pytest.raises(Stopped, match="step 4 is saved"):
         again.go()
     assert again.saves == []  # what is saved still owes it

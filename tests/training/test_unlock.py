@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from clipstream.train import main
+from clipstream.cli.verbs.train import main
 from tests.support.model_files import VIT, build, write
 from tests.support.pictures import make_shards
 from tests.support.ranks import end_ranks

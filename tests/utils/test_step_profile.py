@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from clipstream.cli.verbs.train import main
 from clipstream.report.html_report import read_run, render
 from clipstream.report.settings import LogSettings
-from clipstream.train import main
 from clipstream.utils.timing.step_profile import StepProfiler, dearest, table
 from clipstream.utils.timing.step_timer import StepTimer, timed
 from tests.support.ranks import end_ranks

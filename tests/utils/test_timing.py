@@ -16,6 +16,7 @@ from torch import nn
 
 from clipstream.distributed.world import World
 from clipstream.training import trainer
+from clipstream.training.settings import TrainSettings
 from clipstream.training.step import TrainStep
 from clipstream.utils.timing import step_timer as timing
 from clipstream.utils.timing.parts import COMMUNICATION, COPY, DATA, LOSS, OTHER
@@ -174,7 +175,7 @@ def test_both_towers_are_told_apart(tmp_path: Any, chunks: dict[str, Any], locke
     towers = build(write(tmp_path), loss_type="clip", text_buckets="auto").train()
     if locked:
         towers.lock_image()
-    step = TrainStep(towers, LOSSES["clip"], sgd(towers), World(), **chunks)
+    step = TrainStep(towers, LOSSES["clip"], sgd(towers), World(), TrainSettings(precision="fp32", **chunks))
     for tower, key in ((towers.clip.visual, "image_forward"), (towers.clip.transformer, "text_forward")):
         tower.register_forward_hook(lambda *_, key=key: time.sleep({"image_forward": 0.02, "text_forward": 0.01}[key]))
     batch = make_batch(0)

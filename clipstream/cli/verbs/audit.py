@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.entry import run_main, show_help
 from clipstream.config.flags import output_file, own_flags
-from clipstream.config.settings import Settings, load, require_equal, resolve
+from clipstream.config.settings import Settings, carried_over, load, require_equal, resolve
 from clipstream.config.validate import validate_sources
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.launch import run_ranks
@@ -95,11 +95,12 @@ def audit(settings: Settings, own: Mapping[str, str], world: World, watch: Failu
         ClipstreamError: 16 bits where float32 is needed, or --json cannot be written.
     """
     from clipstream.checkpoint import store
+    from clipstream.checkpoint.resume import load_into
     from clipstream.checkpoint.state import read_meta
+    from clipstream.data.loader.workers import with_workers
     from clipstream.report.precision_audit import audit_step
     from clipstream.tools.feature_stores import open_stores
-    from clipstream.tools.resume import carried_over
-    from clipstream.train.run import build_loader, build_model, build_step, build_teacher, load_checkpoint, with_workers
+    from clipstream.train import build_loader, build_model, build_step
 
     require_equal(settings, world)
     run = Path(own["--run"]) if "--run" in own else None
@@ -107,16 +108,15 @@ def audit(settings: Settings, own: Mapping[str, str], world: World, watch: Failu
     state = None if found is None else read_meta(found).train
     settings = carried_over(resolve(settings, world), state, world, own_lanes=settings.data.lanes != "auto")
     stored = open_stores(settings)
-    towers, tokenizer = build_model(settings, world, stored)
-    teacher = build_teacher(settings, world)
+    model = build_model(settings, world, stored)
     if settings.data.sources:
-        read = with_workers(settings, world, stored)
-        with build_loader(read, world, towers, tokenizer, state, teacher, stored) as loader:
+        data = with_workers(settings.data, world, reads_shards=stored is None or not stored.replaces_loader)
+        with build_loader(settings.model_copy(update={"data": data}), world, model, state) as loader:
             batch = next(loader).clone()
     else:
-        batch = synthetic_batch(settings, world, towers, tokenizer, teacher)
-    _, step = build_step(settings, world, towers, teacher, stored)
-    step.unlock(0 if found is None else load_checkpoint(found, step).step)
+        batch = synthetic_batch(settings, world, model.towers, model.tokenizer, model.teacher)
+    step = build_step(settings, world, model)
+    step.unlock(0 if found is None else load_into(step, found).step)
     result = audit_step(step, batch)
     if world.is_main:
         result.show(ResultConsole(120))

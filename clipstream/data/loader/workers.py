@@ -37,6 +37,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, DataError
 from clipstream.storage.pipe import end_command, end_commands
 from clipstream.text import counted
+from clipstream.utils.logs import announce
 from clipstream.utils.processes import END, Ended, end, end_with, listen
 
 ON_CPU = 2  # workers of a rank whose model is on the CPU
@@ -255,6 +256,28 @@ def resolve_workers(settings: DataSettings, world: World) -> tuple[int, str]:
     why = counted(have, "core")
     why += ", which train as well" if world.device == "cpu" else f" for {counted(ranks, 'rank')}"
     return min(auto_workers(world), lanes), why
+
+
+def with_workers(settings: DataSettings, world: World, *, reads_shards: bool = True) -> DataSettings:
+    """The settings with `workers` resolved, and no more workers than lanes; rank 0 prints a number that is not given.
+
+    Args:
+        settings: with `lanes` resolved.
+        reads_shards: false where all features come from stores, which takes no worker.
+    """
+    most = int(settings.lanes) // world.size
+    if not reads_shards:
+        workers, why = 0, "a thread gathers the features"
+    elif settings.workers == "auto":
+        workers, why = resolve_workers(settings, world)
+    elif settings.workers > most:
+        workers, why = most, f"{settings.lanes} lanes for {settings.workers} workers on each of {world.size} ranks "
+        why += "(more with --data.lanes, which changes the order of samples)"
+    else:
+        return settings
+    if world.is_main:
+        announce(f"workers  {workers} a rank: {why}")
+    return settings.model_copy(update={"workers": workers})
 
 
 def auto_workers(world: World) -> int:

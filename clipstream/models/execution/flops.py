@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -18,9 +18,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from clipstream.data.batch import Batch
+from clipstream.distributed.world import World
 from clipstream.models.execution.checkpointing import suspended
 from clipstream.models.execution.text_buckets import STEP, TextBuckets
 from clipstream.models.frozen import Tower
+from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
 from clipstream.utils.logs import logger
 
@@ -120,6 +122,24 @@ class Throughput:
         if self.peak:
             found["mfu"] = found["tflops"] / self.peak
         return found
+
+
+def build_throughput(towers: Towers, settings: ModelSettings, world: World, precision: str) -> Throughput | None:
+    """Figures of a run with these towers; None where the model's FLOPs cannot be counted. Collective.
+
+    FLOPs of towers whose features are cached are not counted, as they run less and less often.
+
+    Args:
+        towers: as for `count_flops`.
+        precision: of the forward pass, which decides the peak of the device.
+    """
+    # A second of work for a processor, which all ranks of a node would do at once.
+    flops = world.broadcast_object(count_flops(towers) if world.is_main else None)
+    if flops is not None and settings.image.cache_gib is not None:
+        flops = replace(flops, image=Flops())
+    if flops is not None and settings.text.cache_gib is not None:
+        flops = replace(flops, text=(Flops(), Flops(), Flops()))
+    return None if flops is None else Throughput(flops, peak_tflops(world.device, precision))
 
 
 def count_flops(towers: Towers) -> ModelFlops | None:

@@ -32,6 +32,7 @@ from clipstream.config.error_messages import format_errors
 from clipstream.config.settings import Settings, by_key, require_equal, resolve
 from clipstream.data.batch import Batch
 from clipstream.data.loader.stage_timing import HAND_OVER, IDLE
+from clipstream.data.loader.workers import with_workers
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError
@@ -39,7 +40,7 @@ from clipstream.models.execution.flops import ModelFlops, Work, count_flops, pea
 from clipstream.models.execution.text_buckets import TextBuckets, why_inexact
 from clipstream.text import shortened
 from clipstream.tools.feature_stores import open_stores
-from clipstream.train.run import build_loader, build_model, build_step, build_teacher, with_workers
+from clipstream.train import build_loader, build_model, build_step
 from clipstream.training.precision import resolve_precision
 from clipstream.training.settings import TrainSettings
 from clipstream.utils.console import ResultConsole
@@ -243,7 +244,8 @@ class Ladder:
         self.options, self.world = options, world
         self.settings = settings = resolve(settings, world)
         self.stored = open_stores(settings)
-        self.settings = settings = with_workers(settings, world, self.stored)
+        data = with_workers(settings.data, world, reads_shards=self.stored is None or not self.stored.replaces_loader)
+        self.settings = settings = settings.model_copy(update={"data": data})
         wanted = settings.train.precision
         self._usual = resolve_precision("auto", world) if wanted in ("auto", "fp32", "fp64") else wanted
         self.plain = {key: value for name in options.rungs for key, value in PLAIN.get(name, {}).items()}
@@ -262,13 +264,13 @@ class Ladder:
             raise ClipstreamError(f"the model and its first batches do not fit this machine: {error}") from error
 
     def _keep_batches(self, settings: Settings) -> None:
-        towers, tokenizer = build_model(settings, self.world, self.stored)
-        teacher = build_teacher(settings, self.world)
+        model = build_model(settings, self.world, self.stored)
+        towers = model.towers
         known = None if "text" in towers.stored else TextBuckets.of(towers.clip, "auto")
         if known is None:
             reason = why_inexact(getattr(towers.clip, "text", towers.clip))
             self.padded = "features of texts come from a store" if "text" in towers.stored else reason
-        with build_loader(settings, self.world, towers, tokenizer, None, teacher, self.stored) as loader:
+        with build_loader(settings, self.world, model) as loader:
             for batch in itertools.islice(loader, self.options.loss_steps):
                 lengths = None if known is None else known.lengths(batch.ids.cpu())
                 self.batches.append(replace(batch.clone(), lengths=lengths).to(self.world.device))
@@ -427,7 +429,8 @@ class Ladder:
 
         Raises ClipstreamError, RuntimeError: the rung cannot run here.
         """
-        towers, tokenizer = build_model(settings, self.world, self.stored)
+        model = build_model(settings, self.world, self.stored)
+        towers = model.towers
         dropped, in_memory = settings.model.patch_dropout, itertools.cycle(self.batches)
         if dropped not in self._flops:
             self._flops[dropped] = count_flops(towers)
@@ -439,12 +442,11 @@ class Ladder:
             theirs = OpenClipStep(towers, self.world.device, precision, settings.optim, name, compiler)
             stack.callback(torch._dynamo.reset)
             return Parts(theirs.start, theirs.prepare, in_memory)
-        teacher = build_teacher(settings, self.world)
         loader = None
         if rung.from_shards:
-            loader = build_loader(settings, self.world, towers, tokenizer, None, teacher, self.stored)
+            loader = build_loader(settings, self.world, model)
             stack.enter_context(closing(loader))
-        _, step = build_step(settings, self.world, towers, teacher, self.stored)
+        step = build_step(settings, self.world, model)
         if step.compilation is not None:
             stack.callback(torch._dynamo.reset)  # the compiled code holds the model
             step.compilation.strict = True  # what runs eagerly would be measured as compiled

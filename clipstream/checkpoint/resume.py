@@ -1,0 +1,161 @@
+"""What a process takes over from earlier processes of its run: the checkpoint, downloaded if the remote copy is newer.
+
+The settings of checkpoints and the run's folder enter; a `Resumed` leaves, which loads the checkpoint into a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from clipstream.checkpoint import store
+from clipstream.checkpoint.async_writer import AsyncWriter
+from clipstream.checkpoint.open_clip import OpenClipCheckpoint
+from clipstream.checkpoint.remote_sync import (
+    CHECKPOINTS,
+    METRICS,
+    RemoteDir,
+    RemoteSync,
+    download,
+    message_of,
+    with_retries,
+)
+from clipstream.checkpoint.state import CheckpointMeta, load, read_meta
+from clipstream.data.order.lanes import DataState
+from clipstream.data.settings import DataSettings
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.models.pretrained import AVERAGED_FILE
+from clipstream.storage.shard_url import ShardURL
+from clipstream.training.parallel import reshard
+from clipstream.training.settings import CheckpointSettings, TrainSettings
+from clipstream.training.state import StepState, TrainState
+from clipstream.training.step import TrainStep
+from clipstream.utils import atomic_write
+from clipstream.utils.logs import announce, logger
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a process goes on; the same on every rank, but for `remote_sync`."""
+
+    checkpoint: Path | None  # local folder, or a file of open_clip; None for a new run
+    remote_sync: RemoteSync | None  # of the run, on rank 0, if `checkpoint.remote_sync` is set
+    meta: CheckpointMeta | None = None  # of the checkpoint, once it is read
+
+    @property
+    def state(self) -> TrainState | None:
+        """The position of the run; None for a new one."""
+        return None if self.meta is None else self.meta.train
+
+    def with_meta(self, train: TrainSettings, data: DataSettings, world: World) -> Resumed:
+        """Read what the checkpoint says of its run; of one of open_clip, its step by epochs of the present settings.
+
+        Raises SettingsError: it cannot be read, or the epochs of open_clip's have no known length.
+        """
+        if self.checkpoint is None:
+            return self
+        if not self.checkpoint.is_file():
+            return replace(self, meta=read_meta(self.checkpoint))
+        theirs = OpenClipCheckpoint.read(self.checkpoint)
+        step = theirs.step
+        if step is None:
+            if train.epoch_samples is None:
+                raise SettingsError(f"--resume {self.checkpoint}: its epochs require --train-num-samples")
+            step = data.steps_for(theirs.epoch * train.epoch_samples)
+        if world.is_main:
+            name = f"{self.checkpoint} of open_clip: epoch {theirs.epoch}, step {step}"
+            announce(f"resume   {name}; the data order begins anew")
+        scaler = StepState(scaler=theirs.scaler if train.precision == "fp16" else {})
+        samples = data.samples_before(step)
+        start = TrainState(step=step, samples=samples, data=DataState(step=step), train_step=scaler)
+        return replace(self, meta=CheckpointMeta(start))
+
+    def restore(self, writer: AsyncWriter, step: TrainStep, good: Sequence[int]) -> int | None:
+        """Load the newest undamaged checkpoint with one of the steps `good`, and return its step. Collective."""
+        chosen = writer.whole(sorted(good, reverse=True), instead=self.checkpoint)
+        return None if chosen is None else load_into(step, chosen).step
+
+
+def load_into(step: TrainStep, checkpoint: Path, start: TrainState | None = None) -> TrainState:
+    """Load weights, moments, averages, loss scale and random states; returns the position of the run. Collective.
+
+    Args:
+        start: that position, for a checkpoint of open_clip.
+
+    Raises SettingsError: as `checkpoint.state.load`.
+    """
+    reshard(step.towers)
+    state = load(checkpoint, towers=step.towers, optimizer=step.optimizer, world=step.world, start=start)
+    step.load_state(state.train_step)
+    if step.averages is not None:
+        step.averages.load(checkpoint / AVERAGED_FILE, state.train_step.ema_updates)
+    return state
+
+
+def find(settings: CheckpointSettings, run_folder: Path, world: World) -> Resumed:
+    """The checkpoint that `--resume` names, on a local disk, and the run's remote copy. Collective.
+
+    Raises:
+        SettingsError: there is none, it is damaged, or some rank does not see it; the remote copy cannot be read, or
+            holds a run, and this is a new one.
+    """
+    resume, folder, remote_sync = settings.resume, run_folder / CHECKPOINTS, None
+    if settings.remote_sync is not None and world.is_main:
+        remote_sync = RemoteSync(
+            RemoteDir(settings.remote_sync, "--remote-sync") / run_folder.name, run_folder, settings
+        )
+
+    def on_main() -> Path | None:
+        if remote_sync is not None:
+            remote = remote_sync.remote
+            try:
+                whole = with_retries((remote / CHECKPOINTS).whole)
+            except Exception as error:  # every backend has errors of its own
+                text = f"--remote-sync: {remote.shown} cannot be read: {message_of(error)}"
+                raise SettingsError(text) from error
+            if whole and resume is None:
+                raise SettingsError(
+                    f"--remote-sync: {remote.shown} holds a run: continue it with --resume auto, or start another run "
+                    "with another --name"
+                )
+            remote_sync.last_serial = max((marker.serial for marker in whole.values()), default=0)
+        if resume is not None and ShardURL(resume).scheme is not None:
+            found = download(RemoteDir(resume, "--resume"), folder)
+            if found is None:
+                raise SettingsError(f"--resume: there is no whole checkpoint in {RemoteDir(resume, '').shown}")
+            return found
+        if remote_sync is not None and resume in ("latest", "auto"):
+            download_newer(remote_sync, run_folder)
+        return store.find(folder, resume)
+
+    return Resumed(store.agree(on_main, world), remote_sync)
+
+
+def download_newer(remote_sync: RemoteSync, run_folder: Path) -> None:
+    """Download the newest remote checkpoint if it is newer than all intact ones here.
+
+    Raises SettingsError: the download fails, and there is no intact checkpoint here.
+    """
+    remote, folder = remote_sync.remote, run_folder / CHECKPOINTS
+    found = next((path for path in store.whole(folder) if store.fault(path) is None), None)
+    marker = None if found is None else store.marker_of(found)
+    if remote_sync.last_serial <= (0 if marker is None else marker.serial):
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # The run appends to these files. They are downloaded before the checkpoint: a process that is killed in between
+        # still finds the remote checkpoint newer, and downloads both again.
+        for name in (METRICS, f"{CHECKPOINTS}/{store.BEST}"):
+            try:
+                if (content := with_retries((remote / name).read)) is not None:
+                    atomic_write.replace(run_folder / name, content)
+            except Exception as error:  # every backend has errors of its own
+                text = f"--remote-sync: {remote.shown} cannot be copied: {message_of(error)}"
+                raise SettingsError(text) from error
+        download(remote, folder)
+    except SettingsError as error:
+        if found is None:
+            raise
+        logger.warning(f"{error}; the newest one here is used")

@@ -1,0 +1,297 @@
+"""The recipe of training: settings, model, data, optimizer, step, loop.
+
+A `Run`, whose folder is locked, enters; its metrics, checkpoints and report leave. `recipe` is the run from top to
+bottom, and the functions below it build what it names. `python -m clipstream.train`, for torchrun, is the verb
+`clipstream train`, and `clipstream.train(…)` is `api.train.train`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+if __name__ == "__main__":  # the verb prints help and checks settings before torch is imported below
+    sys.exit(importlib.import_module("clipstream.cli.verbs.train").main())
+
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from clipstream.checkpoint.async_writer import AsyncWriter
+from clipstream.checkpoint.resume import Resumed, find, load_into
+from clipstream.checkpoint.state import CheckpointMeta
+from clipstream.config.dump import noted, print_best, print_summary, redacted, write_config
+from clipstream.config.entry import make_callable
+from clipstream.config.settings import Settings, carried_over
+from clipstream.data.batch import Batch
+from clipstream.data.build import training_loader
+from clipstream.data.decode import tokenizers
+from clipstream.data.loader.loader import Loader
+from clipstream.data.loader.pipeline import ModelInputs
+from clipstream.data.loader.stored import StoredData
+from clipstream.data.loader.workers import with_workers
+from clipstream.distributed.failure import FailureWatch
+from clipstream.distributed.signals import StopSignals
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.evals.context import EvalContext
+from clipstream.evals.runner import EvalRunner, Listeners
+from clipstream.losses.contrastive import build_loss, warn_of_duplicates
+from clipstream.losses.distillation import DistilledLoss
+from clipstream.losses.settings import chosen_loss_type
+from clipstream.models.build import build_towers
+from clipstream.models.execution.batch_features import NAME, Teacher
+from clipstream.models.execution.channels_last import tune_convolutions
+from clipstream.models.execution.compile import eagerly
+from clipstream.models.execution.flops import Throughput, build_throughput
+from clipstream.models.pretrained import AVERAGED_FILE
+from clipstream.models.towers import Towers
+from clipstream.report.outputs import Ending, Outputs, build_profiler
+from clipstream.report.precision_audit import audit_run
+from clipstream.report.sinks import RunInfo
+from clipstream.tools.feature_stores import check_stores, open_stores, remove_towers, teacher_scales
+from clipstream.training.early_stop import EarlyStop
+from clipstream.training.parallel import parallelize, synchronize_batch_norm
+from clipstream.training.precision import autocast, check_device, prepare, prepare_towers, seed_all
+from clipstream.training.rollback import Rollback
+from clipstream.training.state import TrainState
+from clipstream.training.step import TrainStep, fit_memory
+from clipstream.training.trainer import Hooks, Length, Trainer
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run on one rank."""
+
+    settings: Settings  # resolved
+    world: World  # this rank among the others
+    folder: Path  # of the run
+    signals: StopSignals  # that ask it to stop
+    watch: FailureWatch  # ends all ranks where one fails
+
+
+class Model(NamedTuple):
+    """The towers, and what else gives features of a batch."""
+
+    towers: Towers  # on the CPU, in the dtype they train in, without those whose features are stored
+    tokenizer: tokenizers.Tokenizer
+    teacher: Teacher | None  # live, on this rank's device
+    stored: StoredData | None  # features of towers and teachers
+
+
+def recipe(run: Run, *, own_lanes: bool) -> None:
+    """Train in a locked folder: settings, model, data, optimizer, step, loop.
+
+    Args:
+        own_lanes: whether the user set data.lanes.
+    """
+    settings, world = run.settings, run.world
+
+    # Settings: a resumed run keeps what was resolved when it began.
+    resumed = find(settings.checkpoint, run.folder, world).with_meta(settings.train, settings.data, world)
+    settings = carried_over(settings, resumed.state, world, own_lanes=own_lanes)
+
+    # Model; features may come from stores, in the place of towers or of teachers.
+    stored = open_stores(settings)
+    model = build_model(settings, world, stored)
+    throughput = build_throughput(model.towers, settings.model, world, settings.train.arithmetic)
+    if throughput is not None and settings.log.peak_tflops:
+        throughput.peak = settings.log.peak_tflops
+
+    # Data, at the position of the checkpoint.
+    reads_shards = stored is None or not stored.replaces_loader
+    settings = settings.model_copy(update={"data": with_workers(settings.data, world, reads_shards=reads_shards)})
+    if world.is_main:
+        meta = resumed.meta or CheckpointMeta(TrainState())
+        print_summary(settings, world, model.towers, resumed.checkpoint, meta.train.step, meta.settings)
+    with build_loader(settings, world, model, resumed.state) as loader:
+        run.watch.on_exit(loader.close)
+
+        # Optimizer, step, loop.
+        step = build_step(settings, world, model)
+        fit(replace(run, settings=settings), step, loader, model.tokenizer, throughput, resumed)
+        if world.is_main:
+            print_best(settings)
+
+
+def build_model(settings: Settings, world: World, stored: StoredData | None) -> Model:
+    """Towers, tokenizer and teacher, with the weights that the settings name. Collective.
+
+    Raises SettingsError: the tokenizer has more tokens than the model, or a store was made with other settings.
+    """
+    model, train, distill = settings.model, settings.train, settings.distill.teacher(settings.model.cache_dir)
+    check_device(world.device, train.arithmetic, tf32=train.tf32)
+    seed_all(settings.run.seed, world.rank)
+    loss_type = chosen_loss_type(settings.loss)
+    towers = build_towers(model, seed=settings.run.seed, loss_type=loss_type, tokenizer=settings.tokenizer, world=world)
+    tokenizer = tokenizers.build_tokenizer(
+        settings.tokenizer, towers.open_clip_tokenizer(), towers.context_length, cache_dir=model.cache_dir
+    )
+    if tokenizer.vocab_size > towers.vocab_size:
+        raise SettingsError(
+            f"tokenizer: its ids go up to {tokenizer.vocab_size - 1}, but the model has {towers.vocab_size} tokens: "
+            "leave tokenizer.type at 'model', or use a model with text_cfg.vocab_size to match"
+        )
+    if stored is not None:
+        check_stores(stored, settings, towers, tokenizer)
+    prepare_towers(towers, train.arithmetic, model, world.device, tf32=train.tf32, keep=world.is_main)
+    if stored is not None:
+        remove_towers(stored, towers)
+    teacher = None
+    if distill is not None:
+        frozen = build_towers(distill, seed=settings.run.seed, world=world)
+        prepare(frozen, train.arithmetic)
+        teacher = Teacher(frozen, world.device, partial(autocast, world.device, train.arithmetic))
+    return Model(towers, tokenizer, teacher, stored)
+
+
+def build_loader(settings: Settings, world: World, model: Model, state: TrainState | None = None) -> Loader:
+    """The loader of this rank's batches, at the position of `state`. Collective.
+
+    Raises SettingsError: the ranks find different shards.
+    """
+    towers, teacher = model.towers, model.teacher
+    inputs = ModelInputs(model.tokenizer, towers.image, features=model.stored, text_lengths=towers.text_lengths)
+    # The teacher gets pixels and ids of its own where those of the model do not fit it.
+    if teacher is not None and teacher.towers.image.size != towers.image.size:
+        inputs = replace(inputs, teacher_image=teacher.towers.image)
+    if teacher is not None and not (settings.tokenizer.type == "model" and teacher.towers.same_tokenizer(towers)):
+        own = tokenizers.wrap(teacher.towers.open_clip_tokenizer(), teacher.towers.context_length)
+        inputs = replace(inputs, teacher_tokenizer=own)
+    loader = training_loader(
+        settings.data,
+        inputs,
+        world=world,
+        seed=settings.run.seed,
+        start=None if state is None else state.data,
+        approximate=settings.checkpoint.resume_approximate,
+        views=True,
+    )
+    orders = world.gather_objects(loader.fingerprint)
+    if other := [rank for rank, order in enumerate(orders) if order != orders[0]]:
+        loader.close()
+        raise SettingsError(f"data.sources: rank {other[0]} finds other shards than rank 0: is the folder shared?")
+    return loader
+
+
+def build_step(settings: Settings, world: World, model: Model) -> TrainStep:
+    """The step that trains the towers, which are moved to this rank's device and may be sharded.
+
+    Raises SettingsError: as TrainStep, `parallelize` and `fit_memory`, or a stored teacher lacks features.
+    """
+    (towers, _, teacher, stored), train = model, settings.train
+    towers.train()
+    synchronize_batch_norm(towers, world, towers.frozen)
+    layout = parallelize(towers, world, train)
+    optimizer = settings.optim.build(towers, settings.model.name)
+    tune_convolutions(towers, world.device)
+    caches = fit_memory(towers, settings.model, max(settings.data.batch_sizes), world, train)
+    loss = build_loss(settings.loss, towers.loss_type)
+    scales = {} if stored is None else teacher_scales(stored, settings.distill)
+    if teacher is not None:
+        scales[NAME] = teacher.scale
+    if scales:
+        loss = DistilledLoss(loss, settings.distill, scales, add_features=teacher)
+    step = TrainStep(layout, loss, optimizer, world, train, clip_norm=settings.optim.grad_clip_norm, caches=caches)
+    if teacher is not None:
+        teacher.chunk = lambda: step.gradcache.size
+    return step
+
+
+def fit(
+    run: Run,
+    step: TrainStep,
+    loader: Loader,
+    tokenizer: tokenizers.Tokenizer,
+    throughput: Throughput | None,
+    resumed: Resumed,
+) -> None:
+    """The loop, with weights, moments and random states of the checkpoint, if there is one."""
+    settings, world, watch = run.settings, run.world, run.watch
+    train, total, log = settings.train, settings.total_steps, settings.log
+    start = None if resumed.checkpoint is None else load_into(step, resumed.checkpoint, resumed.state)
+    state = start or TrainState()
+    early_stop = EarlyStop(train.early_stop, state.early_stop)
+
+    # Outputs, evaluators and checkpoints; the names of metrics are known from a dry run.
+    done = None if start is None else state.step
+    ended = done is not None and (done >= total or early_stop.should_stop)
+    info = RunInfo(run.folder, total, done, world.size, ended, state.evaluation_pending, redacted(settings))
+    outputs = Outputs(log, world, info, subject={"run": settings.run.name, "model": settings.model.label})
+    evals = build_evals(run, step, tokenizer, outputs)
+    writer = build_writer(run, step, resumed, outputs)
+    early_stop.expect(metrics := evals.dry_run())
+    writer.expect(metrics)
+    outputs.begin()
+
+    def evaluate(done: int, last: bool) -> None:
+        records = evals(done, last)
+        early_stop.on_eval(records)
+        writer.on_eval(records)
+
+    def show(number: int, batch: Batch) -> None:
+        if number == 0:
+            warn_of_duplicates(settings.loss, batch, world)
+        outputs.show_batch(number, batch, decode=partial(tokenizers.readable, tokenizer))
+
+    def audit(batch: Batch) -> None:
+        with eagerly(step.compilation):
+            audit_run(run.folder, step, batch)
+
+    lr = settings.schedule.build(peak=settings.optim.lr, total_steps=total)
+    trainer = Trainer(
+        step,
+        loader,
+        writer,
+        Length(total, lr, log.every, train.epoch_samples),
+        Hooks(outputs.write, evaluate, evals.due, show, first=audit if log.audit_precision else None),
+        run.signals,
+        Rollback(train, partial(resumed.restore, writer, step), state.rollback),
+        early_stop,
+        start,
+        throughput=throughput,
+        profiler=build_profiler(log, info, world),
+    )
+    watch.on_exit(writer.close)
+    watch.step = lambda: trainer.step
+    if isinstance(ending := watch.on_end, Ending):
+        outputs.ending, ending.step = ending, lambda: trainer.step
+    if world.is_main:  # only now: a failed resume leaves the run's config.yaml as it was
+        write_config(settings)
+    with closing(outputs), writer:
+        trainer.run(save_first=resumed.checkpoint is not None and resumed.checkpoint.is_file())
+
+
+def build_evals(run: Run, step: TrainStep, tokenizer: tokenizers.Tokenizer, outputs: Outputs) -> EvalRunner:
+    """The evaluators, with the weights that are trained and their averages."""
+    settings, world, full = run.settings, run.world, step.layout.full
+    loss = build_loss(settings.loss, full.loss_type)
+    pictures = settings.log.pictures
+    context = EvalContext(full, tokenizer, world, settings.data, settings.train.arithmetic, loss, pictures)
+    context.interrupt = lambda: run.signals.received is not None
+    weights: dict[Any, Any] = {"trained": step.whole_weights}
+    if step.averages is not None:
+        weights["averaged"] = partial(step.whole_weights, step.averages.tensors)
+    listeners = Listeners(outputs.write, outputs.show, outputs.trace, outputs.status)
+    return EvalRunner(settings.evals, context, listeners, weights)
+
+
+def build_writer(run: Run, step: TrainStep, resumed: Resumed, outputs: Outputs) -> AsyncWriter:
+    """The writer of checkpoints, with averaged weights as a further file."""
+    averages, towers = step.averages, step.towers
+    return AsyncWriter(
+        run.folder / "checkpoints",
+        run.world,
+        run.settings.checkpoint,
+        towers=towers,
+        optimizer=step.optimizer,
+        recorded=noted(run.settings),
+        tensors=None if averages is None else {AVERAGED_FILE: lambda: averages.among(towers.saved_tensors())},
+        sync=resumed.remote_sync,
+        status=outputs.status,
+    )
+
+
+make_callable(__name__, "clipstream.api.train:train")
