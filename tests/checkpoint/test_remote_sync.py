@@ -12,14 +12,13 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from clipstream.checkpoint import remote_sync
+from clipstream.checkpoint import remote_sync, resume
 from clipstream.checkpoint.async_writer import AsyncWriter
 from clipstream.checkpoint.remote_sync import RemoteDir, RemoteSync, download
 from clipstream.checkpoint.store import BEST, MARKER, fault, marker_of
 from clipstream.config.settings import load
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.tools import resume
 from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState
 from tests.support.forks import TIMEOUT
@@ -190,7 +189,7 @@ def test_a_machine_that_is_behind_catches_up(tmp_path: Path, capsys: pytest.Capt
     settings = load([*flags, "--remote-sync", f"file://{far.parent}"])
 
     def found() -> str:
-        taken = resume.find(settings, World(), resume.build_remote_sync(settings, World()))
+        taken = resume.find(settings.checkpoint, settings.run_folder, World()).checkpoint
         return "" if taken is None else taken.name
 
     damage(far / "checkpoints" / "step_00000003" / "rng.pt")
