@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
@@ -292,12 +293,6 @@ def test_a_full_disk(small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert not (small_disk / ".parts").exists()
 
 
-def test_one_call_at_a_time(shards: list[str], tmp_path: Path) -> None:
-    with held(tmp_path, "the folder", str):
-        assert main([str(tmp_path), "--train-data", shards[0]]) == 2
-    assert main([str(tmp_path), "--train-data", shards[0]]) == 0
-
-
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
@@ -309,6 +304,7 @@ def test_one_call_at_a_time(shards: list[str], tmp_path: Path) -> None:
         (["{tmp}", "--train-data", "0.tar", "--jobs", "many"], "--jobs"),
         (["{tmp}", "--train-datas", "0.tar"], "did you mean '--train-data'"),
         (["{tmp}"], "nothing to stage"),
+        (["{tmp}/busy", "--train-data", "0.tar"], "process"),
         (["{tmp}", "--train-data", "synthetic:"], "nothing to stage"),
         (["{tmp}", "--train-data", "{tmp}/none/*.tar"], "data.sources.train.shards"),
         (["{tmp}", "--train-data", "{tmp}/0.tar"], "lies in"),
@@ -316,56 +312,41 @@ def test_one_call_at_a_time(shards: list[str], tmp_path: Path) -> None:
     ],
 )
 def test_wrong_usage(argv: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([word.replace("{tmp}", str(tmp_path)) for word in argv]) == 2
+    with held(tmp_path / "busy", "the folder", str):
+        assert main([word.replace("{tmp}", str(tmp_path)) for word in argv]) == 2
     assert told in capsys.readouterr().err
 
 
-def test_the_verb_imports_no_torch(shards: list[str], tmp_path: Path) -> None:
-    argv = [str(tmp_path), "--train-data", shards[0], "--size", "9"]
-    code = f"import sys; from clipstream.cli.verbs.stage import main; main({argv!r}); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=TIMEOUT).returncode == 0
-
-
-def test_a_bar_on_a_terminal(shards: list[str], tmp_path: Path) -> None:
+def test_a_bar_on_a_terminal_and_no_torch(shards: list[str], tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
-    argv = [sys.executable, "-m", "clipstream", "stage", str(tmp_path), "--train-data", "::".join(shards)]
-    done = subprocess.Popen(argv, cwd=ROOT, stdout=theirs, stderr=theirs)
+    argv = [str(tmp_path), "--train-data", "::".join(shards), "--size", "9"]
+    code = f"import sys; from clipstream.cli.verbs.stage import main; main({argv!r}); sys.exit('torch' in sys.modules)"
+    done = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=theirs, stderr=theirs)
     os.close(theirs)
     shown = b""
-    while block := _read(ours):
-        shown += block
+    with contextlib.suppress(OSError):  # the other end is closed
+        while block := os.read(ours, 4096):
+            shown += block
     assert done.wait(TIMEOUT) == 0
     os.close(ours)
     assert re.search(rb"staging.*6 of 6 shards", shown) and b"6 of 6 shards are in" in shown
 
 
-def _read(terminal: int) -> bytes:
-    try:
-        return os.read(terminal, 4096)
-    except OSError:  # the other end is closed
-        return b""
-
-
-def test_copies_are_plain_and_have_an_index(shards: list[str], tmp_path: Path) -> None:
-    packed = tmp_path / "0.tar.gz"
-    packed.write_bytes(gzip.compress(Path(shards[0]).read_bytes()))
-    for more in ([], ["--size", "9"]):
-        assert main([str(tmp_path / "fast"), "--train-data", str(packed), *more]) == 0
-        ((name, body),) = tars(tmp_path / "fast").items()
-        copy = tmp_path / "fast" / name
-        assert name == "sources/train/0.tar" and (body == Path(shards[0]).read_bytes()) == (not more)
-        assert indexes.opened_by(str(copy), None) == scan(copy), "the mode indexed finds it"
-
-
 @pytest.mark.parametrize("mask", [0o022, 0o077])
-def test_who_may_read_a_copy_is_for_the_umask_to_say(site: Site, shards: list[str], tmp_path: Path, mask: int) -> None:
-    parts = [f"{site.root}/00000.tar", shards[1], f"pipe:cat '{shards[2]}'"]
+def test_copies_are_plain_have_an_index_and_follow_the_umask(
+    site: Site, shards: list[str], tmp_path: Path, mask: int
+) -> None:
+    packed = tmp_path / "9.tar.gz"
+    packed.write_bytes(gzip.compress(Path(shards[0]).read_bytes()))
+    parts = [f"{site.root}/00000.tar", shards[1], str(packed), f"pipe:cat '{shards[2]}'"]
     before = os.umask(mask)
     try:
         assert main([str(tmp_path / "fast"), "--train-data", "::".join(parts)]) == 0
-        assert main([str(tmp_path / "small"), "--train-data", parts[0], "--size", "9"]) == 0
+        assert main([str(tmp_path / "small"), "--train-data", str(packed), "--size", "9"]) == 0
         cached = ShardCache(str(tmp_path / "shards")).local(parts[0])
     finally:
         os.umask(before)
-    found = [*(tmp_path / "fast").rglob("*.tar"), *(tmp_path / "small").rglob("*.tar"), cached]
-    assert len(found) == 5 and {path.stat().st_mode & 0o777 for path in found} == {0o666 & ~mask}
+    found = [*(tmp_path / "fast").rglob("*.tar"), *(tmp_path / "small").rglob("*.tar")]
+    assert {path.stat().st_mode & 0o777 for path in [*found, cached]} == {0o666 & ~mask} and len(found) == 5
+    assert all(indexes.opened_by(str(path), None) == scan(path) for path in found), "the mode indexed finds it"
+    assert (tmp_path / "fast/sources/train/9.tar").read_bytes() == Path(shards[0]).read_bytes()
