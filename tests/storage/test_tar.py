@@ -102,21 +102,26 @@ def test_a_cut_gives_up_one_sample_at_most(tmp_path: Path) -> None:
         assert list(loaded) == ["0000", "0001", "0002"][: 3 if reason == "truncated_member" else 2]
 
 
-@pytest.mark.parametrize(
-    ("damage", "reason", "keys"),
-    [
-        (lambda d: b"", "empty", []),
-        (lambda d: b"<html>not found</html>" * 100, "not_a_tar", []),
-        (lambda d: d[:3072] + b"\xff" * 512 + d[3584:], "bad_checksum", ["0000"]),
-        (lambda d: d + d, "trailing_archive", ["0000", "0001", "0002", "0003", "0004"]),
-        (lambda d: tar_bytes([]), "empty", []),
-    ],
-    ids=["no bytes", "a web page", "garbage header", "cat of two", "no samples"],
-)
-def test_damage_has_a_reason(tmp_path: Path, damage, reason: str, keys: list[str]) -> None:  # type: ignore[no-untyped-def]
-    index, loaded = scan_bytes(tmp_path, damage(tar_bytes(SAMPLES, tarfile.GNU_FORMAT)))
-    assert index.fault is not None and index.fault.reason == reason
-    assert list(loaded) == keys
+def test_damage_has_a_reason(tmp_path: Path) -> None:
+    whole = tar_bytes(SAMPLES, tarfile.GNU_FORMAT)
+    for data, reason, words, keys in (
+        (b"", "empty", "no bytes", 0),
+        (tar_bytes([]), "empty", "without one member", 0),
+        (whole[:3072] + b"\xff" * 512 + whole[3584:], "bad_checksum", "", 1),
+        (whole + whole, "trailing_archive", "second archive", 5),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+            "not_a_tar",
+            "Git LFS pointer.*git lfs pull",
+            0,
+        ),
+        (b"<!DOCTYPE html>" + b" " * 999, "not_a_tar", "HTML page", 0),
+        (b"Entry not found", "not_a_tar", "15 bytes: b'Entry not found'", 0),
+        (b"BZh91AY&SY" + bytes(999), "not_a_tar", "bzip2", 0),
+    ):
+        index, loaded = scan_bytes(tmp_path, data)
+        assert index.fault is not None and index.fault.reason == reason and re.search(words, index.fault.detail)
+        assert list(loaded) == [f"{number:04d}" for number in range(keys)]
 
 
 def test_samples_with_a_member_twice_are_left_out(tmp_path: Path) -> None:
@@ -188,22 +193,6 @@ def test_a_file_given_to_tar_twice_is_one_member(tmp_path: Path) -> None:
     assert [(ref.key, *ref.members) for ref in scan(tmp_path / "x.tar").samples] == [("a", "jpg", "txt"), ("b", "jpg")]
 
 
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "Git LFS pointer.*git lfs pull"),
-        (b"<!DOCTYPE html>" + b" " * 999, "HTML page"),
-        (b"Entry not found", "15 bytes: b'Entry not found'"),
-        (b"BZh91AY&SY" + bytes(999), "bzip2"),
-        (b"PK\3\4" + bytes(999), "zip archive"),
-    ],
-)
-def test_what_is_no_tar_is_named(tmp_path: Path, data: bytes, words: str) -> None:
-    (tmp_path / "x.tar").write_bytes(data)
-    fault = scan(tmp_path / "x.tar").fault
-    assert fault is not None and fault.reason == "not_a_tar" and re.search(words, fault.detail)
-
-
 def test_sizes_in_base_256(tmp_path: Path) -> None:
     data = bytearray(tar_bytes([{"__key__": "a", "jpg": b"x" * 700}], tarfile.GNU_FORMAT))
     data[124:136] = b"\x80" + (700).to_bytes(11, "big")
@@ -212,19 +201,15 @@ def test_sizes_in_base_256(tmp_path: Path) -> None:
     assert scan_bytes(tmp_path, bytes(data))[1] == {"a": {"jpg": b"x" * 700}}
 
 
-def test_load_reads_only_what_is_asked_for(tmp_path: Path) -> None:
+def test_load_reads_what_is_asked_for_from_a_file_that_may_shrink(tmp_path: Path) -> None:
     sample = {"__key__": "a", "jpg": b"i" * 10, "npy": bytes(200_000), "txt": b"t"}
-    shard = Shard(write_tar(tmp_path / "a.tar", [sample]))
+    path = write_tar(tmp_path / "a.tar", [sample])
+    shard = Shard(path)
     assert shard.load(shard.index.samples[0], ("txt", "jpg", "json")) == {"txt": b"t", "jpg": b"i" * 10}
     assert shard.load(shard.index.samples[0], ()) == {}
-
-
-def test_a_file_that_shrinks_drops_the_sample(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "a.tar", SAMPLES)
-    shard = Shard(path)
     path.write_bytes(path.read_bytes()[:2000])
     with pytest.raises(Dropped, match="became shorter"):
-        shard.load(shard.index.samples[-1])
+        shard.load(shard.index.samples[0])
 
 
 @pytest.mark.skipif(not REAL, reason="shared data are not here")
@@ -241,6 +226,7 @@ def test_real_shards_read_as_webdataset_reads_them() -> None:
         assert scan(path) == shard.index
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.text(st.characters(codec="utf-8")), st.dictionaries(st.sampled_from(["jpg", "txt", "é"]),
        st.tuples(st.integers(0, 2**50), st.integers(0, 2**40))))))  # fmt: skip
 def test_a_table_gives_the_references_that_were_put_in(rows: list[tuple[str, dict[str, tuple[int, int]]]]) -> None:

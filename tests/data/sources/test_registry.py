@@ -125,42 +125,30 @@ def test_a_type_that_cannot_be_used_is_named() -> None:
         load(["--data.sources.train.type=zip", "--data.sources.train.shards=a"])
 
 
-@pytest.mark.parametrize("listed", [None, [], (), "a0", {"a0"}, {"a0": 3}, [Path("a0")], iter([]), 7])
-def test_what_is_no_list_of_names_is_told(listed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Letters, "list_shards", lambda self, spec: listed)
-    with pytest.raises(
-        SettingsError, match=r"data\.sources: .*:Letters: list_shards\('a\*'\) returned .*: return a list"
-    ):
-        Source(settings("Letters"), None)
-
-
-def test_a_generator_of_names_is_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Letters, "list_shards", lambda self, spec: (f"{spec}{number}" for number in range(2)))
-    assert Source(settings("Letters"), None).names == ["a*0", "a*1", "b::c0", "b::c1"]
-
-
 class NoIndex(OpenLetters):
     def __init__(self) -> None:
         self.index = [SampleRef("0")]  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("shard", [None, object(), NoIndex()])
-def test_what_is_no_open_shard_is_told(shard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Letters, "open", lambda self, name: shard)
-    with pytest.raises(
-        ShardError, match=r":Letters: open returned \w+ with \w+ as `index`: derive it from .*OpenShard"
-    ):
-        Source(settings("Letters"), None).open("a*0")
-
-
-@pytest.mark.parametrize("members", [None, [], "a cat", {"txt": "a cat"}, {"jpg": b"", "txt": None}])
-def test_members_that_are_no_bytes_drop_the_sample(members: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OpenLetters, "load", lambda self, ref, suffixes=None: members)
-    shard = Source(settings("Letters"), None).open("a*0")
-    for read in (shard.load, shard.look):
-        with pytest.raises(Dropped, match=r":Letters: load returned .*: return members as bytes by suffix") as caught:
-            read(SampleRef("0"))
-        assert caught.value.reason == "source_error"
+def test_what_a_type_returns_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for listed in (None, [], (), "a0", {"a0"}, {"a0": 3}, [Path("a0")], iter([]), 7):
+        monkeypatch.setattr(Letters, "list_shards", lambda self, spec, listed=listed: listed)
+        with pytest.raises(SettingsError, match=r":Letters: list_shards\('a\*'\) returned .*: return a list"):
+            Source(settings("Letters"))
+    monkeypatch.setattr(Letters, "list_shards", lambda self, spec: (f"{spec}{number}" for number in range(2)))
+    source = Source(settings("Letters"))
+    assert source.names == ["a*0", "a*1", "b::c0", "b::c1"], "a generator of names is a list"
+    for members in (None, [], "a cat", {"txt": "a cat"}, {"jpg": b"", "txt": None}):
+        monkeypatch.setattr(OpenLetters, "load", lambda self, ref, suffixes=None, members=members: members)
+        shard = source.open("a*0")
+        for read in (shard.load, shard.look):
+            with pytest.raises(Dropped, match=r":Letters: load returned .*: return members as bytes") as caught:
+                read(SampleRef("0"))
+            assert caught.value.reason == "source_error"
+    for opened in (None, object(), NoIndex()):
+        monkeypatch.setattr(Letters, "open", lambda self, name, opened=opened: opened)
+        with pytest.raises(ShardError, match=r":Letters: open returned \w+ with \w+ as `index`: derive it from"):
+            source.open("a*0")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
