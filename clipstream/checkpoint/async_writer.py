@@ -341,5 +341,7 @@ class Snapshot:
 
     def wait(self) -> None:
         """Wait until the copies are complete; from any thread."""
-        for event in self._copied:
-            event.synchronize()
+        if self._copied:
+            with torch.cuda.device(self._device):  # else a thread takes memory of GPU 0
+                for event in self._copied:
+                    event.synchronize()

@@ -235,7 +235,8 @@ def _to_host(tensors: dict[str, torch.Tensor]) -> Callable[[], dict[str, torch.T
     done: Any = torch.cuda.current_stream(gpu).record_event()
 
     def wait() -> dict[str, torch.Tensor]:
-        done.synchronize()
+        with torch.cuda.device(gpu):  # else a thread takes memory of GPU 0
+            done.synchronize()
         return copies
 
     return wait
