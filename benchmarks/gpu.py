@@ -22,7 +22,7 @@ Pictures are generated (`made.py`); captions are those of `captions.txt`, writte
 download; its token table is larger so, and its arithmetic the same.
 
 Columns of the CSV file: `X_ms`, time of a part of the step on the GPU's stream, with waits for the host in it
-(`clipstream.utils.timing.parts`); `kernel_ms` and `kernels`, time in which any kernel runs and number of kernels of a
+(`clipstream.utils.timing`); `kernel_ms` and `kernels`, time in which any kernel runs and number of kernels of a
 step, of torch's profiler; `idle`, the share of a step, as measured without the profiler, in which no kernel runs;
 `clock_mhz` and `power_w`, medians of NVML's (`pip install nvidia-ml-py`), empty without it.
 
@@ -67,7 +67,7 @@ from clipstream.errors import ClipstreamError
 from clipstream.models.execution.flops import peak_tflops
 from clipstream.models.model_config import builtin
 from clipstream.utils.logs import on_terminal
-from clipstream.utils.timing.parts import DATA, PARTS
+from clipstream.utils.timing import DATA, PARTS
 from clipstream.utils.timing.step_timer import StepTimer, timed
 from clipstream.utils.timing.usage import GIB, PeakMemory
 

@@ -31,7 +31,7 @@ from clipstream.text import duration, milliseconds, percent
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
 from clipstream.utils.section import checked
-from clipstream.utils.timing.parts import PARTS
+from clipstream.utils.timing import PARTS
 
 REPORT_FILE = "report.html"
 TEMPLATE = "page.html"

@@ -32,7 +32,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.training.parallel import is_sharded, no_sync, sums_gradients
 from clipstream.training.precision import Precision, autocast, set_torch_state, torch_state
-from clipstream.utils.timing.parts import BACKWARD, COMMUNICATION, FORWARD, LOSS
+from clipstream.utils.timing import BACKWARD, COMMUNICATION, FORWARD, LOSS
 from clipstream.utils.timing.step_timer import begin_when_backward_ends, timed
 
 if TYPE_CHECKING:

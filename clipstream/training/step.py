@@ -53,7 +53,7 @@ from clipstream.training.precision import autocast, same_randomness
 from clipstream.training.settings import AUTO_ON_CPU, MICRO_NORMS, TrainSettings
 from clipstream.training.state import StepState
 from clipstream.utils.logs import announce, logger
-from clipstream.utils.timing.parts import COPY, OPTIMIZER
+from clipstream.utils.timing import COPY, OPTIMIZER
 from clipstream.utils.timing.step_timer import begin, timed
 
 if TYPE_CHECKING:

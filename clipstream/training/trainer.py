@@ -26,7 +26,7 @@ from clipstream.training.early_stop import EarlyStop, EarlyStopSettings
 from clipstream.training.rollback import Rollback
 from clipstream.training.state import IntervalState, SourceHealth, TrainState
 from clipstream.training.step import StepResult, TrainStep
-from clipstream.utils.timing.parts import DATA, PARTS
+from clipstream.utils.timing import DATA, PARTS
 from clipstream.utils.timing.step_profile import StepProfiler
 from clipstream.utils.timing.step_timer import StepTimer, timed
 from clipstream.utils.timing.usage import Usage, over_ranks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from clipstream.models.build import build_towers
-from clipstream.models.execution.flops import ModelFlops, Throughput, count_flops, find_peak, peak_tflops
+from clipstream.models.execution.flops import Flops, ModelFlops, Throughput, count_flops, find_peak, peak_tflops
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
 from tests.support.steps import make_batch
@@ -18,6 +17,13 @@ from tests.support.steps import make_batch
 
 def _towers(name: str = "ViT-B-32", **options: bool) -> Towers:
     return build_towers(ModelSettings(name=name, **options), seed=0)
+
+
+def of_text(flops: ModelFlops, length: int) -> Flops:
+    """FLOPs of a text of `length` tokens."""
+    terms = zip(flops.text, (1, length, length**2), strict=True)
+    forward, backward = zip(*((amount * one.forward, amount * one.backward) for one, amount in terms), strict=True)
+    return Flops(sum(forward), sum(backward))
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +36,7 @@ def flops() -> ModelFlops:
 
 def test_the_flops_of_vit_b_32_are_those_that_are_known(flops: ModelFlops) -> None:
     assert count_flops(_towers(grad_checkpointing=True)) == flops  # recomputation does not count
-    text = flops.of_text(77)
+    text = of_text(flops, 77)
     assert flops.image.forward + text.forward == pytest.approx(14.78e9, rel=1e-3)  # open_clip's model_profile.csv
     assert flops.image.backward == pytest.approx(2 * flops.image.forward, rel=0.02)
     assert text.backward == pytest.approx(2 * text.forward, rel=0.001)
@@ -54,7 +60,7 @@ def test_texts_count_at_their_true_length_and_frozen_towers_forward_only() -> No
     projection = 2 * width * towers.clip.text_projection.shape[1]
     for length in (8, 40, 77):
         expected = layers * (24 * length * width**2 + 4 * length**2 * width) + projection
-        assert trained.of_text(length).forward == pytest.approx(expected, rel=1e-9)
+        assert of_text(trained, length).forward == pytest.approx(expected, rel=1e-9)
 
     towers.lock_image()
     frozen = count_flops(towers)
@@ -74,7 +80,7 @@ def test_a_training_line_has_tokens_tflops_and_mfu(flops: ModelFlops) -> None:
     works = [one.take(), replace(one.work)]
     line = one.figures(works, 2.0, ())
     assert line["tokens_per_s"] == 110 / 2
-    total = 4 * sum(flops.image) + sum(sum(flops.of_text(length)) for length in (5, 8, 20, 77))
+    total = 4 * sum(flops.image) + sum(sum(of_text(flops, length)) for length in (5, 8, 20, 77))
     assert line["tflops"] == pytest.approx(total / 2 / 2 / 1e12)
     assert line["mfu"] == pytest.approx(line["tflops"] / 100)
     assert one.figures(works, 2.0, ("image", "text"))["tflops"] < line["tflops"] / 2.9
@@ -82,16 +88,6 @@ def test_a_training_line_has_tokens_tflops_and_mfu(flops: ModelFlops) -> None:
     stored = Throughput(flops)
     stored.add(replace(batch, features={"image": torch.zeros(4, 8), "text": torch.zeros(4, 8)}))
     assert stored.figures([stored.take()], 1.0, ()) == {"tflops": 0.0}
-
-
-def test_counting_a_batch_takes_less_than_a_hundredth_of_a_step(flops: ModelFlops) -> None:
-    batch = replace(make_batch(0), ids=torch.zeros(1024, 77, dtype=torch.int32), keys=("k",) * 1024)
-    one, times = Throughput(flops), []
-    for _ in range(20):
-        began = time.thread_time()
-        one.add(batch)
-        times.append(time.thread_time() - began)
-    assert min(times) < 0.003
 
 
 @pytest.mark.parametrize(
@@ -102,34 +98,20 @@ def test_counting_a_batch_takes_less_than_a_hundredth_of_a_step(flops: ModelFlop
         ("NVIDIA A100-SXM4-80GB", 108, "fp32", True, 156),
         ("NVIDIA A100-SXM4-80GB", 108, "fp64", False, None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 14, "bf16", False, 312 * 14 / 108),
-        ("NVIDIA A800-SXM4-80GB", 108, "bf16", False, 312),
         ("NVIDIA A10", 72, "bf16", False, 125),
         ("NVIDIA A10G", 80, "bf16", False, 70),
-        ("NVIDIA A40", 84, "bf16", False, 149.7),
         ("NVIDIA H100 80GB HBM3", 132, "bf16", False, 989),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 16, "bf16", False, 989 * 16 / 132),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 16, "fp32", True, 494 * 16 / 132),
         ("NVIDIA H100 PCIe", 114, "pure_bf16", False, 756),
-        ("NVIDIA H100 NVL", 132, "bf16", False, 835),
-        ("NVIDIA H800", 132, "bf16", False, 989),
-        ("NVIDIA H800 PCIe", 114, "bf16", False, 756),
         ("NVIDIA H20", 78, "bf16", False, 148),
-        ("NVIDIA H20-3e", 78, "bf16", False, 148),
-        ("NVIDIA H200", 132, "bf16", False, 989),
         ("NVIDIA H200 NVL", 132, "bf16", False, 835),
         ("NVIDIA GH200 480GB", 132, "bf16", False, 989),
-        ("NVIDIA B200", 148, "bf16", False, 2250),
         ("NVIDIA GB200", 152, "bf16", False, 2500),
-        ("NVIDIA B300 SXM6 AC", 160, "bf16", False, 2250),
-        ("NVIDIA L40", 142, "bf16", False, 181),
         ("NVIDIA L40S", 142, "bf16", False, 362),
-        ("NVIDIA L4", 58, "bf16", False, 121),
         ("Tesla T4", 40, "fp16", True, 65),
         ("Tesla V100-SXM2-16GB", 80, "bf16", False, None),
-        ("NVIDIA RTX A6000", 84, "bf16", False, 154.8),
         ("NVIDIA RTX 6000 Ada Generation", 142, "bf16", False, 364.2),
         ("Quadro RTX 6000", 72, "bf16", False, None),
-        ("NVIDIA RTX A1000", 18, "bf16", False, None),
         ("NVIDIA T400 4GB", 6, "bf16", False, None),
         ("NVIDIA GeForce RTX 5090", 170, "bf16", False, 209.5),
         ("NVIDIA GeForce RTX 5090 D", 170, "bf16", False, None),

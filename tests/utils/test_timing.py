@@ -18,8 +18,8 @@ from clipstream.distributed.world import World
 from clipstream.training import trainer
 from clipstream.training.settings import TrainSettings
 from clipstream.training.step import TrainStep
+from clipstream.utils.timing import COMMUNICATION, COPY, DATA, LOSS, OTHER
 from clipstream.utils.timing import step_timer as timing
-from clipstream.utils.timing.parts import COMMUNICATION, COPY, DATA, LOSS, OTHER
 from clipstream.utils.timing.step_timer import StepTimer, begin, timed
 from clipstream.utils.timing.usage import Usage, over_ranks
 from tests.support import trainer_runs
@@ -68,7 +68,8 @@ def take_step(device: type[DeviceMark], timer: StepTimer, seconds: float) -> Non
 
 
 def test_parts_of_a_step_follow_each_other(device: type[DeviceMark]) -> None:
-    timer = StepTimer("cpu", make_mark=device)
+    timer = StepTimer("cpu")
+    timer._make_mark = device
     with timer.active():
         take_step(device, timer, 1.0)
         device.now += 0.5  # training lines
@@ -85,7 +86,8 @@ def test_parts_of_a_step_follow_each_other(device: type[DeviceMark]) -> None:
 
 
 def test_steps_that_the_device_has_not_finished_wait_for_the_next_line(device: type[DeviceMark]) -> None:
-    timer = StepTimer("cpu", make_mark=device)
+    timer = StepTimer("cpu")
+    timer._make_mark = device
     device.done = -1.0
     with timer.active():
         take_step(device, timer, 1.0)
@@ -100,7 +102,8 @@ def test_steps_that_the_device_has_not_finished_wait_for_the_next_line(device: t
 
 
 def test_marks_are_read_and_used_again_without_training_lines(device: type[DeviceMark]) -> None:
-    timer = StepTimer("cpu", make_mark=device)
+    timer = StepTimer("cpu")
+    timer._make_mark = device
     with timer.active():
         for _ in range(5 * timing.UNREAD):
             take_step(device, timer, 1.0)

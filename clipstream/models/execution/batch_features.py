@@ -22,7 +22,7 @@ from clipstream.models.frozen import TOWERS, Tower
 from clipstream.models.settings import ModelSettings, TowerSettings
 from clipstream.models.towers import Towers
 from clipstream.utils.logs import logger
-from clipstream.utils.timing.parts import IMAGE_FORWARD, TEXT_FORWARD
+from clipstream.utils.timing import IMAGE_FORWARD, TEXT_FORWARD
 from clipstream.utils.timing.step_timer import timed
 
 ENTRY = 256  # bytes of a row in the table of keys, about

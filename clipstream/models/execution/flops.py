@@ -39,7 +39,7 @@ class ModelFlops:
     """FLOPs of a model for one sample.
 
     Attributes:
-        image: of a picture.
+        image: of an image.
         text: of a text of L tokens, the coefficients of 1, L and L squared.
         buckets: tells a text's true length; None where padding is part of a text, as the tower attends to it.
     """
@@ -48,18 +48,10 @@ class ModelFlops:
     text: tuple[Flops, Flops, Flops]
     buckets: TextBuckets | None
 
-    def of_text(self, length: int) -> Flops:
-        """FLOPs of a text of `length` tokens."""
-        constant, linear, square = self.text
-        return Flops(
-            constant.forward + linear.forward * length + square.forward * length**2,
-            constant.backward + linear.backward * length + square.backward * length**2,
-        )
-
 
 @dataclass
 class Work:
-    """Pictures and texts that a rank trained on since the last training line."""
+    """Images and texts that a rank trained on since the last training line."""
 
     images: int = 0
     texts: int = 0

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from clipstream.utils.timing.parts import OTHER
+from clipstream.utils.timing import OTHER
 
 UNREAD = 64  # steps whose marks are kept at most, while they are complete
 RANGE = "clipstream::"  # before the name of a part, in the trace of a profile
@@ -59,17 +59,16 @@ class StepTimer:
 
     Args:
         device: torch's name of the device that the steps run on.
-        make_mark: constructs a mark; for tests.
 
     Attributes:
         ranges: whether parts are named ranges of torch's profiler as well.
     """
 
-    def __init__(self, device: str, make_mark: Callable[[], Mark] | None = None) -> None:
+    def __init__(self, device: str) -> None:
         cuda: Any = torch.cuda  # untyped in torch
         self._stream: Callable[[], Any] = lambda: None
-        self._make_mark: Callable[[], Mark] = make_mark or HostMark
-        if make_mark is None and torch.device(device).type == "cuda":
+        self._make_mark: Callable[[], Mark] = HostMark
+        if torch.device(device).type == "cuda":
             self._stream = partial(cuda.current_stream, torch.device(device))
             self._make_mark = partial(cuda.Event, enable_timing=True)
         self._free: list[Mark] = []  # read, to be taken again
