@@ -29,7 +29,7 @@ from clipstream.config.python_settings import PathLike
 from clipstream.config.settings import load
 from clipstream.data.decode.captions import CaptionExtractor, build_caption, image_bytes
 from clipstream.data.decode.images import check_shape, converted, loaded, opaque, opened
-from clipstream.data.decode.sample_profile import NO_TEXT, SHORT_FLAGS, Profile
+from clipstream.data.decode.sample_profile import SHORT_FLAGS, Profile
 from clipstream.data.loader.health import Captions
 from clipstream.data.settings import SourceSettings, rgb
 from clipstream.data.sources import OpenShard, SampleRef, SourceContext
@@ -349,16 +349,15 @@ def print_checked(source: SourceSettings, command: str, samples: int) -> None:
         console.print(f"train on them with: {printable(command, MESSAGE)}", soft_wrap=True)
         return
     reason, count = view.drops.most_common(1)[0]
-    flags = profile.suggestion(source.image_key, source.caption)
-    flags = flags if reason != "no_image" or "image-key" in str(flags) else []  # a caption alone does not help
+    hint = profile.hint(source.image_key, source.caption)
+    if reason == "no_image" and "image-key" not in hint:
+        hint = ""  # a caption alone does not help
     scattered = next((fault for fault in view.faults.values() if fault.startswith(SCATTERED)), None)
-    others = [flag for flag in profile.captions(source.caption) if flag not in flags] if reason == "no_caption" else []
-    if not flags and (scattered or note):
+    useful = hint.startswith("use ")
+    if not useful and (scattered or note):
         hint = scattered or "see the note above"
-    else:
-        hint = f"use {' '.join(flags)}" if flags else f"e.g. {view.examples[reason]}"
-        hint += f"; other members and fields with text: {', '.join(others[:5])}" if others else ""
-        hint += f"; {NO_TEXT}" if reason == "no_caption" and not flags and not others else ""
+    elif not useful:
+        hint = f"e.g. {view.examples[reason]}" + (f"; {hint}" if hint and reason == "no_caption" else "")
     if reason == MISSING and OTHER_NAME not in view.examples[reason]:
         hint += "; if the paths of the images begin in another folder, set --folder"
     raise DataError(f"none of {view.tried:,} samples is usable, {count:,} of them dropped as {reason}: {hint}")

@@ -45,7 +45,6 @@ NOT_CAPTIONS = (
 # One word that is a code of a language, has digits or signs, or is very long: an id, a hash, a path, a URL.
 _CODE = re.compile(r"(?i:true|false|none|null|nan)|[a-z]{2}(-[A-Za-z]{2,4})?|(?=.*[\d_=/\\@:])[!-~]+|[!-~]{25,}")
 _WORD = re.compile(r"[^\W\d_]{2,}")
-NO_TEXT = "no member and no JSON field holds text that looks like a caption"
 _UNDOTTED = r"s,\.\([^./]*\.\),_\1,g"  # of neighbouring dots every second one: twice
 RENAMING = f"{UNPACKING.removesuffix('&& ')}--transform='{_UNDOTTED};{_UNDOTTED}' && {PACKING}"
 
@@ -188,6 +187,18 @@ class Profile:
             flags += self.captions(caption, place)[:1]
         return flags
 
+    def hint(self, image_key: str, caption: CaptionSettings | None, place: str = SHORT_FLAGS) -> str:
+        """The flags to use, and other members and fields with text if no caption was found; '' if nothing helps."""
+        flags = self.suggestion(image_key, caption, place)
+        parts = [f"use {' '.join(flags)}"] if flags else []
+        if caption is not None and not self._caption_found(caption):
+            others = [flag for flag in self.captions(caption, place) if flag not in flags]
+            if others:
+                parts.append(f"other members and fields with text: {', '.join(others[:5])}")
+            elif not flags:
+                parts.append("no member and no JSON field holds text that looks like a caption")
+        return "; ".join(parts)
+
     def advice(self, image_key: str, caption: CaptionSettings | None, place: str = SHORT_FLAGS) -> str:
         """Lines for a user whose source gives nothing usable: what was seen, what is missing, the flag to use.
 
@@ -199,25 +210,15 @@ class Profile:
         wanted = split_keys(image_key)
         if not any(self.suffixes[suffix] for suffix in wanted):
             lines.append(f"no sample has an image member named {' or '.join(wanted)} (--image-key)")
-        missing = caption is not None and not self._caption_found(caption)
         if caption is None:
             lines.append(f"the label is named by --{place.removesuffix('.data')}.label: a member, or json:PATH")
-        elif missing and isinstance(caption, JsonCaption):
-            lines.append(f"no {caption.key} member has text at {' or '.join(caption.paths)} (--caption-json)")
-        elif missing:
-            key = caption.key if isinstance(caption, TextCaption) else caption.type
-            lines.append(f"no sample has text in the caption member {' or '.join(split_keys(key))} (--caption-key)")
-        if note := self.layout():
-            lines.append(note)
-        if flags := self.suggestion(image_key, caption, place):
-            lines.append(f"use {' '.join(flags)}")
-        if caption is not None and missing:
-            others = [flag for flag in self.captions(caption, place) if flag not in flags]
-            if others:
-                lines.append(f"other members and fields with text: {', '.join(others[:5])}")
-            elif not flags:
-                lines.append(NO_TEXT)
-        return "\n".join(lines)
+        elif not self._caption_found(caption):
+            key = caption.key if isinstance(caption, (TextCaption, JsonCaption)) else caption.type
+            at, flag = (
+                (f" at {' or '.join(caption.paths)}", "json") if isinstance(caption, JsonCaption) else ("", "key")
+            )
+            lines.append(f"no sample has text in the member {key.replace(';', ' or ')}{at} (--caption-{flag})")
+        return "\n".join(filter(None, [*lines, self.layout(), self.hint(image_key, caption, place)]))
 
     def summary(self) -> list[str]:
         """Two lines: suffixes with counts, and JSON fields with counts, types and examples."""
@@ -318,10 +319,8 @@ class Profile:
                 for text in value if isinstance(value, list) else [value]:
                     if isinstance(text, str):
                         known.add(text)
-        except (ValueError, RecursionError) as error:
-            kind = "large JSON" if len(data) > MAX_JSON else "not valid JSON"
-            if isinstance(error, RecursionError):
-                kind = "JSON nested too deep"
+        except (ValueError, RecursionError):
+            kind = "large JSON" if len(data) > MAX_JSON else "not valid JSON, or nested too deep"
             found = {"": Field(1, kind, _short(data[:EXAMPLE_CHARS].decode(errors="replace")))}
         for path, inner in found.items():
             inner.member, inner.path = suffix, path
