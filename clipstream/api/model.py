@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -207,25 +208,20 @@ class Model:
         """
         batch_size = _positive(batch_size)
         found: list[torch.Tensor] = []
-        waiting: list[torch.Tensor] = []
-
-        def encode() -> None:
-            if waiting:
-                found.append(self._encode_tensor(torch.cat(waiting)))
-                waiting.clear()
-
-        for image in each("images", "images, paths or tensors", images, (*FILES, torch.Tensor)):
-            rows = image if isinstance(image, torch.Tensor) else self.preprocess.pixels(image)
-            rows = rows[None] if rows.ndim == 3 else rows
-            if rows.ndim != 4 or tuple(rows.shape[1:]) != (3, *self.preprocess.size):
-                size = ", ".join(map(str, self.preprocess.size))
-                raise ValueError(f"an image's tensor is [3, {size}] or [n, 3, {size}], not {list(rows.shape)}")
-            for part in torch.split(rows, batch_size):
-                if waiting and (waiting[0].dtype != part.dtype or sum(map(len, waiting)) + len(part) > batch_size):
-                    encode()
-                waiting.append(part)
-        encode()
+        items = each("images", "images, paths or tensors", images, (*FILES, torch.Tensor))
+        while some := list(islice(items, batch_size)):
+            for _, rows in groupby(map(self._rows, some), key=lambda rows: rows.dtype):
+                found += map(self._encode_tensor, torch.split(torch.cat(list(rows)), batch_size))
         return torch.cat(found) if found else torch.empty(0, self.embed_dim, device=self.device)
+
+    def _rows(self, image: ImageLike) -> torch.Tensor:
+        """[n, 3, H, W] of an image or of a tensor of images."""
+        rows = image if isinstance(image, torch.Tensor) else self.preprocess.pixels(image)
+        rows = rows[None] if rows.ndim == 3 else rows
+        if rows.ndim != 4 or tuple(rows.shape[1:]) != (3, *self.preprocess.size):
+            size = ", ".join(map(str, self.preprocess.size))
+            raise ValueError(f"an image's tensor is [3, {size}] or [n, 3, {size}], not {list(rows.shape)}")
+        return rows
 
     def _encode_tensor(self, images: torch.Tensor) -> torch.Tensor:
         if images.dtype == torch.uint8:
@@ -264,18 +260,15 @@ class Model:
             ValueError: features have another width than the model's; and as `encode_image` and `encode_text`.
             OSError, SettingsError: as these.
         """
-        image, text = (
-            values.to(self.device).float()
-            if isinstance(values, torch.Tensor) and values.ndim == 2 and values.is_floating_point()
-            else None
-            for values in (images, texts)
-        )
-        for features in (image, text):
-            if features is not None and features.shape[1] != self.embed_dim:
-                raise ValueError(f"features are [n, {self.embed_dim}], not {list(features.shape)}")
-        image = self.encode_image(images) if image is None else normalize(image, dim=-1)
-        text = self.encode_text(texts) if text is None else normalize(text, dim=-1)
-        return image @ text.T
+        found = []
+        for values, encode in ((images, self.encode_image), (texts, self.encode_text)):
+            if not (isinstance(values, torch.Tensor) and values.ndim == 2 and values.is_floating_point()):
+                found.append(encode(values))  # type: ignore[arg-type]
+            elif values.shape[1] != self.embed_dim:
+                raise ValueError(f"features are [n, {self.embed_dim}], not {list(values.shape)}")
+            else:
+                found.append(normalize(values.to(self.device).float(), dim=-1))
+        return found[0] @ found[1].T
 
 
 def _positive(batch_size: int) -> int:
