@@ -195,6 +195,17 @@ class EvalContext:
         """The error for a source without a usable sample on any rank, with this rank's reason."""
         return DataError(f"the source has no usable {what}" + (f": {self.complaint}" if self.complaint else ""))
 
+    def stacked(self, what: str, *features: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Each list of this rank's features [n, D] as one tensor; [0, D] if it is empty. Collective.
+
+        Raises DataError: no rank has any, see `unusable`.
+        """
+        width = max(self.world.gather_objects(features[0][0].shape[1] if features[0] else 0))
+        if width == 0:
+            raise self.unusable(what)
+        nothing = torch.zeros((0, width), device=self.world.device)
+        return [torch.cat([nothing, *rows]) for rows in features]
+
     def show(self, example: Example) -> None:
         """Show an image in the report; at most `examples_wanted` are kept."""
         if len(self.examples) < self.examples_wanted:

@@ -42,11 +42,8 @@ def labelled(
         assert batch.pixels is not None, "an evaluation source gives pixels"
         features.append(context.encode_image(batch.pixels))
         labels.append(batch.ids[:, 0].long())
-    width = max(context.world.gather_objects(features[0].shape[1] if features else 0))
-    if width == 0:
-        raise context.unusable("image with a label")
-    nothing = torch.zeros((0, width), device=context.world.device)
-    return Labelled(torch.cat([nothing, *features]), torch.cat(labels).to(nothing.device))
+    (rows,) = context.stacked("image with a label", features)
+    return Labelled(rows, torch.cat(labels).to(rows.device))
 
 
 def count_classes(labelling: Labelling, world: World, *parts: Labelled) -> int:

@@ -60,17 +60,12 @@ class Retrieval:
             matches.add(images[-1], batch, lambda i, batch=batch: context.decode(batch.ids[i][:length]))  # type: ignore[misc]
             if context.examples_wanted:
                 ids.append(captions[there])
-        width = max(context.world.gather_objects(images[0].shape[1] if images else 0))
-        if width == 0:
-            raise context.unusable("pair")
-        nothing = torch.zeros((0, width), device=context.world.device)
-        pairs = torch.cat([nothing, *images]), torch.cat([nothing, *texts])
-        of_each = torch.cat([torch.zeros(0, dtype=torch.int64), *counts]).to(nothing.device)
-        owners = torch.arange(len(of_each), device=nothing.device).repeat_interleave(of_each)
-        tokens = torch.cat([torch.zeros((0, length), dtype=torch.int32), *ids]).to(nothing.device)
+        pairs, device, none = context.stacked("pair", images, texts), context.world.device, torch.zeros(0).long()
+        of_each = torch.cat([none, *counts]).to(device)
+        owners = torch.arange(len(of_each), device=device).repeat_interleave(of_each)
+        tokens = torch.cat([torch.zeros((0, length), dtype=torch.int32), *ids]).to(device)
         if self.groups:
-            none = torch.zeros(0, dtype=torch.int64)
-            files = context.world.gather_rows(torch.cat([none, *checksums]).to(nothing.device))
+            files = context.world.gather_rows(torch.cat([none, *checksums]).to(device))
             count = len(torch.unique(files))
             if count < len(files):
                 own, pairs, owners, tokens = share_images(pairs, owners, tokens, files, context.world)
@@ -82,14 +77,14 @@ class Retrieval:
                         "samples with the same image count as one image with several captions"
                     )
         if context.examples_wanted:
-            show_retrieval(context, kept, *pairs, owners, tokens)
+            show_retrieval(context, kept, pairs[0], pairs[1], owners, tokens)
             matches.show()
-        yield from recalls(*pairs, context.world, owners=owners)
+        yield from recalls(pairs[0], pairs[1], context.world, owners=owners)
 
 
 def share_images(
-    pairs: tuple[torch.Tensor, torch.Tensor], owners: torch.Tensor, ids: torch.Tensor, files: torch.Tensor, world: World
-) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor]:
+    pairs: list[torch.Tensor], owners: torch.Tensor, ids: torch.Tensor, files: torch.Tensor, world: World
+) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor, torch.Tensor]:
     """(own, pairs, owners, ids) with each image once, on the rank of its first sample, and its captions there too.
 
     `own`, bool [n], tells which images stay. Every rank holds all captions' features for a moment. Collective.
@@ -109,7 +104,7 @@ def share_images(
     of_texts = world.gather_rows(first[start + owners]) - start
     here = (of_texts >= 0) & (of_texts < len(images))
     ids = ids[here] if len(ids := world.gather_rows(ids)) else ids
-    return own, (images[own], world.gather_rows(texts)[here]), (own.cumsum(0) - 1)[of_texts[here]], ids
+    return own, [images[own], world.gather_rows(texts)[here]], (own.cumsum(0) - 1)[of_texts[here]], ids
 
 
 def recalls(

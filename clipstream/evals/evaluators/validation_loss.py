@@ -47,14 +47,9 @@ class ValidationLoss:
             marks = torch.from_numpy(of_samples(batch)[1].astype(np.int64))
             numbers.append(torch.cat([marks[:, None], batch.pictures[:, None], batch.ids.long()], dim=1))
             keys += batch.keys
-        width = max(world.gather_objects(images[0].shape[1] if images else 0))
-        if width == 0:
-            raise context.unusable("pair")
         # All ranks' pairs, on every rank.
-        nothing = torch.zeros((0, width), device=world.device)
+        all_images, all_texts = map(world.gather_rows, context.stacked("pair", images, texts))
         none = torch.zeros((0, 2 + context.tokenizer.context_length), dtype=torch.int64)
-        all_images = world.gather_rows(torch.cat([nothing, *images]))
-        all_texts = world.gather_rows(torch.cat([nothing, *texts]))
         all_numbers = world.gather_rows(torch.cat([none, *numbers]).to(world.device))
         all_keys = [key for some in world.gather_objects(keys) for key in some]
         order = all_numbers[:, 0].sort(stable=True).indices
