@@ -7,7 +7,6 @@ a bug (exit code 1, with a traceback).
 from __future__ import annotations
 
 import difflib
-import heapq
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -116,31 +115,19 @@ def nearest(wrong: str, known: Iterable[str], most: int = 1) -> list[str]:
     """Up to `most` of `known` that `wrong` may be a misspelling of, the most similar one first.
 
     A word is similar if `wrong` is a prefix of it (of at least 4 letters), if it is the first half of `wrong` or more,
-    or if they differ by one typing error in every 4 letters (one in words of up to 7). Case and dashes are ignored.
+    or if their `difflib` ratio is at least 0.75. Case and dashes are ignored.
     """
     word = _plain(wrong)
-    found = []
-    for name in known:
+
+    def likeness(name: str) -> float:
         other = _plain(name)
-        limit = max(1, max(len(word), len(other)) // 4)
         begins = len(word) >= 4 and (other.startswith(word) or (word.startswith(other) and 2 * len(other) >= len(word)))
-        if begins or _typing_errors(word, other) <= limit:
-            found.append((difflib.SequenceMatcher(None, word, other).ratio(), name))
-    return [name for _, name in heapq.nlargest(most, found)]
+        ratio = difflib.SequenceMatcher(None, word, other).ratio()
+        return ratio if begins or ratio >= 0.75 else 0.0
+
+    found = sorted(((likeness(name), name) for name in known), key=lambda pair: -pair[0])
+    return [name for ratio, name in found[:most] if ratio]
 
 
 def _plain(name: str) -> str:
     return name.lower().replace("_", "-")
-
-
-def _typing_errors(a: str, b: str) -> int:
-    """The optimal string alignment distance: insertions, deletions, substitutions and swaps of neighbours."""
-    before: list[int] = []
-    row = list(range(len(b) + 1))
-    for i, letter in enumerate(a, start=1):
-        older, before, row = before, row, [i]
-        for j, other in enumerate(b, start=1):
-            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (letter != other)))
-            if i > 1 and j > 1 and (letter, a[i - 2]) == (b[j - 2], other):
-                row[j] = min(row[j], older[j - 2] + 1)
-    return row[-1]

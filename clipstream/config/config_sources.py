@@ -33,9 +33,6 @@ from clipstream.utils.section import (
 _NUMBER = re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
 _LINE_BREAKS = re.compile("[\x85\u2028\u2029]")
 _PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
-MOST_BYTES = 16 << 20  # of a file: config.yaml has some KB, and a list of 100,000 shards some MB
-MOST_COPIES = 10_000  # keys and values repeated by aliases: ten nested lists of ten aliases each make 10^10
-MOST_LEVELS = 100
 NULLS = ("", "~", "null", "Null", "NULL")
 
 # Keys that exclude each other: a later source that sets one removes the others.
@@ -96,7 +93,7 @@ class Node:
         node = cls(text, place, place)
         try:
             composed = yaml.compose(text, Loader=Loader)
-            node.value = None if composed is None else _Reader(lambda _: place, []).node(composed, ()).value
+            node.value = None if composed is None else _Reader(lambda _: place, []).node(composed).value
         except (yaml.YAMLError, RecursionError):
             pass
         # YAML strips text, cuts '# …' off, and reads a lone '!' as null: not meant on a command line.
@@ -155,22 +152,12 @@ class _Reader:
 
     def __init__(self, place: Callable[[yaml.Node], str], problems: list[str]) -> None:
         self.place, self.problems = place, problems
-        self.seen: set[int] = set()
-        self.copies = 0
 
-    def node(self, node: yaml.Node, path: Path, place: str = "") -> Node:
-        """The node at `path`, with the place of its key, if any.
+    def node(self, node: yaml.Node, place: str = "") -> Node:
+        """The node, with the place of its key, if any.
 
-        Raises yaml.MarkedYAMLError: an unknown tag, a key that is no scalar, or nesting and aliases beyond the limits.
+        Raises yaml.MarkedYAMLError: an unknown tag, or a key that is no scalar.
         """
-        self.copies += id(node) in self.seen
-        self.seen.add(id(node))
-        if self.copies > MOST_COPIES:
-            text = f"aliases (*NAME) repeat more than {MOST_COPIES:,} keys and values: write fewer of them"
-            raise _Refused(problem=text, problem_mark=node.start_mark)
-        if len(path) > MOST_LEVELS:
-            text = f"more than {MOST_LEVELS} levels of lists and mappings, one in the other"
-            raise _Refused(problem=text, problem_mark=node.start_mark)
         place = place or self.place(node)
         made = Node(None, place, place)
         if isinstance(node, yaml.ScalarNode):
@@ -183,7 +170,7 @@ class _Reader:
         if node.tag not in _PLAIN_TAGS:
             raise _Refused(problem=f"the tag {node.tag} has no meaning here", problem_mark=node.start_mark)
         if isinstance(node, yaml.SequenceNode):
-            made.value = [self.node(item, (*path, number)) for number, item in enumerate(node.value)]
+            made.value = [self.node(item) for item in node.value]
             return made
         own: dict[str, Node] = {}
         inherited: dict[str, Node] = {}
@@ -196,11 +183,11 @@ class _Reader:
                 for parent in reversed(parents):
                     if not isinstance(parent, yaml.MappingNode):
                         raise _Refused(problem="<< takes only mappings", problem_mark=parent.start_mark)
-                    inherited.update(self.node(parent, path).value)
+                    inherited.update(self.node(parent).value)
             elif key in own:
                 self.problems.append(f"{key_place}: the key '{key}' is given twice (first at {own[key].place})")
             else:
-                own[key] = self.node(value_node, (*path, key), key_place)
+                own[key] = self.node(value_node, key_place)
         made.value = {**inherited, **own}
         return made
 
@@ -209,16 +196,11 @@ def read_yaml(file: str, problems: list[str]) -> Node:
     """Read one YAML file; its mistakes are added to `problems`, with their lines."""
     named, text = printable(file), ""
     try:
-        with FilePath(file).open("rb") as opened:
-            content = opened.read(MOST_BYTES + 1)  # a device such as /dev/zero has no end
-        if len(content) > MOST_BYTES:
-            problems.append(f"--config: {named} has more than {MOST_BYTES >> 20} MiB: it is no file of settings")
-            return Node()
-        text = content.decode("utf-8")
+        text = FilePath(file).read_bytes().decode("utf-8")
         node = yaml.compose(text, Loader=Loader)
         if isinstance(node, yaml.MappingNode):
             reader = _Reader(lambda node: f"{file}:{node.start_mark.line + 1}", problems)
-            return Node(reader.node(node, ()).value)
+            return Node(reader.node(node).value)
         if node is not None:
             problems.append(f"{file}:1: settings are a mapping of sections, not {type(node).__name__[:-4].lower()}")
     except FileNotFoundError:

@@ -23,7 +23,6 @@ from clipstream.utils.section import (
     section_of,
 )  # fmt: skip
 
-RENAMED = {"tail": "remainder"}  # former names of keys
 _EXPECTED = {
     "int_parsing": "a whole number",
     "int_type": "a whole number",
@@ -149,7 +148,7 @@ def _unknown_key(root: type[Section], tree: Tree, path: Path) -> str:
     (_, annotation, value), name = _locate(root, tree, path[:-1]), str(path[-1])
     section = section_of(annotation)
     known = list(chosen(section, value).model_fields) if section is not None else []
-    if near := did_you_mean(RENAMED[name] if RENAMED.get(name) in known else name, known):
+    if near := did_you_mean(name, known):
         return f"there is no such key{near}"
     if section is not None and issubclass(section, PluginSection):
         types = [kind for kind, cls in section.builtin.items() if name in cls.model_fields]

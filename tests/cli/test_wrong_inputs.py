@@ -77,7 +77,6 @@ TABLE = [
     ("--dataset-resampled=perhaps", "'perhaps' is not one of resampled, epoch, indexed"),
     ("--data.sampling.shards=own", "'own' is not one of shared, split"),
     ("--data.sampling.remainder=fill", "'fill' is not one of drop, pad, wrap"),
-    ("--data.sampling.tail=pad", "--data.sampling.tail: there is no such key; did you mean 'remainder'?"),
     ("--data.sampling.mode=indexed", "data.sources.train.shards: 1 of 1 shards are not there, e.g. a.tar"),
     (
         "--data.sampling.mode=indexed --train-data=http://me:word@host/{0..9}.tar",

@@ -163,7 +163,7 @@ def test_every_error_at_once_with_its_place(tmp_path: Path) -> None:
         f"{file}:17: evals.z.every: expected at least 0, not -1",
         f"{file}:18: train.epoch_sample: there is no such key; did you mean 'epoch_samples'?",
         "--precision: train.precision: 'fp46' is not one of auto, fp32, bf16, fp16, pure_bf16, fp64; "
-        "did you mean 'fp64'?",
+        "did you mean 'fp16'?",
         "--bathsize: unknown flag; did you mean '--batch-size'?",
         "--lr: needs a value, NUMBER",
         "--data.shufle.window: data.shufle: there is no such key; did you mean 'shuffle'?",
