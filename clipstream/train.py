@@ -46,7 +46,7 @@ from clipstream.models.execution.batch_features import NAME, Teacher
 from clipstream.models.execution.channels_last import tune_convolutions
 from clipstream.models.execution.compile import eagerly
 from clipstream.models.execution.flops import Throughput, build_throughput
-from clipstream.models.pretrained import AVERAGED_FILE
+from clipstream.models.model_config import AVERAGED_FILE
 from clipstream.models.towers import Towers
 from clipstream.report.outputs import Ending, Outputs, build_profiler
 from clipstream.report.precision_audit import audit_run

@@ -26,7 +26,7 @@ from clipstream.data.order.lanes import DataState
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.models.pretrained import AVERAGED_FILE
+from clipstream.models.model_config import AVERAGED_FILE
 from clipstream.storage.shard_url import ShardURL
 from clipstream.training.parallel import reshard
 from clipstream.training.settings import CheckpointSettings, TrainSettings

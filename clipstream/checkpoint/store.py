@@ -24,8 +24,7 @@ from pydantic import AfterValidator
 
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.models.model_config import LOCAL
-from clipstream.models.pretrained import AVERAGED_FILE, CONFIG_FILE, WEIGHT_FILES
+from clipstream.models.model_config import AVERAGED_FILE, CONFIG_FILE, LOCAL, WEIGHT_FILES
 from clipstream.models.settings import ModelSettings, TowerSettings
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger

@@ -23,6 +23,9 @@ from clipstream.errors import SettingsError, did_you_mean
 from clipstream.utils.section import checked
 
 HUB, LOCAL = "hf-hub:", "local-dir:"
+CONFIG_FILE = "open_clip_config.json"
+WEIGHT_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
+AVERAGED_FILE = "averaged.safetensors"  # of a checkpoint, beside its trained weights
 # Defaults of open_clip (CLIPVisionCfg and CLIPTextCfg in open_clip/model.py).
 _VISION = {"width": 768, "head_width": 64, "patch_size": 16, "image_size": 224}
 _TEXT = {"width": 512, "heads": 8}

@@ -16,12 +16,20 @@ from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, did_you_mean
 from clipstream.models import hub
 from clipstream.models.hub import HubCache, Missing
-from clipstream.models.model_config import HUB, LOCAL, Config, ModelConfig, builtin, check_config, pretrained_tags
+from clipstream.models.model_config import (
+    AVERAGED_FILE,
+    CONFIG_FILE,
+    HUB,
+    LOCAL,
+    WEIGHT_FILES,
+    Config,
+    ModelConfig,
+    builtin,
+    check_config,
+    pretrained_tags,
+)
 from clipstream.models.settings import ModelSettings
 
-CONFIG_FILE = "open_clip_config.json"
-WEIGHT_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
-AVERAGED_FILE = "averaged.safetensors"  # of a checkpoint, beside its trained weights
 LOCAL_WEIGHT_FILES = (*WEIGHT_FILES, "model.safetensors", "pytorch_model.bin", "model.pth", AVERAGED_FILE)
 TOKENIZER_FILES = ("tokenizer.json", "spiece.model", "sentencepiece.bpe.model", "vocab.txt", "vocab.json")
 TOKENIZER_CONFIG = "tokenizer_config.json"

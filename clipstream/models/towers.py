@@ -33,8 +33,8 @@ from clipstream.models.frozen import (
     members,
 )
 from clipstream.models.layers import tower_parameters
-from clipstream.models.model_config import ModelConfig
-from clipstream.models.pretrained import CONFIG_FILE, TEXT_CONFIG, TOKENIZER_CONFIG, WEIGHT_FILES
+from clipstream.models.model_config import CONFIG_FILE, WEIGHT_FILES, ModelConfig
+from clipstream.models.pretrained import TEXT_CONFIG, TOKENIZER_CONFIG
 from clipstream.utils.plugins import not_trusted
 from clipstream.utils.timing import IMAGE_FORWARD, TEXT_FORWARD
 from clipstream.utils.timing.step_timer import begin

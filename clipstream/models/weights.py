@@ -23,9 +23,9 @@ from open_clip.factory import (
 from timm.layers import resample_abs_pos_embed
 
 from clipstream.errors import SettingsError
-from clipstream.models.model_config import HUB
+from clipstream.models.model_config import CONFIG_FILE, HUB
 from clipstream.models.pickles import named_tensors, read_object
-from clipstream.models.pretrained import CONFIG_FILE, ModelFiles
+from clipstream.models.pretrained import ModelFiles
 from clipstream.utils.logs import logger
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from clipstream.features.store import FeatureStore
 from clipstream.losses.settings import DistillSettings
 from clipstream.models.execution.batch_features import NAME as LIVE
 from clipstream.models.fingerprint import image_fingerprint, same_text_weights, text_fingerprint
-from clipstream.models.pretrained import WEIGHT_FILES
+from clipstream.models.model_config import WEIGHT_FILES
 from clipstream.models.towers import Towers
 from clipstream.utils.section import found
 

@@ -30,7 +30,8 @@ from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, each
 from clipstream.evals.settings import MeanSettings, PromptedSettings, Weights, sources_of
-from clipstream.models.pretrained import CONFIG_FILE, preflight
+from clipstream.models.model_config import CONFIG_FILE
+from clipstream.models.pretrained import preflight
 from clipstream.report.eval_results import FIGURES_FILE, TABLE_FILE, add, traced
 from clipstream.report.html_report import write_evaluations
 from clipstream.report.sinks import Page, Record

@@ -50,7 +50,7 @@ from clipstream.losses.settings import chosen_loss_type
 from clipstream.models.build import build_towers
 from clipstream.models.fingerprint import image_fingerprint, text_fingerprint, tower_state, weights_digest
 from clipstream.models.frozen import TOWERS
-from clipstream.models.pretrained import WEIGHT_FILES
+from clipstream.models.model_config import WEIGHT_FILES
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
 from clipstream.models.weights import read_weights
